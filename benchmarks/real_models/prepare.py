@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoTokenizer
 from benchmarks.real_models.bits import bits_per_byte
 from benchmarks.real_models.models import write_original, write_pruned, write_tokenizer
 from benchmarks.real_models.place import ROOT, Place
-from benchmarks.real_models.questions import write_sums, write_task
+from benchmarks.real_models.questions import TASK, which_line, write_sums
 from benchmarks.real_models.texts import Document, documents, training_texts, validation_texts, write
+from nemo_opd.demo.tasks import write_task
 from nemo_opd.files import write_atomically
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.transplant import transplant
@@ -49,7 +50,7 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
     _models(place, options, found)
     _texts(place, options, found)
     place.tasks.mkdir(parents=True, exist_ok=True)
-    write_task(place.tasks, found, options.questions)
+    write_task(place.tasks, TASK, which_line(found, options.questions))
     write_sums(place.data, num_train=1_024, num_held_out=64)
     facts = _facts(place, options)
     write_atomically(place.facts, (json.dumps(facts, indent=1) + "\n").encode())

@@ -1,4 +1,4 @@
-"""Questions of the real-model benchmark: which line follows, as a task of lm-eval, and sums as conversations."""
+"""Questions of the real-model benchmark: which line follows, and sums as conversations."""
 
 import hashlib
 import json
@@ -13,37 +13,9 @@ from nemo_opd.files import write_atomically
 TASK = "which_line"
 _NUM_CHOICES = 4
 _CONTEXT_CHARS, _LINE_CHARS = 240, range(24, 72)
-_YAML = """\
-task: {task}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {questions}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{context}}}}"
-target_delimiter: ""
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: answer
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true
-metadata:
-  version: 1
-"""
 
 
-def write_task(folder: Path, found: Sequence[Document], number: int) -> None:
-    """Write the task and its questions, made of validation documents."""
-    questions = folder / f"{TASK}.json"
-    rows = [json.dumps(row) for row in _which_line(found, number)]
-    write_atomically(questions, ("\n".join(rows) + "\n").encode())
-    text = _YAML.format(task=TASK, questions=json.dumps(str(questions.resolve())))
-    write_atomically(folder / f"{TASK}.yaml", text.encode())
-
-
-def _which_line(found: Sequence[Document], number: int) -> list[dict[str, object]]:
+def which_line(found: Sequence[Document], number: int) -> list[dict[str, object]]:
     """Return passages, each with the line that follows it among three later lines of the same document."""
     chosen = random.Random(0)
     rows = []

@@ -6,20 +6,22 @@ A folder with a task of lm-eval (YAML) and its questions (JSON), built on first 
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
 from nemo_opd.demo.corpus import arrow_file
 from nemo_opd.files import write_atomically
 
+TASK = "next_line"
 NUM_QUESTIONS = 64
 _NUM_CHOICES = 4
 _CONTEXT_CHARS, _LINE_CHARS = 160, range(24, 64)
 
 _TASK = """\
-task: next_line
+task: {task}
 dataset_path: json
 dataset_kwargs:
   data_files:
@@ -44,14 +46,19 @@ def task_folder() -> Path:
     source = arrow_file("validation")
     name = hashlib.sha256(f"1 {NUM_QUESTIONS} {source.parent.name}".encode()).hexdigest()[:12]
     folder = source.parent / f"tasks-{name}"
-    task, questions = folder / "next_line.yaml", folder / "next_line.json"
-    if not task.exists():
+    if not (folder / f"{TASK}.yaml").exists():
         with pa.memory_map(str(source)) as file:
             texts = pa.ipc.open_stream(file).read_all().column("text").to_pylist()
-        rows = [json.dumps(question) for question in _questions(texts)]
-        write_atomically(questions, ("\n".join(rows) + "\n").encode())
-        write_atomically(task, _TASK.format(questions=json.dumps(str(questions))).encode())
+        write_task(folder, TASK, _questions(texts))
     return folder
+
+
+def write_task(folder: Path, task: str, questions: Iterable[Mapping[str, Any]]) -> None:
+    """Write a multiple-choice task; a question has `context`, `choices` and `answer`, the index of the right one."""
+    rows, path = [json.dumps(question) for question in questions], folder / f"{task}.json"
+    write_atomically(path, ("\n".join(rows) + "\n").encode())
+    text = _TASK.format(task=task, questions=json.dumps(str(path.resolve())))
+    write_atomically(folder / f"{task}.yaml", text.encode())
 
 
 def _questions(texts: list[str]) -> Iterator[dict[str, object]]:

@@ -44,10 +44,13 @@ class Benchmarks:
     teachers: tuple[AskedModel, ...]
     """Active teachers, if they are asked."""
 
-    def longest_question(self, teacher: int | None = None) -> int:
-        """Return the most tokens of a question with its answer, to the student or a teacher; 0 if it is not asked."""
-        models = (self.student,) if teacher is None else self.teachers[teacher : teacher + 1]
-        return max((model.text.max_length for model in models), default=0)
+
+def longest_question(benchmarks: Benchmarks | None, teacher: int | None = None) -> int:
+    """Return the most tokens of a question with its answer, to the student or a teacher; 0 if it is not asked."""
+    if benchmarks is None:
+        return 0
+    models = (benchmarks.student,) if teacher is None else benchmarks.teachers[teacher : teacher + 1]
+    return max((model.text.max_length for model in models), default=0)
 
 
 def load_run_benchmarks(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Benchmarks | None:

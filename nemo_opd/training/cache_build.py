@@ -39,7 +39,7 @@ from nemo_opd.training.cache_asking import Ask, Asker, server_answers
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.ranks import resolve_device, resolve_layout
-from nemo_opd.training.teachers_without_model import asked_ids, settle_tokenizers
+from nemo_opd.training.teachers_without_model import segment_ids, settle_tokenizers
 
 _TOKENS_AT_A_TIME = 8192
 """Tokens of a forward pass where the teacher's settings name no number."""
@@ -246,7 +246,7 @@ class Missing:
     def __iter__(self) -> Iterator[_Ids]:
         seen: set[bytes] = set()
         for sample in self._samples():
-            ids = asked_ids(sample, self._i)
+            ids = segment_ids(sample, self._i)
             if ids is None or (key := key_of(ids)) in seen or not self._part.has(key):
                 continue
             seen.add(key)

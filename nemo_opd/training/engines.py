@@ -10,6 +10,7 @@ from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.rollout.base import Completion, Engine, EngineSpec, Generator, Request, Sampling, StudentModel
 from nemo_opd.rollout.engines import ENGINES
 from nemo_opd.rollout.server.gpus import server_gpus
+from nemo_opd.training.benchmarks import longest_question
 from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.plan import Plan
 
@@ -56,8 +57,7 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
 
 def _longest(plan: Plan) -> int:
     """Return the most tokens of a sequence: a rollout, or a benchmark's question with its answer."""
-    longest = plan.config.train.max_length
-    return longest if plan.benchmarks is None else max(longest, plan.benchmarks.longest_question())
+    return max(plan.config.train.max_length, longest_question(plan.benchmarks))
 
 
 class TeacherWorkers(Generator):

@@ -10,8 +10,8 @@ from nemo_opd.evaluation.likelihoods import Scored
 from nemo_opd.models.load import load_config
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.rollout.base import BatchLimit, Completion, Generator, Request, Sampling
-from nemo_opd.training.asked import AskedGroup
 from nemo_opd.training.launch import open_cluster, require_processes
+from nemo_opd.training.model_group import ModelGroup
 from nemo_opd.training.ranks import colocated, resolve_device, resolve_layout, resolve_ranks
 from nemo_opd.workers.frozen import FrozenWorker
 from nemo_opd.workers.memory import EVALUATED_TASKS
@@ -23,16 +23,16 @@ _MICRO_BATCH_TOKENS = 16_384
 class EvaluatedModel(Generator):
     """A frozen model, over the ranks of a cluster."""
 
-    def __init__(self, asked: AskedGroup, end_ids: Collection[int], limit: BatchLimit) -> None:
+    def __init__(self, group: ModelGroup, end_ids: Collection[int], limit: BatchLimit) -> None:
         """end_ids: tokens that end a sequence. limit: of what a rank samples at a time."""
-        self._asked, self._end_ids, self._limit = asked, end_ids, limit
+        self._group, self._end_ids, self._limit = group, end_ids, limit
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return self._asked.continued(requests, sampling, self._end_ids, self._limit, about="questions")
+        return self._group.continued(requests, sampling, self._end_ids, self._limit, about="questions")
 
     def likelihoods(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Return what the model finds of sequences (see `Scorer`)."""
-        return self._asked.likelihoods(rows)
+        """Return likelihoods of sequences, in order (see `Scorer`)."""
+        return self._group.likelihoods(rows)
 
 
 @contextmanager
@@ -69,5 +69,5 @@ def open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[in
     ):
         opened.gather([group.ready])
         yield EvaluatedModel(
-            AskedGroup(group, layout, _MICRO_BATCH_TOKENS), end_ids, BatchLimit(config.rollout.batch_size)
+            ModelGroup(group, layout, _MICRO_BATCH_TOKENS), end_ids, BatchLimit(config.rollout.batch_size)
         )

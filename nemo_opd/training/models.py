@@ -33,10 +33,10 @@ from nemo_opd.files import replacing
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.window import Window, windows
 from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.training.asked import AskedGroup
 from nemo_opd.training.batch_grid import leads, reduced
 from nemo_opd.training.groups import separate, student_group, teacher_group
 from nemo_opd.training.links import Links
+from nemo_opd.training.model_group import ModelGroup
 from nemo_opd.training.own_teacher import OwnTeacher
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch, Mean, Metric, Metrics, SequenceScores
@@ -113,9 +113,9 @@ class Models:
             ]
             self._ahead = tuple(ahead)
             self._own = tuple(i for i in range(len(self.teachers)) if i not in ahead)
-            self._student = AskedGroup(self.student, plan.grid.student, plan.config.train.tokens_at_a_time)
-            asked = zip(self.teachers, plan.grid.teachers, plan.teacher_tokens_at_a_time, strict=True)
-            self._teachers = [AskedGroup(*each) for each in asked]
+            self._student = ModelGroup(self.student, plan.grid.student, plan.config.train.tokens_at_a_time)
+            teachers = zip(self.teachers, plan.grid.teachers, plan.teacher_tokens_at_a_time, strict=True)
+            self._teachers = [ModelGroup(*each) for each in teachers]
             self._links = Links(self.student, self.teachers, plan.deliveries)
             self._stack = stack.pop_all()
 

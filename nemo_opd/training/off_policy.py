@@ -45,12 +45,13 @@ def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
 
 def train(session: Session) -> None:
     """Train until the last step, early stopping or an interrupt, then finish the run or print how to continue it."""
+    config = session.config
     session.measure_start()
     for step in session.steps():
         record = train_step(session) | session.step_values()
-        if session.is_due(session.config.train.validate_every) and session.plan.data.validation is not None:
+        if session.is_due(config.train.validate_every) and session.plan.data.validation is not None:
             record |= session.validate()
-        if session.config.evaluation is not None and session.is_due(session.config.evaluation.every):
+        if config.evaluation is not None and session.is_due(config.evaluation.every):
             record |= session.evaluate()
         session.loggers.log(step, record)
         session.watch(record)

@@ -17,7 +17,7 @@ from nemo_opd.evaluation.groups import TokenGroups
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import compute_dtype, load_config
 from nemo_opd.progress import tracked, working
-from nemo_opd.training.benchmarks import load_run_benchmarks
+from nemo_opd.training.benchmarks import load_run_benchmarks, longest_question
 from nemo_opd.training.copies import settle_copies
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
@@ -115,7 +115,7 @@ def preflight(config: RunConfig) -> Plan:
             student.size,
             student.vocab_size,
             student_layout,
-            longest_question=0 if benchmarks is None else benchmarks.longest_question(),
+            longest_question=longest_question(benchmarks),
         ),
         tuple(
             ModelSetup(
@@ -123,7 +123,7 @@ def preflight(config: RunConfig) -> Plan:
                 teacher.vocab_size,
                 layout,
                 stretch,
-                longest_question=0 if benchmarks is None else benchmarks.longest_question(i),
+                longest_question=longest_question(benchmarks, i),
             )
             for i, (teacher, layout, stretch) in enumerate(zip(teachers, teacher_layouts, stretches, strict=True))
         ),

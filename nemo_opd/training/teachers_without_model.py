@@ -138,8 +138,8 @@ def check_answers(config: RunConfig, device: str, teachers: Sequence[ModelInfo],
             _check_cache(config, i, teacher.cache, teachers[i], parts, width)
 
 
-def asked_ids(sample: Sample, i: int) -> NDArray[np.int32] | None:
-    """Return the ids of the segment that teacher i is asked about for a sample; None where it is not asked."""
+def segment_ids(sample: Sample, i: int) -> NDArray[np.int32] | None:
+    """Return the ids of the segment of a sample in the cache of teacher i; None where that reads nothing."""
     ids = sample.teachers[i].tokens.ids
     return ids if sample.route in (None, i) and len(ids) > 1 else None
 
@@ -153,7 +153,7 @@ def require_stored(config: RunConfig, samples: Collection[Sample]) -> None:
             continue
         try:
             reader = CacheReader(teacher.cache)
-            for ids in (asked_ids(sample, i) for sample in samples if teacher.on_missing == "stop"):
+            for ids in (segment_ids(sample, i) for sample in samples if teacher.on_missing == "stop"):
                 if ids is not None:
                     reader.segment(ids)
         except DataError as error:

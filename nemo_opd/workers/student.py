@@ -93,7 +93,7 @@ class _MicroBatch:
     """Divisors of these rows, one per part of KD."""
 
     @property
-    def read(self) -> tuple[list[LogitRows], Batch, tuple[Divisor, ...]]:
+    def compared(self) -> tuple[list[LogitRows], Batch, tuple[Divisor, ...]]:
         """Arguments of `ObjectiveTerms.plan` after the student's logits."""
         return self.teacher_logits, self.batch, self.divisors
 
@@ -244,7 +244,7 @@ class StudentWorker:
             # The losses' backward pass ends at a leaf; the model's runs once, from the sum of their gradients.
             leaf = made.cut_off()
             logits = self.logit_rows.whole(leaf, micro.packing)
-            losses = self.objective.plan(logits, *micro.read, step.normalizers, kd_scale=step.kd_scale, terms=terms)
+            losses = self.objective.plan(logits, *micro.compared, step.normalizers, kd_scale=step.kd_scale, terms=terms)
             if "kd" in terms:
                 losses += self._statistics(logits, micro)
             # FSDP2 averages gradients over ranks; the objective is a sum over them (methods.md §7.2).
@@ -296,14 +296,14 @@ class StudentWorker:
                 made = self.logit_rows(micro.batch.student.ids, micro.packing)
                 logits = self.logit_rows.whole(made, micro.packing)
                 own, size = micro.batch.student, self.vocab_size
-                terms = self.objective.plan(logits, *micro.read, step.normalizers)
+                terms = self.objective.plan(logits, *micro.compared, step.normalizers)
                 number = 1 + len(self.parts.parts)  # cross-entropy, then the parts of the KD
                 recorded = [Recording.of(plan) for plan in terms[:number]]
-                overlaps = self.parts.plan_overlaps(logits, micro.teacher_logits, micro.batch)
+                statistics = self._statistics(logits, micro)
                 planned = [
                     *(each.plan for each in recorded),
                     *terms[number:],
-                    *(self._statistics(logits, micro) or overlaps),
+                    *(statistics or self.parts.plan_overlaps(logits, micro.teacher_logits, micro.batch)),
                     plan_bits_per_byte(logits, own, vocab_size=size),
                     plan_accuracy(logits, own, vocab_size=size),
                 ]

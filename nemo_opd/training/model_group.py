@@ -1,4 +1,4 @@
-"""The workers of a model that is asked."""
+"""The group of workers of a model, for what student, teachers and evaluated models have in common."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ _MICRO_BATCHES_A_CALL = 16
 """Microbatches of each rank that are read for a benchmark at a time."""
 
 
-class AskedGroup:
+class ModelGroup:
     """A group of workers that reads and continues texts; data-parallel ranks divide them."""
 
     def __init__(self, group: Group, layout: Layout, budget: int) -> None:
@@ -33,7 +33,7 @@ class AskedGroup:
         return [tuple(cuts) for cuts in found]
 
     def likelihoods(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Return what the model finds of sequences (see `Scorer`)."""
+        """Return likelihoods of sequences, in order (see `Scorer`)."""
         layout, found = self._layout, [(0.0, False)] * len(rows)
         with working("reading benchmarks", len(rows), "sequences") as work:
             for numbers, by_rank in batches(rows, layout.dp, self._budget * _MICRO_BATCHES_A_CALL):
