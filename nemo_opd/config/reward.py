@@ -215,3 +215,8 @@ Reward = Annotated[
 def is_paid_by_environment(reward: RewardBase) -> bool:
     """Return whether an environment pays a reward, or a part of one."""
     return any(isinstance(part, EnvironmentReward) for part in reward.parts)
+
+
+def calls_users_code(reward: RewardBase) -> bool:
+    """Return whether a reward, or a part of one, is a function of the user."""
+    return any(isinstance(part, FunctionReward) for part in reward.parts)

@@ -40,23 +40,28 @@ class TextLayout:
     """A document is a string."""
 
     text_key: str
+    section: str = "data"
+    """The settings in which `text_key` is."""
 
     @property
     def columns(self) -> Mapping[str, str]:
         return {self.text_key: TEXT}
 
     def require_columns(self, schema: pa.Schema, source: str) -> None:
-        dtype = type_of(schema, self.text_key, "data.text_key", source)
+        setting = f"{self.section}.text_key"
+        dtype = type_of(schema, self.text_key, setting, source)
         if not is_string(dtype):
             raise DataError(
-                f"{source}: column {self.text_key!r} is of type {dtype}, not string; set data.text_key to a column of "
+                f"{source}: column {self.text_key!r} is of type {dtype}, not string; set {setting} to a column of "
                 "strings"
             )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
         column = whole_column(documents, TEXT, source, origin)
         if not any(pc.any(pc.greater(pc.binary_length(chunk), 0)).as_py() for chunk in column.chunks):
-            raise DataError(f"{source}: all {len(documents)} documents are empty; check data.text_key and the source")
+            raise DataError(
+                f"{source}: all {len(documents)} documents are empty; check {self.section}.text_key and the source"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +70,18 @@ class ChatLayout:
 
     messages_key: str
     tools_key: str | None
+    section: str = "data"
+    """The settings in which both are."""
 
     @property
     def columns(self) -> Mapping[str, str]:
         return {self.messages_key: MESSAGES} | ({} if self.tools_key is None else {self.tools_key: TOOLS})
 
     def require_columns(self, schema: pa.Schema, source: str) -> None:
-        for setting, name in (("data.messages_key", self.messages_key), ("data.tools_key", self.tools_key)):
+        for key, name in (("messages_key", self.messages_key), ("tools_key", self.tools_key)):
             if name is None:
                 continue
+            setting = f"{self.section}.{key}"
             dtype = type_of(schema, name, setting, source)
             if not is_string(dtype) and not is_list_of_objects(dtype):
                 raise DataError(

@@ -25,6 +25,8 @@ class PromptLayout:
     documents: Layout
     answer_key: str | None = None
     response_key: str | None = None
+    reward: str = "reward"
+    """The settings in which `answer_key` is."""
 
     @property
     def columns(self) -> Mapping[str, str]:
@@ -39,7 +41,10 @@ class PromptLayout:
     @property
     def _own(self) -> list[tuple[str, str, str]]:
         """Setting, the user's name, our name."""
-        named = (("reward.answer_key", self.answer_key, ANSWER), ("data.response_key", self.response_key, RESPONSE))
+        named = (
+            (f"{self.reward}.answer_key", self.answer_key, ANSWER),
+            ("data.response_key", self.response_key, RESPONSE),
+        )
         return [(setting, name, ours) for setting, name, ours in named if name is not None]
 
     def require_columns(self, schema: pa.Schema, source: str) -> None:

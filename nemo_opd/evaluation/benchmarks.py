@@ -1,46 +1,22 @@
-"""Benchmarks of lm-eval: their tasks, and what a model gets in them."""
+"""Figures of a model in benchmarks of lm-eval."""
 
-import logging
 import math
-import os
-import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 from lm_eval.evaluator import evaluate
-from lm_eval.tasks import TaskManager
 
-from nemo_opd.config.evaluation import Benchmark, QuestionSets
-from nemo_opd.demo import is_demo
-from nemo_opd.demo.tasks import task_folder
-from nemo_opd.errors import ConfigError, DataError, OPDError, RolloutError
+from nemo_opd.config.evaluation import Benchmark
+from nemo_opd.errors import OPDError, RolloutError
+from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, as_lm_eval_runs
 from nemo_opd.evaluation.estimates import Estimate, mean_with_interval
 from nemo_opd.evaluation.language_model import LanguageModel
 from nemo_opd.evaluation.tasks import named, with_bounds
-from nemo_opd.progress import tracked
 
-_SEED, _NUMPY_SEED, _FEW_SHOT_SEED = 0, 1234, 1234
-"""Seeds of lm-eval's `simple_evaluate`, so that tasks that shuffle and draw do it alike."""
 _RESAMPLES = 1000
 """Resamples for the standard error of a metric that is no mean over questions."""
-_NUM_NAMES = 5
-"""Names that are suggested for an unknown one."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedBenchmark:
-    """A benchmark with its tasks and their data."""
-
-    settings: Benchmark
-    tasks: Mapping[str, Any]
-    """Result of `TaskManager.load`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,77 +38,6 @@ class BenchmarkResult:
         return named(with_bounds(self.estimates), self.name)
 
 
-def load_benchmarks(settings: QuestionSets, prefix: str) -> tuple[LoadedBenchmark, ...]:
-    """Load the tasks of all benchmarks, with their data.
-
-    prefix: of the settings' keys, such as `evaluation.`. Raises ConfigError for a task that there is not or that may
-    not run, and DataError for data that cannot be read.
-    """
-    if not settings.benchmarks:
-        return ()
-    with _as_lm_eval_runs():
-        manager = _manager(settings)
-        benchmarks = tracked(settings.benchmarks, "reading the data of benchmarks", "benchmarks")
-        return tuple(_load(each, manager, settings, f"{prefix}benchmarks.{i}") for i, each in enumerate(benchmarks))
-
-
-def _manager(settings: QuestionSets) -> TaskManager:
-    """Return the manager of the tasks: of the folder alone where it has all, since lm-eval's own are thousands."""
-    if settings.task_folder is None:
-        return TaskManager()
-    folder = task_folder() if is_demo(settings.task_folder) else Path(settings.task_folder).expanduser()
-    own = TaskManager(include_path=str(folder), include_defaults=False)
-    if {each.task for each in settings.benchmarks} <= set(own.all_tasks):
-        return own
-    return TaskManager(include_path=str(folder))
-
-
-def _load(benchmark: Benchmark, manager: TaskManager, settings: QuestionSets, key: str) -> LoadedBenchmark:
-    if benchmark.task not in manager.all_tasks:
-        near = get_close_matches(benchmark.task, manager.all_tasks, _NUM_NAMES)
-        hint = f"; near names are {', '.join(near)}" if near else ""
-        raise ConfigError(
-            f"{key}.task={benchmark.task!r}: lm-eval has no such task{hint}; `lm-eval ls tasks` lists all, and "
-            "evaluation.task_folder names a folder with further ones"
-        )
-    if settings.confirm_run_unsafe_code:
-        os.environ.setdefault("HF_ALLOW_CODE_EVAL", "1")
-    try:
-        loaded = manager.load([benchmark.task])
-    except Exception as error:  # whatever the hub, `datasets` and the task's own code raise
-        raise DataError(f"{key}.task={benchmark.task}: {_unavailable(benchmark.task, error)}") from error
-    for name, task in loaded["tasks"].items():
-        if getattr(task, "UNSAFE_CODE", False) and not settings.confirm_run_unsafe_code:
-            raise ConfigError(
-                f"{key}.task={benchmark.task}: {name} runs programs that the model writes, and lm-eval runs them "
-                "without a sandbox, as this user; write evaluation.confirm_run_unsafe_code=true where that may be, or "
-                "use a set of evaluation.sets with reward.type=code, which runs programs in one"
-            )
-        _configure(task, benchmark, f"{key}.shots={benchmark.shots}: {name}")
-    return LoadedBenchmark(benchmark, loaded)
-
-
-def _unavailable(task: str, error: Exception) -> str:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return (
-        f"its data cannot be read ({reason}); where there is a network, fetch them into the cache with "
-        f'`HF_HUB_OFFLINE=0 HF_DATASETS_OFFLINE=0 python -c "from lm_eval.tasks import TaskManager; '
-        f"TaskManager().load(['{task}'])\"`, and copy $HF_HOME where this machine has none"
-    )
-
-
-def _configure(task: Any, benchmark: Benchmark, where: str) -> None:
-    """Set the number of examples. Raises ConfigError, which begins with `where`, for a task that fixes it at 0."""
-    default = task.get_config("num_fewshot")
-    if benchmark.shots and default == 0:
-        raise ConfigError(f"{where} is asked without examples alone; leave shots out")
-    if benchmark.shots is not None:
-        task.set_config(key="num_fewshot", value=benchmark.shots)
-    elif default is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(seed=_FEW_SHOT_SEED)
-
-
 def run_benchmark(
     loaded: LoadedBenchmark, model: LanguageModel, confidence: float, *, allows_code: bool
 ) -> BenchmarkResult:
@@ -142,7 +47,7 @@ def run_benchmark(
     """
     benchmark = loaded.settings
     try:
-        with _as_lm_eval_runs():
+        with as_lm_eval_runs():
             results = evaluate(
                 lm=model,
                 task_dict=loaded.tasks,
@@ -226,40 +131,3 @@ def _by_error(value: float, error: object, confidence: float) -> Estimate:
     known = isinstance(error, int | float) and math.isfinite(error)
     half = NormalDist().inv_cdf((1 + confidence) / 2) * float(error) if known else 0.0  # type: ignore[arg-type]
     return Estimate(value, value - half, value + half)
-
-
-def figure_names(loaded: LoadedBenchmark) -> set[str]:
-    """Return the names of metrics that a benchmark's tasks have, without the names of tasks before them."""
-    names: set[str] = set()
-    for task in loaded.tasks["tasks"].values():
-        choices = [each["name"] for each in task.get_config("filter_list") or ()] or ["none"]
-        names |= {
-            metric if choice == "none" else f"{metric}.{choice}"
-            for metric in task.higher_is_better()
-            for choice in choices
-        }
-    return names
-
-
-@contextmanager
-def _as_lm_eval_runs() -> Iterator[None]:
-    """Seed what tasks draw from, and leave out processes, bars and the log: errors are raised, and the run shows its
-    own progress. All is restored afterwards.
-    """
-    log = logging.getLogger("lm_eval")
-    level, drawn, drawn_by_numpy = log.level, random.getstate(), np.random.get_state()
-    log.setLevel(logging.ERROR)
-    random.seed(_SEED)
-    np.random.seed(_NUMPY_SEED)
-    try:
-        # A process forked from this one, with its threads, may wait forever.
-        with patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"}), patch("lm_eval.api.task.tqdm", _without_bar):
-            yield
-    finally:
-        log.setLevel(level)
-        random.setstate(drawn)
-        np.random.set_state(drawn_by_numpy)
-
-
-def _without_bar(each: Iterable[Any], **_: Any) -> Iterable[Any]:
-    return each

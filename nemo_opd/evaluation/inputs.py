@@ -1,4 +1,6 @@
-"""Columns of questions, and checks of an evaluation's paths before PyTorch is imported, which takes seconds."""
+"""Sets of questions with their columns and rewards, and checks of an evaluation before PyTorch is imported, which takes
+seconds.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +9,7 @@ from pathlib import Path
 
 from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import EvaluationConfig, Questions, QuestionSet, QuestionSets, QuestionSource
-from nemo_opd.config.reward import Reward
+from nemo_opd.config.reward import Reward, calls_users_code
 from nemo_opd.data.context_layout import ContextLayout
 from nemo_opd.data.domain_layout import DomainLayout
 from nemo_opd.data.layout import ChatLayout, Layout, TextLayout
@@ -17,8 +19,11 @@ from nemo_opd.data.row_layout import RowLayout, reads_rows
 from nemo_opd.data.schema import require_source, require_suitable
 from nemo_opd.demo import is_demo
 from nemo_opd.errors import ConfigError
+from nemo_opd.evaluation.task_names import require_tasks
 from nemo_opd.extras import require_extras, require_library
+from nemo_opd.logging.busy import loading
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
+from nemo_opd.rewards import RewardFunction, build_reward
 from nemo_opd.rollout.installed import require_installed
 
 
@@ -43,6 +48,12 @@ class AskedSet:
         return f"{self.prefix}data"
 
     @property
+    def reward_key(self) -> str:
+        """Key of the reward: the set's own, or the one beside all sets."""
+        has_own = isinstance(self.settings, QuestionSet) and self.settings.reward is not None
+        return f"{self.prefix}reward" if has_own else "reward"
+
+    @property
     def label(self) -> str:
         """Name for people."""
         return self.name or "questions"
@@ -54,7 +65,7 @@ class AskedSet:
     @property
     def columns(self) -> Mapping[str, str]:
         """Further columns that settings name, with the setting of each."""
-        named = {name: f"{self.prefix}reward.{setting}" for name, setting in self.reward.named_columns.items()}
+        named = {name: f"{self.reward_key}.{setting}" for name, setting in self.reward.named_columns.items()}
         if self.settings.level_key is not None:
             named[self.settings.level_key] = f"{self.prefix}level_key"
         if not isinstance(self.settings, QuestionSet) or self.settings.context is None:
@@ -72,8 +83,11 @@ class AskedSet:
     @property
     def layout(self) -> Layout:
         """Columns of questions and of all that rewards and prompts read."""
-        chat = None if self.messages_key is None else ChatLayout(self.messages_key, self.tools_key)
-        layout: Layout = PromptLayout(chat or TextLayout(self.text_key), self.reward.answer_column)
+        section = self.key if isinstance(self.settings, QuestionSet) else "data"
+        layout: Layout = TextLayout(self.text_key, section)
+        if self.messages_key is not None:
+            layout = ChatLayout(self.messages_key, self.tools_key, section)
+        layout = PromptLayout(layout, self.reward.answer_column, reward=self.reward_key)
         return with_columns(layout, self.columns, self.reward)
 
 
@@ -121,21 +135,38 @@ def asked_sets(
         yield found
 
 
+def build_set_reward(asked: AskedSet) -> RewardFunction:
+    """Return the set's reward. Raises ConfigError, with its key, for a function or a schema that is not there."""
+    try:
+        return build_reward(asked.reward)
+    except ConfigError as error:
+        raise ConfigError(f"{asked.reward_key}{str(error).removeprefix('reward')}") from error
+
+
 def check_sets(sets: Iterator[AskedSet]) -> None:
-    """Raise an OPDError for data or libraries of a set that are not there."""
+    """Raise an OPDError for data, libraries or a reward of a set that are not there."""
     for asked in sets:
         require_extras(None, asked.reward, None)
         require_suitable(asked.settings.data, asked.layout, key=asked.key)
+        if not calls_users_code(asked.reward):
+            build_set_reward(asked).close()
 
 
 def check_benchmarks(evaluation: QuestionSets | None, prefix: str) -> None:
-    """Raise ConfigError where benchmarks need a library or a folder that is not there."""
+    """Raise an OPDError where benchmarks need a library, a folder, a task or a file that is not there."""
     if evaluation is None or not evaluation.benchmarks or is_left_out(evaluation):
         return
     require_library("lm_eval", f"{prefix}benchmarks")
     folder = evaluation.task_folder
     if folder is not None and not is_demo(folder) and not Path(folder).expanduser().is_dir():
         raise ConfigError(f"{prefix}task_folder={folder}: there is no such folder; correct the path")
+    with loading("the tasks of benchmarks"):
+        if folder is None:
+            require_tasks(evaluation, prefix)
+            return
+        from nemo_opd.evaluation.benchmark_tasks import check_tasks  # with a library that only some have
+
+        check_tasks(evaluation, prefix)
 
 
 def is_left_out(evaluation: QuestionSets) -> bool:

@@ -10,24 +10,15 @@ from nemo_opd.data.context import Context
 from nemo_opd.data.prompts import read_prompts
 from nemo_opd.data.record import Prompt
 from nemo_opd.data.sources import load_documents
-from nemo_opd.errors import ConfigError, DataError
+from nemo_opd.errors import DataError
 from nemo_opd.evaluation.inputs import AskedSet
 from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
 from nemo_opd.progress import working
-from nemo_opd.rewards import RewardFunction, build_reward, check_answers
+from nemo_opd.rewards import RewardFunction, check_answers
 from nemo_opd.rollout.base import Generator, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.renderer import Renderer
-
-
-def build_set_reward(asked: AskedSet) -> RewardFunction:
-    """Return the set's reward. Raises ConfigError, with its key, for a function or a schema that is not there."""
-    try:
-        return build_reward(asked.reward)
-    except ConfigError as error:
-        has_own = isinstance(asked.settings, QuestionSet) and asked.settings.reward is not None
-        raise ConfigError(f"{asked.prefix if has_own else ''}{error}") from error
 
 
 def read_questions(asked: AskedSet) -> list[Prompt]:

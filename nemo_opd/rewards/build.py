@@ -17,7 +17,7 @@ from nemo_opd.config.reward import (
     WeightedReward,
 )
 from nemo_opd.data.record import Prompt
-from nemo_opd.errors import DataError
+from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.rewards.base import RewardFunction
 from nemo_opd.rewards.by_source import RewardBySource
 from nemo_opd.rewards.code import CodePasses
@@ -42,12 +42,24 @@ REWARDS: dict[type[RewardBase], type[RewardFunction]] = {
 
 
 def build_reward(settings: RewardBase) -> RewardFunction:
-    """Return the reward, to be closed by `with`. Raises ConfigError where a user's function cannot be imported."""
+    """Return the reward, to be closed by `with`. Raises ConfigError, with its key, for what cannot be
+    made: a user's function, a JSON schema, a sandbox.
+    """
     if isinstance(settings, WeightedReward):
-        return WeightedSum(settings, [build_reward(term.reward) for term in settings.terms])
+        parts = [_build_below(f"terms.{i}.reward", term.reward) for i, term in enumerate(settings.terms)]
+        return WeightedSum(settings, parts)
     if isinstance(settings, SourceReward):
-        return RewardBySource(settings, {source: build_reward(each) for source, each in settings.rewards.items()})
+        by_source = {source: _build_below(f"rewards.{source}", each) for source, each in settings.rewards.items()}
+        return RewardBySource(settings, by_source)
     return REWARDS[type(settings)](settings)
+
+
+def _build_below(path: str, settings: RewardBase) -> RewardFunction:
+    """Return a part of a reward. Raises ConfigError with its key in place of the whole reward's."""
+    try:
+        return build_reward(settings)
+    except ConfigError as error:
+        raise ConfigError(f"reward.{path}.{str(error).removeprefix('reward.')}") from error
 
 
 def check_answer(settings: RewardBase, answer: str | None) -> None:

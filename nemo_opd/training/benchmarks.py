@@ -20,7 +20,7 @@ from nemo_opd.rollout.hf import end_ids
 from nemo_opd.training.model_info import ModelInfo
 
 if TYPE_CHECKING:
-    from nemo_opd.evaluation.benchmarks import LoadedBenchmark
+    from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark
     from nemo_opd.evaluation.language_model import TextModel
 
 _log = logging.getLogger(__name__)
@@ -53,27 +53,40 @@ def longest_question(benchmarks: Benchmarks | None, teacher: int | None = None) 
     return max((model.text.max_length for model in models), default=0)
 
 
-def load_run_benchmarks(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Benchmarks | None:
-    """Load the benchmarks; None without any.
+def load_tasks(config: RunConfig) -> tuple[LoadedBenchmark, ...]:
+    """Load the tasks of all benchmarks; none without any, or where the demo runs without lm-eval.
 
-    Raises what `load_benchmarks` raises, and ConfigError for a chat benchmark without a chat template or a metric of
-    `train.keep_best` or `early_stopping` that its benchmark does not have.
+    Raises what `load_benchmarks` raises, and ConfigError for a metric of `train.keep_best` or `early_stopping` that its
+    benchmark does not have.
     """
     evaluation = config.evaluation
     if evaluation is None or not evaluation.benchmarks:
-        return None
+        return ()
     if is_left_out(evaluation):
         _log.warning(
             "the demo's benchmark is left out, since lm-eval is not installed (`pip install 'nemo-opd[eval]'`)"
         )
-        return None
-    from nemo_opd.evaluation.benchmarks import load_benchmarks  # with a library that only some have
+        return ()
+    from nemo_opd.evaluation.benchmark_tasks import load_benchmarks  # with a library that only some have
 
     loaded = load_benchmarks(evaluation, "evaluation.")
     for key, chosen in (("keep_best", config.train.keep_best), ("early_stopping", config.train.early_stopping)):
         if chosen is not None:
             _check_metric(chosen.metric, f"train.{key}.metric", loaded)
-    asked = zip(config.active_teachers, teachers, strict=True) if evaluation.teachers else ()
+    return loaded
+
+
+def asked_benchmarks(
+    config: RunConfig, loaded: tuple[LoadedBenchmark, ...], student: ModelInfo, teachers: Sequence[ModelInfo]
+) -> Benchmarks | None:
+    """Return the benchmarks with the models that are asked; None without any.
+
+    Raises ConfigError for a chat benchmark and a model without a chat template.
+    """
+    if not loaded:
+        return None
+    assert config.evaluation is not None
+    asked = zip(config.active_teachers, teachers, strict=True) if config.evaluation.teachers else ()
     return Benchmarks(
         loaded,
         _asked(config, config.student, student, "student"),
@@ -83,7 +96,7 @@ def load_run_benchmarks(config: RunConfig, student: ModelInfo, teachers: Sequenc
 
 def _check_metric(metric: str, key: str, loaded: Sequence[LoadedBenchmark]) -> None:
     """Raise ConfigError for a metric of a benchmark that its tasks do not have."""
-    from nemo_opd.evaluation.benchmarks import figure_names
+    from nemo_opd.evaluation.benchmark_tasks import figure_names
 
     for benchmark in loaded:
         name, known = f"eval/{benchmark.settings.label}/", figure_names(benchmark)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ClusterError, OPDError
+from nemo_opd.evaluation.inputs import build_set_reward
 from nemo_opd.evaluation.likelihoods import Scorer
-from nemo_opd.evaluation.sets import ask, build_set_reward
+from nemo_opd.evaluation.sets import ask
 from nemo_opd.evaluation.shown import shown_answers
 from nemo_opd.evaluation.tasks import EvaluationResult
 from nemo_opd.logging.question_values import QuestionValues, ValueLog

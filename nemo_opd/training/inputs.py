@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_opd.config.model import Model
+from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher, ServedTeacher
 from nemo_opd.data.layout import Layout, RoutedLayout
@@ -16,6 +17,7 @@ from nemo_opd.evaluation.inputs import AskedSet, asked_sets, check_benchmarks, c
 from nemo_opd.extras import require_extras
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
 from nemo_opd.models.hub import require_hub
+from nemo_opd.rewards import build_reward
 from nemo_opd.rollout.installed import require_installed
 from nemo_opd.teacher_cache.manifest import CacheManifest, read_manifest
 from nemo_opd.training.run_directory import progress_to_resume, resolve_output_dir
@@ -94,6 +96,8 @@ def _check_data(config: RunConfig) -> None:
     if config.data.validation.given:
         layout = layout_of(config, is_validation=True)
         require_suitable(config.data.validation, layout, key="data.validation")
+    if config.reward is not None and not calls_users_code(config.reward):
+        build_reward(config.reward).close()
     check_sets(sets_of(config))
     check_benchmarks(config.evaluation, "evaluation.")
 

@@ -17,7 +17,7 @@ from nemo_opd.evaluation.groups import TokenGroups
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import compute_dtype, load_config
 from nemo_opd.progress import tracked, working
-from nemo_opd.training.benchmarks import load_run_benchmarks, longest_question
+from nemo_opd.training.benchmarks import asked_benchmarks, load_tasks, longest_question
 from nemo_opd.training.copies import settle_copies
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
@@ -72,6 +72,7 @@ def preflight(config: RunConfig) -> Plan:
     output_dir = resolve_output_dir(config.run)
     resumed = progress_to_resume(config, output_dir)
     check_users_code(config)
+    tasks = load_tasks(config)
     student, teachers = _read_models(config, device)
     require_templates(config, student, teachers)
     checkpoint_bytes = _require_room_to_save(config, student.size, output_dir)
@@ -84,7 +85,7 @@ def preflight(config: RunConfig) -> Plan:
     )
     data = (load_corpus if config.rollout is None else load_prompts)(config, student, teachers)
     questions = load_sets(config, student, teachers)
-    benchmarks = load_run_benchmarks(config, student, teachers)
+    benchmarks = asked_benchmarks(config, tasks, student, teachers)
     parts = build_parts(
         config,
         [teacher.projection for teacher in teacher_plans],

@@ -22,13 +22,14 @@ from nemo_opd.data.rollouts import RolloutSampleMaker
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import AlignmentError, DataError
+from nemo_opd.evaluation.inputs import build_set_reward
 from nemo_opd.progress import tracked, working
 from nemo_opd.rewards.build import build_reward, check_answers
 from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.prompts import dataset_rollout, drop_long
 from nemo_opd.rollout.renderer import Renderer
 from nemo_opd.training.callbacks import import_callbacks
-from nemo_opd.training.inputs import domain_column, has_contrast, layout_of
+from nemo_opd.training.inputs import domain_column, has_contrast, layout_of, sets_of
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.sample_makers import build_rollout_sample_maker
 from nemo_opd.training.sampled_models import SampledModel, sampled_model
@@ -110,10 +111,12 @@ class Prompts:
 
 
 def check_users_code(config: RunConfig) -> None:
-    """Raise ConfigError for code of the user (callbacks, reward, environment) that cannot be imported or is none."""
+    """Raise ConfigError for code of the user (callbacks, rewards, environment) that cannot be imported or is none."""
     import_callbacks(config.run.callbacks)
     if config.reward is not None:
         build_reward(config.reward).close()
+    for asked in sets_of(config):
+        build_set_reward(asked).close()
     if config.environment is not None:
         build_environment(config.environment)
 

@@ -7,7 +7,7 @@ from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.record import Prompt
 from nemo_opd.evaluation.inputs import AskedSet
-from nemo_opd.evaluation.sets import build_set_reward, read_questions
+from nemo_opd.evaluation.sets import read_questions
 from nemo_opd.rollout.prompts import drop_long
 from nemo_opd.training.inputs import sets_of
 from nemo_opd.training.model_info import ModelInfo
@@ -30,14 +30,13 @@ class LoadedSet:
 def load_sets(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> tuple[LoadedSet, ...]:
     """Load all sets of questions.
 
-    Raises DataError for questions that cannot be read or do not fit the reward, or where none is left; ConfigError for
-    a user's reward that cannot be imported; and what `evaluated_teachers` raises.
+    Raises DataError for questions that cannot be read or do not fit the reward, or where none is left, and what
+    `evaluated_teachers` raises.
     """
     return tuple(_load(config, asked, student, teachers) for asked in sets_of(config))
 
 
 def _load(config: RunConfig, asked: AskedSet, student: ModelInfo, teachers: Sequence[ModelInfo]) -> LoadedSet:
-    build_set_reward(asked).close()
     limit = min(config.train.max_length, student.positions or config.train.max_length)
     model = sampled_model(config.student, student, "student", limit, is_chat=asked.is_chat)
     prompts = read_questions(asked)

@@ -23,9 +23,9 @@ from nemo_opd.config.rollout import HFRollout
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.estimates import Estimate
-from nemo_opd.evaluation.inputs import AskedSet, asked_sets
+from nemo_opd.evaluation.inputs import AskedSet, asked_sets, build_set_reward
 from nemo_opd.evaluation.likelihoods import longest_request
-from nemo_opd.evaluation.sets import ask, build_set_reward, read_questions
+from nemo_opd.evaluation.sets import ask, read_questions
 from nemo_opd.evaluation.shown import all_answers
 from nemo_opd.evaluation.tasks import EvaluationResult
 from nemo_opd.files import write_atomically
@@ -47,7 +47,8 @@ from nemo_opd.training.evaluated_model import EvaluatedModel, open_model
 from nemo_opd.training.launch import driving
 
 if TYPE_CHECKING:
-    from nemo_opd.evaluation.benchmarks import BenchmarkResult, LoadedBenchmark
+    from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark
+    from nemo_opd.evaluation.benchmarks import BenchmarkResult
 
 _NO_LIMIT = 1 << 30
 """Tokens of a sequence of a model whose configuration names no limit."""
@@ -150,7 +151,7 @@ def _load_benchmarks(config: EvaluationConfig) -> tuple[LoadedBenchmark, ...]:
             f"rollout.type={config.rollout.type}: benchmarks read likelihoods in workers; write rollout=hf, or "
             "leave benchmarks out"
         )
-    from nemo_opd.evaluation.benchmarks import load_benchmarks  # with a library that only some have
+    from nemo_opd.evaluation.benchmark_tasks import load_benchmarks  # with a library that only some have
 
     return load_benchmarks(config, "")
 

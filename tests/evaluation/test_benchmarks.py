@@ -24,7 +24,8 @@ lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
-from nemo_opd.evaluation.benchmarks import LoadedBenchmark, load_benchmarks, run_benchmark  # noqa: E402
+from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, load_benchmarks  # noqa: E402
+from nemo_opd.evaluation.benchmarks import run_benchmark  # noqa: E402
 from nemo_opd.evaluation.estimates import wilson  # noqa: E402
 from nemo_opd.evaluation.language_model import LanguageModel, TextModel  # noqa: E402
 
@@ -77,6 +78,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / f"{name}.yaml").write_text(f"task: {name}\n{data}{task}", encoding="utf-8")
     gone = data.replace("rows.json", "gone.json") + TASKS["choices"]
     (made / "gone.yaml").write_text(f"task: gone\n{gone}", encoding="utf-8")
+    column = TASKS["choices"].replace("{{question}}", "{{nothing}}")
+    (made / "column.yaml").write_text(f"task: column\n{data}{column}", encoding="utf-8")
+    (made / "fetched.yaml").write_text(
+        f"task: fetched\ndataset_path: nobody/nothing\n{TASKS['sums']}", encoding="utf-8"
+    )
     (made / "zero.yaml").write_text(f"task: zero\n{data}{TASKS['sums']}num_fewshot: 0\n", encoding="utf-8")
     (made / "shuffle.py").write_text(SHUFFLE, encoding="utf-8")
     shuffled = TASKS["sums"] + "process_docs: !function shuffle.shuffled\n"
@@ -235,9 +241,11 @@ def test_a_limit_and_shots_are_told_to_tasks(folder: Path, ours: LanguageModel) 
         (
             "choice",
             ConfigError,
-            "evaluation.benchmarks.0.task='choice': lm-eval has no such task; near names are choices",
+            "evaluation.benchmarks.0.task='choice': lm-eval has no such task; near names are choices, choices_2",
         ),
-        ("gone", DataError, "TaskManager().load(['gone'])"),
+        ("gone", DataError, "gone.yaml, or the files and columns that it names"),
+        ("column", DataError, "evaluation.benchmarks.0.task=column: it cannot be read (UndefinedError: 'nothing' is "),
+        ("fetched", DataError, "').load(['fetched'])"),
         ("programs", ConfigError, "evaluation.confirm_run_unsafe_code=true"),
         ("zero", ConfigError, "evaluation.benchmarks.0.shots=5: zero is asked without examples alone"),
     ],
@@ -245,10 +253,8 @@ def test_a_limit_and_shots_are_told_to_tasks(folder: Path, ours: LanguageModel) 
 def test_a_task_that_cannot_be_asked_is_one_message(
     folder: Path, task: str, kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = lm_eval.tasks.TaskManager
-    monkeypatch.setattr(
-        "nemo_opd.evaluation.benchmarks.TaskManager", lambda **given: own(**given | {"include_defaults": False})
-    )
+    """Bug: advice to fetch data where a file of the user is wrong; a traceback of lm-eval."""
+    monkeypatch.setattr("nemo_opd.evaluation.task_names.task_names", lambda: {"choices_2"})
     with pytest.raises(kind) as caught:
         loaded(folder, task, shots=5 if task == "zero" else None)
 

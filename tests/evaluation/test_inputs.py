@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,19 +22,45 @@ finally:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("model=/nowhere", "error: model=/nowhere: there is no such folder"),
-        ("tokenizer=/nowhere", "error: tokenizer=/nowhere: there is no such folder"),
-        ("chat_template=/no.jinja", "error: chat_template=/no.jinja: "),
+        ("model=/nowhere", "model=/nowhere: there is no such folder"),
+        ("tokenizer=/nowhere", "tokenizer=/nowhere: there is no such folder"),
+        ("chat_template=/no.jinja", "chat_template=/no.jinja: "),
         (
             "data.arrow_files=/no.arrow reward=numeric model=demo:student",
-            "error: data.arrow_files='/no.arrow' does not exist",
+            "data.arrow_files='/no.arrow' does not exist",
         ),
+        (
+            "model=demo:student benchmarks=[gsm8k_]",
+            "benchmarks.0.task='gsm8k_': lm-eval has no such task; near names are gsm8k",
+        ),
+        (
+            "+reward.extract={type:json,schema_file:README.md}",
+            "reward.extract.schema_file=README.md: no JSON schema: Expecting value",
+        ),
+        ("+reward.extract={type:regex,pattern:'(a'}", "reward.extract.pattern: no regular expression: missing ), "),
     ],
 )
-def test_a_wrong_path_is_refused_before_pytorch_is_imported(overrides: str, says: str) -> None:
+def test_what_is_wrong_is_refused_before_pytorch_is_imported(overrides: str, says: str) -> None:
     """Bug: ten seconds later."""
+    last, imported = refusal(overrides)
+    assert last.startswith(f"error: {says}")
+    assert imported == "[]"
+
+
+@pytest.mark.world
+def test_missing_data_of_a_task_are_found_before_pytorch_is_imported(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    task = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/gone.json}}}}\ntest_split: test\n"
+    (tmp_path / "mine.yaml").write_text(f"task: mine\n{task}doc_to_text: text\ndoc_to_target: text\n")
+    last, imported = refusal(f"model=demo:student benchmarks=[mine] +task_folder={tmp_path}")
+
+    assert last.startswith("error: benchmarks.0.task=mine: it cannot be read (FileNotFoundError: Unable to find")
+    assert imported == "['datasets']"
+
+
+def refusal(overrides: str) -> tuple[str, str]:
+    """Return the last line of the error, and the list of what was imported."""
     command = [sys.executable, "-c", SCRIPT, *overrides.split()]
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
-    assert refused.stdout == "[]\n"
-    assert refused.stderr.splitlines()[-1].startswith(says)
+    return refused.stderr.splitlines()[-1], refused.stdout.splitlines()[-1]

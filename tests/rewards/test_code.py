@@ -12,8 +12,8 @@ from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.config.reward import CodeReward
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
-from nemo_opd.evaluation.inputs import asked_sets
-from nemo_opd.evaluation.sets import build_set_reward, read_questions
+from nemo_opd.evaluation.inputs import asked_sets, build_set_reward
+from nemo_opd.evaluation.sets import read_questions
 from nemo_opd.rewards import RewardFunction, build_reward, check_answer
 from nemo_opd.rewards.code import last_block, program_of
 from tests.rewards.rollouts import rollout

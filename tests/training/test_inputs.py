@@ -103,6 +103,32 @@ def test_a_column_of_the_reward_and_of_the_evaluation() -> None:
             check_inputs(compose(key, config_name="on_policy_demo"), on_policy=True)
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("own.data.jsonl_files=/no", "own.data.jsonl_files='/no' does not exist"),
+        ("own.data.text_key=no", "has no column 'no'; set evaluation.sets.own.data.text_key to one"),
+        ("own.prompt='{hint}'", "has no column 'hint', which evaluation.sets.own.prompt names"),
+        ("own.level_key=no", "has no column 'no', which evaluation.sets.own.level_key names"),
+        ("own.reward.terms.0.reward.answer_key=no", "has no column 'no'; set evaluation.sets.own.reward.answer_key to"),
+        (
+            "own.reward.terms.0.reward.extract.schema_file=README.md",
+            "evaluation.sets.own.reward.terms.0.reward.extract.schema_file=README.md: no JSON schema",
+        ),
+    ],
+)
+def test_what_a_set_lacks_is_told_with_its_own_keys(override: str, says: str, tmp_path: Path) -> None:
+    """Bug: the way out is a setting of the training data; found once PyTorch and tokenizers are loaded."""
+    file = write(tmp_path, "jsonl_files", {"text": ["a"], "right": ["b"]})
+    reward = "{type:exact,answer_key:right,extract:{type:json}}"
+    own = f"{{data:{{jsonl_files:{file},text_key:text}},reward:{{type:weighted,terms:[{{reward:{reward}}}]}}}}"
+    overrides = f"+evaluation.sets.own={own}", f"++evaluation.sets.{override}"
+    config = compose(*overrides, config_name="on_policy_demo")
+    with pytest.raises(OPDError) as caught:
+        check_inputs(config, on_policy=True)
+    assert says in str(caught.value)
+
+
 @pytest.mark.world
 def test_a_wrong_path_is_refused_before_heavy_imports(tmp_path: Path) -> None:
     """Seconds of imports for a typo: what pulls them in is easily added and seen by nobody."""
