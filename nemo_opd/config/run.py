@@ -13,6 +13,9 @@ from nemo_opd.config.on_policy import check_off_policy, check_on_policy
 from nemo_opd.config.run_fields import ONE_VOCABULARY_TERMS, RunFields
 from nemo_opd.config.teacher import CrossTokenizerTeacher, OwnIdsTeacher, Teacher
 
+_LEARNING = ("p_kl", "h_kl")
+"""Losses with a gradient with respect to the weights of a projection."""
+
 
 class RunConfig(RunFields):
     """Everything a run depends on. The resolved config.yaml of a run is one of these."""
@@ -73,11 +76,11 @@ class RunConfig(RunFields):
     @model_validator(mode="after")
     def learned_projections_have_a_loss_that_reads_weights(self) -> Self:
         for i, teacher in enumerate(self.active_teachers):
-            if isinstance(teacher, OwnIdsTeacher) and teacher.projection_lr and self.term(i).type != "p_kl":
+            if isinstance(teacher, OwnIdsTeacher) and teacher.projection_lr and self.term(i).type not in _LEARNING:
                 raise ValueError(
                     f"teachers.{i}.projection_lr={teacher.projection_lr:g}: loss.type={self.term(i).type} does not "
                     "depend on the weights of the projection, so nothing would be learned; write "
-                    f"teachers.{i}.loss.type=p_kl, or leave projection_lr out"
+                    f"teachers.{i}.loss.type=p_kl or h_kl, or leave projection_lr out"
                 )
         return self
 

@@ -166,7 +166,7 @@ class OwnIdsTeacher(TeacherBase):
     """projection=auto: entries kept in a row."""
     projection_lr: float | None = Field(None, gt=0)
     """Peak learning rate of the projection's weights, learned with the student on the schedule of its learning rate;
-    null: they are fixed. For loss.type=p_kl.
+    null: they are fixed. For loss.type=p_kl or h_kl.
     """
     roles: Frozen[str, tuple[str, ...]] = Field(default_factory=dict)
     """Role → the special tokens, of either side, that have it, where that is not found out:

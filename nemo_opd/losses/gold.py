@@ -26,6 +26,7 @@ from nemo_opd.losses.support import log_rest, truncated, with_rest
 from nemo_opd.losses.truncated import joined, reached_and_rest, require_temperature_1, split
 
 if TYPE_CHECKING:
+    from nemo_opd.losses.learned_projection import LearnedShares
     from nemo_opd.projection import ProjectionMatrix
 
 _UNCOMMON_TOPK = 8192
@@ -101,7 +102,7 @@ class PairedOptions:
         preset = {"nemo_rl": "mean", "trl": "observed"}.get(self.compat or "", "first")
         return Merge(fixed_by(self.compat, "merge", self.merge, preset, "first"))
 
-    def comparison(self, divergence: Divergence, pairs: TokenPairs) -> _PairedDivergence:
+    def comparison(self, divergence: Divergence, pairs: TokenPairs, shares: LearnedShares | None) -> _PairedDivergence:
         """Build the comparison; compat=trl weighs pairs by their share M of the teacher's tokens, tails by 1 − M."""
         share = len(pairs) / (len(pairs) + len(pairs.teacher_rest)) if self.compat == "trl" else None
         shorter = min(len(pairs.student_rest), len(pairs.teacher_rest))
@@ -110,6 +111,7 @@ class PairedOptions:
         return _PairedDivergence(
             divergence,
             pairs,
+            shares,
             common_weight=_first_given(self.common_weight, share, 1.0),
             uncommon_weight=_first_given(self.uncommon_weight, None if share is None else 1 - share, 1.0),
             num_ranks=min(num_ranks, shorter) if self.compat == "nemo_rl" else num_ranks,
@@ -122,16 +124,19 @@ def paired_loss(
     pairs: TokenPairs,
     divergence: Divergence,
     options: PairedOptions,
+    shares: LearnedShares | None = None,
 ) -> PlannedLoss:
-    """Plan `gold` on the given pairs."""
+    """Plan `gold` on the given pairs, of some of which the share that the student gives is learned."""
     require_temperature_1(inputs.teacher, inputs.temperature)
-    compare = replace(options.comparison(divergence, pairs), top_k=inputs.teacher.top_k)
+    compare = replace(options.comparison(divergence, pairs, shares), top_k=inputs.teacher.top_k)
     term = options.merges.term(
         inputs,
         lambda student, teacher, part: compare(student, teacher),
         cells_per_unit=_cells_per_unit(inputs, compare),
         compare_onto=compare.onto if compare.has_closed_form else None,
     )
+    if shares is not None:
+        term = replace(term, learned=shares.log_shares)
     if options.compat == "trl":  # It scales no term by τ².
         term = term.times(inputs.temperature**-2)
     return chunk_loss(inputs, term, continuation_weight=options.continuation_weight)
@@ -147,6 +152,8 @@ class _PairedDivergence:
 
     divergence: Divergence
     pairs: TokenPairs
+    shares: LearnedShares | None
+    """Shares of the pairs whose weights are learned; None: none is."""
     common_weight: float
     uncommon_weight: float
     num_ranks: int
@@ -163,7 +170,7 @@ class _PairedDivergence:
         if self.is_distribution:
             # Not logits − logsumexp: at logits of 150 that rounds log-probabilities near 0 to 1e-5.
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
-        log_p = _Split.of(student, self.pairs.student, self.pairs.student_rest)
+        log_p = _Split.of(student, self.pairs.student, self.pairs.student_rest, self.shares)
         log_q = _Split.of(teacher, self.pairs.teacher, self.pairs.teacher_rest)
         common = self.common_weight * self._common(log_q, log_p)
         if not self.uncommon_weight:
@@ -176,11 +183,11 @@ class _PairedDivergence:
 
         Ranks of the tails are compared as far as the teacher's are known.
         """
-        p = _Split.of(student, self.pairs.student, self.pairs.student_rest)
+        p = _Split.of(student, self.pairs.student, self.pairs.student_rest, self.shares)
         q = _Split.of(log_q, self.pairs.teacher, self.pairs.teacher_rest)
         # A rest of one side alone is left out, as in `with_rest`.
-        has_rest = bool(p.others.shape[-1] and q.others.shape[-1])
-        rests = (joined(rest, q.others), log_rest(p.others)) if has_rest else (rest, None)
+        has_rest = p.rest is not None and q.others.shape[-1]
+        rests = (joined(rest, q.others), p.rest) if has_rest else (rest, None)
         common = self.divergence.of_logits(*reached_and_rest(q.paired, p.paired, *rests))
         if not self.uncommon_weight:
             return self.common_weight * common
@@ -197,7 +204,8 @@ class _PairedDivergence:
 
     @property
     def has_closed_form(self) -> bool:
-        return self.is_distribution and bool(len(self.pairs.student_rest) and len(self.pairs.teacher_rest))
+        has_rest = len(self.pairs.student_rest) and len(self.pairs.teacher_rest)
+        return self.is_distribution and self.shares is None and bool(has_rest)
 
     def onto(self, student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
         """Compute the same of logits/τ of units, and add its gradient."""
@@ -216,13 +224,14 @@ class _PairedDivergence:
     def _common(self, log_q: _Split, log_p: _Split) -> Tensor:
         if not self.is_distribution:
             return truncated(self.divergence, log_q.paired, log_p.paired)
-        return self.divergence(*with_rest(log_q.paired, log_p.paired, log_rest(log_q.others), log_rest(log_p.others)))
+        return self.divergence(*with_rest(log_q.paired, log_p.paired, log_q.rest, log_p.rest))
 
 
 def _cells_per_unit(inputs: ChunkInputs, compare: _PairedDivergence) -> int:
     """Count fp32 numbers alive per unit at the peak of a chunk."""
     pairs, ranks = compare.pairs, compare.num_ranks
-    others = 5 * len(pairs.student_rest) + 3 * len(pairs.teacher_rest)
+    num_left = 0 if compare.shares is None else len(compare.shares.pairs)
+    others = 5 * (len(pairs.student_rest) + num_left) + 3 * len(pairs.teacher_rest)
     tails = min(len(pairs.student_rest), ranks) + min(len(pairs.teacher_rest), ranks)
     return 6 * inputs.student_size + 4 * inputs.teacher_size + others + 10 * len(pairs) + 6 * tails
 
@@ -235,10 +244,20 @@ class _Split:
     """[U, X]"""
     others: Tensor
     """[U, V − X]"""
+    left: Tensor | None = None
+    """[U, m]: what the tokens of learned pairs do not give to their cells; None: no pair is learned."""
 
     @staticmethod
-    def of(log_p: Tensor, paired: Tensor, others: Tensor) -> _Split:
-        return _Split(log_p.index_select(1, paired), log_p.index_select(1, others))
+    def of(log_p: Tensor, paired: Tensor, others: Tensor, shares: LearnedShares | None = None) -> _Split:
+        of_pairs, left = log_p.index_select(1, paired), None
+        if shares is not None:
+            of_pairs, left = shares.split(of_pairs)
+        return _Split(of_pairs, log_p.index_select(1, others), left)
+
+    @property
+    def rest(self) -> Tensor | None:
+        """[U, 1]: of what is in no cell of a pair; None: there is none."""
+        return log_rest(self.others if self.left is None else torch.cat([self.others, self.left], 1))
 
     def largest(self, top_k: int) -> Tensor:
         """Probabilities of the most likely others [U, min(top_k, V − X)], in descending order."""

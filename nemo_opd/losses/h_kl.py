@@ -11,6 +11,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.gold import PairedOptions, paired_loss
+from nemo_opd.losses.learned_projection import LearnedProjection
 from nemo_opd.losses.pairs import TokenPairs
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def h_kl(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
     *,
-    projection: ProjectionMatrix,
+    projection: ProjectionMatrix | LearnedProjection,
     divergence: str = "forward_kl",
     temperature: float = 1.0,
     beta: float = 0.5,
@@ -38,15 +39,21 @@ def h_kl(
     """Compute `gold`, which see, on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6, and `kd` (methods.md §5.5).
 
     Of the student tokens that claim one teacher token an exact row wins, then the higher weight, then the lower id.
-    Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection without
-    such pairs.
+    projection: a `LearnedProjection` gets a gradient too; pairs are those of R₀, and the student token of a learned row
+    gives its pair's cell R_st p_s, and the rest cell the remaining (1 − R_st) p_s (methods.md §2.8). Raises ConfigError
+    for shapes, sizes, weights or names that do not fit, ProjectionError for a projection without such pairs, or a
+    learned one without a row in one.
     """
     inputs = ChunkInputs.of(
         student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
     )
+    learned = projection if isinstance(projection, LearnedProjection) else None
+    matrix = projection.start if isinstance(projection, LearnedProjection) else projection
+    pairs = TokenPairs.relaxed(matrix, inputs.student_size, inputs.teacher_size, inputs.device)
     return paired_loss(
         inputs,
-        TokenPairs.relaxed(projection, inputs.student_size, inputs.teacher_size, inputs.device),
+        pairs,
         Divergence(divergence, beta, mixed_weight),
         PairedOptions(merge, common_weight, uncommon_weight, uncommon_topk, continuation_weight, compat),
+        None if learned is None else learned.shares(pairs),
     )

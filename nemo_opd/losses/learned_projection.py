@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,13 @@ from nemo_opd.losses.made_once import made_once
 from nemo_opd.losses.sparse_projection import SparseProjection, slots_within
 
 if TYPE_CHECKING:
+    from nemo_opd.losses.pairs import TokenPairs
     from nemo_opd.projection import ProjectionMatrix
+
+NOTHING_PAIRED = (
+    "no row of the projection that has several entries is in a pair of h_kl (a tokenizer's exact tokens come first), "
+    "so there is nothing to learn"
+)
 
 
 def learnable_rows(matrix: ProjectionMatrix) -> NDArray[np.int64]:
@@ -23,8 +29,29 @@ def learnable_rows(matrix: ProjectionMatrix) -> NDArray[np.int64]:
     return np.flatnonzero((matrix.weights > 0).sum(axis=1) > 1)
 
 
+def learnable_pairs(matrix: ProjectionMatrix, pairs: TokenPairs) -> NDArray[np.int64]:
+    """Return which pairs, ascending, have a student token whose row is learnable: int64 [m]."""
+    return np.flatnonzero(np.isin(pairs.student.cpu().numpy(), learnable_rows(matrix)))
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedShares:
+    """The shares that student tokens of learned rows give to the cells of their pairs (methods.md §2.8)."""
+
+    pairs: Tensor
+    """int64 [m]: places among the pairs, ascending."""
+    log_shares: Tensor
+    """float64 [2, m]: log R_st and log(1 − R_st), with a gradient."""
+
+    def split(self, log_p: Tensor) -> tuple[Tensor, Tensor]:
+        """Part log-probabilities of the pairs' student tokens [U, X] into those of the cells, and the rest's [U, m]."""
+        given, left = self.log_shares.to(log_p.dtype)
+        learned = log_p.index_select(1, self.pairs)
+        return log_p.index_copy(1, self.pairs, learned + given), learned + left
+
+
 class LearnedProjection(nn.Module):
-    """R = row-softmax(log R₀ + Δ) on the entries of R₀, for `p_kl` in place of a matrix (methods.md §2.8).
+    """R = row-softmax(log R₀ + Δ) on the entries of R₀, for `p_kl` or `h_kl` in place of a matrix (methods.md §2.8).
 
     Rows of one entry, exact ones among them, stay as they are; Δ = 0 is R₀. After `p_kl(…).loss.backward()`,
     `delta.grad` is the gradient of that loss, of this rank's units alone.
@@ -70,6 +97,38 @@ class LearnedProjection(nn.Module):
         learned = self.log_weights().to(device).flatten().index_select(0, entries)
         block = replace(start.block, log_weight=start.block.log_weight.index_copy(0, cells, learned))
         return replace(start, block=block)
+
+    def shares(self, pairs: TokenPairs) -> LearnedShares:
+        """Return the shares of those of the pairs of R₀ whose rows are learned; they have a gradient.
+
+        Raises ProjectionError where there is none.
+        """
+        places, rows, slots = self._learned_pairs(pairs)
+        log_weights = self.log_weights().to(places.device).index_select(0, rows)
+        given = log_weights.gather(1, slots)
+        left = log_weights.scatter(1, slots, -torch.inf).logsumexp(1, keepdim=True)
+        return LearnedShares(places, torch.cat([given, left], 1).T)
+
+    def _learned_pairs(self, pairs: TokenPairs) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the pairs that are learned, int64 [m], and the row [m] and the slot [m, 1] of each in Δ."""
+        indices, weights, device = self.start.indices, self.start.weights, pairs.student.device
+
+        def make() -> tuple[Tensor, Tensor, Tensor]:
+            places = learnable_pairs(self.start, pairs)
+            students, teachers = (side.cpu().numpy()[places] for side in (pairs.student, pairs.teacher))
+            slots = (indices[students] == teachers[:, None]).argmax(axis=1)
+            rows = np.searchsorted(self.rows, students)
+            return (
+                torch.from_numpy(places).to(device),
+                torch.from_numpy(rows).to(device),
+                torch.from_numpy(slots[:, None]).to(device),
+            )
+
+        sizes = len(pairs.place), len(pairs) + len(pairs.teacher_rest)
+        found = made_once(make, (indices, weights), LearnedShares, *sizes, device)
+        if not len(found[0]):
+            raise ProjectionError(f"{NOTHING_PAIRED}; use it as it is, or use p_kl, which learns every row")
+        return found
 
     def _learned_cells(
         self, sparse: SparseProjection, students: int, teachers: int, device: torch.device

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.alignment.pieces import ADDED
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.errors import AlignmentError, ModelError, ProjectionError
-from nemo_opd.losses.learned_projection import learnable_rows
+from nemo_opd.losses.learned_projection import NOTHING_PAIRED, learnable_pairs, learnable_rows
+from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.projection import Audit, ProjectionMatrix, audit, cached_projection
 from nemo_opd.training.model_info import ModelInfo
 
@@ -35,13 +37,25 @@ def plan_teacher(config: RunConfig, i: int, student: ModelInfo, teacher: ModelIn
         return TeacherPlan(teacher.vocab_size, None, None)
     _require_other_text(config, i, student, teacher)
     matrix = _load_projection(i, settings, student.tokenizer, teacher.tokenizer)
-    num_learned = len(learnable_rows(matrix)) * matrix.indices.shape[1] if settings.projection_lr else 0
-    if settings.projection_lr and not num_learned:
-        raise ProjectionError(
-            f"teachers.{i}.projection_lr={settings.projection_lr:g}: no row of the projection has several entries, so "
-            "there is nothing to learn; leave it out, or build the projection with a larger top_k"
-        )
+    num_learned = 0
+    if settings.projection_lr:
+        _require_rows_to_learn(i, settings, matrix, config.term(i).type, (student.vocab_size, teacher.vocab_size))
+        num_learned = len(learnable_rows(matrix)) * matrix.indices.shape[1]
     return TeacherPlan(teacher.vocab_size, matrix, audit(student.tokenizer, teacher.tokenizer, matrix), num_learned)
+
+
+def _require_rows_to_learn(
+    i: int, settings: CrossTokenizerTeacher, matrix: ProjectionMatrix, loss: str, sizes: tuple[int, int]
+) -> None:
+    """Raise ProjectionError where the loss depends on no weight that can change."""
+    setting = f"teachers.{i}.projection_lr={settings.projection_lr:g}"
+    if not len(learnable_rows(matrix)):
+        raise ProjectionError(
+            f"{setting}: no row of the projection has several entries, so there is nothing to learn; leave it out, or "
+            "build the projection with a larger top_k"
+        )
+    if loss == "h_kl" and not len(learnable_pairs(matrix, TokenPairs.relaxed(matrix, *sizes, torch.device("cpu")))):
+        raise ProjectionError(f"{setting}: {NOTHING_PAIRED}; leave it out, or write teachers.{i}.loss.type=p_kl")
 
 
 def _load_projection(
