@@ -54,6 +54,6 @@ def _rank(pair: tuple[int, int]) -> str:
 def _sums(pairs: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
     for first, second in pairs:
         total = first + second
-        question = f"What is {first} + {second}?"
+        question = f"{first} + {second} ="
         solution = f"{first} + {second} = {total}"
         yield {"messages": [{"role": "user", "content": question}], "answer": str(total), "solution": solution}

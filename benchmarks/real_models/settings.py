@@ -36,7 +36,7 @@ class Size:
     rows: int = 2
     max_length: int = 256
     on_policy_steps: int = 24
-    on_policy_rows: int = 16
+    on_policy_rows: int = 32
     dtype: str = "bfloat16"
 
 
@@ -103,6 +103,13 @@ GOLD = [
     Setting("gold", "trl_own", "TRL GOLD, its own defaults", PAIR | cross("gold"), "trl_ours", trainer="trl"),
     Setting(
         "gold",
+        "gold_trl",
+        "nemo_opd gold with TRL's weights and merge",
+        PAIR | cross("gold", compat="trl"),
+        "trl_ours",
+    ),
+    Setting(
+        "gold",
         "p_kl_as_long",
         "nemo_opd p_kl, for the CPU time of trl_ours",
         PAIR | cross("p_kl"),
@@ -140,7 +147,7 @@ SETTINGS: tuple[Setting, ...] = (
 LATER_SEEDS = {
     "prune": ("half_ce", "half_kd", "half_cached", "half_ce_as_long"),
     "tokenizer": ("demo_ce", "demo_p_kl", "demo_alm", "demo_gold", "demo_random_ce"),
-    "gold": ("trl_ours", "p_kl_as_long"),
+    "gold": ("trl_ours", "gold_trl", "p_kl_as_long"),
     "on_policy": ("frozen", "ema"),
 }
 """Settings that further seeds repeat."""
@@ -176,10 +183,10 @@ def _off_policy(setting: Setting, size: Size) -> dict[str, Any]:
 def _on_policy(size: Size) -> dict[str, Any]:
     rows = size.on_policy_rows
     return {
-        "student": {"dtype": size.dtype, "optimizer": {"lr": 1e-5}, "scheduler": {"warmup_steps": 2}},
+        "student": {"dtype": size.dtype, "optimizer": {"lr": 1e-4}, "scheduler": {"warmup_steps": 2}},
         "data": {"train": {"jsonl_files": ["{root}/data/sums_train.jsonl"]}, "messages_key": "messages"},
-        "train": {"global_batch_size": rows, "micro_batch_size": rows, "max_length": 128},
-        "rollout": {"type": "hf", "n": 1, "max_new_tokens": 32},
+        "train": {"global_batch_size": rows, "micro_batch_size": rows, "max_length": 96},
+        "rollout": {"type": "hf", "n": 1, "max_new_tokens": 24, "temperature": 0.7},
         "reward": {"type": "numeric"},
         "loss": {"type": "same_vocab", "divergence": "reverse_kl", "ce_weight": 0.0},
         "evaluation": {

@@ -94,7 +94,8 @@ def test_settings_have_names_of_their_own_and_compose(place: Place) -> None:
 def test_first_seed_of_all_comes_first() -> None:
     order = planned([0, 1], None)
     assert [seed for _, seed in order] == sorted(seed for _, seed in order)
-    assert [setting.name for setting, _ in planned([0], ["gold"])] == ["trl_ours", "trl_own", "p_kl_as_long"]
+    of_gold = [setting.name for setting, _ in planned([0], ["gold"])]
+    assert of_gold == ["trl_ours", "trl_own", "gold_trl", "p_kl_as_long"]
 
 
 class Fails(outcomes.StepTimes):
