@@ -121,18 +121,25 @@ BESIDE_GOLD = ("demo_ce", "demo_gold", "demo_p_kl")
 """Settings of the other tokenizer that have the same pair, texts and steps as those of GOLD."""
 CONTEXT = {"template": "{prompt}\n\nThe solution is: {solution}", "gap_every": 8}
 SELF = {"name": "told", "type": "same_tokenizer", "context": CONTEXT}
+FROZEN = {**SELF, "model": "{root}/models/original"}
 ON_POLICY = [
     Setting(
         "on_policy",
         "frozen",
         "a frozen copy that reads the solution",
-        student("original") | {"teachers": [{**SELF, "model": "{root}/models/original"}]},
+        student("original") | {"teachers": [FROZEN]},
     ),
     Setting(
         "on_policy",
         "ema",
         "an average of its own weights that reads the solution",
         student("original") | {"teachers": [{**SELF, "weights": "ema", "ema_decay": 0.95}]},
+    ),
+    Setting(
+        "on_policy",
+        "grpo",
+        "no teacher: GRPO, four samples a question",
+        student("original") | {"teachers": [FROZEN], "loss": {"type": "grpo"}, "rollout": {"n": 4}},
     ),
 ]
 SETTINGS: tuple[Setting, ...] = (
@@ -148,7 +155,7 @@ LATER_SEEDS = {
     "prune": ("half_ce", "half_kd", "half_cached", "half_ce_as_long"),
     "tokenizer": ("demo_ce", "demo_p_kl", "demo_alm", "demo_gold", "demo_random_ce"),
     "gold": ("trl_ours", "gold_trl", "p_kl_as_long"),
-    "on_policy": ("frozen", "ema"),
+    "on_policy": ("frozen", "ema", "grpo"),
 }
 """Settings that further seeds repeat."""
 
