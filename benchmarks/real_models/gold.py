@@ -22,6 +22,8 @@ from benchmarks.step_gold import checkpointing, prompt_end
 
 os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
 OWN = "trl_own"
+_SPARE = 4
+"""Tokens left free in a window: the one that ends a completion, and those that the cut after the prompt adds."""
 
 
 class _Watch(TrainerCallback):
@@ -133,7 +135,7 @@ def _dataset(train: Path, tokenizer: Any, place: Place, max_length: int, seed: i
     texts = [
         window
         for line in train.read_text(encoding="utf-8").splitlines()
-        for window in _windows(json.loads(line)["text"], tokenizers, max_length)
+        for window in _windows(json.loads(line)["text"], tokenizers, max_length - _SPARE)
     ]
     random.Random(seed).shuffle(texts)
     ends = [prompt_end(text, tokenizer) for text in texts]
