@@ -35,18 +35,20 @@ class Checker:
         key = hashlib.sha256(repr((program, tests)).encode(errors="surrogatepass")).digest()
         with self._lock:
             if key not in self._known:
-                self._known[key] = self._pool.submit(self._judge, program, tests)
+                self._known[key] = self._pool.submit(self._judge, key, program, tests)
                 if len(self._known) > _MOST_KEPT:
                     self._known.popitem(last=False)
             self._known.move_to_end(key)
             return self._known[key]
 
-    def _judge(self, program: str, tests: Tests) -> Verdict:
+    def _judge(self, key: bytes, program: str, tests: Tests) -> Verdict:
         for _ in range(_TRIES):
             try:
                 return judge(self._isolation, self._settings, program, tests)
             except SandboxError as error:
                 problem = error
+        with self._lock:  # the machine may recover
+            self._known.pop(key, None)
         raise RolloutError(
             f"a sandbox for a program could not be made any more: {problem}; see whether the machine has memory and "
             "processes left"

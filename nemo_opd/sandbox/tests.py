@@ -30,6 +30,11 @@ class InputOutput:
 
 Tests = Assertions | InputOutput
 
+_DEFINITIONS = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom),
+    *(ast.Assign, ast.AnnAssign, ast.Pass),
+)
+
 _COMPARISON = f"""
 import json
 def _plain(value):
@@ -46,9 +51,10 @@ def {CHECK}(candidate):
 def read_tests(text: str, entry_point: str | None = None) -> Tests:
     """Read the tests of one program. Raises DataError, with the way out, for what is no tests.
 
-    text: Python code, such as HumanEval's `check(candidate)` or assertions; or JSON: a list of assertions (MBPP), a
-    list of objects with `input` and `output` (of which `testtype: functional` has a call's arguments as lines of JSON),
-    or an object of lists `inputs` and `outputs`, of standard input and output or, with `fn_name`, of a call (APPS).
+    text: Python code, such as assertions, HumanEval's `check(candidate)` or functions as pytest calls them; or JSON: a
+    list of assertions (MBPP), a list of objects with `input` and `output` (of which `testtype: functional` has a call's
+    arguments as lines of JSON), or an object of lists `inputs` and `outputs`, of standard input and output or, with
+    `fn_name`, of a call (APPS).
     """
     given = _json_of(text)
     if given is None:
@@ -77,17 +83,35 @@ def _assertions(source: str, entry_point: str | None) -> Assertions:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DataError(f"the tests {_shown(source)} are no Python code: {error}") from None
-    if not tree.body:
-        raise DataError("there are no tests")
     checks = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == CHECK]
     if not checks or CHECK in _called(tree):
-        return Assertions(source, entry_point if "candidate" in source else None)
+        calls = "" if any(map(_runs, tree.body)) else _calls_of_tests(source, tree)
+        return Assertions(source + calls, entry_point if "candidate" in source else None)
     if entry_point is None:
         raise DataError(
             f"the tests define {CHECK}(candidate) and do not say what to call it with, and the question defines no "
             f"function; add a line such as `{CHECK}(my_function)`"
         )
     return Assertions(f"{source}\n{CHECK}(candidate)\n", entry_point)
+
+
+def _runs(statement: ast.stmt) -> bool:
+    """Return whether a statement may test something: it defines nothing, imports nothing and is no text."""
+    if isinstance(statement, ast.Expr):
+        return not isinstance(statement.value, ast.Constant)
+    return not isinstance(statement, _DEFINITIONS)
+
+
+def _calls_of_tests(source: str, tree: ast.Module) -> str:
+    """Return calls of the functions that pytest would call. Raises DataError where there are none."""
+    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test")]
+    calls = "".join(f"\n{each.name}()" for each in functions if not ast.unparse(each.args))
+    if not calls:
+        raise DataError(
+            f"the tests {_shown(source)} run nothing, so that every program would pass; give assertions, functions "
+            "test_…() without arguments, or a call of what is defined, such as unittest.main()"
+        )
+    return calls
 
 
 def _called(tree: ast.Module) -> set[str]:

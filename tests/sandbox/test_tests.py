@@ -11,6 +11,7 @@ from nemo_opd.sandbox.checker import Checker
 from nemo_opd.sandbox.isolation import isolation_of
 from nemo_opd.sandbox.process import SandboxError
 from nemo_opd.sandbox.tests import InputOutput, read_tests
+from nemo_opd.sandbox.verdict import Verdict
 
 SETTINGS = SandboxSettings(isolation="process", workers=4)
 HUMAN_EVAL = "METADATA = {}\ndef check(candidate):\n    assert candidate([3, 1], k=1) == [1, 3]\n"
@@ -60,6 +61,32 @@ CASES = {
         "frozenset({4}), {(5,): {6: []}}, range(7)]\nfor x in values:\n    assert f(x) == x and type(f(x)) is type(x)\n"
         "assert f(x=values) == values and list(f(map(str, [1]))) == ['1']",
     ),
+    "errors that take more than a text": (
+        "def f(x): return b'\\xff'.decode()",
+        "def f(x): raise KeyError",
+        "try:\n    f(1)\n    assert False\nexcept ValueError:\n    pass",
+    ),
+    "much that is printed": (
+        "def f(x):\n  print('x' * 200_000)\n  return x",
+        "def f(x): print('passed')",
+        "assert f(1) == 1\nprint('all passed')",
+    ),
+    "names of modules": (
+        "def string(x): return x",
+        "def string(x): return -x",
+        "nt = 1\nassert string(nt) == 1",
+    ),
+    "functions as pytest calls them": (
+        "def f(x): return x",
+        "def f(x): return -x",
+        "def test_f():\n  assert f(1) == 1",
+    ),
+    "unittest": (
+        "def f(x): return x",
+        "def f(x): return -x",
+        "import unittest\nclass T(unittest.TestCase):\n  def test(self): self.assertEqual(f(1), 1)\n"
+        "if __name__ == '__main__': unittest.main()",
+    ),
     "a response that was cut": ("def f(x):\n  return x + 1\nprint(f('", "def f(x): return x", "assert f(1) == 2"),
 }
 
@@ -89,15 +116,18 @@ def test_equal_programs_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.world
 def test_a_sandbox_that_can_no_longer_be_made_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a machine without memory makes every program wrong."""
+    """Bugs: a machine without memory makes every program wrong, or this one for good."""
 
     def judge(*_: object) -> None:
         raise SandboxError("no memory")
 
+    tests = InputOutput((("", ""),))
     with Checker(SETTINGS, "sandbox") as checker:
         monkeypatch.setattr("nemo_opd.sandbox.checker.judge", judge)
         with pytest.raises(RolloutError, match="could not be made any more: no memory"):
-            checker.submit("a", InputOutput((("", ""),))).result()
+            checker.submit("a", tests).result()
+        monkeypatch.setattr("nemo_opd.sandbox.checker.judge", lambda *_: Verdict(True))
+        assert checker.submit("a", tests).result().passed
 
 
 def test_a_machine_without_sandboxes_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +148,8 @@ def test_a_machine_without_sandboxes_is_told_before_training(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "there are no tests"),
+        ("", "run nothing, so that every program would pass"),
+        ("import f\nclass T:\n  def test(self): assert f(1) == 1\ndef test(x): assert x", "such as unittest.main()"),
         ("assert (", "no Python code"),
         ("[1, 2]", "no list of assertions"),
         ('{"inputs": [1], "outputs": []}', "of the same length"),

@@ -1,9 +1,11 @@
 """Tests of a program that runs elsewhere: `judge.py DESCRIPTOR`, with the tests' JSON on the standard input.
 
-Prints `passed` when the tests have run to their end without an error. The program has no part in this process: what it
-returns arrives as plain values, and comparisons are made here.
+The tests run as a script does; what they print is lost. Prints `passed` when they have run to their end without an
+error, or exit with status 0. The program has no part in this process: what it returns arrives as plain values, and
+comparisons are made here.
 """
 
+import ast
 import builtins
 import contextlib
 import importlib
@@ -55,7 +57,7 @@ class Program:
         except Exception as error:
             self.is_sound = False
             raise _EndedError(str(error)) from None
-        raise _error(classes)(text)
+        raise _error(classes, text)
 
     def _read(self, reply: dict[str, Any]) -> Any:
         def remote(reference: dict[str, Any]) -> Remote:
@@ -117,17 +119,23 @@ def _change(own: Any, changed: Any) -> None:
         own.update(changed)
 
 
-def _error(classes: list[str]) -> type[Exception]:
+def _error(classes: list[str], text: str) -> Exception:
     for name in classes:
         found = getattr(builtins, name, None)
         if isinstance(found, type) and issubclass(found, Exception):
-            return found
-    return Exception
+            with contextlib.suppress(TypeError):  # of one that takes more, such as UnicodeDecodeError
+                return found(text)
+    return Exception(text)
 
 
 def _names(code: types.CodeType) -> set[str]:
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return {*code.co_names}.union(*inner)
+
+
+def _called(source: str) -> set[str]:
+    calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return {function.id for function in calls if isinstance(function, ast.Name)}
 
 
 def _candidate(program: Program, entry_point: str) -> Any:
@@ -143,19 +151,33 @@ def main() -> None:
     given = json.load(sys.stdin)
     code = compile(given["tests"], "tests.py", "exec")
     program = Program(Line(int(sys.argv[1])))
-    namespace: dict[str, Any] = {"__name__": "tests"}
-    if entry_point := given["entry_point"]:
+    sys.argv = ["tests.py"]
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        _add_names(vars(module), program, given["entry_point"], _names(code), _called(given["tests"]))
+        try:
+            exec(code, vars(module))
+        except SystemExit as ending:  # no program can raise it here
+            if ending.code not in (None, 0):
+                raise
+    if program.is_sound:
+        print("passed", flush=True)
+
+
+def _add_names(
+    namespace: dict[str, Any], program: Program, entry_point: str | None, names: set[str], called: set[str]
+) -> None:
+    """Give the tests what they name: modules of the standard library, and all else that the program has."""
+    if entry_point:
         namespace["candidate"] = _candidate(program, entry_point)
-    for name in sorted(_names(code) - {*dir(builtins), *namespace}):
-        # A module of the tests is not the program's: it would decide what they compare with.
-        if name in sys.stdlib_module_names:
-            namespace[name] = importlib.import_module(name)
+    for name in sorted(names - {*dir(builtins), *namespace}):
+        # A module of the tests is not the program's: it would decide what they compare with. What is called is none.
+        if name in sys.stdlib_module_names and name not in called:
+            with contextlib.suppress(ImportError):  # of another operating system
+                namespace[name] = importlib.import_module(name)
             continue
         with contextlib.suppress(NameError):
             namespace[name] = program.find(name)
-    exec(code, namespace)
-    if program.is_sound:
-        print("passed", flush=True)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class _Objects:
 def main() -> None:
     line = Line(int(sys.argv[1]))
     source = json.load(sys.stdin)["source"]
+    # Nobody reads what it prints: a full pipe would stop it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     module = types.ModuleType("program")
     sys.modules["program"] = module
     try:
