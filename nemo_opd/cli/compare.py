@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_opd.cli.command import Command
-from nemo_opd.errors import DataError
+from nemo_opd.errors import ConfigError, DataError
 
 EPILOG = """\
 Questions that several runs were asked are compared one by one with the first run's answers. A run that is still going,
@@ -26,7 +26,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def compare(arguments: Namespace, console: Console) -> None:
-    """Raises DataError where a folder is no run, or one of its files is damaged."""
+    """Raises ConfigError for a page whose name has no ending, which its folder of curves would have too.
+
+    Raises DataError where a folder is no run, or one of its files is damaged.
+    """
+    if not arguments.output.suffix:
+        raise ConfigError(f"--output {arguments.output}: its curves are in a folder of this name; add .html to it")
     for folder in arguments.folders:
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: no run (there is no metrics.jsonl); name directories of runs")

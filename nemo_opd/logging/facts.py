@@ -74,12 +74,12 @@ def run_name(config: object) -> str | None:
     return None if name is None else str(name)
 
 
-def correct_reward(config: object, name: str = "") -> float:
-    """Return the `correct_reward` of a set of questions, or its default where the file has none."""
+def number_of_set(config: object, name: str, key: str) -> float:
+    """Return a setting of a set of questions, such as `confidence`, or its default where the file has none."""
     sets = value_at(config, "evaluation.sets")
     own = sets.get(name) if isinstance(sets, dict) else None
-    reward = value_at(own if isinstance(own, dict) else value_at(config, "evaluation"), "correct_reward")
-    return float(reward) if isinstance(reward, int | float) else Questions.model_fields["correct_reward"].default
+    found = value_at(own if isinstance(own, dict) else value_at(config, "evaluation"), key)
+    return float(found) if isinstance(found, int | float) else float(Questions.model_fields[key].default)
 
 
 def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> list[_Fact]:

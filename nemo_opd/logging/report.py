@@ -10,8 +10,8 @@ import yaml
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.answer_tables import answer_tables
 from nemo_opd.logging.base import ClosingTable
-from nemo_opd.logging.facts import Records, correct_reward, read_hardware, run_facts, run_name, teacher_facts
-from nemo_opd.logging.formats import amount, clock, share
+from nemo_opd.logging.facts import Records, number_of_set, read_hardware, run_facts, run_name, teacher_facts
+from nemo_opd.logging.formats import amount, clock, figure, share
 from nemo_opd.logging.group_tables import group_tables, markdown
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import render
@@ -55,7 +55,9 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
         closing=closing,
         charts=charts,
         questions=answers_by_question(answers),
-        correct_rewards={name: correct_reward(config, name) for name in {answer.set for answer in answers}},
+        correct_rewards={
+            name: number_of_set(config, name, "correct_reward") for name in {each.set for each in answers}
+        },
         moved_rows=read_projections(output_dir),
         tables=tables,
         teachers=teacher_facts(config, records),
@@ -68,8 +70,9 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
 
 def _result_tiles(closing: ClosingTable) -> Iterable[_Tile]:
     for row in closing.scores[:1]:
-        before = "" if row.before is None else f", was {row.before.value:.1%}"
-        yield _Tile(f"{row.measure}{before}", f"{row.after.value:.1%}")
+        form = share if row.is_share else figure
+        before = "" if row.before is None else f", was {form(row.before.value)}"
+        yield _Tile(f"{row.measure}{before}", form(row.after.value))
     if (best := closing.best) is not None:
         yield _Tile(f"best {best.metric}, of step {best.step:,}", f"{best.value:.4g}")
     after = closing.after

@@ -40,11 +40,14 @@ class RolloutLog:
         if not file.exists():
             return
         lines = parse_lines(file, file.read_bytes().split(b"\n"), _with_step, "no rollout")
-        kept = [found.text for found in lines if found is not None and found.step <= step]
+        kept = [found for found in lines if found is not None and found.step <= step]
         if kept:
-            write_atomically(file, b"".join(text + b"\n" for text in kept))
-        else:
-            file.unlink()
+            # The name of a full file is its last step, which the run makes again.
+            new = file if file == self.path else self._of_step(kept[-1].step)
+            write_atomically(new, b"".join(found.text + b"\n" for found in kept))
+            if new == file:
+                return
+        file.unlink()
 
     def write(self, step: int, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> None:
         """Append the rollouts of a step; rewards: of each, or empty. Raises StorageError where that fails."""
@@ -55,9 +58,13 @@ class RolloutLog:
                 file.writelines(lines)
                 size = file.tell()
             if size >= self._settings.file_mb * 10**6:
-                os.replace(self.path, self.path.with_name(f"rollouts.{step}.jsonl"))
+                os.replace(self.path, self._of_step(step))
                 for old in self._full()[: -self._settings.keep_files]:
                     old.unlink()
+
+    def _of_step(self, step: int) -> Path:
+        """Return the full file of which a step is the last."""
+        return self.path.with_name(f"rollouts.{step}.jsonl")
 
     def _full(self) -> list[Path]:
         """Return the full files, the oldest first."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from copy import copy
 
 from nemo_opd.checkpoint.manager import Chosen
 from nemo_opd.config.train import ChosenMetric, EarlyStopping, KeepBest
@@ -67,6 +68,12 @@ class Patience:
             self._best, self._waited = value, 0
         else:
             self._waited += 1
+
+    def ends_with(self, record: Mapping[str, float]) -> bool:
+        """Return whether the run ends once this is observed."""
+        later = copy(self)
+        later.observe(record)
+        return later.is_over
 
     @property
     def is_over(self) -> bool:

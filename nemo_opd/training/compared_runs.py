@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from nemo_opd.config.evaluation import Questions
+from nemo_opd.logging.facts import number_of_set
 from nemo_opd.logging.formats import difference, is_share
 from nemo_opd.logging.group_tables import NOTHING, TextTable
 from nemo_opd.logging.question_values import QuestionValues, read_values
@@ -21,9 +21,10 @@ def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     """
     first, *others = runs
     last = [_last(run) for run in runs]
-    confidence = _confidence(first)
+    config = _config(first)
     rows = []
     for (name, measure), own in last[0].items():
+        confidence = number_of_set(config, name, "confidence")
         cells = []
         for theirs in last[1:]:
             other = theirs.get((name, measure))
@@ -37,13 +38,10 @@ def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     return [TextTable(f"Answers, better than {first.name} by", heads, rows)] if rows and others else []
 
 
-def _confidence(run: SweptRun) -> float:
-    """Return `evaluation.confidence`, or its default where the file has none."""
+def _config(run: SweptRun) -> object:
+    """Return its config.yaml; None where there is none."""
     file = run.folder / "config.yaml"
-    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else None
-    evaluation = config.get("evaluation") if isinstance(config, dict) else None
-    given = evaluation.get("confidence") if isinstance(evaluation, dict) else None
-    return given if isinstance(given, float) else Questions.model_fields["confidence"].default
+    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def _last(run: SweptRun) -> dict[tuple[str, str], QuestionValues]:

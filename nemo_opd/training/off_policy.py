@@ -51,7 +51,8 @@ def train(session: Session) -> None:
         record = train_step(session) | session.step_values()
         if session.is_due(config.train.validate_every) and session.plan.data.validation is not None:
             record |= session.validate()
-        if config.evaluation is not None and session.is_due(config.evaluation.every):
+        is_last = session.patience.ends_with(record)
+        if config.evaluation is not None and (is_last or session.is_due(config.evaluation.every)):
             record |= session.evaluate()
         session.loggers.log(step, record)
         session.watch(record)

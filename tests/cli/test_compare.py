@@ -15,7 +15,8 @@ from nemo_opd.training.compared_runs import answer_tables
 def write_run(folder: Path, lr: float, right: list[float], data: str = "a") -> Path:
     folder.mkdir(parents=True)
     config = {"run": {"output_dir": str(folder)}, "teachers": [{"name": "big", "weight": lr * 10}], "lr": lr}
-    (folder / "config.yaml").write_text(yaml.safe_dump({**config, "evaluation": {"confidence": 0.9}}))
+    evaluation = {"confidence": 0.9, "sets": {"own": {"confidence": 0.5}}}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**config, "evaluation": evaluation}))
     share = sum(right) / len(right)
     records = [
         {"step": 0, "val/bits_per_byte": 2.0},
@@ -33,8 +34,9 @@ def write_run(folder: Path, lr: float, right: list[float], data: str = "a") -> P
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     questions = [f"{row}:{data}" for row in range(len(right))]
-    values = {"step": 2, "set": "", "teacher": None, "questions": questions, "values": {"pass@1": right}}
-    (folder / "evaluation.jsonl").write_text(json.dumps(values) + "\n")
+    values = {"step": 2, "teacher": None, "questions": questions, "values": {"pass@1": right}}
+    lines = (json.dumps({**values, "set": name}) + "\n" for name in ("", "own"))
+    (folder / "evaluation.jsonl").write_text("".join(lines))
     return folder
 
 
@@ -70,17 +72,22 @@ def test_only_settings_that_differ(tmp_path: Path) -> None:
 
 
 def test_answers_are_compared_question_by_question(tmp_path: Path) -> None:
-    """Bugs: the second run subtracted, answers to other questions compared, the interval of independent samples."""
+    """Bugs: the second run subtracted, answers to other questions compared, the interval of independent samples, or of
+    another set's confidence.
+    """
     runs = [("one", [0.0, 1.0, 0.0, 0.0], "a"), ("two", [1.0, 1.0, 0.0, 1.0], "a"), ("x", [1.0] * 4, "b")]
     found = read_runs([write_run(tmp_path / name, 0.1, right, data) for name, right, data in runs])
     (table,) = answer_tables(found)
-    expected = paired_difference([1, 1, 0, 1], [0, 1, 0, 0], 0.9)
-    half = 100 * (expected.high - expected.low) / 2
-    assert [list(row) for row in table.rows] == [["pass@1", f"+50.0 ± {half:.1f} points", "-"]]
+    halves = []
+    for confidence in (0.9, 0.5):
+        expected = paired_difference([1, 1, 0, 1], [0, 1, 0, 0], confidence)
+        halves.append(f"+50.0 ± {50 * (expected.high - expected.low):.1f} points")
+    assert [list(row) for row in table.rows] == [["pass@1", halves[0], "-"], ["own/pass@1", halves[1], "-"]]
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_without_an_ending_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: the folder of its curves takes its name, and the page cannot be written."""
+    run = write_run(tmp_path / "one", 0.1, [1.0])
     with pytest.raises(SystemExit):
-        main(["compare", str(tmp_path)])
-    assert "no metrics.jsonl" in capsys.readouterr().err
-    assert not (tmp_path / "comparison.html").exists()
+        main(["compare", str(run), "--output", str(tmp_path / "page")])
+    assert "add .html to it" in " ".join(capsys.readouterr().err.split())

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from nemo_opd.errors import DataError
 from nemo_opd.logging import ClosingRow, ClosingTable, write_report
+from nemo_opd.logging.base import Score, ScoreRow
 from nemo_opd.logging.facts import write_hardware
 from nemo_opd.logging.plots import LIGHT, draw_loss, draw_questions, draw_step_time, not_taken, parts_by_step, smooth
 from nemo_opd.logging.projections import MovedRow, write_projections
@@ -79,6 +80,14 @@ def test_the_page_shows_results_facts_and_config(tmp_path: Path) -> None:
     assert "<b>demo" not in text
     assert "&lt;b&gt;demo&lt;/b&gt;" in text
     assert "None" not in text
+
+
+def test_a_score_that_is_no_share_is_no_percentage(tmp_path: Path) -> None:
+    """Bug: a perplexity of 2 as 200 %."""
+    write_run(tmp_path, a_run())
+    row = ScoreRow("wiki/word_perplexity", Score(4.0, 3.0, 5.0), Score(2.0, 1.5, 2.5))
+    text = write_report(tmp_path, ClosingTable(None, None, scores=(row,))).read_text()
+    assert "<b>2.000</b><span>wiki/word_perplexity, was 4.000</span>" in text
 
 
 def test_text_of_a_closing_row_is_escaped(tmp_path: Path) -> None:

@@ -43,7 +43,9 @@ def test_full_files_are_renamed_and_the_oldest_removed(tmp_path: Path) -> None:
 
 
 def test_later_steps_are_dropped(tmp_path: Path) -> None:
-    """Bugs: a renamed file that keeps the steps after the checkpoint, a torn line that stops a run."""
+    """Bugs: a renamed file that keeps the steps after the checkpoint, a torn line that stops a run, a step that is made
+    again and whose file replaces that of earlier steps.
+    """
     rollout = made([1, 2], [(1, 2)])
     log = RolloutLog(tmp_path, RolloutFiles(every=1))
     for step in (1, 2):
@@ -53,8 +55,12 @@ def test_later_steps_are_dropped(tmp_path: Path) -> None:
     with (tmp_path / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 3, "id')
     log.truncate_after(1)
-    assert [line["step"] for line in lines(tmp_path / "rollouts.2.jsonl")] == [1]
     assert not (tmp_path / "rollouts.jsonl").exists()
+    RolloutLog(tmp_path, RolloutFiles(every=1, file_mb=ONE_BYTE)).write(2, [rollout], [])
+    assert {file.name: [line["step"] for line in lines(file)] for file in tmp_path.iterdir()} == {
+        "rollouts.1.jsonl": [1],
+        "rollouts.2.jsonl": [2],
+    }
     log.truncate_after(0)
     assert list(tmp_path.iterdir()) == []
 

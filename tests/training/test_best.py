@@ -53,8 +53,10 @@ def test_patience_counts_values_that_are_not_better_by_the_difference() -> None:
     settings = EarlyStopping(metric="val/x", mode="min", patience=2, min_delta=0.1)
     patience, ends = Patience(settings), []
     for value in (2.0, 1.95, 1.85, 1.84, math.nan):
+        will_end = patience.ends_with({"val/x": value})
         patience.observe({"val/x": value})
         patience.observe({"train/loss": 0.0})
+        assert patience.is_over == will_end
         ends.append(patience.is_over)
         resumed = Patience(settings)
         resumed.load_state(patience.state())
@@ -115,8 +117,12 @@ def test_best_checkpoints_of_runs(tiny: Tiny, tmp_path: Path, monkeypatch: pytes
             assert result.metric_value == round(records[step]["val/bits_per_byte"], 4)
 
     stopping = "++train.early_stopping={metric: val/bits_per_byte, mode: max, patience: 2}"
-    stopped = run_here(tmp_path / "stopped", [*own, stopping])
-    assert [record["step"] for record in read(stopped / "metrics.jsonl")] == [0, 1, 2]
+    (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 =", "answer": "2"}\n')
+    sums = f"{{data: {{jsonl_files: {tmp_path / 'rows.jsonl'}, text_key: text}}, reward: {{type: exact}}}}"
+    asked = f"++evaluation={{greedy: false, max_new_tokens: 1, sets: {{sums: {sums}}}}}"
+    stopped = run_here(tmp_path / "stopped", [*own, stopping, asked])
+    records = read(stopped / "metrics.jsonl")
+    assert [(record["step"], "eval/sums/pass@1" in record) for record in records] == [(0, True), (1, False), (2, True)]
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
     assert same(stopped / "final", stopped / "checkpoints" / "step_000002" / "student")
 
