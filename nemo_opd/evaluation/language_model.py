@@ -89,6 +89,18 @@ class LanguageModel(TemplateLM):
             )
         )
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of both, and one token of each at least: `hf` fails where there is none.
+
+        That is where a token is the end of the context and all of the continuation, which are then tokenized apart, and
+        where the context is white space, which lm-eval leaves to the continuation.
+        """
+        before, scored = super()._encode_pair(context, continuation)
+        if not scored:
+            spaces = context[len(context.rstrip()) :]
+            scored = self.tok_encode(spaces + continuation, add_special_tokens=False)
+        return before or [self.prefix_token_id], scored
+
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return found

@@ -144,6 +144,17 @@ def test_each_request_is_answered_as_by_lm_evals_own_backend(
     )
 
 
+@pytest.mark.parametrize(("context", "choice"), [("\n", "\n"), ("a", "b"), (" ", "x"), (" \n", " return y")])
+def test_a_choice_that_no_token_begins_has_a_likelihood(ours: LanguageModel, context: str, choice: str) -> None:
+    """Bug: a choice that is joined to its context, or whose first token has none, is certain, and so always chosen."""
+    ((found, _),) = ours.loglikelihood([Instance("loglikelihood", {}, (context, choice), 0)])
+    stripped = context.rstrip()
+    apart = ours.tok_encode(stripped) or [ours.prefix_token_id], ours.tok_encode(context[len(stripped) :] + choice)
+    ((expected, _),) = ours._loglikelihood_tokens([(None, *apart)])
+
+    assert found == expected < -0.1
+
+
 def test_figures_are_those_of_lm_eval_with_an_interval_over_questions(
     folder: Path, ours: LanguageModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
