@@ -1,8 +1,10 @@
-"""Cross-entropy, same_vocab and p_kl together against the products with the heads alone, on one thread of a CPU.
+"""Cross-entropy, same_vocab and p_kl together against the products with the heads alone.
 
-uv run benchmarks/losses_floor.py     # writes benchmarks/results/losses_floor.json; 8 GB of memory, a minute
+uv run benchmarks/losses_floor.py     # on one thread of a CPU; 8 GB of memory, a minute
+uv run benchmarks/losses_floor.py --device cuda --positions 8192
 
-Shapes of Llama-3.2-1B learning from Llama-3.2-3B and Qwen3-4B, fp32. Both take turns, round by round.
+Shapes of Llama-3.2-1B learning from Llama-3.2-3B and Qwen3-4B, fp32 on a CPU and bf16 on a GPU. Both take turns, round
+by round. Writes losses_floor.json into benchmarks/results, or another folder.
 """
 
 import argparse
@@ -22,21 +24,23 @@ import torch  # noqa: E402
 from demo import commit, hardware  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from nemo_opd.logits.blocks import block_bytes  # noqa: E402
 from nemo_opd.logits.planned import compute_together  # noqa: E402
-from tests.losses.traffic import PLANS, TOGETHER, Sides  # noqa: E402
+from nemo_opd.logits.saved import backward  # noqa: E402
+from tests.losses.real_sizes import PLANS, TOGETHER, Sides  # noqa: E402
 
 SCALE = 0.02
 """Of hidden states and heads, so that logits are near 0, as of a model that knows little."""
 
 
 def draw(*shape: int, device: torch.device) -> Tensor:
-    return SCALE * torch.randn(shape, device=device)
+    return SCALE * torch.randn(shape, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def losses(sides: Sides) -> None:
     for leaf in sides.student.leaves:
         leaf.grad = None
-    compute_together([PLANS[name](sides) for name in TOGETHER]).loss.backward()
+    backward(compute_together([PLANS[name](sides) for name in TOGETHER]).loss)
 
 
 @torch.no_grad()
@@ -55,28 +59,35 @@ def products(sides: Sides) -> None:
 def seconds(of: Callable[[Sides], None], sides: Sides) -> float:
     begin = time.perf_counter()
     of(sides)
+    if sides.ids.is_cuda:
+        torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--positions", type=int, default=64)
+    parser.add_argument("--divisor", type=int, default=1, help="of widths and vocabularies: for a quick try")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    sides = Sides.of(options.positions, draw, torch.device("cpu"))
+    sides = Sides.of(options.positions, draw, torch.device(options.device), options.divisor)
+    if options.device == "cuda":
+        sides.student.block_bytes = block_bytes("cuda", torch.cuda.get_device_properties(0).total_memory)
     pairs = [(seconds(losses, sides), seconds(products, sides)) for _ in range(1 + options.rounds)][1:]
     ratios = [ours / floor for ours, floor in pairs]
     found: dict[str, Any] = {
-        "hardware": hardware(),
+        "hardware": hardware() if options.device == "cpu" else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "commit": commit(),
         "date": date.today().isoformat(),
         "command": " ".join(["uv run benchmarks/losses_floor.py", *sys.argv[1:]]),
         "positions": options.positions,
         "threads": 1,
+        "divisor": options.divisor,
         "losses_s": statistics.median(ours for ours, _ in pairs),
         "products_s": statistics.median(floor for _, floor in pairs),
         "losses / products": statistics.median(ratios),

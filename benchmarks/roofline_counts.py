@@ -34,7 +34,7 @@ from nemo_opd.workers.memory import FORWARD, FrozenTasks
 from nemo_opd.workers.residence import Residence
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
-from tests.losses.traffic import projection
+from tests.losses.real_sizes import projection
 from tests.pretend_gpu import DEVICE, OnDevice, Work, counted
 from tests.pretend_kernels import Kernel
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import planned
+from nemo_opd.distributed.transfer import planned, together
 from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
@@ -60,7 +60,9 @@ class PrefixRanges:
         if byte_order is None:
             raise ProjectionError(f"byte_prefix needs the byte order of the teacher's tokens, {_HOW}")
         return made_once(
-            lambda: PrefixRanges._within(torch.from_numpy(byte_order).to(device), teacher_vocab_size),
+            lambda: PrefixRanges(
+                *together(PrefixRanges._within(torch.from_numpy(byte_order), teacher_vocab_size), device)
+            ),
             (byte_order,),
             PrefixRanges,
             teacher_vocab_size,
@@ -68,15 +70,13 @@ class PrefixRanges:
         )
 
     @staticmethod
-    def _within(byte_order: Tensor, teacher_vocab_size: int) -> PrefixRanges:
+    def _within(byte_order: Tensor, teacher_vocab_size: int) -> list[Tensor]:
+        """Return `place`, `begin` and `end` on the host, which waits for no device to count the tokens."""
         order, begin, end = byte_order.long().T
         is_inside = order < teacher_vocab_size
         inside_before = torch.cat([is_inside.new_zeros(1).long(), is_inside.cumsum(0)])
-        return PrefixRanges(
-            order[is_inside].argsort(),
-            inside_before[begin[:teacher_vocab_size]],
-            inside_before[end[:teacher_vocab_size]],
-        )
+        bounds = (inside_before[each[:teacher_vocab_size]] for each in (begin, end))
+        return [order[is_inside].argsort(), *bounds]
 
 
 @Loss

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from nemo_opd.cli.check.parts import read_counts, read_step, read_tests, with_gpu_tests
+from nemo_opd.cli.check.parts import Job, expected_mfu, read_counts, read_losses, read_step, read_tests, with_gpu_tests
 from nemo_opd.cli.check.processes import run
 from nemo_opd.cli.check.report import Outcome, Part, Report, parts_before
 from tests.composition import ROOT
@@ -85,6 +85,27 @@ def test_a_host_that_waits_for_the_gpu_often_fails_the_counts() -> None:
     assert read_counts(found | {"waits": {"a.py:1": 4, "b.py:2": 1}}, "cuda").outcome is Outcome.FAILED
 
 
+def test_losses_that_take_much_longer_than_their_products_fail_on_a_gpu() -> None:
+    found = {"losses_s": 0.02, "products_s": 0.01, "losses / products": 2.0, "divisor": 1}
+    assert read_losses(found, is_gpu=True).outcome is Outcome.FAILED
+    assert read_losses(found, is_gpu=False).outcome is Outcome.PASSED
+    assert read_losses(found | {"losses / products": 1.6}, is_gpu=True).facts["products"] == "10.00 ms"
+    assert read_losses(found | {"losses / products": 1.6}, is_gpu=True).outcome is Outcome.PASSED
+
+
+def test_the_step_is_shown_beside_the_roofline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Bug: a recipe or a GPU by another name in its results, so that nothing is compared."""
+    job = Job("llama_1b", "qwen_4b", 2048, 16, 4, 0.3, (), 60, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device, machine in (("NVIDIA H100 80GB HBM3", "H100 SXM"), ("NVIDIA A100-SXM4-80GB", "A100 80GB")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=device: name)
+        ((label, value),) = expected_mfu(job).items()
+        assert label == f"MFU by arithmetic on 1 × {machine}"
+        assert 0 < float(value.rstrip("%")) < 100
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    assert expected_mfu(job) == {}
+
+
 def test_files_without_gpu_tests_are_not_imported() -> None:
     """Bug: no test runs where a library is missing that one of another kind needs."""
     found = with_gpu_tests(ROOT, ["tests"])
@@ -132,7 +153,7 @@ def test_sigterm_ends_what_runs_and_says_where_the_rest_is(tmp_path: Path) -> No
     assert not list(tmp_path.glob("tmp*"))
 
 
-@pytest.mark.nightly
+@pytest.mark.world
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU, for which the tool itself is the check")
 def test_without_a_gpu_all_that_can_be_done_is_done(tmp_path: Path) -> None:
     command = ["tools/gpu_check.py", "--output", str(tmp_path), "--tests", "tests/handoff/test_transport_contract.py"]
@@ -143,7 +164,7 @@ def test_without_a_gpu_all_that_can_be_done_is_done(tmp_path: Path) -> None:
     outcomes = {name: part["outcome"] for name, part in parts.items()}
     assert outcomes == {
         **dict.fromkeys(("machine", "ipc", "tests"), "skipped"),
-        **dict.fromkeys(("counts", "step"), "passed"),
+        **dict.fromkeys(("counts", "losses", "step"), "passed"),
     }
     assert parts["ipc"]["facts"] == {"shared memory": "works"}
     assert "needs a CUDA device" in parts["tests"]["text"]

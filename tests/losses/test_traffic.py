@@ -9,34 +9,33 @@ from tests import processes
 
 pytestmark = pytest.mark.world
 
-KERNELS = {
-    "cross_entropy": 42,
-    "same_vocab, forward_kl": 83,
-    "same_vocab, reverse_kl": 88,
-    "same_vocab, mixed": 88,
-    "same_vocab, jsd": 88,
-    "same_vocab, tvd": 88,
-    "p_kl": 186,
-    "gold": 249,
-    "strict": 103,
-    "shared_prefix": 126,
-    "together": 360,
+BUDGETS = {
+    "cross_entropy": (40, 8.5),
+    "same_vocab, forward_kl": (81, 12.5),
+    "same_vocab, reverse_kl": (86, 14.6),
+    "same_vocab, mixed": (86, 14.6),
+    "same_vocab, jsd": (86, 14.6),
+    "same_vocab, tvd": (86, 14.6),
+    "p_kl": (184, 13.0),
+    "gold": (247, 20.3),
+    "h_kl": (247, 20.2),
+    "strict": (101, 8.5),
+    "byte_prefix": (610, 14.7),
+    "shared_prefix": (124, 11.9),
+    "alm": (357, 25.2),
+    "uld": (197, 47.7),
+    "sampled_chunk_kl": (405, 20.6),
+    "tcad": (293, 23.0),
+    "sampled_kl": (405, 19.9),
+    "together": (358, 25.3),
+    "at a time": (1370, 85.5),
 }
-"""Of 2,048 positions, a compiled function being one: budgets, to be lowered with what is saved."""
-GIGABYTES = {
-    "cross_entropy": 10.1,
-    "same_vocab, forward_kl": 14.1,
-    "same_vocab, reverse_kl": 16.2,
-    "same_vocab, mixed": 16.2,
-    "same_vocab, jsd": 16.2,
-    "same_vocab, tvd": 16.2,
-    "p_kl": 14.6,
-    "gold": 21.9,
-    "strict": 10.1,
-    "shared_prefix": 13.5,
-    "together": 26.9,
-}
-"""Of the same, the products with the heads included."""
+"""Kernels, a compiled function being one, and GB, those of products included: to be lowered with what is saved.
+
+Of 2,048 positions; `together` of cross-entropy, `same_vocab` and `p_kl`, `at a time` of these at 8,192.
+"""
+ELEMENTWISE = 10.0
+"""GB that the three together may read and write for 2,048 tokens besides what their products do."""
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +44,22 @@ def found() -> dict[str, Any]:
     return by_loss
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", BUDGETS)
 def test_a_loss_keeps_to_its_budgets(found: dict[str, Any], name: str) -> None:
-    assert 0.5 * KERNELS[name] < found[name]["kernels"] <= KERNELS[name]
-    assert 0.5 * GIGABYTES[name] < found[name]["bytes"] / 1e9 <= GIGABYTES[name]
+    """Bugs: another pass over rows of logits, a copy of them, a kernel for each unit."""
+    kernels, gigabytes = BUDGETS[name]
+    assert 0.5 * kernels < found[name]["kernels"] <= kernels
+    assert 0.5 * gigabytes < found[name]["bytes"] / 1e9 <= gigabytes
 
 
-@pytest.mark.parametrize("name", KERNELS)
+def test_few_bytes_are_moved_besides_products(found: dict[str, Any]) -> None:
+    """In the microbatches of the recipes, each of which rounds the gradient of the head's weight once."""
+    of = found["at a time"]
+    gigabytes = of["elementwise"] / of["positions"] * 2048 / 1e9
+    assert 0.5 * ELEMENTWISE < gigabytes <= ELEMENTWISE
+
+
+@pytest.mark.parametrize("name", BUDGETS)
 def test_the_host_waits_for_nothing(found: dict[str, Any], name: str) -> None:
     assert not found[name]["waits"]
     assert sum(found[name]["copies"].values()) <= 5

@@ -22,14 +22,15 @@ class Work:
 class OfRank:
     memory: dict[str, test_sharded_load.Memory]
     gathered: tuple[Tensor, Tensor]
+    learned: tuple[Tensor, Tensor]
     errors: dict[str, dict[str, float]]
 
 
 def on_rank(work: Work) -> OfRank:
     # What is freed later may stay in a pool, where memory that is used again cannot be seen.
     memory = {name: test_sharded_load.memory_on_rank(folder) for name, folder in work.large.items()}
-    gathered = test_context_parallel.gathered_on_rank()
-    return OfRank(memory, gathered, test_parallel.errors_on_rank(work.families, work.output))
+    gathered, learned = test_context_parallel.gathered_on_rank(), test_context_parallel.learned_on_rank()
+    return OfRank(memory, gathered, learned, test_parallel.errors_on_rank(work.families, work.output))
 
 
 @pytest.fixture(scope="session")

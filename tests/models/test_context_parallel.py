@@ -1,10 +1,14 @@
 """What is ours of context parallelism: who may use it, and whole sequences again after it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -12,22 +16,26 @@ from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, context_axis
 from nemo_opd.errors import ConfigError, ModelError
+from nemo_opd.losses import cross_entropy
 from nemo_opd.models.context_parallel import (
+    RingAttention,
     check_context_parallel,
     gather_positions,
     use_ring_attention,
 )
 from nemo_opd.models.head import Headless
 from nemo_opd.models.sharded_load import load_sharded
-from tests.models.families import model_of, save
+from tests.models.families import VOCABULARY, model_of, save
 from tests.models.world import as_rank, on_ranks
-from tests.packings import unpadded
+from tests.packings import packing_of, unpadded
 
 pytestmark = pytest.mark.world
 
 POSITIONS = (torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5]))
 """Of two ranks: from the front and from the back, as torch's ring attention deals them out."""
 KEY = "student.parallelism.cp"
+LENGTHS = (7, 1, 4, 9)
+"""Of sequences that a row of documents has; ranks read them padded to 12 positions."""
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -51,6 +59,61 @@ def test_positions_are_gathered_in_order_and_their_gradients_summed(two_ranks: l
     for rank, (whole, found) in enumerate(each.gathered for each in two_ranks):
         assert torch.equal(whole, random(3, 8, 5, seed=0))
         torch.testing.assert_close(found, gradient[:, POSITIONS[rank]], rtol=1e-15, atol=1e-15)
+
+
+@contextmanager
+def gathered_attention(ring: RingAttention, length: int, device: torch.device) -> Iterator[Tensor]:
+    """Attend over gathered keys and values, in place of the ring, which torch has for CUDA alone."""
+    rank, attend = ring.axis.get_local_rank(), F.scaled_dot_product_attention
+    runs = torch.arange(length, device=device).chunk(2 * ring.axis.size())
+    own = torch.cat([runs[rank], runs[-1 - rank]])
+
+    def whole(part: Tensor) -> Tensor:
+        made = gather_positions(part.transpose(1, 2).flatten(2), own, ring.axis)
+        return made.unflatten(2, part.shape[1::2]).transpose(1, 2)
+
+    def over_all(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Any) -> Tensor:
+        assert is_causal
+        seen = own.unsqueeze(1) >= torch.arange(length)
+        return attend(query, whole(key), whole(value), seen, **options)
+
+    with patch.object(F, "scaled_dot_product_attention", over_all):
+        yield own
+
+
+def loss_and_gradient(source: Headless, embedding: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of packed sequences, and this rank's share of the gradient of the tied embedding."""
+    ids = torch.randint(4, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(3))
+    packing = packing_of(*LENGTHS)
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)
+    made = source(ids, packing)
+    leaf = made.cut_off()
+    loss = cross_entropy(source.whole(leaf, packing), ids, mask=mask).loss
+    loss.backward()
+    gradient = leaf.leaves[0].grad
+    assert gradient is not None
+    source.backward(made, gradient, packing)
+    assert embedding.grad is not None
+    return loss.detach(), embedding.grad
+
+
+def learned_on_rank() -> tuple[Tensor, Tensor]:
+    mesh, model = build_mesh(Layout(1, 2, 1), "cpu"), model_of("llama, tied")
+    use_ring_attention(model, 2, key=KEY)
+    with patch.object(RingAttention, "positions", gathered_attention):
+        source = Headless(model, key=KEY, mesh=mesh, parallelism=Parallelism(cp=2))
+        assert not source.reads_packed
+        assert source.num_positions(packing_of(*LENGTHS)) == len(LENGTHS) * 12
+        return loss_and_gradient(source, model.get_input_embeddings().weight)
+
+
+def test_packed_sequences_are_learned_as_on_one_rank(two_ranks: list[Any]) -> None:
+    """Bugs: padding of a ring that a loss reads; positions of a neighbour; a gradient that each rank has whole."""
+    model = model_of("llama, tied")
+    loss, gradient = loss_and_gradient(Headless(model, key=KEY), model.get_input_embeddings().weight)
+    for own, _ in (each.learned for each in two_ranks):
+        torch.testing.assert_close(own, loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sum(each.learned[1] for each in two_ranks), gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama, tied", "qwen3, norms of heads", "phi, biases"])

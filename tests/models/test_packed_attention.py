@@ -1,5 +1,6 @@
 """Sequences that are packed into one row are read as each is alone, in every family of models."""
 
+from collections.abc import Iterator
 from copy import deepcopy
 from itertools import accumulate
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from transformers import (
     BartConfig,
     DeepseekV3Config,
@@ -243,20 +245,34 @@ def test_flash_attention_is_asked_for_the_same(
     )
 
 
-def test_flash_attention_can_be_compiled_into_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced as a whole with torch's operator, of which only the shapes are computed here."""
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Clear the compiled graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["qwen3, norms of heads", "mistral, window"])
+def test_layers_with_flash_attention_are_compiled_once(
+    family: str, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    """Traced as a whole with torch's operator, of which only the shapes are computed here.
+
+    Bug: a graph for each number of tokens or of sequences, or for each length of the longest one.
+    """
     monkeypatch.setattr(packed_attention, "_has_flash", lambda *_: True)
-    model = model_of(FAMILIES["qwen3, norms of heads"]).to("meta")
-    layer = torch.compile(model.model.layers[0], backend="eager", fullgraph=True, dynamic=True)
-    hidden = torch.zeros(1, 6, 16, device="meta")
-    positions = torch.zeros(1, 6, dtype=torch.int64, device="meta")
-    with packed_attention.packed_attention(model):
-        made = layer(
-            hidden,
-            position_embeddings=model.model.rotary_emb(hidden, positions),
-            **packed_attention.bounds(packing_of(4, 2).bounds.to("meta"), longest=4),
-        )
-    assert made.shape == hidden.shape
+    model = model_of(PACKABLE[family]).to("meta")
+    for layer in model.model.layers:
+        layer.compile(backend="eager", fullgraph=True, dynamic=True)
+    for lengths in ((4, 2), LENGTHS, (3,), (100, 50, 1), (5,) * 6):
+        ids = torch.zeros(1, sum(lengths), dtype=torch.int64, device="meta")
+        bounds = packed_attention.bounds(packing_of(*lengths).bounds.to("meta"), longest=max(lengths))
+        with packed_attention.packed_attention(model):
+            made = model.model(input_ids=ids, position_ids=ids, use_cache=False, **bounds)
+        assert made.last_hidden_state.shape == (1, sum(lengths), 16)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.gpu

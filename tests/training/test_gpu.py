@@ -121,13 +121,25 @@ def test_expandable_segments_do_not_prevent_the_handoff(
     assert records[-1]["train/loss"] == records[-1]["train/loss"]
 
 
+LAYOUTS = {
+    "sharded": [],
+    "kept": ["student.parallelism.reshard_after_forward=false", "student.sync_each_micro_batch=false"],
+    "offloaded": ["student.offload=true"],
+    "compiled": ["student.compile=true", "teachers.0.compile=true"],
+    "copies": ["student.parallelism.replicas=2"],
+    "tensor": ["student.parallelism.tp=2"],
+    "tensor, sequence": ["student.parallelism={tp:2,sequence_parallel:true}", "teachers.0.parallelism.tp=2"],
+    "context": ["student.parallelism.cp=2"],
+}
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("tp", [1, 2])
-def test_two_gpus_follow_one(tiny: Tiny, tmp_path: Path, tp: int) -> None:
-    """FSDP2 and tensor parallelism over NCCL."""
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_two_gpus_follow_one(tiny: Tiny, tmp_path: Path, layout: list[str]) -> None:
+    """FSDP2, copies, and parallelism of tensors and of positions over NCCL, all of packed rows."""
     fp32 = ("cluster.device=cuda", "student.dtype=float32")
     one = run(tiny, tmp_path / "one", *fp32, "cluster.gpus_per_node=1")
-    two = run(tiny, tmp_path / "two", *fp32, "cluster.gpus_per_node=2", f"student.parallelism.tp={tp}")
+    two = run(tiny, tmp_path / "two", *fp32, "cluster.gpus_per_node=2", *layout)
     check_follows(two, one, ("train/loss", "train/kd/cross", "train/kd/same", "val/bits_per_byte"), rel=1e-3)
 
 

@@ -15,7 +15,7 @@ from nemo_opd.commands import ending_on_signals
 from nemo_opd.paths import CHECKOUT
 
 RESULTS = Path() if CHECKOUT is None else CHECKOUT / "benchmarks" / "results"
-PARTS = ("machine", "ipc", "tests", "counts", "step")
+PARTS = ("machine", "ipc", "tests", "counts", "losses", "step")
 DEFAULTS: dict[str, tuple[Any, Any]] = {
     "student": ("llama_tiny", "llama_1b"),
     "teacher": ("qwen_tiny", "qwen_4b"),
@@ -25,9 +25,9 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
 """Defaults of the measured step, without a GPU and with one."""
 EPILOG = """\
 Each part runs in separate processes with a time limit, and none stops another. The exit status is 1 where one failed.
-On a machine without a GPU the parts that need one say so, and the step is that of tiny models; `tests`, `counts` and
-`step` need a checkout of the project, which has the tests and the benchmark. Parts that are not asked for keep what an
-earlier check of the same commit, packages and machine has found in the folder.
+On a machine without a GPU the parts that need one say so, and the others are those of tiny models; `tests`, `counts`,
+`losses` and `step` need a checkout of the project, which has the tests and the benchmarks. Parts that are not asked for
+keep what an earlier check of the same commit, packages and machine has found in the folder.
 
 examples:
   nemo-opd check                          everything; expected to take some minutes

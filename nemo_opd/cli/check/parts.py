@@ -24,6 +24,10 @@ WITHIN = 0.2
 """Error that the memory estimate promises not to exceed."""
 MOST_WAITS = 2
 """Waits of the host for the device in a microbatch."""
+LEAST_SHARE = 0.6
+"""Share of the time of losses on a GPU that the products with their heads alone take."""
+_OF_THE_ROOFLINE = ("llama_1b", "qwen_4b")
+"""Student and teacher of its recipe `1B from 4B`."""
 _NO_GPU = Part(Outcome.NOT_HERE, "PyTorch sees no GPU")
 _NO_CHECKOUT = Part(Outcome.NOT_HERE, "needs a checkout of the project: the package has no tests and no benchmarks")
 
@@ -162,24 +166,64 @@ def read_tests(file: Path, end: str) -> Part:
 
 
 @_timed
+def losses(job: Job) -> Part:
+    """Time of cross-entropy, same_vocab and p_kl against that of their products (`benchmarks/losses_floor.py`)."""
+    if CHECKOUT is None:
+        return _NO_CHECKOUT
+    on_gpu = torch.cuda.is_available()
+    sizes = ("--device", "cuda", "--positions", "8192") if on_gpu else ("--positions", "16", "--divisor", "64")
+    done = run([sys.executable, "benchmarks/losses_floor.py", *sizes, "--output", str(job.scratch)], job.limit_s)
+    if done.status != 0:
+        return Part(Outcome.FAILED, done.reason(job.limit_s), text=done.end)
+    return read_losses(json.loads((job.scratch / "losses_floor.json").read_text()), is_gpu=on_gpu)
+
+
+def read_losses(found: dict[str, Any], *, is_gpu: bool) -> Part:
+    """Read the benchmark's results; on a GPU the products must be most of the time."""
+    share = 1 / found["losses / products"]
+    facts = {name: f"{1e3 * found[key]:.2f} ms" for name, key in (("losses", "losses_s"), ("products", "products_s"))}
+    facts["widths and vocabularies divided by"] = str(found["divisor"])
+    summary = f"products are {share:.0%} of the time of cross-entropy, same_vocab and p_kl"
+    if is_gpu and share < LEAST_SHARE:
+        return Part(Outcome.FAILED, f"{summary}, less than {LEAST_SHARE:.0%}", facts)
+    return Part(Outcome.PASSED, summary, facts)
+
+
+@_timed
 def step(job: Job) -> Part:
     """Time, MFU and memory of a training step with random weights (`benchmarks/step.py`)."""
     if CHECKOUT is None:
         return _NO_CHECKOUT
     output = job.scratch / "step"
+    in_one_process = () if torch.cuda.is_available() else ("--set", "cluster.launcher=local")
     done = run(
         [
             *(sys.executable, "benchmarks/step.py", "--without-gold", "--loss", "p_kl", "--rounds", "3"),
             *("--output", str(output)),
             *("--student", job.student, "--teacher", job.teacher, "--length", str(job.length)),
             *("--rows", str(job.rows), "--micro", str(job.micro)),
+            *in_one_process,
         ],
         job.limit_s,
     )
     if done.status != 0:
         return Part(Outcome.FAILED, done.reason(job.limit_s), text=done.end)
     found = json.loads((output / "step.json").read_text())
-    return read_step(found, (output / "step.md").read_text(), job.mfu_floor)
+    part = read_step(found, (output / "step.md").read_text(), job.mfu_floor)
+    return replace(part, facts=part.facts | expected_mfu(job))
+
+
+def expected_mfu(job: Job) -> dict[str, str]:
+    """Return the MFU of this step by `benchmarks/roofline.py`, if it has such a GPU and these models."""
+    if not torch.cuda.is_available() or CHECKOUT is None or (job.student, job.teacher) != _OF_THE_ROOFLINE:
+        return {}
+    device = torch.cuda.get_device_name()
+    rows = json.loads((CHECKOUT / "benchmarks" / "results" / "roofline.json").read_text())["recipes"]
+    return {
+        f"MFU by arithmetic on {row['machine']}": f"{row['mfu']:.1%}"
+        for row in rows
+        if row["recipe"] == "1B from 4B" and row["machine"].startswith("1 × ") and row["machine"].split()[2] in device
+    }
 
 
 def read_step(found: dict[str, object], text: str, mfu_floor: float) -> Part:
@@ -234,4 +278,11 @@ def read_counts(found: dict[str, Any], device: str) -> Part:
     return Part(Outcome.PASSED if waits <= MOST_WAITS * number else Outcome.FAILED, summary, facts)
 
 
-CHECKS: dict[str, _Check] = {"machine": machine, "ipc": ipc, "tests": tests, "counts": counts, "step": step}
+CHECKS: dict[str, _Check] = {
+    "machine": machine,
+    "ipc": ipc,
+    "tests": tests,
+    "counts": counts,
+    "losses": losses,
+    "step": step,
+}

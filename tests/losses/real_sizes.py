@@ -1,0 +1,138 @@
+"""What losses read at the size of real models.
+
+A student of the shape of Llama-3.2-1B learns from heads of the shapes of Llama-3.2-3B and Qwen3-4B; two of three tokens
+of its vocabulary have a partner in the other, and every third chunk has two tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_opd.distributed.transfer import together
+from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.losses import (
+    alm,
+    byte_prefix,
+    cross_entropy,
+    gold,
+    h_kl,
+    p_kl,
+    same_vocab,
+    sampled_chunk_kl,
+    sampled_kl,
+    shared_prefix,
+    strict,
+    tcad,
+    uld,
+)
+from nemo_opd.projection import ProjectionMatrix
+
+STUDENT, SAME, CROSS = (2048, 128_256), (3072, 128_256), (2560, 151_936)
+"""Width and vocabulary of each model."""
+LONGEST_ROW = 4
+
+
+def projection(size: int, others: int) -> ProjectionMatrix:
+    """Two thirds of the student's tokens in pairs, the others spelled by up to `LONGEST_ROW` tokens."""
+    generator = np.random.default_rng(0)
+    indices = np.full((size, LONGEST_ROW), -1, np.int32)
+    is_pair = generator.random(size) < 2 / 3
+    partners = generator.permutation(others)[: int(is_pair.sum())]
+    indices[is_pair, 0] = partners
+    rest = np.flatnonzero(~is_pair)
+    lengths = generator.integers(1, LONGEST_ROW + 1, len(rest))
+    starts = generator.integers(0, others - LONGEST_ROW, len(rest))
+    for slot in range(LONGEST_ROW):
+        kept = slot < lengths
+        indices[rest[kept], slot] = starts[kept] + slot
+    weights = (indices >= 0) / np.maximum((indices >= 0).sum(1, keepdims=True), 1)
+    first = np.full(others, -1)
+    first[partners] = np.arange(len(partners))
+    shared = {"student_shared_prefix": generator.integers(0, len(partners), size), "teacher_shared_prefix": first}
+    # Each token of the other vocabulary begins with one of the student's, and no other one with it.
+    itself = np.arange(others)
+    prefixes = {
+        "byte_prefix": generator.integers(0, size, others),
+        "teacher_byte_order": np.stack([itself, itself, itself + 1], 1),
+    }
+    return ProjectionMatrix(
+        indices, weights.astype(np.float32), is_pair, teacher_vocab_size=others, **shared, **prefixes
+    )
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What losses read of a microbatch on the device."""
+
+    student: HeadLogits
+    same: HeadLogits
+    cross: HeadLogits
+    ids: Tensor
+    """int64 [1, S]"""
+    teacher_ids: Tensor
+    """int64 [1, S]: their partners in the other vocabulary."""
+    mask: Tensor
+    chunks: Tensor
+    projection: ProjectionMatrix
+
+    @staticmethod
+    def of(positions: int, draw: Callable[..., Tensor], device: torch.device, divisor: int = 1) -> "Sides":
+        """Make them with hidden states and heads that `draw` makes, as torch.empty does.
+
+        divisor: of widths and vocabularies.
+        """
+        sizes = [(width // divisor, vocabulary // divisor) for width, vocabulary in (STUDENT, SAME, CROSS)]
+        places = torch.arange(positions).unsqueeze(0)
+        in_chunks = places - (places + 1) // 4
+        between = projection(sizes[0][1], sizes[2][1])
+        pairs = torch.from_numpy(between.shared_pairs[:positions].astype(np.int64))
+        own, others = (side.unsqueeze(0).contiguous() for side in pairs.unbind(1))
+        ids, teacher_ids, mask, chunks = together([own, others, torch.ones_like(places), in_chunks], device)
+        student, same, cross = (
+            HeadLogits(draw(1, positions, width, device=device), Head(draw(vocabulary, width, device=device)))
+            for width, vocabulary in sizes
+        )
+        for leaf in student.leaves:
+            leaf.requires_grad_()
+        return Sides(student, same, cross, ids, teacher_ids, mask, chunks, between)
+
+    @property
+    def of_chunks(self) -> dict[str, Any]:
+        """Arguments of a loss between two tokenizers."""
+        return {
+            "student_ids": self.ids,
+            "teacher_ids": self.teacher_ids,
+            "student_chunk_id": self.chunks,
+            "teacher_chunk_id": self.chunks,
+        }
+
+    @property
+    def across(self) -> dict[str, Any]:
+        """Arguments of one that compares tokens of two vocabularies."""
+        return {**self.of_chunks, "projection": self.projection}
+
+
+Plan = Callable[[Sides], PlannedLoss]
+PLANS: dict[str, Plan] = {
+    "cross_entropy": lambda of: cross_entropy.plan(of.student, of.ids, mask=of.mask),
+    **{
+        f"same_vocab, {kind}": lambda of, kind=kind: same_vocab.plan(of.student, of.same, mask=of.mask, divergence=kind)
+        for kind in ("forward_kl", "reverse_kl", "mixed", "jsd", "tvd")
+    },
+    **{
+        loss.__name__: lambda of, loss=loss: loss.plan(of.student, of.cross, **of.across)
+        for loss in (p_kl, gold, h_kl, strict, byte_prefix, shared_prefix)
+    },
+    **{
+        loss.__name__: lambda of, loss=loss: loss.plan(of.student, of.cross, **of.of_chunks)
+        for loss in (alm, uld, sampled_chunk_kl)
+    },
+    "tcad": lambda of: tcad.plan(of.student, of.same, mask=of.mask, normalizer=1),
+    "sampled_kl": lambda of: sampled_kl.plan(of.student, of.same, ids=of.ids, mask=of.mask),
+}
+TOGETHER = ("cross_entropy", "same_vocab, forward_kl", "p_kl")
