@@ -1,11 +1,15 @@
 """NCCL is told its GPU, and gloo none."""
 
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from nemo_opd.cluster.local import _World
+from nemo_opd.cluster.placement import Processes
+from nemo_opd.cluster.ray.rank_actor import RankActor
 from nemo_opd.distributed import process_group
 
 
@@ -22,3 +26,28 @@ def test_a_world_is_bound_to_the_present_gpu(
 
     assert given["device_id"] == bound_to
     assert given["backend"] == {"cuda": "nccl", "cpu": "gloo"}[device]
+
+
+def test_a_rank_of_ray_takes_the_one_gpu_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the number of the driver's own rank, by which libraries then look for a GPU that the actor has not."""
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    RankActor(3, 8, "cuda", torch.get_num_threads(), 60.0, None, {})
+
+    assert chosen == [0]
+    assert os.environ["LOCAL_RANK"] == "0"
+
+
+def test_a_rank_of_torchrun_takes_its_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: NCCL guesses the GPU, since the world is joined first."""
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(process_group, "stay_on_this_machine", lambda: None)
+    monkeypatch.setattr(process_group, "join", lambda *_: calls.append("joined"))
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
+
+    _World(Processes(rank=3, size=4, local_rank=1), dist.HashStore(), "cuda", 60.0)
+
+    assert calls == [1, "joined"]
