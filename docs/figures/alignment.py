@@ -6,12 +6,13 @@ uv run docs/figures/alignment.py               # writes docs/images/alignment_{c
 import argparse
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
+from colours import IMAGES, INEXACT, INK, MANY, MASK, ONE_TO_ONE, PAPER, PLAIN, ROLE, STUDENT, TEACHER, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import BoxStyle, FancyBboxPatch, Patch, Rectangle
@@ -22,11 +23,6 @@ from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_cha
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.types import Alignment
 
-IMAGES = Path(__file__).resolve().parents[1] / "images"
-INK = "#1f2933"
-STUDENT, TEACHER, SPECIAL = "#e3edf9", "#e6f4ea", "#e4e7eb"
-ONE_TO_ONE, MANY, INEXACT, ROLE = "#9db8d9", "#f2b35d", "#d64545", "#9aa5b1"
-MASK = "#2f855a"
 Box = tuple[float, float]
 """Left and right edge, in characters."""
 BOX, GAP, SPACE, NAMES = 1.3, 1.7, 0.2, 8.0
@@ -135,7 +131,7 @@ def _kind(alignment: Alignment, chunk: int) -> str:
 
 def _token(ax: Axes, box: Box, bottom: float, side: Row, n: int) -> None:
     left, right = box[0], box[1] - SPACE
-    color = SPECIAL if side.special[n] else side.color
+    color = PLAIN if side.special[n] else side.color
     shape = BoxStyle("round", pad=0, rounding_size=0.18)
     ax.add_patch(
         FancyBboxPatch((left, bottom), right - left, BOX, shape, linewidth=0.7, edgecolor=INK, facecolor=color)
@@ -159,7 +155,7 @@ def _chunk(ax: Axes, box: Box, text: str, color: str) -> None:
     for edge in (bottom, bottom + height):
         ax.plot([left, right], [edge, edge], color=color, linewidth=2, solid_capstyle="butt")
     if text != "1:1":
-        frame = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+        frame = {"boxstyle": "round,pad=0.15", "facecolor": PAPER, "edgecolor": "none", "alpha": 0.85}
         ax.text((left + right) / 2, BOX + GAP / 2, text, ha="center", va="center", fontsize=8, color=INK, bbox=frame)
 
 
@@ -236,9 +232,11 @@ def second_turn(tokens: ChatTokens, tokenizer: PreTrainedTokenizerFast, start: s
 def window(alignment: Alignment, i: int, k: int, j: int, m: int) -> Alignment:
     """The chunks inside student tokens [i, k), counted from i and j."""
     inside = (alignment.bounds[:, 0] >= i) & (alignment.bounds[:, 1] <= k)
-    flags = [getattr(alignment, name)[inside] for name in ("one_to_one", "inexact", "special", "whitespace", "digit")]
-    bounds = alignment.bounds[inside] - np.array([i, i, j, j], np.int32)
-    return Alignment(alignment.student_chunk_id[i:k], alignment.teacher_chunk_id[j:m], bounds, *flags)
+    names = {field.name for field in fields(alignment)} - {"student_chunk_id", "teacher_chunk_id"}
+    by_chunk = {name: getattr(alignment, name)[inside] for name in names}
+    by_chunk["bounds"] = by_chunk["bounds"] - np.array([i, i, j, j], np.int32)
+    ids = alignment.student_chunk_id[i:k], alignment.teacher_chunk_id[j:m]
+    return Alignment(*ids, **by_chunk)
 
 
 def tokenizers() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
@@ -261,11 +259,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=IMAGES)
     parser.add_argument("--format", choices=["svg", "png"], default="svg")
     options = parser.parse_args()
-    mpl.rcParams.update({"svg.hashsalt": "nemo_opd", "hatch.linewidth": 0.6})
+    mpl.rcParams["hatch.linewidth"] = 0.6
     options.output.mkdir(parents=True, exist_ok=True)
     for name, figure in {"chunks": chunks(), "resync": resync(), "chat": chat()}.items():
-        metadata = {"Date": None} if options.format == "svg" else None
-        figure.savefig(options.output / f"alignment_{name}.{options.format}", dpi=150, metadata=metadata)
+        save(figure, options.output / f"alignment_{name}.{options.format}", dpi=150)
 
 
 if __name__ == "__main__":

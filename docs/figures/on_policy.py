@@ -7,9 +7,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
+from colours import IMAGES, INK, MUTED, OTHER, PLAIN, SAMPLED, STUDENT, TEACHER, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
@@ -23,10 +23,6 @@ from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.conversation import ConversationRenderer
 from nemo_opd.rollout.environments import build_environment
 
-IMAGES = Path(__file__).resolve().parents[1] / "images"
-INK, MUTED = "#1f2933", "#5b6472"
-STUDENT, TEACHER, ENGINE, PLAIN = "#e3edf9", "#e6f4ea", "#fdf0dc", "#f1f3f5"
-SAMPLED = "#9fd3b6"
 WIDTH = 96
 """Characters of a line of tokens."""
 
@@ -99,7 +95,7 @@ def draw_phases() -> Figure:
     figure = plt.figure(figsize=(11, 3.6))
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     for x, title, text, color in (
-        (0.2, "1  sample", "the engine continues each prompt\nrollout.n times", ENGINE),
+        (0.2, "1  sample", "the engine continues each prompt\nrollout.n times", OTHER),
         (4.1, "2  score", "every teacher reads the samples\non its own tokens", TEACHER),
         (8.0, "3  update", "losses from hidden states,\none optimizer step", STUDENT),
     ):
@@ -141,10 +137,8 @@ def main() -> None:
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     parser.add_argument("--output", type=Path, default=IMAGES)
     options = parser.parse_args()
-    mpl.rcParams["svg.hashsalt"] = "nemo_opd"
     for name, draw in (("phases", draw_phases), ("masks", draw_masks)):
-        file = options.output / f"on_policy_{name}.{options.format}"
-        draw().savefig(file, metadata={"Date": None} if options.format == "svg" else None, dpi=120)
+        save(draw(), options.output / f"on_policy_{name}.{options.format}", dpi=120)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib as mpl
+from colours import IMAGES, INK, MANY, MUTED, ONE_TO_ONE, PAPER, PLAIN, STUDENT, TEACHER, save
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -22,10 +22,6 @@ from nemo_opd.projection import ProjectionMatrix, build_projection
 from nemo_opd.projection.heat_map import plot_samples
 from nemo_opd.projection.samples import samples
 
-IMAGES = Path(__file__).resolve().parents[1] / "images"
-INK, MUTED = "#1f2933", "#616e7c"
-STUDENT, TEACHER, SPECIAL = "#e3edf9", "#e6f4ea", "#e4e7eb"
-EXACT, PART = "#9db8d9", "#f2b35d"
 STUDENT_ROWS = (" return", " self", "64", "885", "11", "    ", b"\xe2\x80", "<|end_of_text|>")
 """Student tokens whose rows are drawn: words, numerals, white space, half a character, a special token."""
 TEACHER_TOKENS = (" call", " callback", " callable", "classes", "classmethod", " Returns", "’")
@@ -74,7 +70,7 @@ def draw(left: Column, right: Column, links: Sequence[Link]) -> Figure:
     """Two columns of boxes and bands between them, as wide as their weight."""
     widths = [0.62 * max(map(len, column.labels)) + 1.2 for column in (left, right)]
     height = max(*left.heights, *right.heights) + 1.0
-    figure = Figure(figsize=(0.2 * (sum(widths) + ROOM) + 0.2, 0.36 * (height + 1.6)), facecolor="white")
+    figure = Figure(figsize=(0.2 * (sum(widths) + ROOM) + 0.2, 0.36 * (height + 1.6)))
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(-widths[0] - 0.5, ROOM + widths[1] + 0.5), ylim=(height, -1.6))
@@ -89,7 +85,7 @@ def draw(left: Column, right: Column, links: Sequence[Link]) -> Figure:
 def boxes(axes: Axes, column: Column, x: float, width: float) -> None:
     axes.text(x + width / 2, -1.0, column.title, ha="center", va="center", fontsize=10, family=LABELS, color=MUTED)
     for text, y in zip(column.labels, column.heights, strict=True):
-        colour = SPECIAL if text.startswith("<|") else column.colour
+        colour = PLAIN if text.startswith("<|") else column.colour
         style = "round,pad=0,rounding_size=0.18"
         box = FancyBboxPatch((x, y - BOX / 2), width, BOX, style, facecolor=colour, edgecolor="none")
         box.set_mutation_aspect(0.6)
@@ -100,12 +96,12 @@ def boxes(axes: Axes, column: Column, x: float, width: float) -> None:
 def band(axes: Axes, start: float, end: float, link: Link) -> None:
     bend = ROOM * 0.5
     curve = Curve([(0, start), (bend, start), (ROOM - bend, end), (ROOM, end)], [Curve.MOVETO] + [Curve.CURVE4] * 3)
-    colour = EXACT if link.exact else PART
+    colour = ONE_TO_ONE if link.exact else MANY
     width = 1.0 + 9.0 * link.weight
     axes.add_patch(PathPatch(curve, facecolor="none", edgecolor=colour, linewidth=width, alpha=0.85, capstyle="butt"))
     if link.text:
         x, y = ROOM - 1.15, start + (end - start) * 0.965
-        place = {"facecolor": "white", "edgecolor": "none", "pad": 0.8} if link.weight < 0.3 else None
+        place = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.8} if link.weight < 0.3 else None
         axes.text(x, y, link.text, ha="center", va="center", fontsize=8, family=LABELS, color=INK, bbox=place)
 
 
@@ -156,13 +152,11 @@ def main() -> None:
     student, teacher = (load_tokenizer(name, key="demo") for name in names)
     matrix = build_projection(student, teacher)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"svg.hashsalt": "nemo_opd"}):  # ids of the drawing's parts that do not change with each run
-        for name, figure in (
-            ("rows", rows_figure(matrix, student, teacher)),
-            ("prefix", prefix_figure(matrix, student, teacher)),
-        ):
-            path = arguments.output / f"projection_{name}.{arguments.format}"
-            figure.savefig(path, dpi=150, metadata={"Date": None} if arguments.format == "svg" else None)
+    for name, figure in (
+        ("rows", rows_figure(matrix, student, teacher)),
+        ("prefix", prefix_figure(matrix, student, teacher)),
+    ):
+        save(figure, arguments.output / f"projection_{name}.{arguments.format}", dpi=150)
     title = f"{' → '.join(names)}   {matrix.student_vocab_size:,} × {matrix.teacher_vocab_size:,}"
     plot_samples(samples(matrix, student, teacher), arguments.output / "projection_heat_map.png", title)
 

@@ -41,7 +41,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
             files.append(generated(path, config))
         if path.endswith(".md") or (ROOT / path).is_dir():
             targets = linked(path) - seen
-            waiting += sorted(target for target in targets if not target.startswith(f"{DOCS}/"))
+            waiting += sorted(target for target in targets if not is_of_docs(target))
             seen |= targets
     return files
 
@@ -87,9 +87,14 @@ def text_of(path: str) -> str:
     return f"# {path}\n\n" + "".join(f"* [{name}]({file.name}/{name})\n" for name in pages)
 
 
+def is_of_docs(path: str) -> bool:
+    """Return whether MkDocs itself makes a page of a file; of those in docs/ it leaves out code."""
+    return path.startswith(f"{DOCS}/") and not path.endswith(".py")
+
+
 def uri_of(path: str) -> str:
     """Return where the site has a file or folder of the repository, given by its path from the root."""
-    if path.startswith(f"{DOCS}/"):
+    if is_of_docs(path):
         return path.removeprefix(f"{DOCS}/")
     page = "" if PurePosixPath(path).suffix in {".md", *ASSETS} else ".md"
     return f"{REPOSITORY}/{path}{page}"

@@ -5,6 +5,7 @@ import os
 import re
 from html import unescape
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.site.pages import DOCS, ROOT
 
 SITE = Path(os.environ.get("NEMO_OPD_SITE", ""))
 pytestmark = pytest.mark.skipif("NEMO_OPD_SITE" not in os.environ, reason="NEMO_OPD_SITE names no built site")
+LINKED = re.compile(r'<a[^>]*\shref="([^"]+)"')
 LOADED = re.compile(r'<(?:script|img)[^>]*\ssrc="([^"]+)"|<link[^>]*\srel="(?:stylesheet|icon)"[^>]*href="([^"]+)"')
 
 
@@ -25,6 +27,21 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
     loaded = {script or link for script, link in found}
     assert any(target.endswith("site/iframe-worker.js") for target in loaded)
     assert [target for target in loaded if "//" in target] == []
+
+
+def test_links_of_the_site_lead_to_its_files() -> None:
+    """Bug: a link to what MkDocs was told to leave out, which its strict mode does not see."""
+    missing = set()
+    for page in pages():
+        if page.name == "404.html":
+            continue  # with links from the root of a server
+        for link in LINKED.findall(page.read_text("utf-8")):
+            target = unquote(unescape(link)).partition("#")[0]
+            if target and "://" not in target and not target.startswith(("mailto:", "javascript:")):
+                file = page.parent / target
+                if not (file / "index.html" if file.is_dir() else file).exists():
+                    missing.add(f"{page.relative_to(SITE)}: {link}")
+    assert not missing
 
 
 def test_the_search_knows_pages_and_no_code() -> None:
