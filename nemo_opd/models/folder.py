@@ -90,10 +90,14 @@ def num_tensors(file: Path) -> int:
 
 def safetensors_files(folder: Path) -> list[Path]:
     """Return the files that the weights are read from; none where they are in another format."""
-    single, index = folder / _WEIGHT_FILES[0], folder / _WEIGHT_FILES[1]
-    if single.is_file():
-        return [single]
-    return shards_in(index) if index.is_file() else []
+    return files_in(folder, *_WEIGHT_FILES[:2])
+
+
+def files_in(folder: Path, single: str, index: str) -> list[Path]:
+    """Return a file of that name, or those that an index names; none without either."""
+    if (folder / single).is_file():
+        return [folder / single]
+    return shards_in(folder / index) if (folder / index).is_file() else []
 
 
 def shards_in(index: Path) -> list[Path]:

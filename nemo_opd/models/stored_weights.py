@@ -24,10 +24,16 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from nemo_opd.models.folder import resolve, safetensors_files, shards_in
+from nemo_opd.models.folder import files_in, resolve, shards_in
 from nemo_opd.models.load import check_nothing_missing, unreadable
 from nemo_opd.models.text_part import text_name
 
@@ -166,21 +172,36 @@ def require_equal_ties(model: PreTrainedModel, pieces: dict[str, list[Piece]]) -
 
 def weight_files(reference: str) -> list[Path]:
     """Return the safetensors files of a model's weights. Raises NotPiecewiseError where there are none."""
-    source = resolve(reference)
-    files = safetensors_files(Path(source)) if Path(source).is_dir() else _hub_files(source)
-    if not files:
+    if not (files := _files(resolve(reference), SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
         raise NotPiecewiseError
     return files
 
 
-def _hub_files(name: str) -> list[Path]:
+def all_weight_files(reference: str) -> list[Path]:
+    """Return the files of a model's weights in either format; safetensors where there are both.
+
+    Raises OSError where there are none, or the hub is out of reach.
+    """
+    source = resolve(reference)
+    for names in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if files := _files(source, *names):
+            return files
+    raise FileNotFoundError(f"no {SAFE_WEIGHTS_NAME} and no {WEIGHTS_NAME}")
+
+
+def _files(source: str, single: str, index: str) -> list[Path]:
+    """Return the files of a folder's or hub name's weights in one format, downloaded where they are not yet; none
+    without such.
+    """
+    if Path(source).is_dir():
+        return files_in(Path(source), single, index)
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-    if (single := cached_file(name, SAFE_WEIGHTS_NAME, **options)) is not None:
-        return [Path(single)]
-    if (index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options)) is None:
+    if (whole := cached_file(source, single, **options)) is not None:
+        return [Path(whole)]
+    if (listed := cached_file(source, index, **options)) is None:
         return []
-    shards_in(Path(index))  # refuses names of files elsewhere
-    files, _ = get_checkpoint_shard_files(name, index)
+    shards_in(Path(listed))  # refuses names of files elsewhere
+    files, _ = get_checkpoint_shard_files(source, listed)
     return [Path(file) for file in files]
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_opd.errors import ModelError
+from nemo_opd.models import fingerprint, stored_weights
 from nemo_opd.models.load import load_config, load_model, load_tokenizer
 from tests.tiny import Tiny
 
@@ -58,3 +59,26 @@ def test_tokenizer_is_that_of_transformers(tiny: Tiny) -> None:
     text = "Größe 1234 🙂"
     ours = load_tokenizer(str(tiny.teacher_cross), key="teachers.0.tokenizer")
     assert ours(text).input_ids == AutoTokenizer.from_pretrained(tiny.teacher_cross)(text).input_ids
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_weights_on_the_hub_are_part_of_a_fingerprint(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pickled: bool
+) -> None:
+    """Bug: a hash of config.json alone, the same for all models of a family, where weights were not downloaded yet."""
+    if is_pickled:
+        (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+
+    def downloaded(name: str, file: str, **_: object) -> str | None:
+        assert name == "org/model"
+        return str(shutil.copy(copy / file, snapshot)) if (copy / file).is_file() else None
+
+    for module in (fingerprint, stored_weights):
+        monkeypatch.setattr(module, "cached_file", downloaded)
+    found = fingerprint.weights_fingerprint("org/model", key="teachers.0.model")
+    monkeypatch.undo()
+    assert found == fingerprint.weights_fingerprint(str(copy), key="teachers.0.model")
+    next(iter(copy.glob("*model.*"))).write_bytes(b"others")
+    assert found != fingerprint.weights_fingerprint(str(copy), key="teachers.0.model")
