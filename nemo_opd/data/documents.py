@@ -105,8 +105,8 @@ def is_field(column: str) -> bool:
 
 
 def fields_of(rows: Mapping[str, list[Any]], number: int) -> list[dict[str, Any]]:
-    """Return what contexts alone read of each of `number` rows, by column."""
-    names = [name for name in rows if name.startswith((FIELD, OTHER))]
+    """Return what contexts read of each of `number` rows, by column."""
+    names = [name for name in rows if is_field(name)]
     return [{name: rows[name][i] for name in names} for i in range(number)]
 
 

@@ -8,8 +8,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.data.documents import ANSWER, RESPONSE
-
 Message = dict[str, Any]
 FinishReason = Literal["stop", "length"]
 """Reason for the end of a turn. stop: the model ended it, with one of the sampled tokens; length: it was cut."""
@@ -28,17 +26,12 @@ class Prompt:
     """Answer that a verifiable reward compares with."""
     response: str | None = None
     """The dataset's own continuation, if it has one."""
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the row that teachers' contexts alone are made of, by our names of their columns."""
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Values of the row that teachers' contexts may read, by our names of their columns."""
     row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """Values of the row by the user's names of their columns: all of them for a reward that may read any, else those
     that settings name.
     """
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """Values that contexts may read, by our names of their columns."""
-        return {ANSWER: self.answer, RESPONSE: self.response, **self.fields}
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def _in_context(rollout: Rollout, student: Tokens, teacher: InContext[RolloutRea
         assert not isinstance(content, str)
         return _chat_behind(rollout, student, reader, teacher, content)
 
-    return teacher.sample(prompt.content, prompt.record, "".join(rollout.responses), sample_in)
+    return teacher.sample(prompt.content, prompt.fields, "".join(rollout.responses), sample_in)
 
 
 def _continued(rollout: Rollout, teacher: CrossTokenizerText, text: str) -> tuple[Tokens, Continued]:

@@ -55,7 +55,7 @@ def sampled_chunk_kl(
     """
     importance = Importance(importance_level, importance_cap, importance_veto)
     estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, **shared)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, takes_truncated=True, **shared)
     of_tokens = given(mask=mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
     check_positions(inputs.student.shape, **of_tokens)
     units = inputs.units

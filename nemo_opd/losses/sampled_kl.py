@@ -60,7 +60,7 @@ def sampled_kl(
     """
     importance = Importance(importance_level, importance_cap, importance_veto)
     estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
-    places = LabelPositions.of(student_logits, teacher_logits, **shared)
+    places = LabelPositions.of(student_logits, teacher_logits, takes_truncated=True, **shared)
     mask = shared["mask"]
     check_positions(mask.shape, ids=ids, **given(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs))
     tokens = ChunkPositions.single(places.rows)

@@ -40,7 +40,8 @@ def reached_and_rest(
 ) -> tuple[Tensor, Tensor]:
     """Join the cells that no stored token reaches, unit by unit, with the rest: [U, X] → [U, X + 1] of either side.
 
-    log_t, log_s: log-masses of the cells, −inf where the teacher's tokens do not reach one; they need not sum to 1.
+    log_t, log_s: log-masses of the cells, −inf where the teacher's tokens do not reach one, and on both sides where a
+    unit does not have the cell; they need not sum to 1.
     rest_t, rest_s: [U, 1], log-masses beyond the cells; None: the student has none. A cell that has joined the rest is
     −inf on both sides. The rest is left out where the student has nothing there, as its divergence would be infinite.
     """
@@ -48,7 +49,7 @@ def reached_and_rest(
     lowest = torch.finfo(log_s.dtype).min
     # Not −inf: where all cells are reached, the gradient of a sum of none would be NaN.
     unreached = log_sum_exp(log_s.masked_fill(~is_unreached, lowest)).unsqueeze(1)
-    is_empty = ~is_unreached.any(1, keepdim=True)
+    is_empty = ~(is_unreached & (log_s > -torch.inf)).any(1, keepdim=True)
     if rest_s is not None:
         is_empty = is_empty & (rest_s == -torch.inf)
         unreached = torch.logaddexp(unreached, rest_s.clamp(min=lowest))

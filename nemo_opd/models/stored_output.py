@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from nemo_opd.errors import DataError
@@ -24,6 +25,8 @@ from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.teacher_cache.shard import Segment, id_bytes
 
 _HEAD = "head.safetensors"
+_CHECKSUM = "checksum"
+"""Key in the metadata of that file."""
 
 
 def sparse_layout(manifest: CacheManifest) -> SparseLayout:
@@ -38,25 +41,47 @@ def save_head(folder: Path, head: Head) -> None:
     tensors = {"weight": head.weight.detach().cpu().contiguous(), "numbers": numbers}
     if head.bias is not None:
         tensors["bias"] = head.bias.detach().cpu().contiguous()
-    write_atomically(folder / _HEAD, save(tensors))
+    write_atomically(folder / _HEAD, save(tensors, {_CHECKSUM: _checksum(tensors)}))
 
 
-def has_head(folder: Path) -> bool:
-    """Return whether a cache has its head, without which hidden states say nothing."""
-    return (folder / _HEAD).is_file()
+def lacks_head(reader: CacheReader) -> bool:
+    """Return whether a cache has hidden states, and not the head as it was written, without which they say nothing."""
+    try:
+        require_head(reader)
+    except DataError:
+        return True
+    return False
+
+
+def require_head(reader: CacheReader) -> None:
+    """Raise DataError where a cache has hidden states, and its head is missing or damaged."""
+    if reader.manifest.form == "hidden_states":
+        load_head(reader.folder, "cpu")
 
 
 def load_head(folder: Path, device: str) -> Head:
     """Read the head. Raises DataError where it is missing or damaged."""
+    path = folder / _HEAD
+    way_out = "run nemo-opd cache build again, which writes it anew"
     try:
-        tensors = load_file(folder / _HEAD, device=device)
+        with safe_open(path, framework="pt") as file:
+            written = (file.metadata() or {}).get(_CHECKSUM)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
     except (OSError, SafetensorError) as error:
-        raise DataError(
-            f"{folder / _HEAD} cannot be read ({error}); run nemo-opd cache build again, after removing it if "
-            "it is there"
-        ) from error
-    scale, soft_cap = tensors["numbers"].tolist()
-    return Head(tensors["weight"], tensors.get("bias"), scale, soft_cap or None)
+        raise DataError(f"{path} cannot be read ({error}); {way_out}") from error
+    if written != _checksum(tensors):
+        raise DataError(f"{path} is damaged (its bytes are not as written); {way_out}")
+    scale, soft_cap = tensors.pop("numbers").tolist()
+    weight, bias = (None if (each := tensors.get(name)) is None else each.to(device) for name in ("weight", "bias"))
+    assert weight is not None
+    return Head(weight, bias, scale, soft_cap or None)
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    found = 0
+    for name in sorted(tensors):
+        found = zlib.crc32(tensors[name].view(torch.uint8).numpy().data, zlib.crc32(name.encode(), found))
+    return str(found)
 
 
 class Answers(Protocol):

@@ -19,7 +19,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.head import Head
-from nemo_opd.models.stored_output import has_head, save_head, sparse_layout
+from nemo_opd.models.stored_output import save_head, sparse_layout
 from nemo_opd.served.answers import EndpointAnswers
 from nemo_opd.teacher_cache.manifest import CacheManifest
 from nemo_opd.teacher_cache.shard import Bytes
@@ -71,20 +71,22 @@ class Asker:
     def ask(self, of_ranks: Sequence[Sequence[_Ids]]) -> Iterator[tuple[_Ids, Bytes]]:
         """Yield each segment with what is stored of it.
 
-        of_ranks: segments that the data-parallel ranks read, each in one forward pass; at most one for each rank. The
-        head of hidden states is written if it is not there. Raises WorkerError and ClusterError.
+        of_ranks: segments that the data-parallel ranks read, each in one forward pass; at most one for each rank.
+        Raises WorkerError and ClusterError.
         """
-        needs_head = self._sparse is None and not has_head(self._folder)
         # All ranks take part in gathering weights: those without segments read others'.
         read = [of_ranks[d % len(of_ranks)] for d in range(self._layout.dp)]
         own = [read[self._layout.coordinates(rank)[0]] for rank in range(self._layout.size)]
-        calls = [(*_padded(segments), self._sparse, needs_head) for segments in own]
-        by_rank = self._group.call("answers", calls)
-        if needs_head:
-            save_head(self._folder, _joined([head for _, head in by_rank[: self._layout.tp]]))
+        by_rank = self._group.call("answers", [(*_padded(segments), self._sparse, False) for segments in own])
         for segments, rank in zip(of_ranks, leads(self._layout), strict=False):
             for ids, rows in zip(segments, by_rank[rank][0], strict=True):
                 yield ids, rows.numpy()
+
+    def write_head(self) -> None:
+        """Write the head of hidden states into the cache. Raises WorkerError, ClusterError and StorageError."""
+        anything = [np.zeros(2, np.int32)]
+        by_rank = self._group.call("answers", [(*_padded(anything), None, True)] * self._layout.size)
+        save_head(self._folder, _joined([head for _, head in by_rank[: self._layout.tp]]))
 
     def __enter__(self) -> Self:
         return self

@@ -30,6 +30,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.files import settle
 from nemo_opd.models.fingerprint import weights_fingerprint
 from nemo_opd.models.load import compute_dtype, load_config, load_tokenizer
+from nemo_opd.models.stored_output import lacks_head
 from nemo_opd.progress import tracked
 from nemo_opd.teacher_cache.manifest import CacheManifest, has_manifest, write_manifest
 from nemo_opd.teacher_cache.reader import CacheReader
@@ -93,8 +94,9 @@ def build_cache(
 ) -> CacheBuilt:
     """Ask active teacher i of a run about all of its texts that the cache in `folder` does not have.
 
-    A worker that is killed loses what was not in a shard yet; the next continues. Raises an OPDError where the teacher
-    cannot be asked, or the folder is a cache of other answers.
+    A head of hidden states that is missing or damaged is written anew. A worker that is killed loses what was not in a
+    shard yet; the next continues. Raises an OPDError where the teacher cannot be asked, or the folder is a cache of
+    other answers.
     """
     device = resolve_device(config.cluster)
     parallelism = _parallelism(config, i)
@@ -119,17 +121,20 @@ def build_cache(
     reader = CacheReader(folder)
     missing, tokens = Missing(corpus, config, i, reader, part), 0
     groups = _grouped(missing, _tokens_at_a_time(settings))
-    if (first := next(groups, None)) is None:
+    needs_head = lacks_head(reader)
+    first = next(groups, None)
+    if first is None and not needs_head:
         return CacheBuilt(0, 0, missing.there)
-    every = chain([first], groups)
+    every = chain([first] if first else [], groups)
     with CacheWriter(folder, manifest.vocab_size, shard_bytes) as writer, ExitStack() as stack:
         ask: Ask
         if settings.served is not None:
             ask = server_answers(settings, f"teachers.{i}", manifest)
         else:
-            ask = stack.enter_context(
-                Asker(config, settings, f"teachers.{i}.model", manifest, layout, device, folder)
-            ).ask
+            asker = Asker(config, settings, f"teachers.{i}.model", manifest, layout, device, folder)
+            ask = stack.enter_context(asker).ask
+            if needs_head:
+                asker.write_head()
         while of_ranks := list(islice(every, layout.dp)):
             for ids, rows in ask(of_ranks):
                 tokens += len(ids)

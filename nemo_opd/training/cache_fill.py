@@ -8,6 +8,7 @@ import torch
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
+from nemo_opd.models.stored_output import lacks_head
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.training.cache_build import CacheForm, Missing, build_cache
 from nemo_opd.training.corpus import Corpus
@@ -27,7 +28,7 @@ def fill_caches(plan: Plan) -> None:
             continue
         assert isinstance(plan.data, Corpus), "a student that samples has no cached teachers"
         reader = CacheReader(teacher.cache)
-        if next(iter(Missing(plan.data, plan.config, i, reader)), None) is not None:
+        if lacks_head(reader) or next(iter(Missing(plan.data, plan.config, i, reader)), None) is not None:
             manifest = reader.manifest
             if manifest.is_served:
                 raise ConfigError(

@@ -189,7 +189,7 @@ def _require_room(maker: RolloutSampleMaker, prompts: _PromptSet | None, key: st
     for prompt in tracked(prompts.all(), f"tokenizing the contexts of {key}", "prompts"):
         try:
             for reader in readers:
-                for content in reader.context.contents(prompt.content, prompt.record):
+                for content in reader.context.contents(prompt.content, prompt.fields):
                     reader.prompt_ids(content, prompt.tools)
         except (AlignmentError, DataError) as error:
             raise DataError(f"{key}: row {prompt.index} (counted from 0 over all files): {error}") from error

@@ -124,7 +124,7 @@ def _added(reader: object, teacher: ModelInfo, prompt: Prompt) -> int:
     """Return the tokens of the teacher's prompt in excess of the student's."""
     if not isinstance(reader, InContext):
         return 0
-    contents = prompt.content, reader.context.content(prompt.content, prompt.record)
+    contents = prompt.content, reader.context.content(prompt.content, prompt.fields)
     before, own = (num_tokens(teacher.tokenizer, said_in(content)) for content in contents)
     return own - before
 

@@ -28,7 +28,7 @@ from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.logits.packed import places_in_row
 from nemo_opd.logits.sparse import SparseLayout, SparseLogits
-from nemo_opd.models.stored_output import sparse_layout
+from nemo_opd.models.stored_output import require_head, sparse_layout
 from nemo_opd.served.answers import served_layout
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.training.inputs import require_cache
@@ -145,15 +145,18 @@ def segment_ids(sample: Sample, i: int) -> NDArray[np.int32] | None:
 
 
 def require_stored(config: RunConfig, samples: Collection[Sample]) -> None:
-    """Raise DataError, naming the teacher, for a cache with a damaged shard, or without an answer to one of a few
-    samples where nobody is to be asked about it.
+    """Raise DataError, naming the teacher, for a cache with a damaged shard, or without its head or an answer to one of
+    a few samples where nobody is to be asked about it.
     """
     for i, teacher in enumerate(config.active_teachers):
         if teacher.cache is None:
             continue
         try:
             reader = CacheReader(teacher.cache)
-            for ids in (segment_ids(sample, i) for sample in samples if teacher.on_missing == "stop"):
+            if teacher.on_missing == "ask":
+                continue
+            require_head(reader)
+            for ids in (segment_ids(sample, i) for sample in samples):
                 if ids is not None:
                     reader.segment(ids)
         except DataError as error:

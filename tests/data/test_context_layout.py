@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from nemo_opd.config.context import Context as ContextSettings
 from nemo_opd.config.data import Data, Source
+from nemo_opd.data.context import Context
 from nemo_opd.data.context_layout import ContextLayout
 from nemo_opd.data.contrast import with_others
 from nemo_opd.data.documents import FIELD, OTHER, read_documents
@@ -38,16 +40,29 @@ def test_prompts_have_the_fields_of_their_record_and_of_another(tmp_path: Path) 
     for i, prompt in zip([3, 0, 4], read_prompts(joined, [3, 0, 4]), strict=True):
         other = (i + 2) % 5
         assert (prompt.content, prompt.answer) == (f"q{i}", str(i))
-        assert prompt.record == {
-            "answer": str(i),
-            "response": None,
+        assert prompt.fields == {
+            "answer": i,
             FIELD + "hint": f"h{i}",
             FIELD + "found": [f"a{i}", "b"],
             OTHER + "answer": other,
             OTHER + FIELD + "hint": f"h{other}",
             OTHER + FIELD + "found": [f"a{other}", "b"],
         }
-    assert read_prompts(documents, [1])[0].fields == {FIELD + "hint": "h1", FIELD + "found": ["a1", "b"]}
+    assert read_prompts(documents, [1])[0].fields == {
+        "answer": 1,
+        FIELD + "hint": "h1",
+        FIELD + "found": ["a1", "b"],
+    }
+
+
+def test_an_answer_is_written_as_that_of_another_record(tmp_path: Path) -> None:
+    """Bug: a list of answers as JSON for the gap, and one below the other for the contrast with it."""
+    own = ContextLayout(prompt_layout(Data(), "found"), {"found": TEMPLATE})
+    documents = with_others(load_documents(written(tmp_path, ROWS), own, key="data.train"), "data.train")
+    settings = ContextSettings(template="{found}", gap_every=1, contrast=True)
+    context = Context(settings, own.columns, "teachers.0.context")
+    (prompt,) = read_prompts(documents, [0])
+    assert context.contents(prompt.content, prompt.fields) == ("a0\n\nb", "q0", "a2\n\nb")
 
 
 def test_conversations_have_their_fields(tmp_path: Path) -> None:

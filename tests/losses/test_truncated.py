@@ -14,8 +14,9 @@ from torch import Tensor
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.packed import places_in_row
 from nemo_opd.logits.sparse import SparseLayout, SparseLogits
+from nemo_opd.losses import alm, byte_prefix, sampled_chunk_kl, sampled_kl
 
-from . import cases, oracle_truncated
+from . import cases, oracle_prefix, oracle_truncated
 
 NAMES = ("same_vocab", "p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "alm")
 TAKEN = {
@@ -28,6 +29,8 @@ TAKEN = {
 WITH_ORACLE = [name for name, case in TAKEN.items() if case.loss in oracle_truncated.ORACLES and "contin" not in name]
 BOUNDED = ["same_vocab", "gold", "gold-tails", "h_kl", "strict-rest", "uld"]
 """Each of their cells is reached by one token at most, and nothing is renormalised on some of the tokens."""
+REALISED = [case for case in cases.ALL_LOSSES if case.loss in (alm, sampled_kl, sampled_chunk_kl)]
+"""They read the probability of the token that came, and no other of the teacher's."""
 ATOL = 2e-6
 """Log-probabilities of the teacher are fp32, to 6e-8 of up to 20."""
 
@@ -149,8 +152,61 @@ def test_what_needs_the_whole_distribution_is_refused(name: str, options: dict, 
         case.run(truncated(case.batch(), 3), **options)
 
 
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("case", REALISED, ids=str)
+def test_what_reads_the_next_token_alone_is_the_live_teacher(case: cases.Case, top_k: int) -> None:
+    """Catches a probability of the token that came which is taken for one of the rest, or read at another position."""
+    batch = case.batch()
+    found = case.value_and_gradient(truncated(batch, top_k))
+    for ours, live in zip(found, case.value_and_gradient(batch), strict=True):
+        torch.testing.assert_close(ours, live, atol=ATOL, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_nothing_to_compare(name: str) -> None:
+    """Catches rows of no token that cannot be decoded, in a microbatch without units."""
+    case = TAKEN[name]
+    assert case.run(truncated(case.batch(), 3).without_chunks()).loss.item() == 0
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_chunks_of_one_token_alone(length: int) -> None:
+    """Catches a block without a chain of several teacher tokens, of which `byte_prefix` reads no row."""
+    case = TAKEN["byte_prefix"]
+    batch = case.batch()
+    chunks = torch.full_like(batch.student_chunk_id, -1), torch.full_like(batch.teacher_chunk_id, -1)
+    for side in chunks:
+        side[:, 1 : 1 + length] = torch.arange(length)
+    batch = replace(batch, student_chunk_id=chunks[0], teacher_chunk_id=chunks[1])
+    expected = oracle_truncated.value(case, batch, 3)
+    assert case.run(truncated(batch, 3)).loss.item() == pytest.approx(expected, abs=ATOL, rel=1e-5)
+
+
 def test_losses_of_other_kinds_refuse() -> None:
     """Catches a loss that reads the further column as a token."""
-    for case in (case for case in cases.LOSSES if case.loss.__name__ in ("tcad", "sampled_kl", "sampled_chunk_kl")):
+    for case in (case for case in cases.LOSSES if case.loss.__name__ == "tcad"):
         with pytest.raises(ConfigError, match="whole distribution"):
             case.run(truncated(case.batch(), 3))
+
+
+def test_the_rest_is_left_out_where_all_that_the_student_has_is_reached() -> None:
+    """Catches the cell of a realised token that other units alone have, taken for a place of the rest: the value was
+    6.8e37.
+    """
+    pieces = [b"a", b"ab", b"b", b"ba"]
+    matrix = oracle_prefix.matrix([], 2, 4, byte_prefix=[0, 0, 1, 1], teacher=pieces)
+    student = torch.tensor([[[0.3, -0.4], [0.0, 0.0]]], requires_grad=True)
+    q = torch.tensor([0.5, 0.1, 0.3, 0.1])
+    teacher = torch.stack([q.log(), torch.zeros(4)]).unsqueeze(0)
+    ids, chunks = (torch.tensor([[0, 0]]), torch.tensor([[0, 0]])), torch.tensor([[-1, 0]])
+    loss = byte_prefix(
+        student,
+        stored(teacher, ids[1], 2),
+        projection=matrix,
+        student_ids=ids[0],
+        teacher_ids=ids[1],
+        student_chunk_id=chunks,
+        teacher_chunk_id=chunks,
+    ).loss
+    p, known = student.detach()[0, 0].softmax(0), q[[0, 2]] / 0.8
+    assert loss.item() == pytest.approx((known * (known / p).log()).sum().item(), rel=1e-5)

@@ -117,6 +117,27 @@ def test_a_cache_that_lacks_texts_is_filled(live: RunConfig, tmp_path: Path, mon
     fill_caches(preflight(config))
 
 
+def test_a_head_that_is_not_as_written_is_written_anew(live: RunConfig, tmp_path: Path) -> None:
+    """Catches a flipped bit of the head that is trained on, and a command that finds all segments there and leaves a
+    cache without its head as it is.
+    """
+    folder = tmp_path / "c"
+    build_cache(live, 0, folder, CacheForm(None))
+    head = folder / "head.safetensors"
+    written = head.read_bytes()
+    config = cached(live, folder)
+    head.write_bytes(written[:-3] + bytes([written[-3] ^ 0x40]) + written[-2:])
+    with pytest.raises(DataError, match=r"teachers.0.cache: .*head.safetensors is damaged"):
+        preflight(config)
+    fill_caches(preflight(cached(live, folder, on_missing="ask")))
+    assert head.read_bytes() == written
+    head.unlink()
+    with pytest.raises(DataError, match=r"teachers.0.cache: .*head.safetensors cannot be read"):
+        preflight(config)
+    assert build_cache(live, 0, folder, CacheForm(None)).segments == 0
+    assert head.read_bytes() == written
+
+
 def test_a_model_that_has_changed_is_not_asked(live: RunConfig, tmp_path: Path) -> None:
     """Catches answers of two teachers in one cache."""
     folder = tmp_path / "c"

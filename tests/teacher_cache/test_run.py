@@ -178,6 +178,9 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"has {len(reader)}, counted from 0" in capsys.readouterr().err
     assert exit_status("cache", "build", *files, "--output", str(folder), "--hidden-states") == 1
     assert "is a cache of other answers" in capsys.readouterr().err
+    of_run = ["--config", str(tmp_path / "run.yaml"), "--output", str(folder), "--top-k", "8"]
+    assert exit_status("cache", "build", *of_run, "--dtype", "float32") == 1
+    assert "--dtype=float32 has no effect with --config" in capsys.readouterr().err
     nothing = [
         "--model",
         "demo:teacher_same",

@@ -127,9 +127,9 @@ def test_a_segment_that_was_asked_about_again_is_read(tmp_path: Path) -> None:
 
 
 def test_other_answers_are_not_mixed(tmp_path: Path) -> None:
-    """Catches a cache that is continued with other weights; the model's name alone may differ."""
+    """Catches a cache that is continued with other weights; the model's name may differ, and what servers accept."""
     write_manifest(tmp_path, MANIFEST)
-    write_manifest(tmp_path, replace(MANIFEST, teacher="/elsewhere"))
+    write_manifest(tmp_path, replace(MANIFEST, teacher="/elsewhere", positions=4095))
     assert read_manifest(tmp_path) == MANIFEST
     with pytest.raises(DataError, match="weights is 'weights' there and 'others' here"):
         write_manifest(tmp_path, replace(MANIFEST, weights="others"))

@@ -18,6 +18,16 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.busy import busy, loading
 
+_OF_FILES: dict[str, Any] = {
+    "max_length": 2048,
+    "no_packing": False,
+    "no_append_eos": False,
+    "text_key": "text",
+    "messages_key": None,
+    "dtype": "bfloat16",
+    "device": "auto",
+}
+"""Options in place of the settings of a run, by name, and their defaults."""
 _KINDS = {".arrow": "arrow_files", ".parquet": "parquet_files", ".txt": "text_files"}
 """Suffix → setting; any other file is one of JSON lines."""
 EPILOG = """\
@@ -56,7 +66,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--tokenizer", metavar="TOKENIZER", help="with --urls: its folder or hub name (default: MODEL)")
     programs = get_args(Endpoint.model_fields["program"].annotation)
-    parser.add_argument("--program", choices=programs, default="vllm", help="of the servers (default vllm)")
+    parser.add_argument("--program", choices=programs, help="of the servers (default vllm)")
     parser.add_argument("--data", nargs="+", metavar="FILE", help="texts: Parquet, Arrow, JSON lines or .txt; globs")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings of a run, in place of --data")
     parser.add_argument("--teacher", metavar="NAME", help="with --config: the teacher's name (default: the first)")
@@ -67,13 +77,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--float32", action="store_true", help="with --top-k: log-probabilities in 4 bytes, without rounding to 3"
     )
-    parser.add_argument("--max-length", type=int, default=2048, metavar="N", help="longest sequence (default 2048)")
+    parser.set_defaults(**_OF_FILES)
+    parser.add_argument("--max-length", type=int, metavar="N", help="longest sequence (default 2048)")
     parser.add_argument("--no-packing", action="store_true", help="cut longer texts off, without further windows")
     parser.add_argument("--no-append-eos", action="store_true", help="do not end texts with the end-of-text token")
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="column of the texts (default text)")
+    parser.add_argument("--text-key", metavar="KEY", help="column of the texts (default text)")
     parser.add_argument("--messages-key", metavar="KEY", help="column of conversations, in place of texts")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the model")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: a GPU if any")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the model")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help="default: a GPU if any")
     parser.add_argument("--part", type=_part, default=(0, 1), metavar="I/N", help="worker I of N, from 0")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="with --config: settings to change")
 
@@ -85,8 +96,23 @@ def _part(text: str) -> tuple[int, int]:
     return int(index), int(number)
 
 
+def _require_effect(arguments: Namespace) -> None:
+    """Raise ConfigError for an option that has no effect beside the others."""
+    of_files = [name for name, default in _OF_FILES.items() if getattr(arguments, name) != default]
+    refused = (
+        (arguments.config, of_files, "with --config, whose settings say it; write KEY=VALUE at the end to change one"),
+        (not arguments.config, ["teacher"], "without --config, which names teachers; leave it out"),
+        (not arguments.urls, ["program", "tokenizer"], "with a --model that is loaded; it is for --urls alone"),
+        (arguments.hidden_states, ["float32"], "with --hidden-states, which have the precision of the model"),
+    )
+    for applies, names, reason in refused:
+        if applies and (given := next((name for name in names if getattr(arguments, name)), None)):
+            raise ConfigError(f"--{given.replace('_', '-')}={getattr(arguments, given)} has no effect {reason}")
+
+
 def build(arguments: Namespace, console: Console) -> None:
     """Build the cache and say what was added. Raises an OPDError."""
+    _require_effect(arguments)
     if arguments.top_k is not None and arguments.top_k < 1:
         raise ConfigError(f"--top-k={arguments.top_k}: keep 1 token or more")
     with loading("PyTorch"):
@@ -150,7 +176,8 @@ def _served(arguments: Namespace) -> dict[str, Any]:
     if not arguments.urls:
         return {}
     tokenizer = {} if arguments.tokenizer is None else {"tokenizer": arguments.tokenizer}
-    served = {"urls": arguments.urls, "program": arguments.program, "api_key": os.environ.get("OPENAI_API_KEY")}
+    program = {} if arguments.program is None else {"program": arguments.program}
+    served = {"urls": arguments.urls, "api_key": os.environ.get("OPENAI_API_KEY"), **program}
     return {"served": served} | tokenizer
 
 
@@ -158,8 +185,6 @@ def _of_files(arguments: Namespace) -> RunConfig:
     """Return the settings of a run whose student is the teacher."""
     if not arguments.model or not arguments.data:
         raise ConfigError("give --model and --data, or --config with the settings of a run")
-    if arguments.tokenizer and not arguments.urls:
-        raise ConfigError(f"--tokenizer={arguments.tokenizer}: --model has its own; it is for --urls alone")
     if arguments.settings:
         raise ConfigError(f"{arguments.settings[0]}: settings are changed with --config alone")
     suffixes = {Path(each).suffix for each in arguments.data}
