@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from quality_settings import CONTROL
 from quality_statistics import Comparison
 
-from nemo_opd.logging.plots import LIGHT
+from nemo_opd.logging.charts import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from benchmarks.quality_statistics import interval
 from benchmarks.real_models.outcomes import Outcome
 from benchmarks.real_models.settings import Experiment
 from benchmarks.real_models.tables import bits, of, settings_of
-from nemo_opd.logging.plots import LIGHT
+from nemo_opd.logging.charts import LIGHT
 
 _SMOOTHED_OVER = 5
 """Steps of a moving mean."""

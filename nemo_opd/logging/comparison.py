@@ -12,10 +12,11 @@ from typing import Any
 import yaml
 
 from nemo_opd.files import write_atomically
+from nemo_opd.logging.charts import write_chart
 from nemo_opd.logging.formats import change, share
 from nemo_opd.logging.group_tables import NOTHING, TextTable, figures_by_table, title_of
 from nemo_opd.logging.page import render
-from nemo_opd.logging.plots import question_measures, write_chart
+from nemo_opd.logging.question_plot import question_measures
 from nemo_opd.logging.run_curves import draw_runs
 from nemo_opd.logging.sweep import SweptRun, heads_of, measures_of, read_run
 

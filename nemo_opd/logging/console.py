@@ -113,11 +113,11 @@ class _Progression:
 
     def __init__(self, total: int, step: int) -> None:
         self.total = total
-        self.step = step
+        self.start = self.step = step
         self.tokens = 0.0
         self.step_s: float | None = None
         """Seconds that a recent step took; None before the second."""
-        self._start = time.monotonic()
+        self._began = time.monotonic()
         self._moved: float | None = None
 
     def advance(self, step: int, values: Mapping[str, float]) -> None:
@@ -133,7 +133,7 @@ class _Progression:
 
     @property
     def elapsed_s(self) -> float:
-        return time.monotonic() - self._start
+        return time.monotonic() - self._began
 
     @property
     def left(self) -> str:
@@ -262,8 +262,9 @@ class ConsoleLogger(Logger):
             self._print(score_table(closing))
         progression, output_dir = self._progression, self._run.output_dir
         tokens, elapsed = amount(progression.tokens), clock(progression.elapsed_s)
+        since = f"; since step {progression.start:,}: " if progression.start else ", "
         done = Table.grid(padding=(0, 2))
-        done.add_row("[dim]done[/]", f"step {progression.step:,}, {tokens} student tokens, {elapsed}")
+        done.add_row("[dim]done[/]", f"step {progression.step:,}{since}{tokens} student tokens, {elapsed}")
         done.add_row("[dim]model[/]", Text(str(output_dir / "final"), overflow="fold"))
         if (best := closing.best) is not None:
             of = f", of step {best.step:,} with {best.metric} {best.value:.4g}"

@@ -1,24 +1,20 @@
-"""Curves of a run, as PNG in a light and a dark theme.
-
-Figures are made without pyplot: it would look for a display and keep them open.
-"""
+"""Curves of a run, as PNG in a light and a dark theme."""
 
 from __future__ import annotations
 
-import io
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, cycle, pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable
+from nemo_opd.logging.charts import DASHES, Chart, Theme, keys, series, smooth, write_chart
 from nemo_opd.logging.facts import SKIPPED, Records
 from nemo_opd.logging.formats import figure as figure_of
-from nemo_opd.logging.score_keys import score_keys
+from nemo_opd.logging.question_plot import draw_questions
+from nemo_opd.logging.score_keys import PREFIX
 from nemo_opd.logging.step_time import OTHER, PARTS, STEP, step_parts
 
 if TYPE_CHECKING:
@@ -26,66 +22,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TERMS = {"train/loss": "loss", "train/kd": "KD", "train/ce": "CE"}
-_TEACHER, _OVERLAP, _QUESTIONS = "train/kd/", "train/overlap/", "eval/"
+_TEACHER, _OVERLAP = "train/kd/", "train/overlap/"
 _LEAKAGE, _PRIVILEGE, _CONTRAST = "train/leakage/", "train/privilege_gap/", "train/contrast_gap/"
 """Prefixes of metrics."""
 _SMOOTH_FROM = 60
 """Steps from which a curve is also drawn smoothed; fewer are readable as they are."""
 _FLATTENING = 2.5
 """Ratio of the longest step to the usual one up to which the others stay readable."""
-_DASHES = ((0, (5, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)))
-"""Line styles of teachers, one after the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Theme:
-    """Colours of a figure and of the page around it."""
-
-    background: str
-    text: str
-    muted: str
-    grid: str
-    cycle: tuple[str, ...]
-    """Colours of curves."""
-
-    @property
-    def rc(self) -> dict[str, object]:
-        """The theme as matplotlib settings."""
-        return {
-            **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), self.background),
-            **dict.fromkeys(("text.color", "axes.titlecolor"), self.text),
-            **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), self.muted),
-            **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), self.grid),
-            **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left", "legend.frameon"), False),
-            **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
-            "grid.linewidth": 0.6,
-            "ytick.major.size": 0,
-            "axes.titlelocation": "left",
-            "axes.titlesize": 12,
-            "axes.titleweight": "bold",
-            "font.size": 11,
-            "font.family": "DejaVu Sans",
-            "legend.fontsize": 10,
-            "lines.linewidth": 1.8,
-            "lines.solid_capstyle": "round",
-        }
-
-
-# The Okabe-Ito hues, which colour-blind people can tell apart, lightened on dark ground.
-LIGHT = Theme(
-    background="#ffffff",
-    text="#1c2330",
-    muted="#5b6472",
-    grid="#dfe3e8",
-    cycle=("#0072b2", "#d55e00", "#009e73", "#b8527f", "#a67c00", "#4d4d4d"),
-)
-_DARK = Theme(
-    background="#171b22",
-    text="#e6e9ee",
-    muted="#9aa4b2",
-    grid="#303844",
-    cycle=("#56b4e9", "#f0824a", "#2fc79b", "#e39bc0", "#e6c229", "#b5b5b5"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,87 +47,11 @@ class _Plot:
     """Number of such metrics from which it is drawn."""
 
     def has_data(self, records: Records) -> bool:
-        return len(_keys(records, self.prefixes)) >= self.least
+        return len(keys(records, self.prefixes)) >= self.least
 
-    def write(self, folder: Path, records: Records, closing: ClosingTable) -> _Chart:
+    def write(self, folder: Path, records: Records, closing: ClosingTable) -> Chart:
         path, size = folder / f"{self.name}.png", (6.2, self.height)
         return write_chart(path, self.title, lambda figure, theme: self.draw(figure, records, closing, theme), size)
-
-
-class _Chart(NamedTuple):
-    """A PNG for either theme."""
-
-    title: str
-    light: bytes
-    dark: bytes
-
-
-def write_chart(
-    path: Path,
-    title: str,
-    draw: Callable[[Figure, Theme], None],
-    size: tuple[float, float],
-    *,
-    legend_columns: int = 4,
-) -> _Chart:
-    """Draw a figure in both themes and write the light one, with a legend above each axes and steps below the last.
-
-    size: width and height in inches.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    images = []
-    for theme in (LIGHT, _DARK):
-        with matplotlib.rc_context(theme.rc):
-            figure = Figure(figsize=size, layout="constrained")
-            draw(figure, theme)
-            for axes in figure.axes:
-                _add_legend(axes, legend_columns)
-            for axes in figure.axes[-1:]:
-                axes.set_xlabel("step")
-                axes.margins(x=0.02)
-                axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
-                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=180)
-        images.append(buffer.getvalue())
-    write_atomically(path, images[0])
-    return _Chart(title, *images)
-
-
-def _add_legend(axes: Axes, columns: int) -> None:
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(
-            loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=columns, borderaxespad=0.2, handlelength=1.4,
-            columnspacing=1.4,
-        )  # fmt: skip
-
-
-def series(records: Records, key: str) -> tuple[list[float], list[float]]:
-    """Return steps and values of one metric, where it was recorded."""
-    points = [(record["step"], record[key]) for record in records if key in record]
-    return [step for step, _ in points], [value for _, value in points]
-
-
-def smooth(values: Sequence[float]) -> list[float]:
-    """Return the mean over a fortieth of the curve around each point, over less at its ends; skips NaN and infinity."""
-    finite = [math.isfinite(value) for value in values]
-    totals = [0.0, *accumulate(value if kept else 0.0 for value, kept in zip(values, finite, strict=True))]
-    counts = [0, *accumulate(map(int, finite))]
-    last, widest = len(values) - 1, len(values) // 80
-    averages = []
-    for i in range(len(values)):
-        # symmetric, because a window that only looks back lags behind a falling curve
-        half = min(widest, i, last - i)
-        count = counts[i + half + 1] - counts[i - half]
-        averages.append((totals[i + half + 1] - totals[i - half]) / count if count else math.nan)
-    return averages
-
-
-def _keys(records: Records, prefixes: str | tuple[str, ...]) -> list[str]:
-    return sorted({key for record in records for key in record if key.startswith(prefixes)})
 
 
 def _curve(axes: Axes, records: Records, key: str, label: str, colour: str) -> None:
@@ -200,7 +67,7 @@ def _curve(axes: Axes, records: Records, key: str, label: str, colour: str) -> N
 
 def _curves(axes: Axes, records: Records, prefix: str, colours: Sequence[str], label: str = "") -> None:
     """Draw a curve for each metric with the prefix; its name follows `label`."""
-    for key, colour in zip(_keys(records, prefix), cycle(colours), strict=False):
+    for key, colour in zip(keys(records, prefix), cycle(colours), strict=False):
         _curve(axes, records, key, label + key.removeprefix(prefix), colour)
 
 
@@ -237,36 +104,9 @@ def _draw_validation(figure: Figure, records: Records, closing: ClosingTable, th
     axes.plot(steps, bits, color=theme.cycle[0], marker="o", markersize=4.5, label="student")
     for row, colour in zip(closing.teachers, cycle(theme.cycle[1:]), strict=False):
         if row.bits_per_byte is not None:
-            axes.axhline(row.bits_per_byte, color=colour, linestyle=_DASHES[0], linewidth=1.5, label=row.name)
+            axes.axhline(row.bits_per_byte, color=colour, linestyle=DASHES[0], linewidth=1.5, label=row.name)
     axes.margins(y=0.08)
     axes.set_ylabel("bits per byte")
-
-
-def question_measures(records: Records) -> list[str]:
-    """Return the metrics that are scores of the student, which have an interval."""
-    return score_keys(_keys(records, _QUESTIONS))
-
-
-def draw_questions(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """Draw shares of questions over the run, with their confidence intervals; each teacher's as level lines."""
-    from matplotlib.ticker import PercentFormatter
-
-    axes = figure.subplots()
-    colours = dict(zip(question_measures(records), cycle(theme.cycle), strict=False))
-    for key, colour in colours.items():
-        steps, values = series(records, key)
-        axes.plot(steps, values, color=colour, marker="o", markersize=4.5, label=key.removeprefix(_QUESTIONS))
-        low, high = series(records, f"{key}_low")[1], series(records, f"{key}_high")[1]
-        axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
-    known = _keys(records, _QUESTIONS)
-    teachers = sorted({key.removeprefix(f"{own}/") for own in colours for key in known if key.startswith(f"{own}/")})
-    for teacher, dashes in zip(teachers, cycle(_DASHES), strict=False):
-        axes.plot([], [], color=theme.muted, linestyle=dashes, linewidth=1.2, label=f"teacher {teacher}")
-        for key, colour in colours.items():
-            for value in series(records, f"{key}/{teacher}")[1]:
-                axes.axhline(value, color=colour, linestyle=dashes, linewidth=1.2)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(-0.02, 1.02)
 
 
 def _draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
@@ -366,7 +206,7 @@ def parts_by_step(records: Records) -> tuple[list[float], dict[str, list[float]]
 
 
 PLOTS = (
-    _Plot("questions", "Questions answered", (_QUESTIONS,), draw_questions),
+    _Plot("questions", "Questions answered", (PREFIX,), draw_questions),
     _Plot("loss", "Training loss", tuple(_TERMS), draw_loss),
     _Plot("validation", "Validation", ("val/bits_per_byte",), _draw_validation),
     _Plot("teachers", "Distillation loss by teacher", (_TEACHER,), _draw_teachers, least=2),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+from nemo_opd.logging.charts import Theme, series, smooth
 from nemo_opd.logging.facts import Records
-from nemo_opd.logging.plots import Theme, series, smooth
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,10 +14,11 @@ from rich.table import Table
 
 from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
+from nemo_opd.logging.charts import write_chart
 from nemo_opd.logging.formats import change, clock, figure, is_share, score, share
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import render
-from nemo_opd.logging.plots import question_measures, write_chart
+from nemo_opd.logging.question_plot import question_measures
 from nemo_opd.logging.run_curves import draw_runs
 from nemo_opd.logging.tables import titled_table
 

@@ -67,18 +67,18 @@ def score_table(closing: ClosingTable) -> Table:
     Beside each of the others: how much better the student is now, over the same questions.
     """
     table = titled_table("Questions")
-    table.add_column("measure", no_wrap=True)
-    table.add_column("model", overflow="fold")
+    table.add_column("measure, model", overflow="fold")
     table.add_column("score", justify="right", no_wrap=True)
     is_compared = any(row.differences for row in closing.scores)
     if is_compared:
-        table.add_column("student after is better by", justify="right")
+        table.add_column("student after\nis better by", justify="right")
     for row in closing.scores:
-        for i, (model, found) in enumerate(row.by_model.items()):
+        table.add_row(Text(row.measure, "bold"))
+        for model, found in row.by_model.items():
             style = "bold green" if found is row.after else ""
             better = row.differences.get(model)
             gained = "" if better is None else difference(*better, is_share=row.is_share)
             shown = Text(score(*found, is_share=row.is_share), style)
-            table.add_row("" if i else row.measure, Text(model, style), shown, *([gained] if is_compared else []))
+            table.add_row(Padding(Text(model, style), (0, 0, 0, 2)), shown, *([gained] if is_compared else []))
         table.add_section()
     return table

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from nemo_opd.config.logging import Console as ConsoleSettings
 from nemo_opd.logging import ClosingTable
+from nemo_opd.logging.base import Score, ScoreRow
 from nemo_opd.logging.console import ConsoleLogger
 from nemo_opd.logging.formats import amount, change, clock, figure
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
@@ -50,6 +51,28 @@ def test_a_warning_stays_under_live_progress() -> None:
     assert last.endswith("warning: step 1: teacher cross (nan) is not finite")
 
 
+def test_gains_are_on_one_line_at_80_columns() -> None:
+    """Bug: the unit alone on a second line, since a long name of a measure takes the room."""
+    before, after = Score(0.28, 0.21, 0.36), Score(0.957, 0.91, 0.98)
+    gains = {"student before": Score(0.677, 0.59, 0.76), "teacher phi4mini_instruct": Score(-0.02, -0.06, 0.02)}
+    name = "mmlu_pro_5shot/exact_match.custom-extract"
+    row = ScoreRow(name, before, after, {"phi4mini_instruct": after}, gains)
+    text = shown(Console(file=io.StringIO(), width=80), closing=ClosingTable(None, None, scores=(row,)))
+    assert "+67.7 ± 8.5 points" in text
+    assert "teacher phi4mini_instruct" in text
+
+
+def test_the_last_line_of_a_continued_run_says_since_when() -> None:
+    """Bug: the step of the whole run beside the time and the tokens of its last part."""
+    console = Console(file=io.StringIO(), width=80)
+    logger = ConsoleLogger(ConsoleSettings(), console)
+    logger.start(summary(Path("/outputs/demo"), 20), 18)
+    for step in (19, 20):
+        logger.log(step, record(step))
+    logger.summary(CLOSING)
+    assert "step 20; since step 18: 8.19k student tokens, 0:00" in console.file.getvalue()
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_plain_output_fits_the_width_and_has_no_control_codes(width: int) -> None:
     text = shown(Console(file=io.StringIO(), width=width))
@@ -66,10 +89,12 @@ def test_scores_are_by_measure_and_model() -> None:
     text = shown(Console(file=io.StringIO(), width=80), closing=QUESTIONS).partition("Questions")[2]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     assert rows == [
-        ["greedy", "student before", "20.0 % (10.0 to 30.0 %)"],
-        ["", "student after", "40.0 % (30.0 to 50.0 %)"],
-        ["", "teacher phi4mini", "90.0 % (80.0 to 95.0 %)"],
-        ["pass@4", "student after", "60.0 % (50.0 to 70.0 %)"],
+        ["greedy", ""],
+        ["student before", "20.0 % (10.0 to 30.0 %)"],
+        ["student after", "40.0 % (30.0 to 50.0 %)"],
+        ["teacher phi4mini", "90.0 % (80.0 to 95.0 %)"],
+        ["pass@4", ""],
+        ["student after", "60.0 % (50.0 to 70.0 %)"],
     ]
 
 

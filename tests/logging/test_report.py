@@ -13,9 +13,11 @@ from matplotlib.figure import Figure
 from nemo_opd.errors import DataError
 from nemo_opd.logging import ClosingRow, ClosingTable, write_report
 from nemo_opd.logging.base import Score, ScoreRow
+from nemo_opd.logging.charts import LIGHT, smooth
 from nemo_opd.logging.facts import write_hardware
-from nemo_opd.logging.plots import LIGHT, draw_loss, draw_questions, draw_step_time, not_taken, parts_by_step, smooth
+from nemo_opd.logging.plots import draw_loss, draw_step_time, not_taken, parts_by_step
 from nemo_opd.logging.projections import MovedRow, write_projections
+from nemo_opd.logging.question_plot import draw_questions
 from nemo_opd.logging.samples import ShownAnswer, write_samples
 from nemo_opd.logging.step_time import shares, step_parts
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
@@ -144,6 +146,18 @@ def test_a_teachers_score_is_a_level_line_in_the_colour_of_its_measure() -> None
         (LIGHT.cycle[0], 0.6, 0.6),
         (LIGHT.muted,),
     }
+
+
+def test_each_set_has_its_axes_and_no_share_is_cut() -> None:
+    """Bug: a legend of ten curves; a perplexity that is beyond the top, at a hundred per cent."""
+    figure = Figure()
+    scores = ("gsm8k/pass@1", 0.2), ("gsm8k/mean@4", 0.2), ("gsm8k/greedy", 0.1), ("wikitext/word_perplexity", 12.5)
+    asked = {f"eval/{name}{end}": value for name, value in scores for end in ("", "_low", "_high")}
+    draw_questions(figure, [{"step": 0, **asked}], ClosingTable(None, None), LIGHT)
+    shown = {axes.get_ylabel(): [line.get_label() for line in axes.lines] for axes in figure.axes}
+    assert shown == {"gsm8k": ["greedy", "pass@1"], "wikitext": ["word_perplexity"]}
+    low, high = figure.axes[1].get_ylim()
+    assert low < 12.5 < high
 
 
 @pytest.mark.parametrize(

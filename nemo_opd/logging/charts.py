@@ -1,0 +1,151 @@
+"""Figures in two themes, and the curves of metrics.
+
+Figures are made without pyplot: it would look for a display and keep them open.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from nemo_opd.files import write_atomically
+from nemo_opd.logging.facts import Records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DASHES = ((0, (5, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)))
+"""Line styles of teachers, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Colours of a figure and of the page around it."""
+
+    background: str
+    text: str
+    muted: str
+    grid: str
+    cycle: tuple[str, ...]
+    """Colours of curves."""
+
+    @property
+    def rc(self) -> dict[str, object]:
+        """The theme as matplotlib settings."""
+        return {
+            **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), self.background),
+            **dict.fromkeys(("text.color", "axes.titlecolor"), self.text),
+            **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), self.muted),
+            **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), self.grid),
+            **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left", "legend.frameon"), False),
+            **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+            "grid.linewidth": 0.6,
+            "ytick.major.size": 0,
+            "axes.titlelocation": "left",
+            "axes.titlesize": 12,
+            "axes.titleweight": "bold",
+            "font.size": 11,
+            "font.family": "DejaVu Sans",
+            "legend.fontsize": 10,
+            "lines.linewidth": 1.8,
+            "lines.solid_capstyle": "round",
+        }
+
+
+# The Okabe-Ito hues, which colour-blind people can tell apart, lightened on dark ground.
+LIGHT = Theme(
+    background="#ffffff",
+    text="#1c2330",
+    muted="#5b6472",
+    grid="#dfe3e8",
+    cycle=("#0072b2", "#d55e00", "#009e73", "#b8527f", "#a67c00", "#4d4d4d"),
+)
+_DARK = Theme(
+    background="#171b22",
+    text="#e6e9ee",
+    muted="#9aa4b2",
+    grid="#303844",
+    cycle=("#56b4e9", "#f0824a", "#2fc79b", "#e39bc0", "#e6c229", "#b5b5b5"),
+)
+
+
+class Chart(NamedTuple):
+    """A PNG for either theme."""
+
+    title: str
+    light: bytes
+    dark: bytes
+
+
+def write_chart(
+    path: Path,
+    title: str,
+    draw: Callable[[Figure, Theme], None],
+    size: tuple[float, float],
+    *,
+    legend_columns: int = 4,
+) -> Chart:
+    """Draw a figure in both themes and write the light one, with a legend above each axes and steps below the last.
+
+    size: width and height in inches.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    images = []
+    for theme in (LIGHT, _DARK):
+        with matplotlib.rc_context(theme.rc):
+            figure = Figure(figsize=size, layout="constrained")
+            draw(figure, theme)
+            for axes in figure.axes:
+                _add_legend(axes, legend_columns)
+            for axes in figure.axes[-1:]:
+                axes.set_xlabel("step")
+                axes.margins(x=0.02)
+                axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png", dpi=180)
+        images.append(buffer.getvalue())
+    write_atomically(path, images[0])
+    return Chart(title, *images)
+
+
+def _add_legend(axes: Axes, columns: int) -> None:
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=columns, borderaxespad=0.2, handlelength=1.4,
+            columnspacing=1.4,
+        )  # fmt: skip
+
+
+def series(records: Records, key: str) -> tuple[list[float], list[float]]:
+    """Return steps and values of one metric, where it was recorded."""
+    points = [(record["step"], record[key]) for record in records if key in record]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return the mean over a fortieth of the curve around each point, over less at its ends; skips NaN and infinity."""
+    finite = [math.isfinite(value) for value in values]
+    totals = [0.0, *accumulate(value if kept else 0.0 for value, kept in zip(values, finite, strict=True))]
+    counts = [0, *accumulate(map(int, finite))]
+    last, widest = len(values) - 1, len(values) // 80
+    averages = []
+    for i in range(len(values)):
+        # symmetric, because a window that only looks back lags behind a falling curve
+        half = min(widest, i, last - i)
+        count = counts[i + half + 1] - counts[i - half]
+        averages.append((totals[i + half + 1] - totals[i - half]) / count if count else math.nan)
+    return averages
+
+
+def keys(records: Records, prefixes: str | tuple[str, ...]) -> list[str]:
+    return sorted({key for record in records for key in record if key.startswith(prefixes)})
