@@ -1,12 +1,13 @@
 """The interface of a logger and what it receives: the run's facts, a record for each step, the closing table."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from nemo_opd.logging.formats import is_share
+from nemo_opd.logging.formats import is_mean, is_share
 
 STUDENT_BEFORE = "student before"
 STUDENT_AFTER = "student after"
@@ -118,6 +119,16 @@ class ClosingTable:
     def rows(self) -> tuple[ClosingRow, ...]:
         """The known rows: student before, student after, teachers."""
         return tuple(row for row in (self.before, self.after, *self.teachers) if row is not None)
+
+    @property
+    def shown_scores(self) -> list[ScoreRow]:
+        """Scores without means of rewards that are pass@1 of the same set, as all are whose rewards are 0 or 1."""
+        known = {row.measure: row.by_model for row in self.scores}
+        return [
+            row
+            for row in self.scores
+            if not is_mean(row.measure) or known.get(re.sub("mean@[0-9]+$", "pass@1", row.measure)) != row.by_model
+        ]
 
     @property
     def scored_models(self) -> list[str]:

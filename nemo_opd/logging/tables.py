@@ -72,7 +72,7 @@ def score_table(closing: ClosingTable) -> Table:
     is_compared = any(row.differences for row in closing.scores)
     if is_compared:
         table.add_column("student after\nis better by", justify="right")
-    for row in closing.scores:
+    for row in closing.shown_scores:
         table.add_row(Text(row.measure, "bold"))
         for model, found in row.by_model.items():
             style = "bold green" if found is row.after else ""

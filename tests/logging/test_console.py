@@ -62,6 +62,15 @@ def test_gains_are_on_one_line_at_80_columns() -> None:
     assert "teacher phi4mini_instruct" in text
 
 
+def test_a_mean_that_is_pass_at_1_is_shown_once() -> None:
+    """Bug: half of the table says the same again; or a mean of other rewards is lost."""
+    score, other = Score(0.3, 0.2, 0.4), Score(0.35, 0.3, 0.4)
+    rows = [ScoreRow(f"{name}/pass@1", None, score) for name in ("a", "b")]
+    rows += [ScoreRow("a/mean@4", None, score), ScoreRow("b/mean@4", None, other), ScoreRow("c/mean@4", None, score)]
+    shown = ClosingTable(None, None, scores=tuple(rows)).shown_scores
+    assert [row.measure for row in shown] == ["a/pass@1", "b/pass@1", "b/mean@4", "c/mean@4"]
+
+
 def test_the_last_line_of_a_continued_run_says_since_when() -> None:
     """Bug: the step of the whole run beside the time and the tokens of its last part."""
     console = Console(file=io.StringIO(), width=80)
