@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,21 @@ from numpy.typing import NDArray
 
 from nemo_opd.errors import DataError
 from nemo_opd.teacher_cache.manifest import CacheManifest, read_manifest
-from nemo_opd.teacher_cache.shard import KEY_BYTES, OPENING, SUFFIX, Segment, Shard, encoded_ids, key_of, opening_of
+from nemo_opd.teacher_cache.shard import (
+    KEY_BYTES,
+    OPENING,
+    SUFFIX,
+    Bytes,
+    Segment,
+    Shard,
+    encoded_ids,
+    id_bytes,
+    key_of,
+    opening_of,
+)
 
 SHARDS = "shards"
+_KEPT_TABLES = 64
 
 
 class CacheReader:
@@ -36,6 +51,8 @@ class CacheReader:
         openings = np.concatenate([np.zeros(0, np.uint64), *(shard.openings for shard in self.shards)])[order]
         self._by_opening = np.argsort(openings, kind="stable")
         self._openings = openings[self._by_opening]
+        # Conversations may all open alike: one table tells them apart, and is made once.
+        self._of_beginnings = lru_cache(_KEPT_TABLES)(self._places_by_beginning)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -77,16 +94,25 @@ class CacheReader:
         """Return a segment of which a sequence is the beginning: of a text that another student reads more of."""
         if len(ids) < OPENING:
             return None
-        opening = np.uint64(opening_of(ids))
-        begin, end = (int(np.searchsorted(self._openings, opening, side)) for side in ("left", "right"))
-        for place in self._by_opening[begin:end]:
-            try:
-                segment = self._segment(int(place))
-            except DataError:  # of another sequence, perhaps
-                continue
-            if np.array_equal(segment.tokens[: len(ids)], encoded_ids(ids, segment.tokens.shape[1])):
-                return segment
+        wanted = encoded_ids(ids, id_bytes(self.manifest.vocab_size))
+        length = 2 ** (len(ids).bit_length() - 1)
+        for place in self._of_beginnings(opening_of(ids), length).get(hash(wanted[:length].tobytes()), ()):
+            if np.array_equal(self._tokens(place)[: len(ids)], wanted):
+                with suppress(DataError):  # it may be stored again
+                    return self._segment(place)
         return None
+
+    def _places_by_beginning(self, opening: int, length: int) -> dict[int, list[int]]:
+        """Return where segments with an opening are stored, by a hash of their first `length` tokens."""
+        begin, end = (int(np.searchsorted(self._openings, np.uint64(opening), side)) for side in ("left", "right"))
+        found: dict[int, list[int]] = defaultdict(list)
+        for place in self._by_opening[begin:end].tolist():
+            if len(tokens := self._tokens(place)) >= length:
+                found[hash(tokens[:length].tobytes())].append(place)
+        return found
+
+    def _tokens(self, place: int) -> Bytes:
+        return self.shards[self._shard[place]].tokens(int(self._number[place]))
 
     def each(self) -> Iterator[Segment]:
         """Yield all segments, shard by shard. Raises DataError at one that is damaged."""

@@ -124,12 +124,18 @@ class Shard:
 
     def segment(self, number: int) -> Segment:
         """Return a segment as views of the mapping. Raises DataError for one that is not as it was written."""
-        place = slice(self.begins[number], self.begins[number + 1])
-        segment = Segment(self._tokens[place], self._rows[place])
+        segment = Segment(self.tokens(number), self._rows[self._place(number)])
         if segment.checksum != self._checksums[number]:
             key = self.keys[number].tobytes().hex()
             raise DataError(f"{self.path}: segment {key} is damaged (its bytes are not as written); {_ASK_AGAIN}")
         return segment
+
+    def tokens(self, number: int) -> Bytes:
+        """Return a segment's ids [N, b] as a view of the mapping, maybe damaged."""
+        return self._tokens[self._place(number)]
+
+    def _place(self, number: int) -> slice:
+        return slice(self.begins[number], self.begins[number + 1])
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

@@ -98,6 +98,11 @@ def build_cache(
     shard yet; the next continues. Raises an OPDError where the teacher cannot be asked, or the folder is a cache of
     other answers.
     """
+    if config.rollout is not None:
+        raise ConfigError(
+            f"rollout.type={config.rollout.type}: the student of this run samples its texts, so there are none to ask "
+            "about beforehand; give the settings of a run on texts"
+        )
     device = resolve_device(config.cluster)
     parallelism = _parallelism(config, i)
     layout = resolve_layout(f"teachers.{i}.parallelism", Processes.started().size, parallelism)

@@ -146,6 +146,8 @@ def test_bad_settings_are_refused(built: Built) -> None:
         preflight(from_dict(settings | {"teachers": [entry]}))
     with pytest.raises(ConfigError, match="dtype is about a model that is loaded"):
         from_dict(settings | {"teachers": [entry | {"dtype": "float16"}]})
+    with pytest.raises(ConfigError, match=r"rollout.type=hf: the student of this run samples its texts"):
+        build_cache(compose(config_name="on_policy_demo"), 0, built.folder / "none", CacheForm(4))
 
 
 def test_workers_share_the_work_and_add_what_is_missing(built: Built, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from nemo_opd.errors import DataError
 from nemo_opd.teacher_cache import shard as shard_module
 from nemo_opd.teacher_cache.manifest import CacheManifest, read_manifest, write_manifest
 from nemo_opd.teacher_cache.reader import CacheReader, shard_files
-from nemo_opd.teacher_cache.shard import decoded_ids, encoded_ids
+from nemo_opd.teacher_cache.shard import Shard, decoded_ids, encoded_ids
 from nemo_opd.teacher_cache.writer import CacheWriter
 from tests import processes
 
@@ -68,6 +68,27 @@ def test_the_beginning_of_a_segment_is_there_too(tmp_path: Path) -> None:
     for ids in (mixed, whole[:9], np.append(whole, 1)):
         with pytest.raises(DataError, match="holds no answers"):
             reader.segment(ids)
+
+
+def test_texts_that_open_alike_are_told_apart_without_their_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a build that goes on and reads all of a cache of conversations for each that is missing."""
+    write_manifest(tmp_path, MANIFEST)
+    opening = np.arange(50, dtype=np.int32)
+    texts = [np.concatenate([opening, text(number, 3 + number % 40)]) for number in range(60)]
+    with CacheWriter(tmp_path, MANIFEST.vocab_size) as writer:
+        for ids in texts[::2]:
+            writer.add(ids, answers(ids))
+    reader, read, segment = CacheReader(tmp_path), [], Shard.segment
+    monkeypatch.setattr(Shard, "segment", lambda shard, number: read.append(number) or segment(shard, number))
+
+    assert not any(reader.has(ids) for ids in texts[1::2])
+    assert not read
+    for ids in texts[::2]:
+        assert np.array_equal(reader.segment(ids[:-1]).rows, answers(ids[:-1]))
+    assert len(read) == len(texts[::2])
+    assert len(reader.segment(opening[:16]).rows) == 16
 
 
 @settings(max_examples=30)
