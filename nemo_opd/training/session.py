@@ -41,6 +41,8 @@ from nemo_opd.training.summary import run_summary
 from nemo_opd.training.time_limit import TimeLimit
 from nemo_opd.types import Batch, Metrics
 
+_VALIDATION, _EVALUATION = "validation", "evaluation"
+
 
 class _StoppedError(Exception):
     """Signal that the run was interrupted before its first step."""
@@ -65,6 +67,7 @@ class Session:
         self.best = BestSteps(self.config.train.keep_best)
         self.patience = Patience(self.config.train.early_stopping)
         self.checkpoints = checkpoints_of(self.config, plan.output_dir)
+        self.time_limit = TimeLimit(self.config.train.save_before, plan.checkpoint_bytes)
         self.bits_per_byte: dict[str, float] = {}
         """Bits per byte of the student before training, and of each teacher."""
         self.student_after: float | None = None
@@ -151,7 +154,7 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, until the last one, early stopping, an interrupt or the end of the job's time."""
-        self.time_limit = TimeLimit(self.config.train.save_before, self.plan.checkpoint_bytes)
+        self.time_limit.begin()
         while not self.is_complete and not self.interrupt.requested:
             self.saving.end_if_written()
             self.step += 1
@@ -169,7 +172,14 @@ class Session:
 
     def is_due(self, every: int | None) -> bool:
         """Return whether an action is due that is made every `every` steps and after the last."""
-        return self.is_complete or (every is not None and self.step % every == 0)
+        return self.is_complete or _is_due(self.step, every)
+
+    def _evaluations_of(self, step: int) -> list[str]:
+        """Return the kinds of evaluation that a step has, as `time_limit` knows them."""
+        evaluation = self.config.evaluation
+        kinds = {_VALIDATION: self.config.train.validate_every}
+        kinds |= {} if evaluation is None else {_EVALUATION: evaluation.every}
+        return [kind for kind, every in kinds.items() if step == self.plan.total_steps or _is_due(step, every)]
 
     def privilege_gaps(self, batch: Batch) -> dict[str, float]:
         """Measure the privilege gaps that are due, of a step's batch; return train/privilege_gap/* and the like."""
@@ -204,7 +214,7 @@ class Session:
             self.interrupt.requested = True
         if self.patience.is_over:
             self.loggers.warn(f"step {self.step}: {self.patience.reason}")
-        if self.time_limit.is_up() and not self.is_complete:
+        if self.time_limit.is_up(self._evaluations_of(self.step + 1)) and not self.is_complete:
             self.loggers.warn(
                 f"step {self.step}: another step might leave no time to save before train.save_before="
                 f"{self.config.train.save_before}; saving and ending"
@@ -242,9 +252,10 @@ class Session:
     def evaluate(self) -> dict[str, float]:
         """Return eval/* of the student with its current weights."""
         self.loggers.phase("asking the student")
-        self.update_engine()
-        figures = self.evaluator.student(self.engine, self.step)
-        self.engine.rest()
+        with self.time_limit.evaluating(_EVALUATION):
+            self.update_engine()
+            figures = self.evaluator.student(self.engine, self.step)
+            self.engine.rest()
         return figures
 
     def update_engine(self) -> None:
@@ -265,7 +276,8 @@ class Session:
 
     def validate(self) -> dict[str, float]:
         """Validate the student with its current weights and return val/*."""
-        metrics = validate(self.models, self._validation_batches("validating the student"))
+        with self.time_limit.evaluating(_VALIDATION):
+            metrics = validate(self.models, self._validation_batches("validating the student"))
         named = objective_values(self.config, metrics, self.kd_scale.value, "val")
         self.student_after, self._validated_at = named["val/bits_per_byte"], self.step
         self._warn_of_not_finite(named)
@@ -355,3 +367,7 @@ class Session:
         write_report(folder, closing)
         self.loggers.summary(closing)
         push_export(self.plan)
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

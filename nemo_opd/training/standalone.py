@@ -63,7 +63,8 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[s
 
 
 def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationResult]:
-    """Evaluate, print a table of each set, write config.yaml, results.json and samples.jsonl into `output_dir`.
+    """Evaluate, print a table of each set and benchmark, and write into `output_dir`: config.yaml, results.json and, of
+    sets, samples.jsonl.
 
     What is known is written after each set and each benchmark.
 
@@ -112,7 +113,8 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
     for each in scored:
         title = f"{each.name}: {each.num_questions:,} questions"
         console.print(_table(title, each.estimates, config.confidence))
-    console.print(f"wrote {output_dir}/results.json and samples.jsonl", soft_wrap=True)
+    written = "results.json and samples.jsonl" if sets else "results.json"
+    console.print(f"wrote {output_dir}/{written}", soft_wrap=True)
     return results
 
 

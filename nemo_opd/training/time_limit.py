@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import psutil
@@ -21,14 +23,32 @@ class TimeLimit:
         """limit: since the start of the job; None: none."""
         self._end = None if limit is None else job_start() + limit.total_seconds()
         self._save_s = 1 + checkpoint_bytes / _BYTES_PER_S
-        self._longest_s = 0.0
+        self._step_s = self._last = 0.0
+        self._evaluation_s: dict[str, float] = {}
+        """Longest time of each kind of evaluation."""
+
+    def begin(self) -> None:
+        """Take note that the first step begins."""
         self._last = time.time()
 
-    def is_up(self) -> bool:
-        """Return whether another step might leave no time to save; to be called once a step, before it is saved."""
+    @contextmanager
+    def evaluating(self, kind: str) -> Iterator[None]:
+        """Learn how long a kind of evaluation takes, which belongs to no step's time."""
+        start = time.time()
+        yield
+        seconds = time.time() - start
+        self._evaluation_s[kind] = max(self._evaluation_s.get(kind, 0.0), seconds)
+        self._last += seconds
+
+    def is_up(self, evaluations: Collection[str] = ()) -> bool:
+        """Return whether another step might leave no time to save; to be called once a step, before it is saved.
+
+        evaluations: kinds that the next step has.
+        """
         now = time.time()
-        self._longest_s, self._last = max(self._longest_s, now - self._last), now
-        return self._end is not None and now + self._longest_s + _MARGIN * self._save_s > self._end
+        self._step_s, self._last = max(self._step_s, now - self._last), now
+        needed_s = self._step_s + sum(self._evaluation_s.get(kind, 0.0) for kind in evaluations)
+        return self._end is not None and now + needed_s + _MARGIN * self._save_s > self._end
 
     def saved(self, seconds: float) -> None:
         """Learn from a checkpoint how long one takes."""

@@ -65,12 +65,27 @@ def test_patience_counts_values_that_are_not_better_by_the_difference() -> None:
 
 
 def test_a_run_ends_when_a_step_and_a_checkpoint_no_longer_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter((1000.0, 1010.0, 1050.0, 1060.0))  # steps take up to 40 s, and the job ends at 1100
-    monkeypatch.setattr(time_limit.time, "time", lambda: next(times))
-    monkeypatch.setenv("SLURM_JOB_START_TIME", "900")
-    limit = TimeLimit(timedelta(seconds=200), checkpoint_bytes=0)
+    """Bugs: an evaluation that the next step has is forgotten, or is expected of each step."""
+    now = 0.0
+    monkeypatch.setattr(time_limit.time, "time", lambda: now)
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "600")
+    limit = TimeLimit(timedelta(seconds=1000), checkpoint_bytes=0)
     limit.saved(20.0)  # expected to take 30 s at most
-    assert [limit.is_up() for _ in range(3)] == [False, True, True]
+    limit.begin()
+    now = 10.0
+    with limit.evaluating("evaluation"):
+        now = 210.0
+    now = 250.0
+    assert not limit.is_up()  # a step of 50 s, and an evaluation of 200 s
+    for now, evaluations, is_up in (
+        (260.0, [], False),
+        (1310.0, ["validation"], False),
+        (1330.0, ["evaluation"], True),
+        (1519.0, [], False),
+        (1521.0, [], True),
+    ):
+        limit.begin()
+        assert limit.is_up(evaluations) == is_up, now
 
 
 def test_a_job_starts_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
