@@ -88,14 +88,20 @@ def work_line(work: Work) -> str:
 class WorkLine:
     """The work under way at the moment of drawing, cut to the width; nothing where there is none."""
 
-    def __init__(self, otherwise: Callable[[], Work | None] = lambda: None) -> None:
-        """otherwise: returns what to show where no work is announced."""
-        self._otherwise = otherwise
+    def __init__(self, around: Callable[[], Work | None] = lambda: None) -> None:
+        """around: returns what the work is part of, which is shown alone where no work is announced."""
+        self._around = around
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        work = current() or self._otherwise()
-        if work is not None and work.elapsed_s >= _SHOWN_AFTER_S:
-            yield Text(f"  {work_line(work)}", "dim", no_wrap=True, overflow="ellipsis")
+        work, around = current(), self._around()
+        shown = work or around
+        if shown is None or shown.elapsed_s < _SHOWN_AFTER_S:
+            return
+        line = work_line(shown)
+        # `validating the student` needs no `validating the student and its teachers` before it
+        if work is not None and around is not None and work.name.split()[0] != around.name.split()[0]:
+            line = f"{around.name}: {line}"
+        yield Text(f"  {line}", "dim", no_wrap=True, overflow="ellipsis")
 
 
 class Ticker:

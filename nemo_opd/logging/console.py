@@ -139,7 +139,9 @@ class _Progression:
     def left(self) -> str:
         if self.step_s is None or self._moved is None:
             return "-"
-        return clock(max(0.0, self.step_s * (self.total - self.step) - (time.monotonic() - self._moved)))
+        # a step that takes longer than others, as one with an evaluation does, leaves those after it to be made
+        gone = min(time.monotonic() - self._moved, self.step_s)
+        return clock(max(0.0, self.step_s * (self.total - self.step) - gone))
 
     def __rich__(self) -> Text:
         return Text.assemble(("elapsed ", "dim"), clock(self.elapsed_s), ("  left ", "dim"), self.left)

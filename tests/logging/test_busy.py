@@ -11,7 +11,7 @@ from rich.console import Console
 from nemo_opd import progress
 from nemo_opd.config.logging import Console as ConsoleSettings
 from nemo_opd.logging import console as console_module
-from nemo_opd.logging.busy import Ticker, busy, work_line
+from nemo_opd.logging.busy import Ticker, WorkLine, busy, work_line
 from nemo_opd.logging.console import ConsoleLogger
 from nemo_opd.progress import Work, working
 from tests.logging.synthetic import record, summary
@@ -115,3 +115,21 @@ def test_work_outside_a_terminal_is_printed_at_once(capsys: pytest.CaptureFixtur
 def test_work_as_a_line(work: Work, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Work, "elapsed_s", 10.0)
     assert work_line(work) == line
+
+
+@pytest.mark.parametrize(
+    ("around", "shown"),
+    [
+        ("asking the student", "asking the student: sampling  1/4 sequences"),
+        ("sampling at the start", "sampling  1/4 sequences"),
+    ],
+)
+def test_a_line_says_what_work_is_part_of(around: str, shown: str) -> None:
+    """Bug: sequences are sampled, and nobody knows of whom and for what."""
+    console = Console(file=io.StringIO(), width=120)
+    with working("sampling", 4, "sequences") as work:
+        work.advance()
+        work.started -= 60
+        console.print(WorkLine(lambda: Work(around)))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().strip().startswith(shown)

@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from nemo_opd.config.logging import Console as ConsoleSettings
 from nemo_opd.logging import ClosingTable
 from nemo_opd.logging.base import Score, ScoreRow
-from nemo_opd.logging.console import ConsoleLogger
+from nemo_opd.logging.console import ConsoleLogger, _Progression
 from nemo_opd.logging.formats import amount, change, clock, figure
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
 
@@ -69,6 +70,20 @@ def test_a_mean_that_is_pass_at_1_is_shown_once() -> None:
     rows += [ScoreRow("a/mean@4", None, score), ScoreRow("b/mean@4", None, other), ScoreRow("c/mean@4", None, score)]
     shown = ClosingTable(None, None, scores=tuple(rows)).shown_scores
     assert [row.measure for row in shown] == ["a/pass@1", "b/pass@1", "b/mean@4", "c/mean@4"]
+
+
+def test_a_long_step_leaves_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: no time is left while an evaluation takes longer than all steps that are to come."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progression = _Progression(total=10, step=0)
+    for step in range(1, 7):
+        now[0] += 10
+        progression.advance(step, {})
+    now[0] += 4
+    assert progression.left == "0:36"
+    now[0] += 600
+    assert progression.left == "0:30"
 
 
 def test_the_last_line_of_a_continued_run_says_since_when() -> None:
