@@ -7,8 +7,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
@@ -28,6 +30,10 @@ SGD = {"type": "class", "name": "torch.optim:SGD", "lr": LR}
 
 
 class DistillationTrainer(DistillationMixin, Trainer):
+    pass
+
+
+class DistillationSFTTrainer(DistillationMixin, SFTTrainer):
     pass
 
 
@@ -67,14 +73,23 @@ def trainer(
     folder: Path,
     *,
     optimizer: type[torch.optim.Optimizer] | None = None,
+    is_sft: bool = False,
     **arguments: Any,
-) -> DistillationTrainer:
+) -> DistillationTrainer | DistillationSFTTrainer:
     model = AutoModelForCausalLM.from_pretrained(distillation.config.student.model, dtype=torch.float32)
     given = {"logging_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **arguments}
-    settings = TrainingArguments(
-        str(folder), use_cpu=True, disable_tqdm=True, report_to="none", train_sampling_strategy="sequential", **given
-    )
+    given |= {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "train_sampling_strategy": "sequential"}
     own = (None, None) if optimizer is None else (optimizer(model.parameters(), lr=LR), None)
+    if is_sft:
+        return DistillationSFTTrainer(
+            model,
+            SFTConfig(str(folder), bf16=False, dataset_kwargs={"skip_prepare_dataset": True}, **given),
+            distillation=distillation,
+            train_dataset=Dataset.from_list(list(rows)),
+            processing_class=distillation.tokenizer,
+            optimizers=own,
+        )
+    settings = TrainingArguments(str(folder), **given)
     return DistillationTrainer(
         model, settings, distillation=distillation, train_dataset=rows, eval_dataset=rows[:5], optimizers=own
     )
@@ -118,6 +133,20 @@ def test_gradients_are_those_of_our_loop(
             assert log[name] == pytest.approx(metrics[name].value(), rel=1e-5), name
         total = config.loss.ce_weight * log["ce"] + config.loss.kd_weight * log["kd"]
         assert log["loss"] == pytest.approx(total, rel=1e-5)
+
+
+def test_trls_trainer_learns_the_same(distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path) -> None:
+    """Bug: SFTTrainer tokenizes or cuts the texts itself, or computes its own loss."""
+    given = {"max_steps": 2, "max_grad_norm": 0, "save_strategy": "no", "lr_scheduler_type": "constant"}
+    plain, sft = (
+        trainer(distillation, rows, tmp_path, optimizer=torch.optim.SGD, is_sft=is_sft, **given)
+        for is_sft in (False, True)
+    )
+    for each in (plain, sft):
+        each.train()
+    for name, weight in weights_of(sft).items():
+        torch.testing.assert_close(weight, weights_of(plain)[name], rtol=0, atol=0, msg=name)
+    assert sft.state.log_history[0]["kd/cross"] == plain.state.log_history[0]["kd/cross"]
 
 
 def test_a_continued_run_ends_with_the_same_bits(
