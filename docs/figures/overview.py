@@ -34,11 +34,11 @@ Point = tuple[float, float]
 class Canvas:
     """Boxes, arrows and text in pixels from the lower left corner."""
 
-    def __init__(self) -> None:
-        self.figure = Figure(figsize=(WIDTH / 96, HEIGHT / 96))
+    def __init__(self, width: float = WIDTH, height: float = HEIGHT) -> None:
+        self.figure = Figure(figsize=(width / 96, height / 96))
         FigureCanvasAgg(self.figure)
         self.axes: Axes = self.figure.add_axes((0, 0, 1, 1))
-        self.axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT))
+        self.axes.set(xlim=(0, width), ylim=(0, height))
         self.axes.axis("off")
 
     def box(self, x: float, y: float, width: float, height: float, color: str, title: str, *lines: str) -> None:

@@ -12,6 +12,9 @@ Message = Mapping[str, Any]
 THINKING = ("reasoning_content", "reasoning", "thinking")
 """Keys under which messages have what their author thought before the content."""
 
+_MEDIA = ("image", "video", "audio")
+"""Words in the types of parts that are no text, such as `image_url`."""
+
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages with string contents: None and no content are empty, the texts of a list of parts are joined.
@@ -52,6 +55,11 @@ def _text(k: int, content: object) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence) and not isinstance(content, bytes):
+        if media := next((name for name in _types(content) if any(kind in name for kind in _MEDIA)), None):
+            raise AlignmentError(
+                f"messages[{k}].content has a part of type {media!r}, and models read the text of conversations alone; "
+                "leave the row out, or that part where the text makes sense without it"
+            )
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         if all(isinstance(part, str) for part in parts):
             return "".join(map(str, parts))
@@ -59,6 +67,10 @@ def _text(k: int, content: object) -> str:
         f"messages[{k}].content is {_short(content)}; it must be a string, None or a list of text parts such as "
         "{'type': 'text', 'text': 'Hi'} (write a tool's result as JSON text)"
     )
+
+
+def _types(parts: Sequence[Any]) -> list[str]:
+    return [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
 
 
 def _short(value: object) -> str:

@@ -64,6 +64,16 @@ class Context(Settings):
             field_names(value)
         return value
 
+    @field_validator("template")
+    @classmethod
+    def templates_name_something(cls, value: str | None) -> str | None:
+        if value is not None and not field_names(value):
+            raise ValueError(
+                f"{value[:60]!r} names nothing, so the teacher would read the same text before every response; name "
+                "columns of the record, such as {solution}, or {prompt}, the student's own"
+            )
+        return value
+
     @model_validator(mode="after")
     def something_is_added(self) -> "Context":
         if self.system_prompt is None and self.template is None and self.key is None:

@@ -57,6 +57,8 @@ class Endpoint(Settings):
                 whole_url(url)
             except ValueError as error:
                 raise ValueError(f"element {i}, {url!r}: {error}") from error
+            if urlsplit(url).path.strip("/").split("/")[-1] == "v1":
+                raise ValueError(f"element {i}, {url!r}: the path of each request is added to it; leave /v1 out")
             if url in urls[:i]:
                 raise ValueError(f"{url} is there twice; name each server once")
         return urls

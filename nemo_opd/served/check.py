@@ -37,7 +37,10 @@ def _longest(endpoint: Endpoint, i: int, model: str, key: str) -> int | None:
     try:
         listed = http.get("/v1/models")
     except EndpointError as error:
-        raise EndpointError(f"{where} does not answer: {error}; start the server, or correct the address") from error
+        raise EndpointError(
+            f"{where} does not answer: {error}; start the server, correct the address, or set {key}.api_key where "
+            "it asks for one"
+        ) from error
     try:
         cards = {str(each["id"]): each for each in listed["data"]}
     except (KeyError, TypeError) as error:

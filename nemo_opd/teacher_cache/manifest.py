@@ -17,6 +17,8 @@ NAME = "cache.yaml"
 _BUILD = "nemo-opd cache build"
 _MAY_DIFFER = ("teacher", "positions")
 """Fields on which no number depends."""
+_FINGERPRINT = 64
+"""Characters of a SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ def read_manifest(folder: str | Path) -> CacheManifest:
     except FileNotFoundError as error:
         raise DataError(f"{folder} is no teacher cache: it has no {NAME}; build one with {_BUILD}") from error
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{path} cannot be read ({error}); build the cache again with {_BUILD}") from error
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path} cannot be read ({reason}); build the cache again with {_BUILD}") from error
     if manifest.version != VERSION:
         raise DataError(
             f"{path} is of version {manifest.version}, and this program reads version {VERSION}; build the cache again"
@@ -86,7 +89,7 @@ def write_manifest(folder: Path, manifest: CacheManifest) -> None:
         write_atomically(folder / NAME, yaml.safe_dump(asdict(manifest), sort_keys=False).encode())
     there = read_manifest(folder)
     differing = [
-        f"{each.name} is {getattr(there, each.name)!r} there and {getattr(manifest, each.name)!r} here"
+        f"{each.name} is {_shown(getattr(there, each.name))} there and {_shown(getattr(manifest, each.name))} here"
         for each in fields(manifest)
         if each.name not in _MAY_DIFFER and getattr(there, each.name) != getattr(manifest, each.name)
     ]
@@ -95,3 +98,9 @@ def write_manifest(folder: Path, manifest: CacheManifest) -> None:
             f"{folder} is a cache of other answers: {'; '.join(differing)}; name another folder, since answers of two "
             "teachers or forms are not mixed"
         )
+
+
+def _shown(value: object) -> str:
+    """Return the value for a message, of a fingerprint the beginning."""
+    written = str(value)
+    return f"{written[:12]}…" if len(written) == _FINGERPRINT else written

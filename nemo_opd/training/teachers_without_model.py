@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_opd.aggregation import Parts
+from nemo_opd.alignment import fingerprint
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
@@ -28,6 +29,7 @@ from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.logits.packed import places_in_row
 from nemo_opd.logits.sparse import SparseLayout, SparseLogits
+from nemo_opd.models.load import load_tokenizer
 from nemo_opd.models.stored_output import require_head, sparse_layout
 from nemo_opd.served.answers import served_layout
 from nemo_opd.teacher_cache.reader import CacheReader
@@ -39,8 +41,12 @@ from nemo_opd.training.teacher_plan import require_common_text, require_same_tok
 def settle_tokenizers(config: RunConfig, device: str) -> RunConfig:
     """Return the settings with each teacher of type cached or served as of type same_tokenizer or cross_tokenizer.
 
-    Raises DataError for a folder that is no cache, ConfigError where what then has a type is not allowed.
+    Raises DataError for a folder that is no cache, or has another tokenizer than its answers, and ConfigError where
+    what then has a type is not allowed.
     """
+    for i, teacher in enumerate(config.active_teachers):
+        if teacher.cache is not None:
+            _require_own_tokenizer(teacher.cache, f"teachers.{i}.cache")
     without = {
         i: each for i, each in enumerate(config.active_teachers) if isinstance(each, CachedTeacher | ServedTeacher)
     }
@@ -175,6 +181,17 @@ def _check_cache(config: RunConfig, i: int, cache: str, teacher: ModelInfo, part
         _require_no_entropy(config, f"the answers in {key} are those of servers")
     if manifest.form == "top_k":
         _check_likeliest(config, i, parts, sparse_layout(manifest), width, key)
+
+
+def _require_own_tokenizer(cache: str, key: str) -> None:
+    """Raise DataError for a folder in which another tokenizer has been put than that of the answers, or no cache."""
+    manifest = require_cache(cache, key)
+    if (found := fingerprint(load_tokenizer(cache, key=key))) != manifest.tokenizer:
+        raise DataError(
+            f"{key}: the tokenizer in it is not that of its answers (fingerprint {found[:12]}…, and not "
+            f"{manifest.tokenizer[:12]}…); put the tokenizer of {manifest.teacher} back, or build the cache in another "
+            "folder"
+        )
 
 
 def _require_no_entropy(config: RunConfig, what: str) -> None:

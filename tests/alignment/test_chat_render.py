@@ -179,7 +179,9 @@ def test_a_template_that_refuses() -> None:
         (["Hi"], r"messages\[0\] is 'Hi', which is no mapping with a role"),
         ([user("a"), {"content": "Hi"}], r"messages\[1\] is .* no mapping with a role"),
         ([user("a"), {"role": "tool", "content": {"t": 3}}], r"messages\[1\].content is \{'t': 3\}"),
-        ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\].content is .*image"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\].content has a part of type 'image'"),
+        ([user("a"), {"role": "user", "content": [{"type": "image_url", "text": ""}]}], r"messages\[1\].*'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content is .*text"),
         ([{"role": "user", "content": 3}], r"messages\[0\].content is 3; it must be a string"),
     ],
 )

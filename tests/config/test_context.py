@@ -36,6 +36,7 @@ def test_a_template_is_filled_as_python_does() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        (told({"template": "{{x}} hello"}), "teachers.0.context.template: '{{x}} hello' names nothing, so the teacher"),
         (told({}), "teachers.0.context: it names nothing that the teacher reads; set template, key or system_prompt"),
         (told(HINT | {"key": "own"}), "key=own is the teacher's whole prompt, and so is what template makes"),
         (told({"template": "{hint"}), "write {{ and }} for braces that are text"),

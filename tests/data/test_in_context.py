@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.config.context import Context as ContextSettings
+from nemo_opd.config.context import field_names
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
 from nemo_opd.data.collate import collate
 from nemo_opd.data.compared import compared
@@ -75,7 +76,9 @@ def check_verbatim(sample: Sample, teacher: TeacherSample) -> None:
 @settings(max_examples=80)
 def test_no_context_reaches_the_student(parts: list[str], hint: str, response: str, max_length: int) -> None:
     """Whatever template, field and length; the teacher reads the filled template, then the ids as they were sampled."""
-    template = "".join(parts) or "{hint}"
+    template = "".join(parts)
+    if not field_names(template):
+        template += "{hint}"
     rollout = collected(STUDENT(response, add_special_tokens=False)["input_ids"], "length")
     if not template.strip():
         return

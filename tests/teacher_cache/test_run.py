@@ -14,6 +14,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, DataError, OPDError
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.metrics import values
+from nemo_opd.models.load import load_tokenizer
 from nemo_opd.teacher_cache.reader import CacheReader, shard_files
 from nemo_opd.training.cache_build import CacheForm, Part, build_cache
 from nemo_opd.training.inputs import check_inputs
@@ -148,6 +149,18 @@ def test_bad_settings_are_refused(built: Built) -> None:
         from_dict(settings | {"teachers": [entry | {"dtype": "float16"}]})
     with pytest.raises(ConfigError, match=r"rollout.type=hf: the student of this run samples its texts"):
         build_cache(compose(config_name="on_policy_demo"), 0, built.folder / "none", CacheForm(4))
+
+
+def test_another_tokenizer_in_the_folder_is_refused(built: Built, tmp_path: Path) -> None:
+    """Catches answers about one tokenizer's ids that are read as those of another, in a config.yaml of before too."""
+    settled = preflight(built.cached("some")).config.model_dump(mode="json")
+    folder = shutil.copytree(built.folder / "cross_some", tmp_path / "c")
+    load_tokenizer("demo:student", key="").save_pretrained(folder)
+    message = "teachers.0.cache: the tokenizer in it is not that of its answers .*; put the tokenizer of demo:teach"
+    for settings, model in ((built.cached("some").model_dump(mode="json"), {}), (settled, {"model": str(folder)})):
+        settings["teachers"] = [settings["teachers"][0] | {"cache": str(folder)} | model]
+        with pytest.raises(DataError, match=message):
+            preflight(from_dict(settings))
 
 
 def test_workers_share_the_work_and_add_what_is_missing(built: Built, tmp_path: Path) -> None:

@@ -152,8 +152,16 @@ def test_other_answers_are_not_mixed(tmp_path: Path) -> None:
     write_manifest(tmp_path, MANIFEST)
     write_manifest(tmp_path, replace(MANIFEST, teacher="/elsewhere", positions=4095))
     assert read_manifest(tmp_path) == MANIFEST
-    with pytest.raises(DataError, match="weights is 'weights' there and 'others' here"):
-        write_manifest(tmp_path, replace(MANIFEST, weights="others"))
+    with pytest.raises(DataError, match=r"weights is weights there and abababababab… here; name another"):
+        write_manifest(tmp_path, replace(MANIFEST, weights=32 * "ab"))
+
+
+def test_a_manifest_that_is_cut_off_is_one_message(tmp_path: Path) -> None:
+    """Catches a parser's message of several lines."""
+    (tmp_path / "cache.yaml").write_text("form: [")
+    with pytest.raises(DataError, match=r"cache\.yaml cannot be read .*; build the cache again") as caught:
+        read_manifest(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_a_manifest_is_no_cache(tmp_path: Path) -> None:

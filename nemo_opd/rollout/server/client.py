@@ -113,7 +113,7 @@ class Client(Generic[Answer]):
             except (UnusableError, httpx2.HTTPError) as error:
                 check()  # a server that has died is the better explanation
                 reason = described(error)
-        tries = f"{self.retries + 1} tries ({self.key}.retries={self.retries})"
+        tries = f"{self.retries + 1} tries ({self.key}.retries={self.retries})" if self.retries else "1 try"
         raise self.error(f"{address.url} gave no completion of prompt {number} in {tries}: {reason}")
 
     async def _try(
