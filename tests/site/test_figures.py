@@ -19,7 +19,7 @@ def scripts_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FIGURES))
 
 
-@pytest.mark.parametrize("script", ["alignment", "losses", "on_policy", "overview", "projection", "step"])
+@pytest.mark.parametrize("script", ["alignment", "losses", "on_policy", "overview", "projection", "teachers", "step"])
 def test_a_script_draws_the_pictures_of_its_name(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a change of what a script reads, found by whoever draws a picture next; a colour for white pages alone."""
     monkeypatch.setattr(sys, "argv", [f"{script}.py", "--output", str(tmp_path)])
