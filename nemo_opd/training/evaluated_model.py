@@ -45,7 +45,7 @@ def open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[in
     cluster = config.cluster.on(config.device)
     device = resolve_device(cluster, "device")
     placement = colocated(resolve_ranks(cluster, device), cluster.num_nodes)
-    require_processes(cluster, placement)
+    require_processes(cluster, placement, device)
     layout = resolve_layout("parallelism", len(placement.student), config.parallelism)
     check_parallelism(load_config(config.model, key="model"), config.parallelism, device, key="parallelism")
     settings = SameTokenizerTeacher(

@@ -44,11 +44,11 @@ def driving(cluster: Settings) -> Iterator[bool]:
         release()
 
 
-def require_processes(cluster: Settings, placement: Placement) -> None:
+def require_processes(cluster: Settings, placement: Placement, device: str) -> None:
     """Raise ConfigError where the numbers of processes and ranks of a run without Ray differ."""
     num_ranks, num_processes = len(placement.student), Processes.started().size
     if cluster.launcher == "local" and num_ranks != num_processes:
-        key = "cpu_ranks" if cluster.gpus_per_node is None else "gpus_per_node"
+        key = "cpu_ranks" if device == "cpu" else "gpus_per_node"
         raise ConfigError(
             f"cluster.{key}={num_ranks}: with cluster.launcher=local the ranks are the processes of torchrun, of which "
             f"there are {num_processes}; start the command with `torchrun --nproc-per-node={num_ranks}`, or write "

@@ -64,7 +64,7 @@ def preflight(config: RunConfig) -> Plan:
     device = resolve_device(config.cluster)
     config = settle_tokenizers(config, device)
     placement = resolve_placement(config, device)
-    require_processes(config.cluster, placement)
+    require_processes(config.cluster, placement, device)
     require_shared_gpus(config, device, placement)
     student_layout, teacher_layouts = resolve_layouts(config, placement)
     check_optimizer(config.student.optimizer, student_layout.size)

@@ -5,12 +5,13 @@ import re
 import pytest
 import torch
 
-from nemo_opd.cluster.placement import Placement
+from nemo_opd.cluster.placement import Placement, Processes
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.errors import ConfigError
+from nemo_opd.training.launch import require_processes
 from nemo_opd.training.ranks import require_batch_divides, resolve_layout, resolve_placement
 from tests.composition import compose
 
@@ -191,6 +192,14 @@ def test_a_refused_layout_comes_with_one_that_works(num_ranks: int, tp: int, cp:
 def test_proposed_degrees_are_the_largest() -> None:
     with pytest.raises(ConfigError, match=r"write student.parallelism.tp=4, student.parallelism.cp=2"):
         resolve_layout("student.parallelism", 8, Parallelism(tp=6, cp=4))
+
+
+def test_ranks_on_a_cpu_are_not_asked_for_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: on a machine without a GPU the way out was `gpus_per_node=2`, which was written already."""
+    monkeypatch.setattr(Processes, "started", lambda: Processes(0, 2, 0))
+    placement = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=1)
+    with pytest.raises(ConfigError, match=r"^cluster\.cpu_ranks=1: .* write cluster\.cpu_ranks=2$"):
+        require_processes(Cluster(launcher="local", gpus_per_node=2), placement, "cpu")
 
 
 def test_replicas_divide_data_parallel_ranks() -> None:
