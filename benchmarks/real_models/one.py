@@ -53,7 +53,10 @@ def _run_ours(setting: Setting, seed: int, config: dict[str, Any], place: Place,
     folder = Path(config["run"]["output_dir"])
     run = distil_on_policy if setting.experiment == "on_policy" else distil
     run(config, callbacks=[StepTimes(folder)])
-    return outcome_of(folder, setting.experiment, setting.name, seed, config, time.perf_counter() - began)
+    outcome = outcome_of(folder, setting.experiment, setting.name, seed, config, time.perf_counter() - began)
+    if outcome.steps < config["train"]["max_steps"]:
+        raise SystemExit(f"error: {setting.name}, seed {seed}, was ended at step {outcome.steps}; run it again")
+    return outcome
 
 
 def number_of_steps(setting: Setting, size: Size, results: Path) -> int:

@@ -1,6 +1,8 @@
 """The real-model benchmark end to end, on a tiny model in the place of the real one."""
 
 import json
+import os
+import signal
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +131,24 @@ def test_a_run_continues_and_its_result_equals_the_product(
     assert 0 <= outcome.end[TASK] <= 1
     assert set(outcome.teacher) == set(outcome.start) - {"all", TASK}
     assert outcome.cpu_s_per_step > 0
+
+
+class Ended(outcomes.StepTimes):
+    """Ends the run after its second step, as a scheduler would."""
+
+    def on_step(self, step: int, record: object) -> None:
+        super().on_step(step, record)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.world
+def test_a_run_that_is_ended_early_has_no_result(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the figures of its start as those of its end."""
+    monkeypatch.setattr(one, "StepTimes", Ended)
+    with pytest.raises(SystemExit, match="step 2"):
+        one.run_one(BY_NAME["half_ce"], 0, SIZE, place, tmp_path)
+    assert read_outcomes(tmp_path) == []
 
 
 def test_as_long_as_takes_steps_by_cpu_time(tmp_path: Path) -> None:
