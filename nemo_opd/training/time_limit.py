@@ -35,10 +35,12 @@ class TimeLimit:
     def evaluating(self, kind: str) -> Iterator[None]:
         """Learn how long a kind of evaluation takes, which belongs to no step's time."""
         start = time.time()
-        yield
-        seconds = time.time() - start
-        self._evaluation_s[kind] = max(self._evaluation_s.get(kind, 0.0), seconds)
-        self._last += seconds
+        try:
+            yield
+        finally:
+            seconds = time.time() - start
+            self._evaluation_s[kind] = max(self._evaluation_s.get(kind, 0.0), seconds)
+            self._last += seconds
 
     def is_up(self, evaluations: Collection[str] = ()) -> bool:
         """Return whether another step might leave no time to save; to be called once a step, before it is saved.

@@ -17,6 +17,7 @@ from nemo_opd.training import interrupt as interrupt_module
 from nemo_opd.training.interrupt import ECHO_S, Echoes, Interrupt, interruptible
 from nemo_opd.training.run_directory import RunLock
 from nemo_opd.training.session import Session
+from nemo_opd.training.time_limit import TimeLimit
 from tests.tiny import Tiny
 from tests.training.conftest import FAULTY
 from tests.training.launch import Run, start
@@ -179,6 +180,7 @@ def test_a_signal_in_the_validation_before_the_first_step_ends_it_at_the_next_ba
         plan=SimpleNamespace(data=data),
         config=SimpleNamespace(train=SimpleNamespace(global_batch_size=1)),
         models=SimpleNamespace(evaluate=evaluate),
+        time_limit=TimeLimit(None, 0),
     )
     session.measure_start()
     assert read == [0, 1]
