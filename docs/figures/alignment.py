@@ -3,16 +3,14 @@
 uv run docs/figures/alignment.py               # writes docs/images/alignment_{chunks,resync,chat}.svg; --format png
 """
 
-import argparse
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
-from colours import IMAGES, INEXACT, INK, MANY, MASK, ONE_TO_ONE, PAPER, PLAIN, ROLE, STUDENT, TEACHER, save
+from colours import INEXACT, INK, MANY, MASK, ONE_TO_ONE, PAPER, PLAIN, ROLE, STUDENT, TEACHER, picture_parser, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import BoxStyle, FancyBboxPatch, Patch, Rectangle
@@ -255,10 +253,7 @@ def chat_tokenizers() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=IMAGES)
-    parser.add_argument("--format", choices=["svg", "png"], default="svg")
-    options = parser.parse_args()
+    options = picture_parser(__doc__).parse_args()
     mpl.rcParams["hatch.linewidth"] = 0.6
     options.output.mkdir(parents=True, exist_ok=True)
     for name, figure in {"chunks": chunks(), "resync": resync(), "chat": chat()}.items():

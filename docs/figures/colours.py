@@ -5,6 +5,7 @@ does not know that of an embedded picture, those of the reader's system. Other p
 """
 
 import re
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import matplotlib as mpl
@@ -42,6 +43,14 @@ DARK = {
 mpl.rcParams.update(
     dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
 )
+
+
+def picture_parser(description: str | None) -> ArgumentParser:
+    """Return the options of a script that draws pictures: the folder, and their format."""
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=IMAGES, metavar="FOLDER")
+    parser.add_argument("--format", choices=("svg", "png"), default="svg", help="png: to look at the pictures")
+    return parser
 
 
 def save(figure: Figure, file: Path, *, dpi: float = 72) -> None:

@@ -3,12 +3,9 @@
 uv run docs/figures/losses.py       # writes docs/images/losses.svg; --format png
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from colours import (
-    IMAGES,
     INK,
     LINE,
     MANY,
@@ -19,6 +16,7 @@ from colours import (
     STUDENT_BAR,
     TEACHER,
     TEACHER_BAR,
+    picture_parser,
     save,
 )
 from loss_cells import CHUNK, Cell, Comparison, Place, Rank, comparisons
@@ -199,10 +197,7 @@ def draw(at: Place) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=IMAGES)
-    parser.add_argument("--format", choices=["svg", "png"], default="svg")
-    options = parser.parse_args()
+    options = picture_parser(__doc__).parse_args()
     save(draw(Place()), options.output / f"losses.{options.format}", dpi=96)
 
 

@@ -3,13 +3,11 @@
 uv run docs/figures/on_policy.py               # writes docs/images/on_policy_{phases,masks}.svg; --format png
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from colours import IMAGES, INK, MUTED, OTHER, PLAIN, SAMPLED, STUDENT, TEACHER, save
+from colours import INK, MUTED, OTHER, PLAIN, SAMPLED, STUDENT, TEACHER, picture_parser, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
@@ -133,10 +131,7 @@ def arrow(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--format", choices=("svg", "png"), default="svg")
-    parser.add_argument("--output", type=Path, default=IMAGES)
-    options = parser.parse_args()
+    options = picture_parser(__doc__).parse_args()
     for name, draw in (("phases", draw_phases), ("masks", draw_masks)):
         save(draw(), options.output / f"on_policy_{name}.{options.format}", dpi=120)
 

@@ -3,12 +3,10 @@
 uv run docs/figures/overview.py       # writes docs/images/overview.svg; --format png
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-from colours import IMAGES, INK, LINE, MANY, MUTED, ONE_TO_ONE, OTHER, PLAIN, STUDENT, TEACHER, save
+from colours import INK, LINE, MANY, MUTED, ONE_TO_ONE, OTHER, PLAIN, STUDENT, TEACHER, picture_parser, save
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -189,10 +187,7 @@ def draw() -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=IMAGES)
-    parser.add_argument("--format", choices=["svg", "png"], default="svg")
-    options = parser.parse_args()
+    options = picture_parser(__doc__).parse_args()
     save(draw(), options.output / f"overview.{options.format}", dpi=96)
 
 

@@ -3,12 +3,10 @@
 uv run docs/figures/projection.py     # writes docs/images/projection_{rows,prefix}.svg and projection_heat_map.png
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from colours import IMAGES, INK, MANY, MUTED, ONE_TO_ONE, PAPER, PLAIN, STUDENT, TEACHER, save
+from colours import INK, MANY, MUTED, ONE_TO_ONE, PAPER, PLAIN, STUDENT, TEACHER, picture_parser, save
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -144,10 +142,7 @@ def prefix_figure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=IMAGES, metavar="FOLDER")
-    parser.add_argument("--format", choices=("svg", "png"), default="svg", help="png: to look at the diagrams")
-    arguments = parser.parse_args()
+    arguments = picture_parser(__doc__).parse_args()
     names = ("demo:student", "demo:teacher_cross")
     student, teacher = (load_tokenizer(name, key="demo") for name in names)
     matrix = build_projection(student, teacher)

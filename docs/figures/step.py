@@ -4,7 +4,6 @@ uv run docs/figures/step.py --record       # some minutes; writes docs/figures/s
 uv run docs/figures/step.py                # draws what was recorded; --format png
 """
 
-import argparse
 import json
 import os
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from colours import IMAGES, INEXACT, INK, MANY, MUTED, ONE_TO_ONE, PLAIN, ROLE, STUDENT_BAR, TEACHER_BAR, save
+from colours import INEXACT, INK, MANY, MUTED, ONE_TO_ONE, PLAIN, ROLE, STUDENT_BAR, TEACHER_BAR, picture_parser, save
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -167,10 +166,8 @@ def draw_run(axes: Axes, top: float, title: str, spans: Sequence[Span]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = picture_parser(__doc__)
     parser.add_argument("--record", action="store_true", help="run the demo twice for it")
-    parser.add_argument("--output", type=Path, default=IMAGES)
-    parser.add_argument("--format", choices=["svg", "png"], default="svg")
     options = parser.parse_args()
     if options.record:
         RECORD.write_text(json.dumps(record(), indent=0), encoding="utf-8")

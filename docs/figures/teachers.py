@@ -3,11 +3,9 @@
 uv run docs/figures/teachers.py       # writes docs/images/teachers.svg; --format png
 """
 
-import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
-from colours import IMAGES, INK, MUTED, OTHER, PLAIN, STUDENT, TEACHER, save
+from colours import INK, MUTED, OTHER, PLAIN, STUDENT, TEACHER, picture_parser, save
 from matplotlib.figure import Figure
 from overview import Canvas
 
@@ -81,10 +79,7 @@ def draw() -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=IMAGES)
-    parser.add_argument("--format", choices=["svg", "png"], default="svg")
-    options = parser.parse_args()
+    options = picture_parser(__doc__).parse_args()
     save(draw(), options.output / f"teachers.{options.format}", dpi=96)
 
 

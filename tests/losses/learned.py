@@ -1,7 +1,9 @@
 """A projection in the middle of its learning, and the gradient of a loss that reads it."""
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,28 @@ def moved_projection(matrix: ProjectionMatrix) -> LearnedProjection:
     learned = LearnedProjection(matrix)
     learned.delta.data = torch.randn(learned.delta.shape, generator=torch.Generator().manual_seed(2))
     return learned
+
+
+def check_against_dense(
+    matrix: ProjectionMatrix,
+    student: Tensor,
+    run: Callable[..., Tensor],
+    dense_loss: Callable[..., Tensor],
+    **options: Any,
+) -> None:
+    """Compare `run(learned, student)` and its gradients with autograd through `dense_loss(learned, Δ, student, τ)`."""
+    learned = moved_projection(matrix)
+    own = student.clone().requires_grad_()
+    loss = run(learned, own, **options)
+    loss.backward()
+    delta, dense_student = learned.delta.detach().double().requires_grad_(), student.clone().requires_grad_()
+    expected = dense_loss(learned, delta, dense_student, options.get("temperature", 1.0))
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-11)
+    np.testing.assert_allclose(own.grad, dense_student.grad, rtol=1e-9, atol=1e-13)
+    # The gradient is rounded to float32, as Δ is.
+    np.testing.assert_allclose(learned.delta.grad, delta.grad, rtol=1e-6, atol=1e-8)
+    assert learned.delta.grad.abs().max() > 0.01
 
 
 def check_gradient(matrix: ProjectionMatrix, loss: Callable[[LearnedProjection], Tensor]) -> None:

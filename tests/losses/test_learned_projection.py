@@ -7,7 +7,7 @@ from nemo_opd.losses import LearnedProjection, p_kl
 from nemo_opd.projection import ProjectionMatrix
 
 from . import oracle
-from .learned import check_gradient, moved_projection
+from .learned import check_against_dense, check_gradient, moved_projection
 
 B, S, T, V, W = 2, 9, 8, 9, 11
 RANDOM = oracle.Matrix.random(V, W, 3, seed=0)
@@ -63,18 +63,7 @@ def dense_loss(learned: LearnedProjection, delta: torch.Tensor, student: torch.T
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"temperature": 1.7}])
 def test_gradients_equal_autograd_through_a_dense_r(options):
     """A row-softmax over more than the row's entries, a block's gradient that is lost, τ² or the divisor left out."""
-    learned = moved_projection(MATRIX)
-    student = STUDENT.clone().requires_grad_()
-    loss = run(learned, student, **options)
-    loss.backward()
-    delta, dense_student = learned.delta.detach().double().requires_grad_(), STUDENT.clone().requires_grad_()
-    expected = dense_loss(learned, delta, dense_student, options.get("temperature", 1.0))
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-11)
-    np.testing.assert_allclose(student.grad, dense_student.grad, rtol=1e-9, atol=1e-13)
-    # The gradient is rounded to float32, as Δ is.
-    np.testing.assert_allclose(learned.delta.grad, delta.grad, rtol=1e-6, atol=1e-8)
-    assert learned.delta.grad.abs().max() > 0.01
+    check_against_dense(MATRIX, STUDENT, run, dense_loss, **options)
 
 
 @pytest.mark.parametrize("options", [{"merge": "mean"}, {"compat": "nemo_rl", "vocab_topk": 6}, {"divergence": "jsd"}])
