@@ -64,6 +64,6 @@ def _try(endpoint: Endpoint, i: int, model: str, key: str, vocab_size: int, toke
     except EndpointError as error:
         raise EndpointError(
             f"{error}; the server must give {layout.top_k} log-probabilities ({key}.logprobs) of each of a prompt's "
-            f"tokens: lower that, allow more there ({PROGRAMS[endpoint.program].hint}), or correct {key}.program="
-            f"{endpoint.program} or {key}.tokenizer"
+            f"tokens: lower that, allow more there ({PROGRAMS[endpoint.program].hint}), correct {key}.program="
+            f"{endpoint.program} or {key}.tokenizer, or set {key}.api_key where it asks for one"
         ) from error

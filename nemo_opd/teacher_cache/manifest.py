@@ -42,6 +42,8 @@ class CacheManifest:
     """form=top_k: tokens kept at a position."""
     value_bytes: int = 0
     """form=top_k: bytes of a log-probability."""
+    handoff: str = "hidden_states"
+    """`handoff.type` with which it was asked: logits were rounded to `dtype` on the way."""
     hidden_size: int = 0
     """form=hidden_states: E."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

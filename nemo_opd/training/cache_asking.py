@@ -57,7 +57,7 @@ class Asker:
             "vocab_size": manifest.vocab_size,
             "device": device,
             "transport": "shared_memory",
-            "handoff": "hidden_states" if self._sparse is None else config.handoff.type,
+            "handoff": manifest.handoff,
             "shares_process": True,
         }
         placement = Placement.colocated(num_nodes=1, ranks_per_node=layout.size, num_teachers=1)

@@ -55,11 +55,13 @@ class CacheForm:
     """Tokens; None: hidden states."""
     value_bytes: int = 3
     """Bytes of a log-probability: 4, or 3 with an error of up to 2⁻¹⁶ of it."""
+    handoff: str | None = None
+    """`handoff.type` with which the teacher is asked about likeliest tokens; None: the run's."""
 
     @classmethod
     def of(cls, manifest: CacheManifest) -> CacheForm:
         """Return the form of a cache that is there."""
-        return cls(None) if manifest.form == "hidden_states" else cls(manifest.top_k, manifest.value_bytes)
+        return cls(None) if manifest.form == "hidden_states" else cls(manifest.top_k, manifest.value_bytes, manifest.handoff)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ def _manifest(
     of_form: dict[str, Any] = {"form": "hidden_states", "hidden_size": teacher.size.hidden_size}
     if form.top_k is not None:
         of_form = {"form": "top_k", "top_k": min(form.top_k, teacher.vocab_size), "value_bytes": form.value_bytes}
+        of_form |= {"handoff": form.handoff or config.handoff.type} if settings.served is None else {}
     if settings.served is None:
         weights = weights_fingerprint(settings.reference, key=f"teachers.{i}.model")
     else:

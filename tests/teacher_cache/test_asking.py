@@ -15,6 +15,7 @@ from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.models.stored_output import load_head, sparse_layout
+from nemo_opd.teacher_cache.manifest import read_manifest
 from nemo_opd.teacher_cache.reader import CacheReader, shard_files
 from nemo_opd.training import cache_build
 from nemo_opd.training.cache_build import CacheForm, build_cache
@@ -115,6 +116,20 @@ def test_a_cache_that_lacks_texts_is_filled(live: RunConfig, tmp_path: Path, mon
     assert len(CacheReader(folder)) == whole + 1  # the damaged one is still there
     monkeypatch.setattr(cache_build, "Asker", None)
     fill_caches(preflight(config))
+
+
+def test_a_cache_is_asked_for_as_it_was(live: RunConfig, tmp_path: Path) -> None:
+    """Bug: likeliest tokens of logits in bfloat16 among those of hidden states, where the run has another handoff."""
+    folder, form = tmp_path / "c", CacheForm(4)
+    build_cache(live, 0, folder, form)
+    with_logits = from_dict(live.model_dump(mode="json") | {"handoff": {"type": "logits"}})
+    with pytest.raises(DataError, match="handoff is hidden_states there and logits here"):
+        build_cache(with_logits, 0, folder, form)
+    for shard in shard_files(folder):
+        shard.unlink()
+    fill_caches(preflight(cached(with_logits, folder, on_missing="ask")))
+    assert read_manifest(folder).handoff == "hidden_states"
+    assert len(CacheReader(folder))
 
 
 def test_a_head_that_is_not_as_written_is_written_anew(live: RunConfig, tmp_path: Path) -> None:
