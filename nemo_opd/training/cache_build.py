@@ -61,7 +61,9 @@ class CacheForm:
     @classmethod
     def of(cls, manifest: CacheManifest) -> CacheForm:
         """Return the form of a cache that is there."""
-        return cls(None) if manifest.form == "hidden_states" else cls(manifest.top_k, manifest.value_bytes, manifest.handoff)
+        if manifest.form == "hidden_states":
+            return cls(None)
+        return cls(manifest.top_k, manifest.value_bytes, manifest.handoff)
 
 
 @dataclass(frozen=True, slots=True)
