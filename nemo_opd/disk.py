@@ -53,7 +53,7 @@ def storage_errors(
 ) -> Iterator[None]:
     """Raise `kind`, in one sentence about `path`, for an error of the operating system inside.
 
-    needed: bytes in all, where known. instead: what can be done besides. Other errors pass, those of a network among
+    needed: bytes in all, where known. instead: what else can be done. Other errors pass, those of a network among
     them.
     """
     try:

@@ -181,7 +181,7 @@ class TeacherRows(Rows):
     """None where positions are the student's, or the tokenizer is another."""
     leakage: Tensor | None = None
     """int64 [B, 2]: bytes of the response that also stand in the teacher's context, and its bytes; None without one."""
-    beside: tuple[TokenRows, ...] = ()
+    variants: tuple[TokenRows, ...] = ()
     """The same responses without the context and with another record's, for the privilege gap; empty where that is not
     measured, and in parts of a global batch.
     """
@@ -209,7 +209,7 @@ class TeacherRows(Rows):
 
     def rows(self, start: int, stop: int, student_width: int) -> TeacherRows:
         """Return sequences [start, stop), each side cut to the longest of them; student_width: of its rows."""
-        own = replace(self, beside=()).part(start, stop)
+        own = replace(self, variants=()).part(start, stop)
         tokens, chunks, moved = self.tokens.rows(start, stop), own.chunks, own.moved
         if chunks is not None:
             width = tokens.ids.shape[1]

@@ -56,7 +56,7 @@ class ChatTokens:
             places=places,
         )
 
-    def behind(self, start: int, message: int) -> ChatTokens:
+    def after(self, start: int, message: int) -> ChatTokens:
         """Return the tokens from `start` on, and the messages from `message` on, which begin there."""
         places = None if self.places is None else np.maximum(self.places[message:] - start, 0).astype(np.int32)
         return replace(

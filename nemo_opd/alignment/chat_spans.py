@@ -18,7 +18,7 @@ Render = Callable[[Sequence[Message]], str | None]
 """Renders messages; None where the template refuses them."""
 
 _WRITTEN = ("tool_calls", "function_call", *THINKING)
-"""Keys of a message beside its content that stand for what its author wrote."""
+"""Keys of a message, other than its content, that stand for what its author wrote."""
 _PRIVATE_USE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 
 

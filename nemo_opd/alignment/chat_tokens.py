@@ -43,8 +43,8 @@ class LocatedTokens:
             start = stop = previous
             if content is not None:
                 start = max(previous, self.at(content.start))
-                behind = int(np.searchsorted(self.starts, content.stop, "left"))
-                stop = max(start, behind) if content.stop > content.start else start
+                following = int(np.searchsorted(self.starts, content.stop, "left"))
+                stop = max(start, following) if content.stop > content.start else start
             spans[k] = start, stop
             previous = stop
         return spans

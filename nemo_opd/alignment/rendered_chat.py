@@ -20,7 +20,7 @@ class RenderedChat:
     turns: Mapping[int, int]
     """Assistant message → the place at which the model takes over from the generation prompt."""
 
-    def behind(self, first: int) -> RenderedChat:
+    def after(self, first: int) -> RenderedChat:
         """Return the same text as a rendering of the messages from `first` on."""
         turns = {k - first: place for k, place in self.turns.items() if k >= first}
         return RenderedChat(self.text, self.messages[first:], self.contents[first:], turns)
@@ -31,8 +31,8 @@ class RenderedChat:
         Inside a content that is `place` itself. Between two contents a turn may end anywhere, so it is where the next
         one starts, or the end of the text.
         """
-        behind = (span.start for span in self.contents if span is not None and span.stop > place)
-        return max(place, next(behind, len(self.text)))
+        starts = (span.start for span in self.contents if span is not None and span.stop > place)
+        return max(place, next(starts, len(self.text)))
 
     def counterpart(self, place: int, other: RenderedChat) -> int:
         """Return the place of `other`, another rendering of the conversation, up to which it says what this one does to

@@ -39,7 +39,7 @@ def _evaluated(config: RunFields) -> Iterator[str]:
     evaluation = config.evaluation
     if evaluation is None:
         return
-    for name, questions in (evaluation.asked or {"": evaluation}).items():
+    for name, questions in (evaluation.all_sets or {"": evaluation}).items():
         prefix = f"eval/{name}/" if name else "eval/"
         yield from (f"{prefix}pass@{k}" for k in questions.k)
         yield from (f"{prefix}maj@{k}" for k in questions.k if k > 1)

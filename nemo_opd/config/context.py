@@ -94,8 +94,8 @@ class Context(Settings):
     def contrast_needs_a_gap(self) -> "Context":
         if self.contrast and self.gap_every is None:
             raise ValueError(
-                "contrast=true measures the privilege gap with another record's context beside the gap, which is not "
-                "measured; set gap_every, such as gap_every=50, or contrast=false"
+                "contrast=true measures the privilege gap with another record's context in addition to the gap, which "
+                "is not measured; set gap_every, such as gap_every=50, or contrast=false"
             )
         return self
 

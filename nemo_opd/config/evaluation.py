@@ -91,7 +91,7 @@ class QuestionSet(Questions):
     data: SetSource
     """Questions."""
     reward: Reward | None = None
-    """Value of an answer; by default the reward beside the sets."""
+    """Value of an answer; by default the reward of all sets."""
     prompt: str | None = None
     """Text in place of the question or, in a conversation, of the user's last message: `{prompt}` stands for that,
     other names in braces for columns, as in `{prompt}\\n\\nPut the answer in \\\\boxed{{}}.`
@@ -209,7 +209,7 @@ class QuestionSets(Questions):
 
     def require_no_stops(self, prefix: str) -> None:
         """Raise ValueError for stop texts. prefix: of the settings' keys."""
-        for name, questions in self.asked.items():
+        for name, questions in self.all_sets.items():
             if questions.stop:
                 key = f"{prefix}sets.{name}.stop" if name else f"{prefix}stop"
                 raise ValueError(
@@ -218,7 +218,7 @@ class QuestionSets(Questions):
                 )
 
     @property
-    def asked(self) -> dict[str, Questions]:
+    def all_sets(self) -> dict[str, Questions]:
         """Sets by name; those under `data` have the name ''."""
         unnamed: dict[str, Questions] = {"": self} if self.data.given else {}
         return unnamed | dict(self.sets)
@@ -236,7 +236,7 @@ class Evaluation(QuestionSets):
     batch_size: int = Field(64, ge=1)
     """Off-policy: sequences a rank of the student samples at a time. On-policy, `rollout.batch_size` is."""
     teacher_batch_size: int = Field(64, ge=1)
-    """Sequences a rank of a teacher samples at a time, beside all of its weights: the estimate's phase `answers`."""
+    """Sequences a rank of a teacher samples at a time, next to all of its weights: the estimate's phase `answers`."""
     num_samples_shown: int = Field(8, ge=0)
     """Questions of each set whose answers, of whoever is asked, are in samples.jsonl and in the report."""
 
@@ -274,11 +274,11 @@ class EvaluationConfig(QuestionSets):
     data: QuestionSource = Field(default_factory=QuestionSource)
     """Questions; scored by `reward`."""
     reward: Reward | None = None
-    """Reward of an answer; needed where a set has none of its own."""
+    """Reward of an answer; needed where a set has none."""
     environment: Environment | None = None
     """Environment that answers between the model's turns; None: it has one turn."""
     rollout: Rollouts = Field(default_factory=HFRollout)
-    """The engine. How it samples is told beside it: n, temperature, top_p, top_k, max_new_tokens."""
+    """The engine. How it samples is set next to it: n, temperature, top_p, top_k, max_new_tokens."""
     max_new_tokens: int = Field(DEFAULT_NEW_TOKENS, ge=1)
     """Most tokens in one turn of the model."""
     max_prompt_length: int | None = Field(None, ge=1)
@@ -301,10 +301,10 @@ class EvaluationConfig(QuestionSets):
 
     @model_validator(mode="after")
     def sampling_is_told_once(self) -> Self:
-        told = [key for key in (*RolloutBase.model_fields, "sleep") if key in self.rollout.model_fields_set]
-        if told:
-            way_out = f"write {told[0]}=…" if told[0] in type(self).model_fields else "leave it out"
-            raise ValueError(f"rollout.{told[0]} is for training, and has no effect on an evaluation; {way_out}")
+        given = [key for key in (*RolloutBase.model_fields, "sleep") if key in self.rollout.model_fields_set]
+        if given:
+            way_out = f"write {given[0]}=…" if given[0] in type(self).model_fields else "leave it out"
+            raise ValueError(f"rollout.{given[0]} is for training, and has no effect on an evaluation; {way_out}")
         return self
 
     @model_validator(mode="after")
@@ -315,7 +315,7 @@ class EvaluationConfig(QuestionSets):
         ):
             if not isinstance(self.rollout, HFRollout) and is_changed:
                 raise ValueError(
-                    f"{key}: with rollout.type={self.rollout.type} a server answers, which has ranks of its own; leave "
+                    f"{key}: with rollout.type={self.rollout.type} a server answers, which has its own ranks; leave "
                     f"{key} out, or write rollout=hf"
                 )
         return self
@@ -333,7 +333,7 @@ class EvaluationConfig(QuestionSets):
 
     @model_validator(mode="after")
     def answers_have_a_reward(self) -> Self:
-        for name, questions in self.asked.items():
+        for name, questions in self.all_sets.items():
             if self.reward is None and not (isinstance(questions, QuestionSet) and questions.reward):
                 key = f"sets.{name}.reward" if name else "reward"
                 raise ValueError(f"{key}: answers are scored by the reward; set {key}, such as reward=numeric")

@@ -35,7 +35,7 @@ def _check_sets(config: RunFields) -> None:
         return
     if config.environment is not None:
         evaluation.require_no_stops("evaluation.")
-    for name in evaluation.asked:
+    for name in evaluation.all_sets:
         reward = evaluation.sets[name].reward if name else None
         if (reward or config.reward) is None:
             key = f"evaluation.sets.{name}.reward" if name else "reward"
@@ -55,7 +55,7 @@ def check_new_tokens(config: RunFields) -> None:
     evaluation = config.evaluation
     if evaluation is None or config.rollout is not None:
         return
-    for name in evaluation.asked:
+    for name in evaluation.all_sets:
         new = config.new_tokens(name)
         if new >= config.train.max_length:
             key = f"evaluation.sets.{name}.max_new_tokens" if name else "evaluation.max_new_tokens"
@@ -206,7 +206,7 @@ def longest_prompt(config: RunFields) -> int:
     if rollout is not None:
         return rollout.max_prompt_length or config.train.max_length - rollout.max_new_tokens
     assert config.evaluation is not None
-    return config.train.max_length - min(map(config.new_tokens, config.evaluation.asked), default=1)
+    return config.train.max_length - min(map(config.new_tokens, config.evaluation.all_sets), default=1)
 
 
 def _term_key(config: RunFields, teacher: int) -> str:

@@ -141,7 +141,7 @@ class _CompoundReward(RewardBase):
     @model_validator(mode="after")
     def the_whole_weighs_rollouts(self) -> Self:
         if any(part.weighting_beta is not None for part in self.parts):
-            raise ValueError("weighting_beta of a part has no effect; write it beside type, for the whole reward")
+            raise ValueError("weighting_beta of a part has no effect; write it next to type, for the whole reward")
         return self
 
 

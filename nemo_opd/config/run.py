@@ -131,7 +131,7 @@ class RunConfig(RunFields):
             if isinstance(self.aggregation, AveragedLogits) and teacher.loss is not None:
                 raise ValueError(
                     f"teachers.{i}.loss.type={teacher.loss.type}: aggregation.type=averaged_logits compares with all "
-                    "teachers at once, so none has a loss of its own; set it under loss"
+                    "teachers at once, so none has its own loss; set it under loss"
                 )
         return self
 
@@ -170,7 +170,7 @@ class RunConfig(RunFields):
         if placement == "separate" and teachers and all(teacher.is_student for teacher in teachers):
             raise ValueError(
                 f"cluster.placement=separate: every teacher has the student's weights (teachers.0.weights="
-                f"{teachers[0].weights}) and computes in the student's processes, so none has devices of its own; "
+                f"{teachers[0].weights}) and computes in the student's processes, so none has its own devices; "
                 "write cluster.placement=colocated"
             )
         return self

@@ -161,7 +161,7 @@ class RunFields(Settings):
         """Return the most tokens in one turn of an answer to a set of questions."""
         assert self.evaluation is not None
         default = DEFAULT_NEW_TOKENS if self.rollout is None else self.rollout.max_new_tokens
-        return self.evaluation.asked.get(name, self.evaluation).max_new_tokens or default
+        return self.evaluation.all_sets.get(name, self.evaluation).max_new_tokens or default
 
     def term(self, teacher: int) -> LossTerm:
         """Return the distillation term of one teacher: its own, else the run's, as its tokenizer allows."""

@@ -134,7 +134,7 @@ class TeacherBase(Model):
         return self
 
     @model_validator(mode="after")
-    def cached_answers_are_behind_one_prompt(self) -> Self:
+    def cached_answers_follow_one_prompt(self) -> Self:
         if self.cache is not None and self.context is not None and self.context.gap_every is not None:
             raise ValueError(
                 f"context.gap_every={self.context.gap_every}: the answers in cache={self.cache} are those with the "

@@ -14,7 +14,7 @@ from nemo_opd.data.chat_beginning import locate_beginning, locate_up_to
 from nemo_opd.data.context import Content
 from nemo_opd.data.documents import Conversation, Document
 from nemo_opd.data.encoders import ChatEncoder
-from nemo_opd.data.in_context import InContext, align_behind, verbatim
+from nemo_opd.data.in_context import InContext, align_after, verbatim
 from nemo_opd.data.record import Message
 from nemo_opd.data.samples import (
     SameTokenizer,
@@ -127,7 +127,7 @@ def in_context(student: StudentChat, teacher: InContext[ChatReader]) -> TeacherS
         assert not isinstance(content, str)
         if isinstance(reader, SameTokenizer):
             return _verbatim(student, reader, teacher, content, first)
-        return _behind(student, reader, teacher, content, first)
+        return _after(student, reader, teacher, content, first)
 
     return teacher.sample(messages[:first], conversation.fields, said, sample_in)
 
@@ -150,7 +150,7 @@ def _verbatim(
     return verbatim(reader, ids, student.tokens, start, teacher.max_length)
 
 
-def _behind(
+def _after(
     student: StudentChat,
     reader: CrossTokenizerChat,
     teacher: InContext[ChatReader],
@@ -163,10 +163,10 @@ def _behind(
     theirs = reader.encoder.rendered(Conversation(messages, conversation.tools))
     if len(prompt) not in theirs.turns:
         raise DataError(f"{teacher.context.key}: the teacher's chat template leaves out the assistant's message")
-    located = _as_far(student, reader, student.rendered.behind(first), theirs.behind(len(prompt)))
+    located = _as_far(student, reader, student.rendered.after(first), theirs.after(len(prompt)))
     starts = student.located.at(student.rendered.turns[first]), located.at(theirs.turns[len(prompt)])
     teacher.require_room(starts[1])
     whole = reader.encoder.read(theirs, located)
     whole = replace(whole, assistant_mask=whole.assistant_mask & (np.arange(len(whole.ids)) >= starts[1]))
-    alignment = align_behind(reader.aligner, student.kept, whole, starts, (first, len(prompt)))
+    alignment = align_after(reader.aligner, student.kept, whole, starts, (first, len(prompt)))
     return _aligned(student, reader, whole, alignment)

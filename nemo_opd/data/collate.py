@@ -74,7 +74,7 @@ def _teacher_rows(rows: Sequence[TeacherSample], students: Sequence[Tokens]) -> 
         _chunk_rows(chunks) if chunks else None,
         moved=_moved_rows(rows, students),
         leakage=torch.tensor(leakage, dtype=torch.int64) if leakage else None,
-        beside=tuple(_token_rows(variant) for variant in zip(*(row.beside for row in rows), strict=True)),
+        variants=tuple(_token_rows(variant) for variant in zip(*(row.variants for row in rows), strict=True)),
     )
 
 

@@ -66,7 +66,7 @@ class Context:
         return [system, *messages[messages[0]["role"] == "system" :]]
 
     def response_start(self, messages: Sequence[Message]) -> int | None:
-        """Return the first message of the assistant behind all that the teacher reads differently; None for none.
+        """Return the first message of the assistant after all that the teacher reads differently; None for none.
 
         A message that begins the conversation belongs to the prompt. It is the first other one where only the system
         message differs, else the first after the last of the user that is answered.

@@ -80,21 +80,21 @@ class InContext(Generic[Reader]):
     def sample(
         self, prompt: Content, fields: Fields, response: str, sample_in: Callable[[Content], TeacherSample]
     ) -> TeacherSample:
-        """Return the sample of a response behind this teacher's prompt.
+        """Return the sample of a response after this teacher's prompt.
 
-        prompt: the student's. response: its text. sample_in: makes the sample of the response behind any prompt.
+        prompt: the student's. response: its text. sample_in: makes the sample of the response after any prompt.
         Raises DataError for a record that no prompt can be made of, and what `sample_in` raises.
         """
         contents = self.context.contents(prompt, fields)
         own, *others = map(sample_in, contents)
         found = leakage(response, said_in(contents[0]), said_in(prompt))
-        return replace(own, leakage=found, beside=tuple(other.tokens for other in others))
+        return replace(own, leakage=found, variants=tuple(other.tokens for other in others))
 
     def unanswered(self, sample: TeacherSample) -> TeacherSample:
         """Return the sample of a text without a response, of which nothing is compared. sample: without the context."""
         tokens = replace(sample.tokens, loss_mask=np.zeros_like(sample.tokens.loss_mask))
-        beside = (tokens,) * (self.context.num_readings - 1)
-        found = replace(sample, tokens=tokens, leakage=(0, 0), beside=beside)
+        variants = (tokens,) * (self.context.num_readings - 1)
+        found = replace(sample, tokens=tokens, leakage=(0, 0), variants=variants)
         if sample.chunks is None:
             return replace(found, moved_by=0)
         ours, theirs = (np.full_like(side, NO_CHUNK) for side in (sample.chunks.student, sample.chunks.teacher))
@@ -104,7 +104,7 @@ class InContext(Generic[Reader]):
 def verbatim(
     reader: SameTokenizer, prompt: NDArray[np.int32], student: Tokens, start: int, max_length: int
 ) -> TeacherSample:
-    """Return the sample of a teacher that reads the student's tokens from `start` on behind its own prompt."""
+    """Return the sample of a teacher that reads the student's tokens from `start` on after its own prompt."""
     response = reader.sample(student).tokens
 
     def joined(before: NDArray[Scalar], values: NDArray[Scalar]) -> NDArray[Scalar]:
@@ -117,7 +117,7 @@ def verbatim(
     return TeacherSample(tokens, None, moved_by=len(prompt) - start)
 
 
-def align_behind(
+def align_after(
     aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens, starts: tuple[int, int], messages: tuple[int, int]
 ) -> Alignment:
     """Align two conversations from a token and a message of each side on; before it there is no chunk.
@@ -125,11 +125,11 @@ def align_behind(
     starts: first token of the student and of the teacher. messages: the first that both have. Raises AlignmentError as
     `align_chat` does.
     """
-    tails = (side.behind(*at) for side, at in zip((student, teacher), zip(starts, messages, strict=True), strict=True))
-    return placed_behind(align_chat(aligner, *tails), *starts)
+    tails = (side.after(*at) for side, at in zip((student, teacher), zip(starts, messages, strict=True), strict=True))
+    return placed_after(align_chat(aligner, *tails), *starts)
 
 
-def placed_behind(alignment: Alignment, student: int, teacher: int) -> Alignment:
+def placed_after(alignment: Alignment, student: int, teacher: int) -> Alignment:
     """Return the alignment of sequences that have these numbers of tokens more before it, which have no partner."""
 
     def after(number: int, ids: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -16,7 +16,7 @@ from nemo_opd.data.chat import CrossTokenizerChat
 from nemo_opd.data.context import Content, said_in
 from nemo_opd.data.continuation import Continued, TextContinuation, text_of
 from nemo_opd.data.documents import Conversation
-from nemo_opd.data.in_context import InContext, align_behind, placed_behind, verbatim
+from nemo_opd.data.in_context import InContext, align_after, placed_after, verbatim
 from nemo_opd.data.record import Message, Rollout
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, require_ids, usable_chunks
 from nemo_opd.errors import AlignmentError, DataError
@@ -95,7 +95,7 @@ def teacher_sample(
 
 
 def _in_context(rollout: Rollout, student: Tokens, teacher: InContext[RolloutReader]) -> TeacherSample:
-    """Make the sample of a teacher with a context: of the response behind its own prompt."""
+    """Make the sample of a teacher with a context: of the response after its own prompt."""
     reader, prompt, start = teacher.reader, rollout.prompt, int(rollout.turns[0, 0])
 
     def sample_in(content: Content) -> TeacherSample:
@@ -103,9 +103,9 @@ def _in_context(rollout: Rollout, student: Tokens, teacher: InContext[RolloutRea
             ids = teacher.prompt_ids(content, prompt.tools, rollout.before)
             return verbatim(reader, ids, student, start, teacher.max_length)
         if isinstance(reader, CrossTokenizerText):
-            return _text_behind(rollout, student, reader, teacher, said_in(content))
+            return _text_after(rollout, student, reader, teacher, said_in(content))
         assert not isinstance(content, str)
-        return _chat_behind(rollout, student, reader, teacher, content)
+        return _chat_after(rollout, student, reader, teacher, content)
 
     return teacher.sample(prompt.content, prompt.fields, "".join(rollout.responses), sample_in)
 
@@ -127,10 +127,10 @@ def _text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText)
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
 
 
-def _text_behind(
+def _text_after(
     rollout: Rollout, student: Tokens, reader: CrossTokenizerText, teacher: InContext[RolloutReader], text: str
 ) -> TeacherSample:
-    """Make a sample of the response behind another prompt, from the first place on at which both begin a token."""
+    """Make a sample of the response after another prompt, from the first place on at which both begin a token."""
     start = int(rollout.turns[0, 0])
     tokens, whole = _continued(rollout, reader, text)
     teacher.require_room(whole.start)
@@ -138,7 +138,7 @@ def _text_behind(
     theirs = _begins(tokens.num_bytes[whole.start :], whole.before)
     _, i, k = np.intersect1d(ours, theirs, return_indices=True)
     own, other = start + int(i.min(initial=len(ours))), whole.start + int(k.min(initial=len(theirs)))
-    alignment = placed_behind(reader.aligner.align(student.ids[own:], tokens.ids[other:]), own, other)
+    alignment = placed_after(reader.aligner.align(student.ids[own:], tokens.ids[other:]), own, other)
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, reader.equal_history))
 
 
@@ -155,20 +155,20 @@ def _chat_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerChat)
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
 
 
-def _chat_behind(
+def _chat_after(
     rollout: Rollout,
     student: Tokens,
     reader: CrossTokenizerChat,
     teacher: InContext[RolloutReader],
     prompt: Sequence[Message],
 ) -> TeacherSample:
-    """Make a sample of the student's turns behind another prompt in the teacher's template."""
+    """Make a sample of the student's turns after another prompt in the teacher's template."""
     first = len(rollout.prompt.content)
     turns = [len(prompt) + k - first for k in rollout.turn_messages]
     whole = _own_turns(_read(rollout, reader, [*prompt, *rollout.messages[first:]]), rollout, turns)
     starts = int(rollout.turns[0, 0]), int(np.flatnonzero(whole.assistant_mask).min(initial=len(whole.ids)))
     teacher.require_room(starts[1])
-    alignment = align_behind(reader.aligner, _sampled_tokens(rollout), whole, starts, (first, len(prompt)))
+    alignment = align_after(reader.aligner, _sampled_tokens(rollout), whole, starts, (first, len(prompt)))
     tokens = reader.encoder.tokens(whole.cut(reader.encoder.max_length))
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, reader.equal_history))
 

@@ -48,7 +48,7 @@ class Chunks:
     teacher: NDArray[np.int32]
     """[T]"""
     changed_from: int
-    """The first chunk behind contents that the two sides read differently; beyond all ids where there is none."""
+    """The first chunk after contents that the two sides read differently; beyond all ids where there is none."""
     stop: int
     """The first chunk that is not compared, for what the sides have read before it; beyond all ids for none."""
     marks: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -64,7 +64,7 @@ class Chunks:
 
     @property
     def histories(self) -> tuple[int, int]:
-        """Usable chunks, and those of them behind contents that the two sides read differently."""
+        """Usable chunks, and those of them after contents that the two sides read differently."""
         used = np.unique(self.student[self.student >= 0])
         return len(used), int((used >= self.changed_from).sum())
 
@@ -74,15 +74,15 @@ class TeacherSample:
     tokens: Tokens
     chunks: Chunks | None
     """None where the teacher shares the student's tokenizer; `tokens` are then the student's, but for those that the
-    teacher does not have, and for a prompt of its own.
+    teacher does not have, and for its own prompt.
     """
     moved_by: int | None = None
     """Place of a token that both read among `tokens`, less its place among the student's, where the teacher shares the
-    tokenizer and has a prompt of its own; None without one.
+    tokenizer and has its own prompt; None without one.
     """
     leakage: tuple[int, int] | None = None
     """Bytes of the response that also stand in the teacher's context, and its bytes; None without a context."""
-    beside: tuple[Tokens, ...] = ()
+    variants: tuple[Tokens, ...] = ()
     """The same response without the context and with another record's, where the privilege gap is measured."""
 
     def at_student(self, values: NDArray[_Scalar], length: int) -> NDArray[_Scalar]:
@@ -181,7 +181,7 @@ def identity_of(kind: str, student: _Encodes, teachers: Sequence[_Reads]) -> str
 
 
 def exact_length(alignment: Alignment) -> int:
-    """Tokens of the teacher through its last chunk that is exact: nothing behind it is compared with the student.
+    """Tokens of the teacher through its last chunk that is exact: nothing after it is compared with the student.
 
     Where both sides end differently, one of them cut, an inexact chunk reaches to both ends.
     """
@@ -205,14 +205,14 @@ def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens, equal_
         # Without a chunk every id is −1; with one, −1 looks up the last chunk and stays −1 either way.
         return np.where(usable[chunk_id], chunk_id, np.int32(-1)) if len(usable) else chunk_id
 
-    def behind(history: int) -> int:
+    def after(history: int) -> int:
         return int(np.searchsorted(alignment.history, history, "right"))
 
     return Chunks(
         kept(alignment.student_chunk_id[: len(student)]),
         kept(alignment.teacher_chunk_id[: len(teacher)]),
-        changed_from=behind(HISTORY_REWRITTEN),
-        stop=behind(_ALLOWED_HISTORY[equal_history]),
+        changed_from=after(HISTORY_REWRITTEN),
+        stop=after(_ALLOWED_HISTORY[equal_history]),
         marks=np.flatnonzero(alignment.special).astype(np.int32),
     )
 

@@ -45,8 +45,8 @@ def _arrays(sample: Sample) -> dict[str, NDArray[Any]]:
             arrays[f"{i}.moved_by"] = np.array(teacher.moved_by)
         if teacher.leakage is not None:
             arrays[f"{i}.leakage"] = np.array(teacher.leakage)
-        for k, tokens in enumerate(teacher.beside):
-            arrays |= _named(tokens, f"{i}.beside.{k}")
+        for k, tokens in enumerate(teacher.variants):
+            arrays |= _named(tokens, f"{i}.variants.{k}")
     return arrays
 
 
@@ -58,9 +58,9 @@ def _sample(arrays: dict[str, NDArray[Any]]) -> Sample:
         own = _tokens(arrays, f"{i}") if f"{i}.ids" in arrays else student
         moved_by = arrays[f"{i}.moved_by"].item() if f"{i}.moved_by" in arrays else None
         leakage = tuple(arrays[f"{i}.leakage"].tolist()) if f"{i}.leakage" in arrays else None
-        num_beside = sum(name.startswith(f"{i}.beside.") and name.endswith(".ids") for name in arrays)
-        beside = tuple(_tokens(arrays, f"{i}.beside.{k}") for k in range(num_beside))
-        return TeacherSample(own, _chunks(arrays, i), moved_by, leakage, beside)
+        num_variants = sum(name.startswith(f"{i}.variants.") and name.endswith(".ids") for name in arrays)
+        variants = tuple(_tokens(arrays, f"{i}.variants.{k}") for k in range(num_variants))
+        return TeacherSample(own, _chunks(arrays, i), moved_by, leakage, variants)
 
     return Sample(student, tuple(teacher(i) for i in range(num_teachers)))
 

@@ -28,7 +28,7 @@ from nemo_opd.rollout.installed import require_installed
 
 
 @dataclass(frozen=True, slots=True)
-class AskedSet:
+class ResolvedSet:
     """A set of questions in the settings, with what it has from other sections."""
 
     name: str
@@ -49,7 +49,7 @@ class AskedSet:
 
     @property
     def reward_key(self) -> str:
-        """Key of the reward: the set's own, or the one beside all sets."""
+        """Key of the reward: the set's own, or that of all sets."""
         has_own = isinstance(self.settings, QuestionSet) and self.settings.reward is not None
         return f"{self.prefix}reward" if has_own else "reward"
 
@@ -100,24 +100,24 @@ def with_columns(
     return RowLayout(layout) if reads_rows(reward) else layout
 
 
-def asked_sets(
+def resolved_sets(
     evaluation: QuestionSets, data: Data | QuestionSource, reward: Reward | None, prefix: str
-) -> Iterator[AskedSet]:
+) -> Iterator[ResolvedSet]:
     """Yield the sets of questions. data, reward: defaults of sets that name none.
 
     prefix: of the keys of `evaluation`. Raises ConfigError for texts with a system message, and DataError where there
     is nothing to ask.
     """
-    if not (evaluation.asked or evaluation.benchmarks):
+    if not (evaluation.all_sets or evaluation.benchmarks):
         require_source(evaluation.data, key=f"{prefix}data")
-    for name, settings in evaluation.asked.items():
+    for name, settings in evaluation.all_sets.items():
         if not isinstance(settings, QuestionSet):
             assert reward is not None, "checked with the settings"
-            yield AskedSet(name, settings, reward, prefix, data.text_key, data.messages_key, data.tools_key)
+            yield ResolvedSet(name, settings, reward, prefix, data.text_key, data.messages_key, data.tools_key)
             continue
         source = settings.data
         is_text = source.text_key is not None
-        found = AskedSet(
+        found = ResolvedSet(
             name,
             settings,
             settings.reward or reward,  # type: ignore[arg-type]  # checked with the settings
@@ -135,21 +135,21 @@ def asked_sets(
         yield found
 
 
-def build_set_reward(asked: AskedSet) -> RewardFunction:
+def build_set_reward(resolved: ResolvedSet) -> RewardFunction:
     """Return the set's reward. Raises ConfigError, with its key, for a function or a schema that is not there."""
     try:
-        return build_reward(asked.reward)
+        return build_reward(resolved.reward)
     except ConfigError as error:
-        raise ConfigError(f"{asked.reward_key}{str(error).removeprefix('reward')}") from error
+        raise ConfigError(f"{resolved.reward_key}{str(error).removeprefix('reward')}") from error
 
 
-def check_sets(sets: Iterator[AskedSet]) -> None:
+def check_sets(sets: Iterator[ResolvedSet]) -> None:
     """Raise an OPDError for data, libraries or a reward of a set that are not there."""
-    for asked in sets:
-        require_extras(None, asked.reward, None)
-        require_suitable(asked.settings.data, asked.layout, key=asked.key)
-        if not calls_users_code(asked.reward):
-            build_set_reward(asked).close()
+    for resolved in sets:
+        require_extras(None, resolved.reward, None)
+        require_suitable(resolved.settings.data, resolved.layout, key=resolved.key)
+        if not calls_users_code(resolved.reward):
+            build_set_reward(resolved).close()
 
 
 def check_benchmarks(evaluation: QuestionSets | None, prefix: str) -> None:
@@ -183,5 +183,5 @@ def check_inputs(config: EvaluationConfig) -> None:
         read_template(config.chat_template, key="chat_template")
     require_extras(None, config.reward, config.rollout)
     require_installed(config.rollout)
-    check_sets(asked_sets(config, config.data, config.reward, ""))
+    check_sets(resolved_sets(config, config.data, config.reward, ""))
     check_benchmarks(config, "")

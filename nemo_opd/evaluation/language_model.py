@@ -26,7 +26,7 @@ _Pair = tuple[Any, list[int], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """Facts about a model that lm-eval needs besides its answers."""
+    """Facts about a model that lm-eval needs in addition to its answers."""
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int

@@ -11,7 +11,7 @@ from nemo_opd.data.prompts import read_prompts
 from nemo_opd.data.record import Prompt
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
-from nemo_opd.evaluation.inputs import AskedSet
+from nemo_opd.evaluation.inputs import ResolvedSet
 from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
 from nemo_opd.progress import working
 from nemo_opd.rewards import RewardFunction, check_answers
@@ -21,21 +21,21 @@ from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.renderer import Renderer
 
 
-def read_questions(asked: AskedSet) -> list[Prompt]:
+def read_questions(resolved: ResolvedSet) -> list[Prompt]:
     """Return the questions, with the set's prompt around them.
 
     Raises DataError, with the row, for a question that cannot be read or does not fit the reward.
     """
-    layout = asked.layout
-    with working(f"reading {asked.key}"):
-        documents = load_documents(asked.settings.data, layout, key=asked.key)
+    layout = resolved.layout
+    with working(f"reading {resolved.key}"):
+        documents = load_documents(resolved.settings.data, layout, key=resolved.key)
         prompts = read_prompts(documents, range(len(documents)), layout.columns)
-    check_answers(asked.reward, prompts, source=asked.key)
-    settings = asked.settings.context if isinstance(asked.settings, QuestionSet) else None
+    check_answers(resolved.reward, prompts, source=resolved.key)
+    settings = resolved.settings.context if isinstance(resolved.settings, QuestionSet) else None
     if settings is None:
         return prompts
-    context = Context(settings, {name: name for name in settings.fields}, asked.prefix.rstrip("."))
-    return [_within(context, prompt, asked.key) for prompt in prompts]
+    context = Context(settings, {name: name for name in settings.fields}, resolved.prefix.rstrip("."))
+    return [_within(context, prompt, resolved.key) for prompt in prompts]
 
 
 def _within(context: Context, prompt: Prompt, key: str) -> Prompt:
@@ -46,7 +46,7 @@ def _within(context: Context, prompt: Prompt, key: str) -> Prompt:
 
 
 def ask(
-    asked: AskedSet,
+    resolved: ResolvedSet,
     questions: Sequence[Prompt],
     reward: RewardFunction,
     engine: Generator,
@@ -62,7 +62,7 @@ def ask(
 
     Raises what the engine, the environment and `evaluate_task` raise.
     """
-    settings = asked.settings
+    settings = resolved.settings
     collector = partial(
         Collector,
         engine,
@@ -76,6 +76,6 @@ def ask(
     sampled = collector(sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False))
     greedy = collector(sampling=Sampling(temperature=0.0, needs_raw=False)) if settings.greedy else None
     result = evaluate_task(
-        greedy, sampled, questions, reward, settings, name=asked.name, failures_are_wrong=failures_are_wrong
+        greedy, sampled, questions, reward, settings, name=resolved.name, failures_are_wrong=failures_are_wrong
     )
-    return replace(result, levels=asked.levels(questions))
+    return replace(result, levels=resolved.levels(questions))

@@ -104,7 +104,7 @@ class _Prepared:
     teacher_sums: Tensor | None
     ratios: Tensor | None
     """[u, Y]: of cells with lists."""
-    besides: Tensor | None
+    extra: Tensor | None
     """[u]: parts of the loss that the pass over rows does not form."""
     losses: Tensor
     """[u], written by the kernel."""
@@ -125,11 +125,11 @@ class _Prepared:
         weights = form.cells.teacher_weights
         teacher = row_sums(form.teacher, len(weights), form.temperature, weights, None, len(part))
         rows = _rows_of(part)
-        ratios, besides = log_ratios(student, rows, form, sums, teacher)
+        ratios, extra = log_ratios(student, rows, form, sums, teacher)
         if form.coverage:
             own = sums.index_select(0, rows)
-            besides = besides + form.coverage * ((own[:, 0] - own[:, 2]) + (own[:, 1] - own[:, 3]))
-        return _Prepared(part, units, sums, teacher, ratios, besides, losses, leans)
+            extra = extra + form.coverage * ((own[:, 0] - own[:, 2]) + (own[:, 1] - own[:, 3]))
+        return _Prepared(part, units, sums, teacher, ratios, extra, losses, leans)
 
     @property
     def measure(self) -> Measure:
@@ -141,10 +141,10 @@ class _Prepared:
         return self.measure.kind != FORWARD_KL
 
     def loss(self) -> Tensor:
-        return self.losses if self.besides is None else self.losses + self.besides
+        return self.losses if self.extra is None else self.losses + self.extra
 
     def num_bytes(self, student: Tensor) -> int:
-        """Count what is read besides the student's row."""
+        """Count what is read in addition to the student's row."""
         form, num = self.part.form, len(self.part)
         if isinstance(form, Surprise):
             return 0

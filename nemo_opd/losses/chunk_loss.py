@@ -230,7 +230,7 @@ def first_position_term(
     """Make the term τ² · Σ compare over units (methods.md §5, §7.1).
 
     cells_per_unit: fp32 numbers that a unit takes at the peak of a chunk, both sides' logits included; positions: what
-    it takes besides, see `unit_cells`. compare_onto, on_cells: the same as `compare`, in closed form and for kernels.
+    it takes in addition, see `unit_cells`. compare_onto, on_cells: as `compare`, in closed form and for kernels.
     """
     temperature, units = inputs.temperature, inputs.units
     ahead = inputs.teacher_ahead(units.teacher_rows)

@@ -119,7 +119,7 @@ class _Formula:
 
 @cache
 def _users_function(reference: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return the function that `package.module:function` names, and what it asks for besides the logits.
+    """Return the function that `package.module:function` names, and what it asks for in addition to the logits.
 
     Raises ConfigError where it cannot be imported, or is no function.
     """

@@ -25,7 +25,7 @@ from nemo_opd.types import Mean, Metric
 LIVE_ROWS = 6
 """Tensors of the size of a chunk's rows alive at its peak."""
 _LIVE_CELLS = 30
-"""fp32 numbers for each column of the support besides; an int64 index counts as two."""
+"""fp32 numbers for each column of the support, in addition; an int64 index counts as two."""
 
 
 @Loss

@@ -212,7 +212,9 @@ def _check_mixture(named: dict[str, nn.Module], plan: TensorPlan, mixture: str, 
         linear: Any = named[name]
         is_summed = style is Style.ROWS and linear.bias is None
         if inside(name, mixture) and style in _LINEAR and style is not Style.COLUMNS and not is_summed:
-            raise ModelError(f"{value}: {name} is cut in a way that is not supported beside experts; set it to 1")
+            raise ModelError(
+                f"{value}: {name} is cut in a way that is not supported together with experts; set it to 1"
+            )
 
 
 def _check_positions(named: dict[str, nn.Module], plan: TensorPlan, value: str) -> None:

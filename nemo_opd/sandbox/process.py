@@ -122,10 +122,10 @@ class SandboxedProcess:
         if not is_whole:
             reason = "output" if len(output) >= limits[self._process.stdout] else "time"
             return Ending(output, reason)
-        started, _, told = report.partition(b"\n")
+        started, _, state = report.partition(b"\n")
         if started != b"started":
             raise SandboxError(_last_line(problem) or f"it ended with status {self._process.wait()}")
-        return _ending(output, told)
+        return _ending(output, state)
 
     def terminate(self) -> None:
         """Let it end soon; for another thread than the one that waits."""
@@ -176,11 +176,11 @@ def _read_to_the_end(read: Mapping[Any, bytearray], limits: Mapping[Any, int], s
     return True
 
 
-def _ending(output: bytes, told: bytes) -> Ending:
+def _ending(output: bytes, state: bytes) -> Ending:
     """Raises SandboxError where a limit could not be set."""
-    if not told:  # the supervisor was killed, as by the kernel where memory is short
+    if not state:  # the supervisor was killed, as by the kernel where memory is short
         return Ending(output, "killed")
-    report, _ = json.JSONDecoder().raw_decode(told.decode())
+    report, _ = json.JSONDecoder().raw_decode(state.decode())
     if report["ended"] == "broken":
         raise SandboxError(report["why"])
     return Ending(output, report["ended"], report.get("status"))

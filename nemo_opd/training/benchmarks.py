@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class AskedModel:
+class BenchmarkedModel:
     """A model as benchmarks ask it."""
 
     text: TextModel
@@ -40,8 +40,8 @@ class Benchmarks:
     """Benchmarks of an evaluation, and the models that are asked."""
 
     loaded: tuple[LoadedBenchmark, ...]
-    student: AskedModel
-    teachers: tuple[AskedModel, ...]
+    student: BenchmarkedModel
+    teachers: tuple[BenchmarkedModel, ...]
     """Active teachers, if they are asked."""
 
 
@@ -76,7 +76,7 @@ def load_tasks(config: RunConfig) -> tuple[LoadedBenchmark, ...]:
     return loaded
 
 
-def asked_benchmarks(
+def plan_benchmarks(
     config: RunConfig, loaded: tuple[LoadedBenchmark, ...], student: ModelInfo, teachers: Sequence[ModelInfo]
 ) -> Benchmarks | None:
     """Return the benchmarks with the models that are asked; None without any.
@@ -89,8 +89,8 @@ def asked_benchmarks(
     asked = zip(config.active_teachers, teachers, strict=True) if config.evaluation.teachers else ()
     return Benchmarks(
         loaded,
-        _asked(config, config.student, student, "student"),
-        tuple(_asked(config, settings, info, f"teachers.{i}") for i, (settings, info) in enumerate(asked)),
+        _benchmarked(config, config.student, student, "student"),
+        tuple(_benchmarked(config, settings, info, f"teachers.{i}") for i, (settings, info) in enumerate(asked)),
     )
 
 
@@ -106,7 +106,7 @@ def _check_metric(metric: str, key: str, loaded: Sequence[LoadedBenchmark]) -> N
             raise ConfigError(f"{key}={metric}: that benchmark has no such figure; there are {named}")
 
 
-def _asked(config: RunConfig, settings: Student | Teacher, info: ModelInfo, key: str) -> AskedModel:
+def _benchmarked(config: RunConfig, settings: Student | Teacher, info: ModelInfo, key: str) -> BenchmarkedModel:
     from nemo_opd.evaluation.language_model import TextModel
 
     assert config.evaluation is not None
@@ -118,7 +118,7 @@ def _asked(config: RunConfig, settings: Student | Teacher, info: ModelInfo, key:
         )
     model = load_config(settings.reference, key=f"{key}.model")
     longest = longest_request(config.evaluation, info.positions)
-    return AskedModel(
+    return BenchmarkedModel(
         TextModel(info.tokenizer, longest, settings.chat_template_kwargs, config.run.seed),
         end_ids(info.tokenizer, GenerationConfig.from_model_config(model)),
     )

@@ -36,7 +36,7 @@ from nemo_opd.teacher_cache.manifest import CacheManifest, has_manifest, write_m
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.teacher_cache.shard import key_of
 from nemo_opd.teacher_cache.writer import SHARD_BYTES, CacheWriter
-from nemo_opd.training.cache_asking import Ask, Asker, server_answers
+from nemo_opd.training.cache_teacher import Ask, CacheTeacher, server_answers
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.ranks import resolve_device, resolve_layout
@@ -140,7 +140,7 @@ def build_cache(
         if settings.served is not None:
             ask = server_answers(settings, f"teachers.{i}", manifest)
         else:
-            asker = Asker(config, settings, f"teachers.{i}.model", manifest, layout, device, folder)
+            asker = CacheTeacher(config, settings, f"teachers.{i}.model", manifest, layout, device, folder)
             ask = stack.enter_context(asker).ask
             if needs_head:
                 asker.write_head()

@@ -55,7 +55,7 @@ def _scores(config: RunConfig, folder: Path, step: int | None) -> tuple[ScoreRow
     if step is not None:
         records = [record for record in records if record["step"] <= step]
     settings = config.evaluation
-    found = scores(records, config.active_names, values, lambda name: settings.asked.get(name, settings).confidence)
+    found = scores(records, config.active_names, values, lambda name: settings.all_sets.get(name, settings).confidence)
     if step is None:
         return found
     measured = _measured_at(records, step)

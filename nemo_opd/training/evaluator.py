@@ -41,7 +41,7 @@ class Evaluator:
         self._plan, self._config, self._models, self._warn = plan, plan.config, models, warn
         assert plan.config.evaluation is not None
         self._settings = plan.config.evaluation
-        self._rewards = [stack.enter_context(build_set_reward(each.asked)) for each in plan.questions]
+        self._rewards = [stack.enter_context(build_set_reward(each.resolved)) for each in plan.questions]
         self._samples = SampleLog(plan.output_dir / "samples.jsonl")
         self._values = ValueLog(plan.output_dir / "evaluation.jsonl")
         self._samples.truncate_after(step)
@@ -65,10 +65,10 @@ class Evaluator:
             engine = TeacherWorkers(self._models, i, model.end_ids)
             figures |= self._ask(engine, loaded, model, reward, 0, name)
         if (benchmarks := self._plan.benchmarks) is not None:
-            asked = benchmarks.teachers[i]
-            engine = TeacherWorkers(self._models, i, asked.end_ids)
+            teacher = benchmarks.teachers[i]
+            engine = TeacherWorkers(self._models, i, teacher.end_ids)
             scorer = partial(self._models.likelihoods, teacher=i)
-            figures |= self._run_benchmarks(asked.text, scorer, engine, 0, name)
+            figures |= self._run_benchmarks(teacher.text, scorer, engine, 0, name)
         return {f"{figure}/{name}": value for figure, value in figures.items()}
 
     def _run_benchmarks(
@@ -105,17 +105,17 @@ class Evaluator:
         teacher: str | None = None,
     ) -> dict[str, float]:
         """Ask one model the questions of a set, log its answers, and return eval/*; nothing where that fails."""
-        asked, who = loaded.asked, _who(teacher)
+        resolved, who = loaded.resolved, _who(teacher)
         result: EvaluationResult | None = None
-        with self._reported(f"{asked.label}: asking {who} failed after step {step}"):
+        with self._reported(f"{resolved.label}: asking {who} failed after step {step}"):
             result = self._answered(engine, loaded, model, reward)
         if result is None:
             return {}
         if result.failures:
-            self._warn(result.failure_text(f"{asked.label}, {who}"))
+            self._warn(result.failure_text(f"{resolved.label}, {who}"))
         self._samples.write(shown_answers(result, step, self._settings.num_samples_shown, teacher))
         questions = tuple(_name(question.prompt) for question in result.questions)
-        self._values.write(QuestionValues(step, asked.name, teacher, questions, result.values, levels=result.levels))
+        self._values.write(QuestionValues(step, resolved.name, teacher, questions, result.values, levels=result.levels))
         return result.metrics
 
     @contextmanager
@@ -133,14 +133,14 @@ class Evaluator:
     def _answered(
         self, engine: Generator, loaded: LoadedSet, model: SampledModel, reward: RewardFunction
     ) -> EvaluationResult:
-        config, asked = self._config, loaded.asked
+        config, resolved = self._config, loaded.resolved
         return ask(
-            asked,
+            resolved,
             loaded.prompts,
             reward,
             engine,
             model.renderer,
-            max_new_tokens=config.new_tokens(asked.name),
+            max_new_tokens=config.new_tokens(resolved.name),
             max_length=model.max_length,
             environment=config.environment,
             seed=config.run.seed,

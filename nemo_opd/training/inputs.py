@@ -13,7 +13,7 @@ from nemo_opd.data.layout import layout_of as data_layout
 from nemo_opd.data.prompt_layout import prompt_layout
 from nemo_opd.data.schema import require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError
-from nemo_opd.evaluation.inputs import AskedSet, asked_sets, check_benchmarks, check_sets, with_columns
+from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets, with_columns
 from nemo_opd.extras import require_extras
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
 from nemo_opd.models.hub import require_hub
@@ -123,10 +123,10 @@ def domain_column(config: RunConfig) -> str | None:
     return None if key is None else layout_of(config, is_validation=True).columns[key]
 
 
-def sets_of(config: RunConfig) -> Iterator[AskedSet]:
-    """Yield the sets of questions of a run, as `asked_sets` does."""
+def sets_of(config: RunConfig) -> Iterator[ResolvedSet]:
+    """Yield the sets of questions of a run, as `resolved_sets` does."""
     if config.evaluation is not None:
-        yield from asked_sets(config.evaluation, config.data, config.reward, "evaluation.")
+        yield from resolved_sets(config.evaluation, config.data, config.reward, "evaluation.")
 
 
 def has_contrast(config: RunConfig) -> bool:

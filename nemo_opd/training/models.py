@@ -254,10 +254,10 @@ class Models:
         batch: that the teachers have read. asked: teachers that have read the responses after other prompts too.
         """
         with_context = self._log_probabilities(batch, asked)
-        without = self._log_probabilities(_beside(batch, 0), asked)
+        without = self._log_probabilities(_variant(batch, 0), asked)
         found = {f"privilege_gap/{self._names[i]}": gap(with_context[i], without[i]) for i in asked}
-        if others := [i for i in asked if len(batch.teachers[i].beside) > 1]:
-            of_others = self._log_probabilities(_beside(batch, 1), others)
+        if others := [i for i in asked if len(batch.teachers[i].variants) > 1]:
+            of_others = self._log_probabilities(_variant(batch, 1), others)
             found |= {f"contrast_gap/{self._names[i]}": gap(of_others[i], without[i]) for i in others}
         return found
 
@@ -323,10 +323,10 @@ def _retried(by_teacher: Mapping[str, Sequence[TeacherOutput]]) -> dict[str, int
     return {name: sum(filter(None, own)) for name, own in numbers.items() if own[0] is not None}
 
 
-def _beside(batch: Batch, k: int) -> Batch:
+def _variant(batch: Batch, k: int) -> Batch:
     """Return a batch of the same responses, which teachers read after their other prompt k, if they have one."""
     teachers = (
-        replace(rows, tokens=rows.beside[k], chunks=None, moved=None) if k < len(rows.beside) else rows
+        replace(rows, tokens=rows.variants[k], chunks=None, moved=None) if k < len(rows.variants) else rows
         for rows in batch.teachers
     )
     return replace(batch, teachers=tuple(teachers))

@@ -17,7 +17,7 @@ from nemo_opd.evaluation.groups import TokenGroups
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import compute_dtype, load_config
 from nemo_opd.progress import tracked, working
-from nemo_opd.training.benchmarks import asked_benchmarks, load_tasks, longest_question
+from nemo_opd.training.benchmarks import load_tasks, longest_question, plan_benchmarks
 from nemo_opd.training.copies import settle_copies
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
@@ -85,7 +85,7 @@ def preflight(config: RunConfig) -> Plan:
     )
     data = (load_corpus if config.rollout is None else load_prompts)(config, student, teachers)
     questions = load_sets(config, student, teachers)
-    benchmarks = asked_benchmarks(config, tasks, student, teachers)
+    benchmarks = plan_benchmarks(config, tasks, student, teachers)
     parts = build_parts(
         config,
         [teacher.projection for teacher in teacher_plans],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.record import Prompt
-from nemo_opd.evaluation.inputs import AskedSet
+from nemo_opd.evaluation.inputs import ResolvedSet
 from nemo_opd.evaluation.sets import read_questions
 from nemo_opd.rollout.prompts import drop_long
 from nemo_opd.training.inputs import sets_of
@@ -18,7 +18,7 @@ from nemo_opd.training.sampled_models import SampledModel, evaluated_teachers, s
 class LoadedSet:
     """A set of questions, and the models that answer it."""
 
-    asked: AskedSet
+    resolved: ResolvedSet
     prompts: tuple[Prompt, ...]
     num_dropped: int
     """Questions that are too long."""
@@ -33,18 +33,18 @@ def load_sets(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInf
     Raises DataError for questions that cannot be read or do not fit the reward, or where none is left, and what
     `evaluated_teachers` raises.
     """
-    return tuple(_load(config, asked, student, teachers) for asked in sets_of(config))
+    return tuple(_load(config, resolved, student, teachers) for resolved in sets_of(config))
 
 
-def _load(config: RunConfig, asked: AskedSet, student: ModelInfo, teachers: Sequence[ModelInfo]) -> LoadedSet:
+def _load(config: RunConfig, resolved: ResolvedSet, student: ModelInfo, teachers: Sequence[ModelInfo]) -> LoadedSet:
     limit = min(config.train.max_length, student.positions or config.train.max_length)
-    model = sampled_model(config.student, student, "student", limit, is_chat=asked.is_chat)
-    prompts = read_questions(asked)
-    longest = longest_prompt(config) if config.rollout is not None else limit - config.new_tokens(asked.name)
+    model = sampled_model(config.student, student, "student", limit, is_chat=resolved.is_chat)
+    prompts = read_questions(resolved)
+    longest = longest_prompt(config) if config.rollout is not None else limit - config.new_tokens(resolved.name)
     keys = "rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
     if config.rollout is None:
-        keys = f"train.max_length, or lower {asked.prefix}max_new_tokens"
-    kept = drop_long(prompts, model.renderer, longest, key=asked.key, way_out=f"raise {keys}")
+        keys = f"train.max_length, or lower {resolved.prefix}max_new_tokens"
+    kept = drop_long(prompts, model.renderer, longest, key=resolved.key, way_out=f"raise {keys}")
     assert config.evaluation is not None
-    answering = evaluated_teachers(config, teachers, asked, kept.prompts) if config.evaluation.teachers else ()
-    return LoadedSet(asked, kept.prompts, kept.num_dropped, model, answering)
+    answering = evaluated_teachers(config, teachers, resolved, kept.prompts) if config.evaluation.teachers else ()
+    return LoadedSet(resolved, kept.prompts, kept.num_dropped, model, answering)

@@ -142,7 +142,7 @@ def resolve_ranks(cluster: Cluster, device: str, reserved: int = 0) -> int:
     if cluster.address is None and gpus > visible:
         raise ConfigError(
             f"cluster.gpus_per_node={gpus}: this machine has {visible}"
-            f"{f' beside those of rollout.gpus={reserved}' if reserved else ''}; write "
+            f"{f' in addition to those of rollout.gpus={reserved}' if reserved else ''}; write "
             f"cluster.gpus_per_node={visible} or fewer"
         )
     return cluster.num_nodes * gpus

@@ -10,7 +10,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import AlignmentError, DataError
-from nemo_opd.evaluation.inputs import AskedSet
+from nemo_opd.evaluation.inputs import ResolvedSet
 from nemo_opd.models.load import load_config
 from nemo_opd.rollout.conversation import build_renderer
 from nemo_opd.rollout.hf import end_ids
@@ -42,7 +42,7 @@ def sampled_model(
 
 
 def evaluated_teachers(
-    config: RunConfig, teachers: Sequence[ModelInfo], asked: AskedSet, questions: Sequence[Prompt]
+    config: RunConfig, teachers: Sequence[ModelInfo], resolved: ResolvedSet, questions: Sequence[Prompt]
 ) -> tuple[SampledModel, ...]:
     """Return every active teacher's renderer and limits for a set of questions.
 
@@ -50,23 +50,23 @@ def evaluated_teachers(
     room for an answer.
     """
     return tuple(
-        _evaluated_teacher(config, i, settings, info, asked, questions)
+        _evaluated_teacher(config, i, settings, info, resolved, questions)
         for i, (settings, info) in enumerate(zip(config.active_teachers, teachers, strict=True))
     )
 
 
 def _evaluated_teacher(
-    config: RunConfig, i: int, settings: Teacher, info: ModelInfo, asked: AskedSet, questions: Sequence[Prompt]
+    config: RunConfig, i: int, settings: Teacher, info: ModelInfo, resolved: ResolvedSet, questions: Sequence[Prompt]
 ) -> SampledModel:
     own = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
     length = own or config.train.max_length
     try:
         limit = min(length, info.positions or length)
-        model = sampled_model(settings, info, f"teachers.{i}", limit, is_chat=asked.is_chat)
+        model = sampled_model(settings, info, f"teachers.{i}", limit, is_chat=resolved.is_chat)
         _require_room(model, questions)
     except (AlignmentError, DataError) as error:
         raise type(error)(
-            f"teachers.{i} ({settings.name}) cannot be asked the questions of {asked.key}: {error}; or ask the "
+            f"teachers.{i} ({settings.name}) cannot be asked the questions of {resolved.key}: {error}; or ask the "
             "student alone, with evaluation.teachers=false"
         ) from error
     return model

@@ -23,7 +23,7 @@ from nemo_opd.config.rollout import HFRollout
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.estimates import Estimate
-from nemo_opd.evaluation.inputs import AskedSet, asked_sets, build_set_reward
+from nemo_opd.evaluation.inputs import ResolvedSet, build_set_reward, resolved_sets
 from nemo_opd.evaluation.likelihoods import longest_request
 from nemo_opd.evaluation.sets import ask, read_questions
 from nemo_opd.evaluation.shown import all_answers
@@ -73,14 +73,14 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
     """
     require_installed(config.rollout)
     output_dir = config.output_dir or _default_output_dir()
-    sets = list(asked_sets(config, config.data, config.reward, ""))
+    sets = list(resolved_sets(config, config.data, config.reward, ""))
     benchmarks = _load_benchmarks(config)
     with ExitStack() as stack:
-        rewards = [stack.enter_context(build_set_reward(asked)) for asked in sets]
-        questions = [read_questions(asked) for asked in sets]
+        rewards = [stack.enter_context(build_set_reward(resolved)) for resolved in sets]
+        questions = [read_questions(resolved) for resolved in sets]
         model, tokenizer = load_config(config.model, key="model"), _load_tokenizer(config)
         positions = max_positions(model)
-        renderers = [build_renderer(tokenizer, asked.is_chat, config.chat_template_kwargs) for asked in sets]
+        renderers = [build_renderer(tokenizer, resolved.is_chat, config.chat_template_kwargs) for resolved in sets]
         fitting = [_fitting(*each, config, positions) for each in zip(sets, questions, renderers, strict=True)]
         ends = end_ids(tokenizer, GenerationConfig.from_model_config(model))
         engine: Generator
@@ -93,23 +93,23 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
                 opened = ENGINES[type(config.rollout)].for_model(config.rollout, spec, config.model, config.device)
                 engine = stack.enter_context(opened)
         write_atomically(output_dir / "config.yaml", to_yaml(config).encode())
-        dropped = {asked.name: kept.num_dropped for asked, kept in zip(sets, fitting, strict=True)}
+        dropped = {resolved.name: kept.num_dropped for resolved, kept in zip(sets, fitting, strict=True)}
         results: dict[str, EvaluationResult] = {}
         seconds: dict[str, float] = {}
         scored: list[BenchmarkResult] = []
-        for asked, kept, renderer, reward in zip(sets, fitting, renderers, rewards, strict=True):
+        for resolved, kept, renderer, reward in zip(sets, fitting, renderers, rewards, strict=True):
             start = time.monotonic()
-            with busy(f"{asked.label}: asking {len(kept.prompts):,} questions"):
-                results[asked.name] = _ask(config, asked, engine, renderer, kept, reward, positions)
-            seconds[asked.name] = time.monotonic() - start
+            with busy(f"{resolved.label}: asking {len(kept.prompts):,} questions"):
+                results[resolved.name] = _ask(config, resolved, engine, renderer, kept, reward, positions)
+            seconds[resolved.name] = time.monotonic() - start
             samples = (each for found in results.values() for each in all_answers(found, 0))
             write_samples(output_dir / "samples.jsonl", samples)
             _write_results(output_dir, config, results, dropped, seconds, scored)
         for result in _run_benchmarks(config, benchmarks, tokenizer, positions, engine) if benchmarks else ():
             scored.append(result)
             _write_results(output_dir, config, results, dropped, seconds, scored)
-    for asked in sets:
-        console.print(_estimates_table(results[asked.name], asked.settings))
+    for resolved in sets:
+        console.print(_estimates_table(results[resolved.name], resolved.settings))
     for each in scored:
         title = f"{each.name}: {each.num_questions:,} questions"
         console.print(_table(title, each.estimates, config.confidence))
@@ -120,7 +120,7 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
 
 def _ask(
     config: EvaluationConfig,
-    asked: AskedSet,
+    resolved: ResolvedSet,
     engine: Generator,
     renderer: Renderer,
     questions: Kept,
@@ -128,19 +128,19 @@ def _ask(
     positions: int | None,
 ) -> EvaluationResult:
     found = ask(
-        asked,
+        resolved,
         questions.prompts,
         reward,
         engine,
         renderer,
-        max_new_tokens=asked.settings.max_new_tokens or config.max_new_tokens,
+        max_new_tokens=resolved.settings.max_new_tokens or config.max_new_tokens,
         max_length=positions or _NO_LIMIT,
         environment=config.environment,
         seed=config.seed,
         failures_are_wrong=config.on_error == "warn",
     )
     if found.failures:
-        _log.warning("%s", found.failure_text(asked.label))
+        _log.warning("%s", found.failure_text(resolved.label))
     return found
 
 
@@ -188,13 +188,13 @@ def _load_tokenizer(config: EvaluationConfig) -> PreTrainedTokenizerFast:
 
 
 def _fitting(
-    asked: AskedSet, prompts: list[Prompt], renderer: Renderer, config: EvaluationConfig, positions: int | None
+    resolved: ResolvedSet, prompts: list[Prompt], renderer: Renderer, config: EvaluationConfig, positions: int | None
 ) -> Kept:
     """Return the questions that leave room for an answer in the model's positions, None being any number.
 
     Raises DataError where none is left.
     """
-    new = asked.settings.max_new_tokens or config.max_new_tokens
+    new = resolved.settings.max_new_tokens or config.max_new_tokens
     limits = [config.max_prompt_length, None if positions is None else positions - new]
     way_out = (
         f"the model has {'any number of' if positions is None else positions} positions, "
@@ -202,10 +202,10 @@ def _fitting(
         f"max_prompt_length={config.max_prompt_length}; change one of these"
     )
     limit = min((limit for limit in limits if limit is not None), default=None)
-    kept = drop_long(prompts, renderer, limit, key=asked.key, way_out=way_out)
+    kept = drop_long(prompts, renderer, limit, key=resolved.key, way_out=way_out)
     if kept.num_dropped:
         counts = kept.num_dropped, len(prompts)
-        _log.warning("%s: %d of %d questions are too long and were left out", asked.label, *counts)
+        _log.warning("%s: %d of %d questions are too long and were left out", resolved.label, *counts)
     return kept
 
 
@@ -222,8 +222,8 @@ def _write_results(
         name: {
             "num_questions": len(result.questions),
             "num_dropped": dropped[name],
-            "n": config.asked[name].n,
-            "confidence": config.asked[name].confidence,
+            "n": config.all_sets[name].n,
+            "confidence": config.all_sets[name].confidence,
             "seconds": round(seconds[name], 3),
             "estimates": {measure: asdict(estimate) for measure, estimate in result.estimates.items()},
             **_by_level(result),

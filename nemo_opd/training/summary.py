@@ -214,7 +214,7 @@ def _question_rows(plan: Plan) -> dict[str, str]:
     if plan.config.evaluation is None:
         return {}
     counted = {
-        f"questions{f' of {each.asked.name}' * bool(each.asked.name)}": f"{len(each.prompts):,}"
+        f"questions{f' of {each.resolved.name}' * bool(each.resolved.name)}": f"{len(each.prompts):,}"
         + f", {each.num_dropped:,} too long left out" * bool(each.num_dropped)
         for each in plan.questions
     }

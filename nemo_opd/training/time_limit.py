@@ -59,6 +59,6 @@ class TimeLimit:
 
 def job_start() -> float:
     """Return when the job started, in seconds since 1970: as Slurm says, else when this process did."""
-    if told := os.environ.get(_SLURM):
-        return float(told)
+    if limit := os.environ.get(_SLURM):
+        return float(limit)
     return psutil.Process().create_time()

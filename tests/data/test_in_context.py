@@ -277,14 +277,14 @@ def test_a_cut_conversation_is_compared_as_far_as_it_goes(length: int) -> None:
 def test_the_same_response_without_the_context_and_with_another() -> None:
     _, _, sample = chat_made(template="{prompt} {hint}", gap_every=1, contrast=True)
     for tokenizer, own in zip((talking("tagged"), TEACHER), sample.teachers, strict=True):
-        texts = [tokenizer.decode(tokens.ids) for tokens in (own.tokens, *own.beside)]
+        texts = [tokenizer.decode(tokens.ids) for tokens in (own.tokens, *own.variants)]
         told_of = [[hint in text for hint in FIELDS.values()] for text in texts]
         assert told_of == [[True, False], [False, False], [False, True]]
-        assert len({tokenizer.decode(tokens.ids[tokens.loss_mask]) for tokens in (own.tokens, *own.beside)}) == 1
+        assert len({tokenizer.decode(tokens.ids[tokens.loss_mask]) for tokens in (own.tokens, *own.variants)}) == 1
     same, cross = sample.teachers
     _, _, plain = chat_made(template="{prompt}")
-    assert same.beside[0].ids.tolist() == plain.student.ids.tolist()
-    assert cross.beside[0].ids.tolist() == read(plain.teachers[1])
+    assert same.variants[0].ids.tolist() == plain.student.ids.tolist()
+    assert cross.variants[0].ids.tolist() == read(plain.teachers[1])
 
 
 def test_what_is_stored_and_collated_is_what_was_made() -> None:
@@ -293,8 +293,8 @@ def test_what_is_stored_and_collated_is_what_was_made() -> None:
     (again,) = decoded(encoded([sample]))
     batch, same = collate([sample, again]), compared(sample).teachers[0]
     for own, stored in zip(sample.teachers, again.teachers, strict=True):
-        assert (own.moved_by, own.leakage, len(own.beside)) == (stored.moved_by, stored.leakage, len(stored.beside))
-        assert [read_.ids.tolist() for read_ in own.beside] == [read_.ids.tolist() for read_ in stored.beside]
+        assert (own.moved_by, own.leakage, len(own.variants)) == (stored.moved_by, stored.leakage, len(stored.variants))
+        assert [read_.ids.tolist() for read_ in own.variants] == [read_.ids.tolist() for read_ in stored.variants]
     rows = batch.teachers[0]
     assert rows.moved is not None
     assert rows.leakage is not None
@@ -302,7 +302,7 @@ def test_what_is_stored_and_collated_is_what_was_made() -> None:
     moved = rows.moved.loss_mask[0].nonzero().flatten() + same.moved_by
     assert moved.tolist() == np.flatnonzero(same.tokens.loss_mask).tolist()
     assert rows.student_side(batch.student).loss_mask.equal(rows.moved.loss_mask)
-    assert batch.rows(1, 2).teachers[0].beside == ()
+    assert batch.rows(1, 2).teachers[0].variants == ()
     empty = rows.without(rows.moved.by > 0)
     assert empty.tokens.lengths.tolist() == [0, 0]
     assert not empty.student_side(batch.student).loss_mask.any()
@@ -316,7 +316,7 @@ def test_a_conversation_without_an_answer_teaches_nothing() -> None:
     (own,) = ChatSampleMaker(ChatEncoder.of(student, 999, {}), (teacher,))(
         Conversation(TALK[:1], None, FIELDS)
     ).teachers
-    assert (own.moved_by, own.leakage, len(own.beside)) == (0, (0, 0), 1)
+    assert (own.moved_by, own.leakage, len(own.variants)) == (0, (0, 0), 1)
     assert not own.tokens.loss_mask.any()
 
 

@@ -11,7 +11,7 @@ from nemo_opd.config.evaluation import Evaluation, EvaluationConfig
 from nemo_opd.config.reward import FunctionReward, NumericReward
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.evaluation.inputs import asked_sets
+from nemo_opd.evaluation.inputs import resolved_sets
 from nemo_opd.evaluation.sets import read_questions
 
 ROWS = [
@@ -32,7 +32,7 @@ def questions(folder: Path, rows: list[dict[str, Any]], suffix: str = "jsonl", *
         pq.write_table(pa.Table.from_pylist(rows), file)
     data = {f"{suffix}_files": str(file), **settings.pop("data", {})}
     evaluation = Evaluation(sets={"own": {"data": data, **settings}})
-    (asked,) = asked_sets(evaluation, Data(), NumericReward(), "evaluation.")
+    (asked,) = resolved_sets(evaluation, Data(), NumericReward(), "evaluation.")
     return read_questions(asked)
 
 
@@ -41,7 +41,7 @@ def test_what_a_set_leaves_open_is_as_evaluation_has_it() -> None:
     data = {"jsonl_files": "x.jsonl"}
     evaluation = Evaluation(n=8, k=[1, 8], temperature=0.6, sets={"a": {"data": data}, "b": {"data": data, "n": 16}})
 
-    assert [(each.n, each.k, each.temperature) for each in evaluation.asked.values()] == [
+    assert [(each.n, each.k, each.temperature) for each in evaluation.all_sets.values()] == [
         (8, (1, 8), 0.6),
         (16, (1, 8), 0.6),
     ]
@@ -101,7 +101,7 @@ def test_levels_are_those_of_a_column(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     own = {"data": {"jsonl_files": str(file), "text_key": "question"}}
     evaluation = Evaluation(level_key="level", sets={"a": own, "b": {**own, "level_key": "data_source"}})
-    sets = list(asked_sets(evaluation, Data(), NumericReward(), "evaluation."))
+    sets = list(resolved_sets(evaluation, Data(), NumericReward(), "evaluation."))
     assert [each.levels(read_questions(each)) for each in sets] == [("1", "2"), ("sums", "products")]
     with pytest.raises(DataError, match=r"no column 'kind', which evaluation\.sets\.own\.level_key names"):
         questions(tmp_path, ROWS, data={"text_key": "question"}, level_key="kind")

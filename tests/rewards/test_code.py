@@ -12,7 +12,7 @@ from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.config.reward import CodeReward
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
-from nemo_opd.evaluation.inputs import asked_sets, build_set_reward
+from nemo_opd.evaluation.inputs import build_set_reward, resolved_sets
 from nemo_opd.evaluation.sets import read_questions
 from nemo_opd.rewards import RewardFunction, build_reward, check_answer
 from nemo_opd.rewards.code import last_block, program_of
@@ -90,7 +90,7 @@ def asked(folder: Path, row: dict[str, Any], reward: dict[str, Any]) -> tuple[Re
         "data": {"jsonl_files": str(file), "text_key": "prompt"},
         "reward": {"type": "code", **SANDBOX, **reward},
     }
-    (found,) = asked_sets(Evaluation(sets={"programs": settings}), Data(), None, "evaluation.")
+    (found,) = resolved_sets(Evaluation(sets={"programs": settings}), Data(), None, "evaluation.")
     (prompt,) = read_questions(found)
     return build_set_reward(found), prompt
 

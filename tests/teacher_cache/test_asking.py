@@ -114,7 +114,7 @@ def test_a_cache_that_lacks_texts_is_filled(live: RunConfig, tmp_path: Path, mon
 
     assert curve(config) == curve(live)
     assert len(CacheReader(folder)) == whole + 1  # the damaged one is still there
-    monkeypatch.setattr(cache_build, "Asker", None)
+    monkeypatch.setattr(cache_build, "CacheTeacher", None)
     fill_caches(preflight(config))
 
 

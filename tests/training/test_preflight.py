@@ -625,7 +625,9 @@ def test_gpus_of_the_rollout_server_are_not_the_trainings(monkeypatch: pytest.Mo
     assert [reserved_gpus(rollout, "cuda") for rollout in (None, ServerRollout(), ServerRollout(gpus=2))] == [0, 0, 2]
     with pytest.raises(ConfigError, match=r"rollout\.sleep=true: the run is on CPUs"):
         reserved_gpus(ServerRollout(sleep=True), "cpu")
-    with pytest.raises(ConfigError, match=r"gpus_per_node=4: this machine has 3 beside those of rollout\.gpus=1"):
+    with pytest.raises(
+        ConfigError, match=r"gpus_per_node=4: this machine has 3 in addition to those of rollout\.gpus=1"
+    ):
         resolve_ranks(Cluster(gpus_per_node=4), "cuda", reserved=1)
     with pytest.raises(ConfigError, match=r"rollout\.gpus=4: this machine has 4 GPUs, which leaves none"):
         resolve_ranks(Cluster(), "cuda", reserved=4)

@@ -91,7 +91,7 @@ def step_metrics(
 ) -> dict[str, Metric]:
     """Make an optimizer step and return its metrics without those of how it was cut: times, memory, positions."""
     scored = models.collect(models.submit(batch, "a test"))
-    asked = [i for i, rows in enumerate(scored.batch.teachers) if rows.beside]
+    asked = [i for i, rows in enumerate(scored.batch.teachers) if rows.variants]
     gaps = models.privilege_gaps(scored.batch, asked) if asked else {}
     metrics = {**gaps, **models.train_step(scored, kd_scale, compare_gradients=compare_gradients)}
     return {name: metric for name, metric in metrics.items() if not name.startswith((PREFIX, "peak_memory", POSITIONS))}

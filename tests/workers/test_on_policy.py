@@ -103,7 +103,7 @@ def test_a_teacher_with_a_context_is_compared_on_the_response(
         # Without the context it reads what the student reads.
         plain = teacher(batch.student.ids[b : b + 1]).logits[0, places - 1].log_softmax(-1)
         assert batch.student.ids[b, : batch.student.lengths[b]].equal(
-            rows.beside[0].ids[b, : rows.beside[0].lengths[b]]
+            rows.variants[0].ids[b, : rows.variants[0].lengths[b]]
         )
         kd += float((log_q.exp() * (log_q - log_p)).sum())
         gaps += float((log_q - plain).gather(1, ids[:, None]).sum())

@@ -97,7 +97,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _require_effect(arguments: Namespace) -> None:
-    """Raise ConfigError for an option that has no effect beside the others."""
+    """Raise ConfigError for an option that has no effect together with the others."""
     of_files = [name for name, default in _OF_FILES.items() if getattr(arguments, name) != default]
     refused = (
         (arguments.config, of_files, "with --config, whose settings say it; write KEY=VALUE at the end to change one"),

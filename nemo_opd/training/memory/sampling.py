@@ -69,7 +69,7 @@ def student_limit(config: RunConfig) -> BatchLimit:
 def longest_answer(config: RunConfig) -> int:
     """Return the most tokens of an answer to a question."""
     assert config.evaluation is not None
-    return max(map(config.new_tokens, config.evaluation.asked or [""]))
+    return max(map(config.new_tokens, config.evaluation.all_sets or [""]))
 
 
 def sampling_batch(config: RunConfig, rows: int, new: int, longest: int) -> SamplingBatch:

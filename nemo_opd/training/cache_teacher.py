@@ -25,14 +25,14 @@ from nemo_opd.teacher_cache.manifest import CacheManifest
 from nemo_opd.teacher_cache.shard import Bytes
 from nemo_opd.training.batch_grid import leads
 from nemo_opd.types import TokenRows
-from nemo_opd.workers.asked_teacher import AskedTeacher
+from nemo_opd.workers.caching_teacher import CachingTeacher
 
 _Ids = NDArray[np.int32]
 Ask = Callable[[Sequence[Sequence[_Ids]]], Iterator[tuple[_Ids, Bytes]]]
 """Function from the segments of each data-parallel rank to each segment, ids [N], with what is stored, uint8 [N, R]."""
 
 
-class Asker:
+class CacheTeacher:
     """A teacher in this process, and in those that torchrun has started with it, whose data-parallel ranks read
     different segments.
     """
@@ -65,7 +65,7 @@ class Asker:
         with ExitStack() as stack:
             opened = stack.enter_context(LocalCluster(here, device=device, placement=placement))
             name, places = f"teacher {settings.name}", placement.teachers[0]
-            self._group = stack.enter_context(opened.group(name, AskedTeacher, arguments, places))
+            self._group = stack.enter_context(opened.group(name, CachingTeacher, arguments, places))
             self._stack = stack.pop_all()
 
     def ask(self, of_ranks: Sequence[Sequence[_Ids]]) -> Iterator[tuple[_Ids, Bytes]]:

@@ -19,7 +19,7 @@ _LIVE_COPIES = 5
 """Tensors of the size of a block's log-probabilities alive at a time."""
 
 
-class AskedTeacher(TeacherWorker):
+class CachingTeacher(TeacherWorker):
     """A teacher whose output is returned as bytes for a cache, and not handed over.
 
     Communicates as `TeacherWorker` does, and what the ranks of a tensor-parallel group need to read whole rows.
