@@ -93,8 +93,20 @@ class DistillationMixin:
     ) -> tuple[Tensor, None, None]:
         """Return the loss of a batch alone: logits of a whole dataset are kept by no one."""
         prepared = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        prepared["batch"] = self._without_repeated(prepared["batch"])
         with torch.no_grad():
             return self.compute_loss(model, prepared).detach(), None, None
+
+    def _without_repeated(self, batch: Batch) -> Batch:
+        """Return the batch with empty rows for texts that were read before.
+
+        The last batches of all processes are filled up with the first texts.
+        """
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return batch
+        first = self.accelerator.process_index * len(batch)
+        return batch.emptied(torch.arange(first, first + len(batch)) >= state.remainder)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Add the metrics of all texts, and the loss that they make, which no mean over batches is."""

@@ -1,5 +1,6 @@
 """Distillation in transformers.Trainer is that of our own loop, and can be cut, continued and evaluated."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -14,14 +16,16 @@ from trl import SFTConfig, SFTTrainer
 
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
+from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.integrations.distillation import Distillation
 from nemo_opd.integrations.hf import DistillationMixin
 from nemo_opd.integrations.settings import read_settings
 from nemo_opd.training.preflight import preflight
+from tests import processes
 from tests.composition import compose
 from tests.tiny import Tiny, save_model, train_tokenizer
-from tests.workers.local import opened, step_metrics, weights
+from tests.workers.local import as_torchrun_starts, opened, step_metrics, weights
 
 pytestmark = pytest.mark.world
 
@@ -51,6 +55,10 @@ def config(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def distillation(config: RunConfig) -> Distillation:
+    return as_distillation(config)
+
+
+def as_distillation(config: RunConfig) -> Distillation:
     given = config.model_dump(mode="json")
     return Distillation(
         {
@@ -172,6 +180,36 @@ def test_an_evaluation_is_of_all_texts_however_they_are_cut(
 
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert found[0]["bits_per_byte"] > 1
+
+
+def test_an_evaluation_counts_each_text_once_on_two_processes(
+    distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path
+) -> None:
+    """Bug: the first texts, with which the last batches of the processes are filled up, are counted again.
+
+    Of one text, the second process has none.
+    """
+    store = serve_store("127.0.0.1", 60)
+    processes.start(_evaluate_on_rank, (store.port, distillation.config, rows, tmp_path), 2)
+    found = json.loads((tmp_path / "found.json").read_text())
+
+    assert found == [pytest.approx(each, rel=1e-5) for each in evaluated(distillation, rows, tmp_path)]
+
+
+def _evaluate_on_rank(rank: int, port: int, config: RunConfig, rows: list[dict[str, str]], folder: Path) -> None:
+    as_torchrun_starts(rank, 2, port)
+    found = evaluated(as_distillation(config), rows, folder)
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def evaluated(distillation: Distillation, rows: list[dict[str, str]], folder: Path) -> list[dict[str, float]]:
+    """Return the measures of one, five and seven texts."""
+    measures = ("loss", "ce", "kd/cross", "bits_per_byte", "accuracy")
+    own = trainer(distillation, rows, folder, per_device_eval_batch_size=2)
+    found = [own.evaluate(rows[:number]) for number in (1, 5, 7)]
+    return [{name: each[f"eval_{name}"] for name in measures} for each in found]
 
 
 @pytest.mark.parametrize(
