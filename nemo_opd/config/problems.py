@@ -74,6 +74,8 @@ def _reason_of(problem: ErrorDetails) -> str:
     reason = problem["msg"].removeprefix("Value error, ")
     reason = re.sub("^(Input|String) should", "must", reason)
     reason = reason.partition(", unable to parse")[0]
+    if problem["type"] in ("bool_type", "bool_parsing"):
+        return "must be true or false"
     if problem["type"] == "literal_error":
         reason = reason.replace("True", "true").replace("False", "false")
     return reason.replace("valid tuple", "list").replace("Tuple should", "must")

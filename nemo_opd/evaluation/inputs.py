@@ -16,7 +16,7 @@ from nemo_opd.data.layout import ChatLayout, Layout, TextLayout
 from nemo_opd.data.prompt_layout import PromptLayout
 from nemo_opd.data.record import Prompt, written
 from nemo_opd.data.row_layout import RowLayout, reads_rows
-from nemo_opd.data.schema import require_source, require_suitable
+from nemo_opd.data.schema import require_suitable
 from nemo_opd.demo import is_demo
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.task_names import require_tasks
@@ -105,11 +105,14 @@ def resolved_sets(
 ) -> Iterator[ResolvedSet]:
     """Yield the sets of questions. data, reward: defaults of sets that name none.
 
-    prefix: of the keys of `evaluation`. Raises ConfigError for texts with a system message, and DataError where there
-    is nothing to ask.
+    prefix: of the keys of `evaluation`. Raises ConfigError for texts with a system message, and where there is
+    nothing to ask.
     """
     if not (evaluation.all_sets or evaluation.benchmarks):
-        require_source(evaluation.data, key=f"{prefix}data")
+        way_out = f", or {prefix.rstrip('.')}=null to evaluate nothing" if prefix else ""
+        raise ConfigError(
+            f"{prefix}sets, {prefix}data and {prefix}benchmarks name nothing to ask; set one of them{way_out}"
+        )
     for name, settings in evaluation.all_sets.items():
         if not isinstance(settings, QuestionSet):
             assert reward is not None, "checked with the settings"

@@ -218,9 +218,10 @@ def test_every_problem_has_a_line() -> None:
         (
             "student.chat_template_kwargs",
             {"a": [1]},
-            "student.chat_template_kwargs.a=[1]: must be a valid boolean or a ",
+            "student.chat_template_kwargs.a=[1]: must be true or false or a ",
         ),
         ("teachers", [SAME | {"weight": -1}], "teachers.0.weight=-1: must be greater than or equal to 0"),
+        ("data", {"packing": "maybe"}, "data.packing='maybe': must be true or false"),
     ],
 )
 def test_one_wrong_value_is_one_problem(key: str, value: Any, says: str) -> None:
