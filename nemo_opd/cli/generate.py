@@ -38,7 +38,7 @@ def generate(arguments: Namespace, console: Console) -> None:
     """Raises ConfigError for arguments outside their bounds, and what loading and sampling raise."""
     bounds = {"n": 1, "max_new_tokens": 1, "batch_size": 1, "temperature": 0, "seed": 0}
     for name, least in bounds.items():
-        if (value := getattr(arguments, name)) < least:
+        if not (value := getattr(arguments, name)) >= least:  # nor is NaN
             raise ConfigError(f"--{name.replace('_', '-')}={value}: must be {least} at least")
     if not 0 < arguments.top_p <= 1:
         raise ConfigError(f"--top-p={arguments.top_p:g}: must be above 0, and 1 at most")

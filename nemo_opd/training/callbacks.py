@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_opd.errors import CallbackError, ConfigError
-from nemo_opd.users_code import imported
+from nemo_opd.users_code import imported, shown
 
 _FORM = "package.module:name"
 _KEY = "run.callbacks"
@@ -32,11 +32,14 @@ class Callbacks:
     """All callbacks of a run: those that the settings name, then those given from Python."""
 
     def __init__(self, names: Sequence[str], given: Sequence[Any] = ()) -> None:
-        """Import and make them. Raises ConfigError for one that cannot be imported, and CallbackError for one whose
-        class raises.
+        """Import and make them; a class is called without arguments. Raises ConfigError for one that cannot be imported
+        or is none, and CallbackError for one whose class raises.
         """
         self._all = [(name, _made(name, found)) for name, found in import_callbacks(names).items()]
-        self._all += [(f"{type(each).__name__} of {_KEY}", _as_callback(each)) for each in given]
+        for each in given:
+            _require_callback(f"callbacks={shown(each)}", each)
+            name = getattr(each, "__name__", type(each).__name__)
+            self._all.append((f"{name} of callbacks", _made(name, each)))
 
     def on_step(self, step: int, record: Mapping[str, float]) -> bool:
         """Return whether one of them ends the run. Raises CallbackError, as the others do."""
@@ -57,23 +60,27 @@ class Callbacks:
 
 
 def import_callbacks(names: Sequence[str]) -> dict[str, Any]:
-    """Return the classes and functions that the settings name. Raises ConfigError for what is neither."""
+    """Return what the settings name. Raises ConfigError for what is no callback."""
     found = {name: imported(name, key=_KEY, form=_FORM) for name in names}
     for name, each in found.items():
-        if not callable(each) or (isinstance(each, type) and not any(hasattr(each, method) for method in _METHODS)):
-            raise ConfigError(
-                f"{_KEY}={name}: neither a function nor a class with {', '.join(_METHODS[:-1])} or {_METHODS[-1]}"
-            )
+        _require_callback(f"{_KEY}={name}", each)
     return found
 
 
-def _made(name: str, found: Any) -> Any:
-    return _called(name, found) if isinstance(found, type) else _as_callback(found)
+def _require_callback(what: str, given: Any) -> None:
+    if not _has_methods(given) and (isinstance(given, type) or not callable(given)):
+        raise ConfigError(f"{what}: neither a function nor a class with {', '.join(_METHODS[:-1])} or {_METHODS[-1]}")
 
 
-def _as_callback(given: Any) -> Any:
-    """Return an object with the methods; a function is called after each step."""
-    if any(hasattr(given, method) for method in _METHODS):
+def _has_methods(given: Any) -> bool:
+    return any(hasattr(given, method) for method in _METHODS)
+
+
+def _made(name: str, given: Any) -> Any:
+    """Return an object with the methods: of a class a new one; a function is called after each step."""
+    if isinstance(given, type):
+        return _called(name, given)
+    if _has_methods(given):
         return given
     callback = Callback()
     callback.on_step = given  # type: ignore[method-assign]

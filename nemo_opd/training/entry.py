@@ -42,7 +42,7 @@ def distil(config: Settings, overrides: Sequence[str] = (), *, callbacks: Sequen
 
     config: settings as a nested dict or a `RunConfig`; or the path of a YAML file or the name of a recipe, to which
     `overrides` such as `train.max_steps=100` apply. `cluster.launcher: local` keeps all in this process. callbacks:
-    objects with methods of `nemo_opd.Callback`, or functions of a step and its metrics.
+    objects with methods of `nemo_opd.Callback`, classes of such, or functions of a step and its metrics.
 
     Raises an OPDError where the settings are wrong or the run fails.
     """

@@ -122,3 +122,5 @@ def test_generate_prints_samples(capsys: pytest.CaptureFixture[str]) -> None:
     assert ['"sample": 0' in lines[0], '"sample": 1' in lines[1], len(lines)] == [True, True, 2]
     assert exit_status(*asked, "--top-p", "0") == 1
     assert "--top-p=0: must be above 0" in capsys.readouterr().err
+    assert exit_status(*asked, "--temperature", "nan") == 1
+    assert "--temperature=nan: must be 0 at least" in capsys.readouterr().err

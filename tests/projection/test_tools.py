@@ -189,6 +189,8 @@ def test_inspect_prints_everything(built: Path, capsys: pytest.CaptureFixture[st
         assert part in text
     assert main("inspect", built, "--loss", "p_kl") == 0
     assert "p_kl fits this pair" in capsys.readouterr().out
+    assert main("inspect", built, "--loss", "pkl") == 2
+    assert "invalid choice: 'pkl' (choose from same_vocab" in capsys.readouterr().err.replace("'same", "same")
 
 
 def test_inspect_json_has_everything(built: Path, capsys: pytest.CaptureFixture[str]) -> None:

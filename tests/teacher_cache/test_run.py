@@ -208,6 +208,28 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize(
+    ("written", "more", "message"),
+    [
+        ("[1, 2]", [], "run.yaml cannot be read (it has no keys); give a run's settings"),
+        ("", [], "run.yaml cannot be read (it has no keys); give a run's settings"),
+        ("run: {name: '${nowhere}'}", [], "run.name: Interpolation key 'nowhere' not found; correct the reference"),
+        ("run: {name: a}", ["run.name=[1"], "run.name=[1: cannot be read as KEY=VALUE (while parsing a flow sequence"),
+        ("run: {name: a}", ["--urls", "http://127.0.0.1:1"], "--urls: the servers need the name of the model"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_told(
+    written: str, more: Sequence[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a traceback; servers that are named and never asked."""
+    (tmp_path / "run.yaml").write_text(written)
+    given = ["--config", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "cache"), "--top-k", "8", *more]
+    assert exit_status("cache", "build", *given) == 1
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
 def test_conversations_keep_their_template(built: Built, tmp_path: Path) -> None:
     """Catches a cache whose run renders conversations in another template than the teacher has read."""
     (tmp_path / "student.jinja").write_text(STUDENT)

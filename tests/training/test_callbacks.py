@@ -70,3 +70,12 @@ def test_what_is_no_callback_is_refused_before_the_run(name: str, reason: str, t
     with pytest.raises(ConfigError, match=f"run.callbacks={name}: .*{reason}"):
         nemo_opd.distil(SETTINGS | {"run": {"callbacks": [name], "output_dir": str(tmp_path / "run")}})
     assert not (tmp_path / "run").exists()
+
+
+def test_a_class_from_python_is_made_and_what_is_no_callback_is_refused() -> None:
+    """Bug: found at the first step, after the models were loaded; a class is called as if it were its object."""
+    with pytest.raises(CallbackError, match="Fails of callbacks: on_step raised KeyError"):
+        Callbacks([], [Fails]).on_step(1, {})
+    for given in (3, int, "watch"):
+        with pytest.raises(ConfigError, match=f"callbacks={given!r}: neither a function nor a class with on_step,"):
+            Callbacks([], [given])

@@ -8,12 +8,13 @@ from typing import Any, get_args
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from nemo_opd.cli.command import Command
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.endpoint import Endpoint
-from nemo_opd.config.load import from_dict
+from nemo_opd.config.load import from_dict, from_omegaconf
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.busy import busy, loading
@@ -108,6 +109,8 @@ def _require_effect(arguments: Namespace) -> None:
     for applies, names, reason in refused:
         if applies and (given := next((name for name in names if getattr(arguments, name)), None)):
             raise ConfigError(f"--{given.replace('_', '-')}={getattr(arguments, given)} has no effect {reason}")
+    if arguments.urls and arguments.model is None:
+        raise ConfigError("--urls: the servers need the name of the model that they are asked for; give --model")
 
 
 def build(arguments: Namespace, console: Console) -> None:
@@ -146,13 +149,7 @@ def _of_run(arguments: Namespace) -> tuple[RunConfig, int]:
     """Return a run's settings and the number of the teacher that is asked."""
     if arguments.data:
         raise ConfigError("--data with --config: the settings name the texts; leave one of the two out")
-    try:
-        written = OmegaConf.create(yaml.safe_load(arguments.config.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--config={arguments.config} cannot be read ({reason}); give a run's settings") from error
-    changed = OmegaConf.merge(written, OmegaConf.from_dotlist(_quoted(arguments.settings)))
-    config = from_dict(dict(OmegaConf.to_container(changed, resolve=True)))
+    config = _read(arguments.config, arguments.settings)
     names = config.active_names
     name = arguments.teacher or next(iter(names), None)
     if name not in names:
@@ -165,10 +162,23 @@ def _of_run(arguments: Namespace) -> tuple[RunConfig, int]:
     return asked_again(config, i, {"model": arguments.model} | _served(arguments)), i
 
 
-def _quoted(settings: Sequence[str]) -> list[str]:
-    if wrong := [each for each in settings if "=" not in each]:
+def _read(file: Path, changes: Sequence[str]) -> RunConfig:
+    if wrong := [each for each in changes if "=" not in each]:
         raise ConfigError(f"{wrong[0]}: settings are written KEY=VALUE")
-    return list(settings)
+    try:
+        written = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if not isinstance(written, dict):
+            raise ValueError("it has no keys")
+        settings = OmegaConf.create(written)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config={file} cannot be read ({reason}); give a run's settings") from error
+    try:
+        settings.merge_with_dotlist(list(changes))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{' '.join(changes)}: cannot be read as KEY=VALUE ({reason}); correct it") from error
+    return from_omegaconf(settings, RunConfig)
 
 
 def _served(arguments: Namespace) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from rich.console import Console
 
 from nemo_opd.cli.command import Command
 from nemo_opd.cli.projection.arguments import add_file, add_pair
+from nemo_opd.config.loss import LossTerm
+from nemo_opd.config.problems import models_in
 
 EPILOG = """\
 What to look at:
@@ -40,7 +42,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=int, default=6, metavar="N", help="sample rows of each kind of token (default 6)"
     )
-    parser.add_argument("--loss", metavar="TYPE", help="say why a loss of this type, such as h_kl, fits the pair badly")
+    parser.add_argument(
+        "--loss",
+        choices=[term.model_fields["type"].default for term in models_in(LossTerm)],
+        metavar="TYPE",
+        help="say why a loss of this type, such as h_kl, fits the pair badly",
+    )
 
 
 def show(arguments: Namespace, console: Console) -> None:
