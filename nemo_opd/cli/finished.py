@@ -4,6 +4,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from yaml import YAMLError
+
 from nemo_opd.config.load import from_yaml
 from nemo_opd.errors import OPDError
 from nemo_opd.logging import ClosingTable
@@ -17,7 +19,7 @@ def closing_of(folder: Path) -> ClosingTable | None:
     """Return the table as far as the run got; None where its settings are of another version."""
     try:
         config = from_yaml(folder / "config.yaml")
-    except (OSError, OPDError):
+    except (OSError, OPDError, YAMLError):
         return None
     records = read(folder / "metrics.jsonl")
     bits_per_byte: dict[str, float] = {}

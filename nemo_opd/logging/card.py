@@ -15,7 +15,16 @@ from nemo_opd.config.evaluation import Questions
 from nemo_opd.demo import is_demo
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable
-from nemo_opd.logging.facts import Records, read_hardware, run_facts, run_name, teacher_facts, value_at
+from nemo_opd.logging.facts import (
+    Records,
+    config_text,
+    read_config,
+    read_hardware,
+    run_facts,
+    run_name,
+    teacher_facts,
+    value_at,
+)
 from nemo_opd.logging.formats import figure
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import render
@@ -51,16 +60,14 @@ class Exported:
     """Distinguishes its title from that of the last student."""
 
 
-def write_card(output_dir: Path, exported: Exported, config_text: str | None = None) -> None:
+def write_card(output_dir: Path, exported: Exported, settings: str | None = None) -> None:
     """Write README.md into a folder of a model that a run has exported.
 
     output_dir: of the run, whose config.yaml, metrics.jsonl, hardware.json and provenance.json are read where they
-    exist. config_text: settings in place of config.yaml. Raises DataError where metrics.jsonl is damaged.
+    exist. settings: YAML in place of config.yaml. Raises DataError where one of them is damaged.
     """
-    file, metrics = output_dir / "config.yaml", output_dir / "metrics.jsonl"
-    if config_text is None:
-        config_text = file.read_text(encoding="utf-8") if file.exists() else ""
-    config = yaml.safe_load(config_text) or {}
+    metrics = output_dir / "metrics.jsonl"
+    config = read_config(output_dir) if settings is None else yaml.safe_load(settings)
     records = [each for each in read(metrics) if each["step"] <= exported.step] if metrics.exists() else []
     provenance = read_provenance(output_dir)
     title = f"{run_name(config) or output_dir.name}{exported.suffix}"
@@ -78,7 +85,7 @@ def write_card(output_dir: Path, exported: Exported, config_text: str | None = N
         teachers=teacher_facts(config, records),
         facts=run_facts(config, read_hardware(output_dir), records),
         curves=_curves(records),
-        config_text=config_text,
+        config_text=config_text(output_dir) if settings is None else settings,
     )
     write_atomically(exported.folder / CARD, page)
 

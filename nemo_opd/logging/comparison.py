@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.charts import write_chart
+from nemo_opd.logging.facts import read_config
 from nemo_opd.logging.formats import change, share
 from nemo_opd.logging.group_tables import NOTHING, TextTable, figures_by_table, title_of
 from nemo_opd.logging.page import render
@@ -62,15 +61,11 @@ def write_comparison(page: Path, runs: Sequence[SweptRun], tables: Sequence[Text
 
 def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     """Return a table of the settings that are not the same in all runs; none where all are."""
-    settings = [_flat(yaml.safe_load(_text(run.folder / "config.yaml"))) for run in runs]
+    settings = [_flat(read_config(run.folder)) for run in runs]
     keys = dict.fromkeys(key for own in settings for key in own if key not in _LEFT_OUT)
     rows = [[key, *(own.get(key, NOTHING) for own in settings)] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     return [TextTable("Settings that differ", ["", *(run.name for run in runs)], rows)] if rows else []
-
-
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, str]:

@@ -8,8 +8,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+import yaml
 
 from nemo_opd.config.evaluation import Questions
+from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import RunSummary
 from nemo_opd.logging.formats import share
@@ -66,6 +70,27 @@ def read_hardware(output_dir: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {str(label): str(value) for label, value in found.items()} if isinstance(found, dict) else {}
+
+
+def config_text(output_dir: Path) -> str:
+    """Return a run's config.yaml; empty where there is none."""
+    file = output_dir / "config.yaml"
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def read_config(output_dir: Path) -> dict[str, Any]:
+    """Return the settings of a run as its config.yaml has them, with secrets masked; nothing where there is none.
+
+    Raises DataError where the file is damaged.
+    """
+    try:
+        config = yaml.safe_load(config_text(output_dir)) or {}
+        if not isinstance(config, dict):
+            raise ValueError("it has no keys")
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{output_dir / 'config.yaml'} is damaged ({reason}); repair or remove it") from error
+    return config
 
 
 def run_name(config: object) -> str | None:

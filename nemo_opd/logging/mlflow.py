@@ -10,7 +10,8 @@ from nemo_opd.config.logging import Mlflow
 from nemo_opd.config.secrets import leaves
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.base import RunSummary
-from nemo_opd.logging.tracker import Tracker, run_config
+from nemo_opd.logging.facts import read_config
+from nemo_opd.logging.tracker import Tracker
 
 _PARAMETERS_A_CALL, _LONGEST_PARAMETER = 100, 6000
 """Limits of MLflow's servers."""
@@ -50,7 +51,7 @@ class MlflowLogger(Tracker):
         number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         identity: str = self._client.create_run(number, run_name=run.name).info.run_id
         # Parameters of a run cannot be changed, so a run that continues leaves them as they are.
-        config = [Param(key, value) for key, value in parameters(run_config(self._output_dir)).items()]
+        config = [Param(key, value) for key, value in parameters(read_config(self._output_dir)).items()]
         for first in range(0, len(config), _PARAMETERS_A_CALL):
             self._client.log_batch(identity, params=config[first : first + _PARAMETERS_A_CALL])
         return identity

@@ -5,12 +5,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.answer_tables import answer_tables
 from nemo_opd.logging.base import ClosingTable
-from nemo_opd.logging.facts import Records, number_of_set, read_hardware, run_facts, run_name, teacher_facts
+from nemo_opd.logging.facts import (
+    Records,
+    config_text,
+    number_of_set,
+    read_config,
+    read_hardware,
+    run_facts,
+    run_name,
+    teacher_facts,
+)
 from nemo_opd.logging.formats import amount, clock, figure, share
 from nemo_opd.logging.group_tables import group_tables, markdown
 from nemo_opd.logging.jsonl import read
@@ -37,13 +44,12 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     is still going can have a report. Raises DataError where one of them is damaged.
     """
     closing = closing or ClosingTable(before=None, after=None)
-    metrics, samples, config_file = (output_dir / name for name in ("metrics.jsonl", "samples.jsonl", "config.yaml"))
+    metrics, samples = output_dir / "metrics.jsonl", output_dir / "samples.jsonl"
     records = read(metrics) if metrics.exists() else []
-    config_text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
     folder = output_dir / "report"
     charts = [plot.write(folder, records, closing) for plot in PLOTS if plot.has_data(records)]
     answers = read_samples(samples) if samples.exists() else []
-    config, tables = yaml.safe_load(config_text) or {}, group_tables(records)
+    config, tables = read_config(output_dir), group_tables(records)
     tables += answer_tables(read_values(output_dir / "evaluation.jsonl"))
     if tables:
         write_atomically(folder / "tables.md", "\n".join(map(markdown, tables)).encode())
@@ -62,7 +68,7 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
         tables=tables,
         teachers=teacher_facts(config, records),
         facts=run_facts(config, read_hardware(output_dir), records),
-        config_text=config_text,
+        config_text=config_text(output_dir),
     )
     write_atomically(folder / "report.html", page)
     return folder / "report.html"

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import yaml
 
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
+from nemo_opd.logging.facts import read_config
 from nemo_opd.logging.formats import score
-from nemo_opd.logging.tracker import artefacts, run_config
+from nemo_opd.logging.tracker import artefacts
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -29,7 +30,7 @@ class TensorBoardLogger(Logger):
         self._step = step
         folder = self._output_dir / "tensorboard"
         self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
-        if config := run_config(self._output_dir):
+        if config := read_config(self._output_dir):
             # Markdown shows indented text as it is.
             self._writer.add_text("config", indent(yaml.safe_dump(config, sort_keys=False), "    "), step)
 

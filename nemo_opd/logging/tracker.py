@@ -2,9 +2,7 @@
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar
-
-import yaml
+from typing import ClassVar
 
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
@@ -54,12 +52,6 @@ class Tracker(Logger):
     @abstractmethod
     def _finish(self, *, ended_well: bool) -> None:
         """Send what is not sent yet, and end the run."""
-
-
-def run_config(output_dir: Path) -> dict[str, Any]:
-    """Return the settings of a run as its config.yaml has them, with secrets masked; nothing where there is none."""
-    path = output_dir / "config.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def results(closing: ClosingTable) -> dict[str, float]:

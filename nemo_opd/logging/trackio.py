@@ -10,7 +10,8 @@ from typing import Any
 from nemo_opd.config.logging import Trackio
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.base import RunSummary
-from nemo_opd.logging.tracker import Tracker, run_config
+from nemo_opd.logging.facts import read_config
+from nemo_opd.logging.tracker import Tracker
 
 
 class TrackioLogger(Tracker):
@@ -35,7 +36,7 @@ class TrackioLogger(Tracker):
                     name=name,
                     space_id=self._settings.space,
                     resume="allow" if known else "never",
-                    config=run_config(self._output_dir),
+                    config=read_config(self._output_dir),
                     embed=False,
                     auto_log_gpu=False,
                     auto_log_cpu=False,

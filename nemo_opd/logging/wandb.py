@@ -8,7 +8,8 @@ from typing import Any
 from nemo_opd.config.logging import Wandb
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.base import RunSummary
-from nemo_opd.logging.tracker import Tracker, run_config
+from nemo_opd.logging.facts import read_config
+from nemo_opd.logging.tracker import Tracker
 
 
 def check_credentials() -> None:
@@ -50,7 +51,7 @@ class WandbLogger(Tracker):
                 id=identity,
                 resume="allow" if online else None,
                 dir=str(self._output_dir),
-                config=run_config(self._output_dir),
+                config=read_config(self._output_dir),
                 settings=wandb.Settings(console="off", silent=not online, quiet=True),
             )
         except wandb.errors.Error as error:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import yaml
-
-from nemo_opd.logging.facts import number_of_set
+from nemo_opd.logging.facts import number_of_set, read_config
 from nemo_opd.logging.formats import difference, is_share
 from nemo_opd.logging.group_tables import NOTHING, TextTable
 from nemo_opd.logging.question_values import QuestionValues, read_values
@@ -17,11 +15,11 @@ from nemo_opd.training.scores import difference_between
 def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     """Return a table of how much better each run is than the first after its last evaluation, by measure.
 
-    Empty where no two runs were asked the same questions. Raises DataError for a damaged evaluation.jsonl.
+    Empty where no two runs were asked the same questions. Raises DataError for a damaged file.
     """
     first, *others = runs
     last = [_last(run) for run in runs]
-    config = _config(first)
+    config = read_config(first.folder)
     rows = []
     for (name, measure), own in last[0].items():
         confidence = number_of_set(config, name, "confidence")
@@ -36,12 +34,6 @@ def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     rows = [row for row in rows if set(row[1:]) != {NOTHING}]
     heads = ["", *(run.name for run in others)]
     return [TextTable(f"Answers, better than {first.name} by", heads, rows)] if rows and others else []
-
-
-def _config(run: SweptRun) -> object:
-    """Return its config.yaml; None where there is none."""
-    file = run.folder / "config.yaml"
-    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def _last(run: SweptRun) -> dict[tuple[str, str], QuestionValues]:

@@ -14,8 +14,8 @@ from nemo_opd.config.secrets import MASK, without_secrets
 from nemo_opd.config.teacher import SameTokenizerTeacher, Teacher
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.logging import Loggers, write_report
+from nemo_opd.logging.facts import read_config
 from nemo_opd.logging.jsonl import JsonlLogger
-from nemo_opd.logging.tracker import run_config
 from tests.composition import CONFIGS, command_line, compose, configured
 from tests.config.settings import VALID
 from tests.logging.synthetic import CLOSING
@@ -64,7 +64,7 @@ def test_config_report_and_trackers_have_none(tmp_path: Path) -> None:
     }
     write_report(tmp_path, CLOSING)
     assert VALUE not in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
-    assert VALUE not in str(run_config(tmp_path))
+    assert VALUE not in str(read_config(tmp_path))
 
 
 def test_other_settings_are_written_as_they_are(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from nemo_opd.logging.projections import MovedRow, write_projections
 from nemo_opd.logging.question_plot import draw_questions
 from nemo_opd.logging.samples import ShownAnswer, write_samples
 from nemo_opd.logging.step_time import shares, step_parts
+from tests.exit_status import exit_status
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -278,3 +279,16 @@ def test_shares_are_of_what_was_measured() -> None:
     assert shares({"a": 3.0, "b": 1.0}) == {"a": 0.75, "b": 0.25}
     assert shares({"a": 0.0}) == shares({}) == {}
     assert step_parts({"train/loss": 1.0}) == {}
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"), [("run: [1", "while parsing a flow sequence"), ("[1]", "it has no keys")]
+)
+def test_a_damaged_configuration_is_named(written: str, reason: str, tmp_path: Path) -> None:
+    """Bug: a traceback of the YAML reader, which does not say which file it is about."""
+    write_run(tmp_path, a_run())
+    (tmp_path / "config.yaml").write_text(written)
+    with pytest.raises(DataError, match=rf"config\.yaml is damaged \({reason}.*; repair or remove it"):
+        write_report(tmp_path)
+    assert exit_status("report", str(tmp_path)) == 1
+    assert exit_status("compare", str(tmp_path), "--output", str(tmp_path / "page.html")) == 1
