@@ -32,8 +32,8 @@ from nemo_opd.config.run import RunConfig  # noqa: E402
 from nemo_opd.distributed.layout import Layout  # noqa: E402
 from nemo_opd.training.kept import settle_kept  # noqa: E402
 from nemo_opd.training.memory import Machine as Memory  # noqa: E402
-from nemo_opd.training.memory import ModelSetup, Situation, model_size  # noqa: E402
-from nemo_opd.training.memory.size import numel  # noqa: E402
+from nemo_opd.training.memory import ModelSetup, Situation  # noqa: E402
+from nemo_opd.training.model_size import model_size, numel  # noqa: E402
 from tests.composition import compose  # noqa: E402
 
 COMMAND = "uv run benchmarks/roofline.py"

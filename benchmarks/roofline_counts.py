@@ -27,7 +27,7 @@ from nemo_opd.models import packed_attention
 from nemo_opd.models.fused_layers import replace_parts
 from nemo_opd.models.head import Headless
 from nemo_opd.training.flops import Utilization
-from nemo_opd.training.memory import model_size
+from nemo_opd.training.model_size import model_size
 from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
 from nemo_opd.workers.frozen import TeacherModel
 from nemo_opd.workers.memory import FORWARD, FrozenTasks

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nemo_opd.training.flops import Flops, forward_flops, training_flops
-from nemo_opd.training.memory import ModelSize
+from nemo_opd.training.model_size import ModelSize
 
 
 @dataclass(frozen=True)

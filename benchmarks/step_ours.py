@@ -20,7 +20,8 @@ from nemo_opd.logging.metrics import Timer
 from nemo_opd.models.load import load_config
 from nemo_opd.training.flops import Flops
 from nemo_opd.training.lookahead import Lookahead
-from nemo_opd.training.memory import Memory, model_size
+from nemo_opd.training.memory import Memory
+from nemo_opd.training.model_size import model_size
 from nemo_opd.training.models import ScoredBatch
 from nemo_opd.training.off_policy import train_step
 from nemo_opd.training.plan import Plan

@@ -32,13 +32,13 @@ from nemo_opd.training.memory import (
     ModelSetup,
     Phase,
     Situation,
-    model_size,
     settle_memory,
-    teachers_ahead,
 )
+from nemo_opd.training.memory.processes import SAMPLING
 from nemo_opd.training.memory.report import largest_parts
-from nemo_opd.training.memory.sampling import PART_NAMES, rollouts
+from nemo_opd.training.model_size import model_size
 from nemo_opd.training.ranks import require_batch_divides, resolve_layouts, resolve_placement
+from nemo_opd.training.sampling_batches import student_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "scaling.md"
@@ -122,7 +122,7 @@ def check(example: Example) -> Checked:
         for shape, layout in zip(every, (student, *teachers), strict=True)
     )
     machine = Machine("cuda", GPU_BYTES, HOST_BYTES, placement.devices_per_node)
-    arriving = arriving_bytes(deliveries, 1 + teachers_ahead(config))
+    arriving = arriving_bytes(deliveries, 1 + config.batches_ahead)
     config, situation = settle_copies(config, Situation(own, tuple(others), machine, arriving), placement)
     config, memory = settle_memory(settle_kept(config, situation), situation)
     return Checked(config, situation.student.layout, tuple(each.layout for each in situation.teachers), memory)
@@ -158,12 +158,10 @@ def teacher_tp(*degrees: int) -> tuple[str, ...]:
 
 LAYOUTS = (
     row("1 GPU", "1B", "4B", 1, 1, 64, 4),
-    row("1 GPU", "1B", "4B", 1, 1, 64, 16, CHECKPOINTED),
     row("1 GPU", "1B", "32B", 1, 1, 64, 4, CHECKPOINTED),
     row("1 GPU", "4B", "8B", 1, 1, 64, 1, CHECKPOINTED),
     row("1 GPU, LoRA", "4B", "8B", 1, 1, 64, 4, CHECKPOINTED, "student.lora.rank=16"),
     row("2 GPUs", "4B", "8B", 1, 2, 64, 4, CHECKPOINTED),
-    row("8 GPUs", "8B", "32B", 1, 8, 64, 4, CHECKPOINTED),
     row("8 GPUs", "8B", "32B", 1, 8, 64, 4, CHECKPOINTED, *teacher_tp(8)),
     row("8 GPUs", "8B", "70B", 1, 8, 64, 4, CHECKPOINTED, *teacher_tp(8)),
     row("8 GPUs", "32B", "70B", 1, 8, 64, 1, CHECKPOINTED, *teacher_tp(8)),
@@ -184,19 +182,6 @@ LAYOUTS = (
     row("4 nodes", "32B", "70B", 4, 8, 128, 4, CHECKPOINTED, "student.parallelism.tp=2", *teacher_tp(8)),
     row("16 nodes", "8B", "70B 32B", 16, 8, 512, 4, CHECKPOINTED, *teacher_tp(8, 8)),
     row("8 nodes", "70B", "70B", 8, 8, 256, 4, CHECKPOINTED, *teacher_tp(8)),
-    row(
-        "16 nodes, 32 + 64 + 32 GPUs",
-        "8B",
-        "70B 32B",
-        16,
-        8,
-        512,
-        4,
-        CHECKPOINTED,
-        SEPARATE,
-        "cluster.teacher_ranks=[64, 32]",
-        *teacher_tp(4, 2),
-    ),
 )
 
 
@@ -237,48 +222,23 @@ ROLLOUTS = (
 )
 
 
-QUESTIONS = ("evaluation.teachers=true", "reward.type=numeric", "rollout.batch_size=16")
-ANSWERS = (
-    sampling("1 GPU", "1B", "8B", 1, 1, *QUESTIONS, "evaluation.teacher_batch_size=16"),
-    sampling("8 GPUs", "8B", "32B", 1, 8, *QUESTIONS),
-    sampling("8 GPUs", "8B", "32B", 1, 8, *QUESTIONS, "evaluation.teacher_batch_size=2"),
-    sampling("8 GPUs", "8B", "32B", 1, 8, *QUESTIONS, *teacher_tp(8)),
-    sampling("8 GPUs", "8B", "70B", 1, 8, *QUESTIONS, *teacher_tp(8)),
-)
-
-
 def rollout_rows() -> Iterator[list[str]]:
     for example in ROLLOUTS:
         found = check(example)
-        rows = rollouts(found.config, found.student.dp).rows
-        yield sampled_row(example, found, "student", found.student, rows, Phase.ROLLOUT)
-
-
-def answer_rows() -> Iterator[list[str]]:
-    for example in ANSWERS:
-        found = check(example)
-        questions, (teacher,) = found.config.evaluation, found.config.teachers
-        assert questions is not None
-        rows = questions.teacher_batch_size
-        yield sampled_row(example, found, teacher.name, found.teachers[0], rows, Phase.ANSWERS)
-
-
-def sampled_row(example: Example, found: Checked, owner: str, layout: Layout, rows: int, phase: Phase) -> list[str]:
-    """Return a table row. owner, layout: of the model that samples `rows` sequences at a time in this phase."""
-    memory = found.memory.memories[0]
-    parts = {part.name: part.at(phase) for part in memory.parts if part.owner == owner}
-    others = max(memory.total(other) for other in memory.phases if other is not phase)
-    return [
-        example.title,
-        f"{found.names[0]} ← {found.names[1]}",
-        shown(layout),
-        str(rows),
-        *(f"{parts[name] / GIB:.1f}" for name in PART_NAMES),
-        f"{memory.total(phase) / GIB:.0f}",
-        f"{others / GIB:.0f}",
-        found.offloaded,
-        "yes" if found.memory.fits else "**no**",
-    ]
+        memory = found.memory.memories[0]
+        parts = {part.name: part.at(Phase.ROLLOUT) for part in memory.parts if part.owner == "student"}
+        others = max(memory.total(other) for other in memory.phases if other is not Phase.ROLLOUT)
+        yield [
+            example.title,
+            f"{found.names[0]} ← {found.names[1]}",
+            shown(found.student),
+            str(student_batch(found.config, found.student.dp).rows),
+            *(f"{parts[name] / GIB:.1f}" for name in SAMPLING),
+            f"{memory.total(Phase.ROLLOUT) / GIB:.0f}",
+            f"{others / GIB:.0f}",
+            found.offloaded,
+            "yes" if found.memory.fits else "**no**",
+        ]
 
 
 def model_rows() -> Iterator[list[str]]:
@@ -315,6 +275,9 @@ MODELS = (
 )
 COLUMNS = ("machines", "models", "student", "teachers", "microbatch", "GiB of a GPU", "at", "offloaded", "fits")
 SAMPLED = (
+    "machines",
+    "models",
+    "student",
     "at a time",
     "weights, whole",
     "cache",
@@ -350,8 +313,7 @@ def blocks(page: str) -> dict[str, str]:
     made = {
         "models": table(MODELS, model_rows()),
         "layouts": table(COLUMNS, layout_rows()),
-        "rollouts": table(("machines", "models", "student", *SAMPLED), rollout_rows()),
-        "answers": table(("machines", "models", "teacher", *SAMPLED), answer_rows()),
+        "rollouts": table(SAMPLED, rollout_rows()),
     }
     for example in documented(page):
         found = check(example)

@@ -149,6 +149,11 @@ class RunFields(Settings):
         return bool(others) and (self.cluster.placement == "separate" or is_aside)
 
     @property
+    def batches_ahead(self) -> int:
+        """Number of batches that teachers are ahead of the student."""
+        return self.cluster.prefetch if self.active_teachers and self.teachers_work_ahead else 0
+
+    @property
     def active_names(self) -> tuple[str, ...]:
         return tuple(teacher.name for teacher in self.active_teachers)
 

@@ -14,8 +14,8 @@ from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.traffic import Payload, Traffic, check_stays_on_node, planned_readers, planned_traffic
 from nemo_opd.handoff.transport import choose_transport
 from nemo_opd.progress import working
-from nemo_opd.training.memory import output_columns
 from nemo_opd.training.model_info import ModelInfo
+from nemo_opd.training.teacher_output import output_columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_opd.training.memory import ModelSize
+from nemo_opd.training.model_size import ModelSize
 from nemo_opd.types import Batch
 
 _PEAKS = {

@@ -20,7 +20,7 @@ from nemo_opd.models.stored_weights import check_weights
 from nemo_opd.rollout.hf import max_positions
 from nemo_opd.served.check import check_endpoint
 from nemo_opd.teacher_cache.manifest import read_manifest
-from nemo_opd.training.memory import ModelSize, size_of
+from nemo_opd.training.model_size import ModelSize, size_of
 
 _NO_LIMIT = 1 << 30
 """Tokens; more than any text has."""

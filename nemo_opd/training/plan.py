@@ -15,16 +15,10 @@ from nemo_opd.training.benchmarks import Benchmarks
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.delivery import Delivery
 from nemo_opd.training.flops import Utilization
-from nemo_opd.training.memory import (
-    MemoryEstimate,
-    answer_limit,
-    samples_in_workers,
-    student_limit,
-    teachers_ahead,
-    teachers_answer,
-)
+from nemo_opd.training.memory import MemoryEstimate
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.questions import LoadedSet
+from nemo_opd.training.sampling_batches import student_batch, student_samples, teacher_batch, teachers_answer
 from nemo_opd.training.survey import Survey
 from nemo_opd.training.teacher_plan import TeacherPlan
 
@@ -106,13 +100,13 @@ class Plan:
     @property
     def sampled_at_once(self) -> BatchLimit | None:
         """Limit of the sequences that a rank of the student samples at a time; None where it samples nothing."""
-        return student_limit(self.config) if samples_in_workers(self.config) else None
+        return student_batch(self.config, 1).limit if student_samples(self.config) else None
 
     @property
     def answered_at_once(self) -> tuple[BatchLimit, ...]:
         """Limit for a rank of each active teacher, if they are asked."""
-        config = self.config
-        return tuple(answer_limit(config, each) for each in config.active_teachers) if teachers_answer(config) else ()
+        asked = self.config.active_teachers if teachers_answer(self.config) else ()
+        return tuple(teacher_batch(self.config, each).limit for each in asked)
 
     @property
     def gives_back(self) -> bool:
@@ -126,4 +120,4 @@ class Plan:
     @property
     def lookahead(self) -> int:
         """Number of batches that teachers are ahead of the student; 0 where they take turns on the same devices."""
-        return teachers_ahead(self.config)
+        return self.config.batches_ahead

@@ -31,17 +31,9 @@ from nemo_opd.training.findings import (
 from nemo_opd.training.flops import Utilization, peak_flops
 from nemo_opd.training.kept import settle_kept
 from nemo_opd.training.launch import require_processes, require_shared_gpus, warn_of_shared_memory
-from nemo_opd.training.memory import (
-    Machine,
-    ModelSetup,
-    ModelSize,
-    Situation,
-    server_share,
-    settle_memory,
-    state_bytes,
-    teachers_ahead,
-)
+from nemo_opd.training.memory import Machine, ModelSetup, Situation, server_share, settle_memory, state_bytes
 from nemo_opd.training.model_info import ModelInfo, has_configuration, read_model_info
+from nemo_opd.training.model_size import ModelSize
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts, check_users_code, load_prompts
 from nemo_opd.training.questions import load_sets
@@ -129,7 +121,7 @@ def preflight(config: RunConfig) -> Plan:
             for i, (teacher, layout, stretch) in enumerate(zip(teachers, teacher_layouts, stretches, strict=True))
         ),
         machine,
-        arriving_bytes(deliveries, 1 + teachers_ahead(config)),
+        arriving_bytes(deliveries, 1 + config.batches_ahead),
         through_host=transport == "pinned_memory",
         num_learned=sum(teacher.num_learned for teacher in teacher_plans),
     )

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.training.flops import Flops
-from nemo_opd.training.memory import model_size
+from nemo_opd.training.model_size import model_size
 from tests.tokenizers_fixture import CORPUS, byte_level, sentencepiece
 
 ROOT = Path(__file__).resolve().parents[2]

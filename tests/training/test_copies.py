@@ -9,8 +9,9 @@ from nemo_opd.cluster.placement import Placement
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.training.copies import settle_copies
-from nemo_opd.training.memory import Machine, ModelSetup, Situation, estimate, model_size
+from nemo_opd.training.memory import Machine, ModelSetup, Situation, estimate
 from nemo_opd.training.memory.parts import SLACK, USABLE
+from nemo_opd.training.model_size import model_size
 from tests.composition import compose
 
 GIB = 2**30

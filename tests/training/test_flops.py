@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Pretra
 from nemo_opd.config.lora import Lora
 from nemo_opd.models.lora import Adapters
 from nemo_opd.training.flops import Utilization, forward_flops, peak_flops, scores, training_flops
-from nemo_opd.training.memory import model_size
+from nemo_opd.training.model_size import model_size
 from nemo_opd.types import Batch, TeacherRows, TokenRows
 
 SHAPE: dict[str, Any] = {

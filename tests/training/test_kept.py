@@ -8,8 +8,9 @@ from transformers import LlamaConfig
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.training.kept import settle_kept
-from nemo_opd.training.memory import Machine, ModelSetup, Situation, estimate, model_size
+from nemo_opd.training.memory import Machine, ModelSetup, Situation, estimate
 from nemo_opd.training.memory.parts import SLACK, USABLE
+from nemo_opd.training.model_size import model_size
 from tests.composition import compose
 
 GIB = 2**30

@@ -18,17 +18,15 @@ from nemo_opd.training.memory import (
     Machine,
     MemoryEstimate,
     ModelSetup,
-    ModelSize,
     Phase,
     Situation,
     estimate,
-    model_size,
     settle_memory,
 )
 from nemo_opd.training.memory.estimate import CONTEXT_BYTES
 from nemo_opd.training.memory.parts import USABLE
 from nemo_opd.training.memory.report import memory_report
-from nemo_opd.training.memory.size import numel
+from nemo_opd.training.model_size import ModelSize, model_size, numel
 from nemo_opd.training.plan import Plan
 from tests.composition import compose
 
@@ -290,8 +288,9 @@ def test_a_student_without_logits(sizes: list[ModelSize]) -> None:
     assert total(headless, "student: gradient of the head", Phase.LOSS) == vocabulary * width * (4 + 2)
     assert total(headless, "student: gradients of hidden states", Phase.LOSS) == tokens * width * 2
     # Of three heads, whose rows share the budget, a 32nd part of the GPU; the student's have a gradient.
-    rows = total(headless, "student: rows of logits and their gradient", Phase.LOSS)
-    assert rows == 80 * GIB // 32 // 3 * (3 + 1)
+    budget = 80 * GIB // 32
+    blocks = total(headless, "student: blocks of logits, temporaries of a loss", Phase.LOSS)
+    assert blocks == budget * (3 + 1) // 3 + budget
     assert headless.memories[0].peak < whole.memories[0].peak
 
 
@@ -306,7 +305,7 @@ def test_teachers_on_their_own_devices(sizes: list[ModelSize]) -> None:
     assert {part.owner for part in cross.parts} == {config.teachers[0].name}
     (handed,) = [part for part in cross.parts if part.name == "hidden states handed over"]
     assert handed.at(Phase.TEACHERS) == 2 * 16 * 2048 * 2560 * 2
-    (put_together,) = [part for part in student.parts if part.name == "teachers' output put together"]
+    (put_together,) = [part for part in student.parts if part.name == "teachers' output, copied"]
     assert put_together.at(Phase.LOSS) == 0
 
 

@@ -28,8 +28,10 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.kernels import launch
 from nemo_opd.models.fused_layers import replace_parts
 from nemo_opd.models.parallelize import checkpoint_activations, shard
-from nemo_opd.training.memory.activations import Work, layer_bytes, saved_activations
-from nemo_opd.training.memory.size import model_size, numel, shard_numel
+from nemo_opd.training.memory import ModelSetup
+from nemo_opd.training.memory.formulas import Work, layer_bytes, saved_activations
+from nemo_opd.training.model_size import model_size, numel, shard_numel
+from tests.composition import compose
 from tests.models.world import as_rank
 
 TINY = {
@@ -56,6 +58,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "olmo2": Olmo2Config(**{**TINY, "head_dim": 16}),
 }
 ROWS, LENGTH = 2, 96
+MARGIN = 0.15
+"""What the formula promises of the activations alone."""
 
 
 @dataclass
@@ -99,7 +103,7 @@ def measured(config: PretrainedConfig, dtype: torch.dtype, *, checkpointing: boo
 
 
 def work(num_bytes: int) -> Work:
-    return Work(ROWS, LENGTH, cp=1, tp=1, sequence_parallel=False, compute_bytes=num_bytes)
+    return Work(ROWS * LENGTH, LENGTH, num_bytes)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -113,7 +117,7 @@ def test_saved_activations(name: str, dtype: torch.dtype, checkpointing: bool) -
 
     # In bf16 the norms of Llama keep 6 bytes a number and those of Gemma 8, as the formula says of all; left out are
     # masks, keys repeated for each query under them, and what a fused matrix keeps as a whole.
-    assert estimated == pytest.approx(expected, rel=0.13)
+    assert estimated == pytest.approx(expected, rel=MARGIN)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, wide", "qwen2", "qwen3", "phi3"])
@@ -125,7 +129,7 @@ def test_saved_activations_of_kernels(name: str) -> None:
     size, fused = model_size(CONFIGS[name]), replace(work(2), is_fused=True)
 
     assert all(layer.is_known for layer in size.layers)
-    assert saved_activations(size, fused, checkpointing=False) == pytest.approx(expected, rel=0.13)
+    assert saved_activations(size, fused, checkpointing=False) == pytest.approx(expected, rel=MARGIN)
     assert saved_activations(size, fused, checkpointing=False) < saved_activations(size, work(2), checkpointing=False)
 
 
@@ -140,21 +144,22 @@ def test_parallel_ranks_keep_their_share() -> None:
     (layer, *_) = model_size(CONFIGS["llama"]).layers
     tokens, width, heads, keys, mlp = ROWS * LENGTH, 64, 96, 48, 176
     read_by_linear, norms = 2 * width * 2, 2 * width * 8
-    inside = (2 * heads + 2 * keys + 4 * mlp) * 2
+    inside = (2 * heads + 2 * keys + 3 * mlp) * 2 * 5 // 4
     assert layer_bytes(layer, work(2)) == tokens * (read_by_linear + norms + inside)
 
-    def parallel(tp: int, cp: int, sequence_parallel: bool) -> int:
-        return layer_bytes(layer, replace(work(2), tp=tp, cp=cp, sequence_parallel=sequence_parallel))
+    def parallel(sequence_parallel: bool) -> int:
+        return layer_bytes(layer, replace(work(2), tp=2, stream_share=2 if sequence_parallel else 1))
 
-    assert parallel(2, 1, False) == tokens * (read_by_linear + norms + inside // 2)
-    assert parallel(2, 1, True) == tokens * (read_by_linear + (norms + inside) // 2)
-    assert parallel(1, 2, False) == tokens // 2 * (read_by_linear + norms + inside)
+    assert parallel(False) == tokens * (read_by_linear + norms + inside // 2)
+    assert parallel(True) == tokens * (read_by_linear + (norms + inside) // 2)
+    setup = ModelSetup(model_size(CONFIGS["llama"]), 120, Layout(1, cp=2))
+    assert setup.work(compose().student, ROWS, LENGTH, "cpu").tokens == tokens // 2
 
 
 def test_eager_attention_keeps_every_score() -> None:
     """Gemma-2 caps its scores, which no fused kernel of PyTorch does: S² a head, in the softmax and in the tanh."""
     (layer, *_) = model_size(CONFIGS["gemma2"]).layers
-    short, long = (layer_bytes(layer, replace(work(4), length=length)) for length in (512, 1024))
+    short, long = (layer_bytes(layer, Work(ROWS * length, length, 4)) for length in (512, 1024))
 
     squares = ROWS * 4 * (1024**2 - 2 * 512**2) * (4 + 4)
     assert long - 2 * short == squares
@@ -167,7 +172,6 @@ def test_a_mixture_of_experts() -> None:
     model = AutoModelForCausalLM.from_config(config)
 
     assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert size.layers[0].mlp_width == 2 * 48
     assert size.layers[0].num_experts == 2
 
 

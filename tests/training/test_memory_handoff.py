@@ -13,8 +13,9 @@ from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.window import windows
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits
-from nemo_opd.training.memory import Machine, ModelSetup, ModelSize, Part, Phase, Situation, estimate, model_size
-from nemo_opd.training.memory.teacher import TeacherJob
+from nemo_opd.training.memory import Machine, ModelSetup, Part, Phase, Situation, estimate
+from nemo_opd.training.memory.processes import TeacherProcess
+from nemo_opd.training.model_size import ModelSize, model_size
 from tests.composition import compose
 from tests.handoff.counting import CountingReceiver, CountingSender
 from tests.handoff.places import filled
@@ -31,7 +32,7 @@ def size() -> ModelSize:
     )
 
 
-def job(size: ModelSize, layout: Layout, kind: str, micro: int, buffers: int = 1) -> TeacherJob:
+def job(size: ModelSize, layout: Layout, kind: str, micro: int, buffers: int = 1) -> TeacherProcess:
     config: RunConfig = compose(
         f"train.max_length={LENGTH}",
         f"train.global_batch_size={ROWS}",
@@ -40,12 +41,18 @@ def job(size: ModelSize, layout: Layout, kind: str, micro: int, buffers: int = 1
         f"handoff.type={kind}",
         *([f"cluster.prefetch={buffers - 1}", "cluster.placement=separate"] if buffers > 1 else []),
     )
-    return TeacherJob(config, config.teachers[0], ModelSetup(size, VOCAB, layout), 0)
+    setup = ModelSetup(size, VOCAB, layout)
+    return TeacherProcess(config, config.teachers[0], setup, Situation(setup, (setup,), Machine("cpu", None, None, 1)))
 
 
-def written(of: TeacherJob, rank: int, reader: int = 0, buffers: int = 1) -> HiddenStatesWriter | LogitsWriter:
+def columns_of(of: TeacherProcess, rank: int) -> range:
+    width = of.setup.columns(VOCAB)
+    return range(rank % of.setup.layout.tp * width, VOCAB)[:width]
+
+
+def written(of: TeacherProcess, rank: int, reader: int = 0, buffers: int = 1) -> HiddenStatesWriter | LogitsWriter:
     """What a rank of the teacher makes of its rows, all positions of them, and its columns."""
-    layout, columns = of.setup.layout, range(rank % of.setup.layout.tp * of.setup.columns, VOCAB)[: of.setup.columns]
+    layout, columns = of.setup.layout, columns_of(of, rank)
     more = {"columns": columns, "readers": Readers((reader,), (reader,)), "num_slots": buffers}
     writer: HiddenStatesWriter | LogitsWriter
     if of.config.handoff.type == "logits":
@@ -65,7 +72,7 @@ def held(senders: tuple[Sender, ...]) -> int:
     return sum(sender.last.nbytes for sender in senders if sender.allocation)
 
 
-def estimated(parts: tuple[Part, ...]) -> int:
+def estimated(parts: list[Part]) -> int:
     return sum(part.at(Phase.LOSS) for part in parts)
 
 
@@ -100,7 +107,7 @@ def test_what_is_put_together_is_what_is_estimated(size: ModelSize, micro: int) 
             before = receiver.copied_bytes
             window.hidden.read(receiver, slice(start, start + micro))
             most = max(most, receiver.copied_bytes - before)
-    assert most == (of.window_bytes(2) if 8 % micro else 0)
+    assert most == (of.copied_bytes(2) if 8 % micro else 0)
     for writer in writers:
         writer.close()
 
@@ -114,11 +121,12 @@ def test_output_in_main_memory_is_not_on_the_gpu(size: ModelSize) -> None:
         estimate(of.config, Situation(setup, (setup,) * len(of.config.teachers), machine, through_host=through_host))
         for through_host in (False, True)
     )
+    positions = of.config.train.longest_at_a_time(1) * LENGTH
     buffers, copies = (
         sum(own) * len(of.config.teachers)
         for own in (
             [part.at(Phase.LOSS) for part in of.handed_over()],
-            [of.window_bytes(1), VOCAB * HIDDEN * of.item_bytes],
+            [positions * HIDDEN * of.item_bytes, VOCAB * HIDDEN * of.item_bytes],
         )
     )
     device, host = (far.memories[i].total(Phase.LOSS) - near.memories[i].total(Phase.LOSS) for i in range(2))

@@ -10,9 +10,10 @@ from nemo_opd.config.lora import Lora
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ModelError
 from nemo_opd.models.lora import Adapters
-from nemo_opd.training.memory import Machine, ModelSetup, Phase, Situation, estimate, model_size
-from nemo_opd.training.memory.activations import Work, saved_activations
-from nemo_opd.training.memory.estimate import advice
+from nemo_opd.training.memory import Machine, ModelSetup, Phase, Situation, estimate
+from nemo_opd.training.memory.formulas import Work, saved_activations
+from nemo_opd.training.memory.offload import advice
+from nemo_opd.training.model_size import model_size
 from tests.composition import compose
 
 CONFIG = LlamaConfig(
@@ -85,7 +86,7 @@ def test_what_adapters_keep_for_backward_is_measured(dropout: float) -> None:
     """Autograd keeps at most as much: norms with frozen weights keep less than the formula says."""
     small = tiny_config()
     adapters = adapted(rank=16, dropout=dropout)
-    work = Work(rows=2, length=64, cp=1, tp=1, sequence_parallel=False, compute_bytes=4)
+    work = Work(tokens=128, length=64, itemsize=4)
     estimated = saved_activations(model_size(small, adapters), work, checkpointing=False)
     assert estimated == pytest.approx(kept(small, adapters), rel=0.2)
 

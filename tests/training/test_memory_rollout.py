@@ -20,15 +20,14 @@ from nemo_opd.training.memory import (
     Machine,
     Memory,
     MemoryEstimate,
-    ModelSetup,
     Phase,
     estimate,
-    model_size,
     server_share,
-    student_limit,
 )
-from nemo_opd.training.memory.estimate import variants
-from nemo_opd.training.memory.sampling import SamplingBatch, cache_bytes, rollouts
+from nemo_opd.training.memory.formulas import cache_bytes
+from nemo_opd.training.memory.offload import variants
+from nemo_opd.training.model_size import model_size
+from nemo_opd.training.sampling_batches import SamplingBatch, student_batch
 from nemo_opd.workers.student import StudentWorker
 from tests.composition import compose
 from tests.models.world import as_rank
@@ -111,7 +110,7 @@ def held(case: Case, config: RunConfig, asked: Sequence[Request] = ()) -> int:
     rows = case.rows // (dist.get_world_size() // config.student.parallelism.tp)
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
     with LiveBytes(*student.model.parameters()) as live:
-        student.generate(asked or requests(case, rows), sampling, 0, student_limit(config))
+        student.generate(asked or requests(case, rows), sampling, 0, student_batch(config, 1).limit)
     student.close()
     return live.peak
 
@@ -128,7 +127,7 @@ def test_a_benchmarks_longest_question_is_counted(world: int, tiny: Tiny, tmp_pa
     short, counted = (sum(rollout_parts(estimate(config, each).memories[0]).values()) for each in (around, asked))
     questions = [Request(np.ones(long - 3, np.int32), 3, seed) for seed in range(2)]
 
-    assert student_limit(config).tokens == case.rows * (case.prompt + case.new) < long
+    assert student_batch(config, 1).limit.tokens == case.rows * (case.prompt + case.new) < long
     assert counted > 1.5 * short
     assert counted == pytest.approx(held(case, config, questions), rel=WITHIN)
 
@@ -169,15 +168,15 @@ def test_ranks_hold_what_was_estimated(name: str, layout: Layout, world: int, ti
 @pytest.mark.parametrize("model", [LLAMA, FUSED, EAGER, WINDOWS], ids=lambda model: model.model_type)
 def test_the_cache_is_that_of_transformers(model: PretrainedConfig) -> None:
     """Its tensors to the byte, after the prompts and at the end. Bug: windows that are cut while a prompt is read."""
-    setup, rows, prompt, new = ModelSetup(model_size(model), model.vocab_size, Layout(1)), 3, 24, 6
+    size, rows, prompt, new = model_size(model), 3, 24, 6
     network = AutoModelForCausalLM.from_config(model).eval()
     ids = torch.ones(rows, prompt, dtype=torch.long)
     with torch.no_grad():
         cache = network(ids, use_cache=True).past_key_values
-        assert stored(cache) == cache_bytes(setup, 4, rows, prompt, is_read=False)
+        assert stored(cache) == cache_bytes(size, 1, 4, rows, prompt, is_read=False)
         for _ in range(new - 1):
             cache = network(ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
-    assert stored(cache) == cache_bytes(setup, 4, rows, prompt + new - 1)
+    assert stored(cache) == cache_bytes(size, 1, 4, rows, prompt + new - 1)
 
 
 def stored(cache: Any) -> int:
@@ -201,14 +200,14 @@ def stored(cache: Any) -> int:
 def test_what_is_sampled_at_a_time(settings: tuple[str, ...], dp: int, rows: int, prompt: int, new: int) -> None:
     """A batch has no more than a rank's rollouts; a later turn's prompt is all that was said before."""
     config = compose(*BATCH, "evaluation=null", *settings, config_name="on_policy_demo")
-    assert rollouts(config, dp) == SamplingBatch(rows, prompt, new)
+    assert student_batch(config, dp) == SamplingBatch(rows, prompt, new)
 
 
 def test_questions_are_sampled_too() -> None:
     """As many as there is room for at a time, in their own way. Bug: only the batches that are learned from."""
     settings = ("evaluation.max_new_tokens=50", "evaluation.temperature=0.6")
     config = compose(*BATCH, *settings, config_name="on_policy_demo")
-    assert rollouts(config, 4) == SamplingBatch(64, 70, 50)
+    assert student_batch(config, 4) == SamplingBatch(64, 70, 50)
 
 
 # Beside the rollout

@@ -20,7 +20,8 @@ from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
 from nemo_opd.distributed.shards import gathered
 from nemo_opd.errors import ConfigError
 from nemo_opd.models.parallelize import shard
-from nemo_opd.training.memory import size_of, state_bytes
+from nemo_opd.training.memory import state_bytes
+from nemo_opd.training.model_size import size_of
 from nemo_opd.training.preflight import preflight
 from nemo_opd.workers.optimizer import build_optimizer, build_scheduler
 from tests.composition import compose

@@ -15,18 +15,20 @@ SLACK = 1.25
 class Phase(StrEnum):
     LOADING = "loading"
     ANSWERS = "answers"
-    """A teacher answers the evaluation's questions, before the first step; one at a time where they share a device."""
+    """Teachers answer the evaluation's questions, before the first step."""
     ROLLOUT = "rollout"
     """The student samples in its own workers."""
     TEACHERS = "teachers"
-    """The teachers' forward passes: one at a time where they share a device."""
+    """The teachers' forward passes."""
     LOSS = "forward, loss"
     """The student's forward pass up to the gradient of its logits or last hidden states."""
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
 
 
-STUDENT_PHASES = (Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
+LOADED: tuple[Phase, ...] = tuple(phase for phase in Phase if phase is not Phase.LOADING)
+STUDENT_PHASES: tuple[Phase, ...] = (Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
+STEP: tuple[Phase, ...] = (Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class Part:
     name: str
     num_bytes: Mapping[Phase, int]
     """Bytes by phase; a missing phase has none."""
+    on_host: bool = False
+    """In main memory, whatever the device."""
+    in_turn: bool = False
+    """Of a teacher at work: where teachers share a device, one at a time has such parts."""
 
     def __str__(self) -> str:
         return f"{self.owner}: {self.name}"
@@ -46,17 +52,9 @@ class Part:
         return self.num_bytes.get(phase, 0)
 
 
-def part(owner: str, name: str, num_bytes: int, *phases: Phase) -> Part:
+def part(owner: str, name: str, num_bytes: int, *phases: Phase, on_host: bool = False, in_turn: bool = False) -> Part:
     """Return a part that is equally large in these phases."""
-    return Part(owner, name, dict.fromkeys(phases, num_bytes))
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """Parts of one worker."""
-
-    device: tuple[Part, ...]
-    host: tuple[Part, ...]
+    return Part(owner, name, dict.fromkeys(phases, num_bytes), on_host, in_turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +118,4 @@ class MemoryEstimate:
     @property
     def fits_easily(self) -> bool:
         """Whether it fits where the estimate is too low."""
-        return all(
-            memory.capacity is None or SLACK * memory.peak <= USABLE * memory.capacity for memory in self.memories
-        )
+        return all(each.capacity is None or SLACK * each.peak <= USABLE * each.capacity for each in self.memories)

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
+from nemo_opd.training.memory.estimate import SERVER
 from nemo_opd.training.memory.parts import USABLE, Memory, MemoryEstimate
-from nemo_opd.training.memory.server import SERVER
 
 _NUM_LARGEST = 3
 _SERVER = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import prod
 
 import psutil
 import torch
@@ -17,8 +16,8 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.models.fused_layers import may_fuse
 from nemo_opd.models.load import compute_dtype
-from nemo_opd.training.memory.activations import Work
-from nemo_opd.training.memory.size import FP32, ModelSize, cut_numel, shard_numel
+from nemo_opd.training.memory.formulas import FP32, Work
+from nemo_opd.training.model_size import ModelSize, cut_numel, shard_numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """A model and its layout."""
+    """A model and its layout, and how much of it a rank holds."""
 
     size: ModelSize
     vocab_size: int
@@ -56,7 +55,6 @@ class ModelSetup:
     layout: Layout
     stretch: Fraction = Fraction(1)
     """Tokens of its longest sequence divided by `train.max_length`."""
-
     longest_question: int = 0
     """Most tokens of a benchmark's question with its answer; 0 without benchmarks."""
 
@@ -66,72 +64,52 @@ class ModelSetup:
         return shard_numel(self.size.shapes, self.layout)
 
     @property
-    def streamed_shard(self) -> int:
-        """Number of these on the device while layers come and go: all outside of them, and two layers."""
-        layers = max(shard_numel(layer.shapes, self.layout) for layer in self.size.layers)
-        return shard_numel(self.size.rest, self.layout) + min(2, len(self.size.layers)) * layers
-
-    @property
     def trained(self) -> int:
         """Number of trained parameters that a rank keeps."""
         return shard_numel(self.size.trained_shapes, self.layout)
 
-    def student_bytes(self, compute_bytes: int) -> int:
-        """Return the bytes of the student's weights on a rank.
-
-        With adapters, which are in fp32, the frozen weights are in the compute precision.
-        """
-        return compute_bytes * self.shard + FP32 * self.trained if self.size.adapters else FP32 * self.shard
-
-    @property
-    def largest_tensor(self) -> int:
-        return max(map(prod, self.size.shapes))
+    def student_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the student's weights on a rank: in fp32, or frozen, with adapters in fp32."""
+        return itemsize * self.shard + FP32 * self.trained if self.size.adapters else FP32 * self.shard
 
     @property
     def whole(self) -> int:
-        """Number of all parameters of a tensor-parallel rank, gathered."""
+        """Number of all parameters of a tensor-parallel rank."""
         return cut_numel((*self.size.shapes, *self.size.adapters), self.layout.tp)
 
     @property
     def rest(self) -> int:
-        """Number of parameters outside the layers, which are gathered together."""
+        """Number of those outside the layers, which FSDP2 gathers together."""
         return cut_numel(self.size.rest, self.layout.tp)
 
-    @property
-    def gathered(self) -> int:
-        """Number of parameters gathered at a time; with several ranks the next layer is prefetched."""
-        largest = self.size.largest_layer
-        layer = cut_numel((*largest.shapes, *largest.adapters), self.layout.tp)
-        return self.rest + layer * (1 if self.layout.num_shards == 1 else 2)
-
-    def is_sharded(self, model: Student | Teacher, compute_bytes: int) -> bool:
+    def is_sharded(self, model: Student | Teacher, itemsize: int) -> bool:
         """Return whether FSDP2 holds the parameters; on one rank only where they are kept in a higher precision."""
-        return self.layout.size > 1 or (isinstance(model, Student) and compute_bytes < FP32)
+        return self.layout.size > 1 or (isinstance(model, Student) and itemsize < FP32)
 
-    def kept(self, model: Student | Teacher, compute_bytes: int) -> int:
-        """Return the number of parameters that are gathered at a time, or of those that stay so."""
-        if not self.is_sharded(model, compute_bytes):
-            return 0
-        return self.gathered if model.parallelism.frees_gathered else self.whole
+    def gathered(self, model: Student | Teacher, itemsize: int) -> tuple[int, int]:
+        """Return the bytes of weights that stay gathered, and of the layer at work and the next."""
+        if not self.is_sharded(model, itemsize):
+            return 0, 0
+        if not model.parallelism.frees_gathered:
+            return itemsize * self.whole, 0
+        layers = max(cut_numel((*layer.shapes, *layer.adapters), self.layout.tp) for layer in self.size.layers)
+        return itemsize * self.rest, 2 * itemsize * layers
 
-    @property
-    def trained_head(self) -> int:
-        """Number of the head's parameters on a tensor-parallel rank that get a gradient."""
-        return 0 if self.size.adapters else self.logits(1) * self.size.hidden_size
-
-    @property
-    def columns(self) -> int:
-        """Number of the tokenizer's ids on a tensor-parallel rank."""
-        return -(-self.vocab_size // self.layout.tp)
-
-    def logits(self, tokens: int) -> int:
-        """Return the number of logits of a tensor-parallel rank."""
-        return tokens * -(-self.size.vocab_size // self.layout.tp)
+    def columns(self, vocab_size: int) -> int:
+        """Return the columns of a tensor-parallel rank."""
+        return -(-vocab_size // self.layout.tp)
 
     def work(self, model: Student | Teacher, rows: int, length: int, device: str) -> Work:
-        dtype, shared = compute_dtype(model.dtype, device), model.parallelism.sequence_parallel
-        is_fused = may_fuse(model.fused_layers, dtype, device) and not model.compile
-        return Work(rows, length, self.layout.cp, self.layout.tp, shared, dtype.itemsize, is_fused)
+        """Return a microbatch of `rows` sequences; all ranks of a context-parallel group share it."""
+        dtype, layout = compute_dtype(model.dtype, device), self.layout
+        return Work(
+            rows * -(-length // layout.cp),
+            length,
+            dtype.itemsize,
+            layout.tp,
+            layout.tp if model.parallelism.sequence_parallel else 1,
+            may_fuse(model.fused_layers, dtype, device) and not model.compile,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +142,10 @@ class Situation:
         return replace(self, student=student, teachers=tuple(teachers))
 
     @property
+    def device(self) -> str:
+        return self.machine.device
+
+    @property
     def block_bytes(self) -> int:
         """Budget for a block of the student's logits, and for the temporaries of a loss."""
-        return block_bytes(self.machine.device, None if self.small_blocks else self.machine.device_bytes)
-
-
-def teachers_ahead(config: RunConfig) -> int:
-    """Return the number of batches that teachers work ahead."""
-    return config.cluster.prefetch if config.active_teachers and config.teachers_work_ahead else 0
+        return block_bytes(self.device, None if self.small_blocks else self.machine.device_bytes)

@@ -1,4 +1,4 @@
-"""Sizes of a model that determine its memory, read from its modules on the meta device."""
+"""Sizes of a model that determine its memory and its work, read from its modules on the meta device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from nemo_opd.models.head import SOFT_CAPS
 from nemo_opd.models.lora import NAME, Adapters, adapter_parameters, lora_layers
 
 Shape = tuple[int, ...]
-FP32 = 4
-"""Bytes per number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +30,20 @@ class LayerSize:
     """Query heads × head width."""
     key_width: int
     """Key-value heads × head width."""
-    num_heads: int
     num_experts: int
     """Experts per token; 0 for a dense layer."""
     window: int | None
     """Length of sliding-window attention; None for full attention."""
-    is_eager: bool
-    """Attention materialises all scores."""
-    stream_norms: int
-    """Numbers per token that pass through norms of hidden states."""
-    head_norms: int
-    """Numbers per token that pass through norms of queries and keys."""
+    norms: int
+    """Numbers per token that pass through norms."""
+    score_heads: int
+    """Heads whose attention scores are materialised: all with eager attention, else 0."""
+    is_known: bool
+    """All norms, and the MLP, are such as `fused_layers` replaces."""
     adapters: tuple[Shape, ...] = ()
     """Shapes of the matrices A and B of each adapter in turn."""
-    has_dropout: bool = False
-    """Adapters have dropout."""
-    is_known: bool = False
-    """All norms, and the MLP, are such as `fused_layers` replaces."""
+    dropped: int = 0
+    """Numbers per token that pass through the dropout of adapters."""
 
     @property
     def trained_shapes(self) -> tuple[Shape, ...]:
@@ -57,22 +52,8 @@ class LayerSize:
     @property
     def active_weights(self) -> int:
         """Matrix weights that a token is multiplied by; of experts (3-D parameters), those it is routed to."""
-        return sum(prod(shape[1:]) * self.num_experts if len(shape) == 3 else prod(shape) for shape in self._matrices)
-
-    @property
-    def inner_width(self) -> int:
-        """Numbers per token inside the layer: a D × N matrix reads or writes N of them and D hidden ones."""
-        return self.active_weights // self.hidden_size
-
-    @property
-    def mlp_width(self) -> int:
-        """Numbers per token that the MLP's activation function writes: the inputs of its last matrix."""
-        down = [shape for shape in self._matrices if shape[-2] == self.hidden_size]
-        return max((shape[-1] * (self.num_experts if len(shape) == 3 else 1) for shape in down), default=0)
-
-    @property
-    def _matrices(self) -> list[Shape]:
-        return [shape for shape in self.shapes if len(shape) > 1]
+        matrices = [shape for shape in self.shapes if len(shape) > 1]
+        return sum(prod(shape[1:]) * self.num_experts if len(shape) == 3 else prod(shape) for shape in matrices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +87,6 @@ class ModelSize:
     def trained_parameters(self) -> int:
         return numel(self.trained_shapes)
 
-    @property
-    def largest_layer(self) -> LayerSize:
-        return max(self.layers, key=lambda layer: numel(layer.shapes))
-
 
 def numel(shapes: tuple[Shape, ...]) -> int:
     return sum(map(prod, shapes))
@@ -141,7 +118,7 @@ def size_of(model: Any, adapters: Adapters | None = None) -> ModelSize:
     if adapters is not None:
         adapters.attach(model)
     layers = _decoder_layers(model)
-    in_layers = {id(parameter) for layer in layers for parameter in _own_parameters(layer)}
+    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     return ModelSize(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
@@ -178,21 +155,22 @@ def _layer_size(layer: nn.Module, index: int, config: Any) -> LayerSize:
         for module in layer.modules()
         if is_norm(module) and isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dim() == 1
     ]
+    of_heads = (heads + key_heads) * width if set(norms) - {text.hidden_size} else 0
     is_routed = any("expert" in name for name, _ in layer.named_parameters())
+    adapters = _adapter_shapes(layer)
+    has_dropout = any(isinstance(each.lora_dropout[NAME], nn.Dropout) for _, each in lora_layers(layer))
     return LayerSize(
         shapes=tuple(tuple(parameter.shape) for parameter in _own_parameters(layer)),
         hidden_size=text.hidden_size,
         query_width=heads * width,
         key_width=key_heads * width,
-        num_heads=heads,
         num_experts=_number(text, "num_experts_per_tok", "moe_topk", "top_k_experts", default=1) if is_routed else 0,
         window=_window(text, index),
-        is_eager=getattr(config, "_attn_implementation", None) == "eager",
-        stream_norms=sum(numbers for numbers in norms if numbers == text.hidden_size),
-        head_norms=(heads + key_heads) * width if set(norms) - {text.hidden_size} else 0,
-        adapters=_adapter_shapes(layer),
+        norms=sum(numbers for numbers in norms if numbers == text.hidden_size) + of_heads,
+        score_heads=heads if getattr(config, "_attn_implementation", None) == "eager" else 0,
         is_known=is_known(layer),
-        has_dropout=any(isinstance(each.lora_dropout[NAME], nn.Dropout) for _, each in lora_layers(layer)),
+        adapters=adapters,
+        dropped=sum(inputs for _, inputs in adapters[::2]) if has_dropout else 0,
     )
 
 

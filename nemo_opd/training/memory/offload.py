@@ -1,0 +1,164 @@
+"""What is offloaded because of the estimate, and settings that would lower it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from nemo_opd.config.handoff import HiddenStatesHandoff
+from nemo_opd.config.model import Student
+from nemo_opd.config.on_policy import check_on_policy
+from nemo_opd.config.rollout import HFRollout
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import Teacher
+from nemo_opd.errors import ConfigError
+from nemo_opd.training.memory.estimate import estimate
+from nemo_opd.training.memory.parts import Advice, MemoryEstimate
+from nemo_opd.training.memory.report import gib, largest_parts
+from nemo_opd.training.memory.situation import Situation
+from nemo_opd.training.sampling_batches import student_batch, teachers_answer
+
+_Model = TypeVar("_Model", Student, Teacher)
+_STUDENT = -1
+"""Index of the student among the teachers' indices."""
+_SMALLEST_SAVING = 0.01
+"""Smallest saving that is advised, as a share of the peak."""
+
+
+def settle_memory(config: RunConfig, situation: Situation) -> tuple[RunConfig, MemoryEstimate]:
+    """Return the settings with every `offload: auto` decided, and their estimate.
+
+    The smallest set that fits: none, then teachers, the largest first, then the student's parameters and optimizer. On
+    CPU, with separate devices and where the GPU's memory is unknown: none. Small blocks of logits come before anything
+    is offloaded. Raises ConfigError where nothing fits and an `auto` was left to decide, unless the run is a dry one;
+    explicit settings are not overruled.
+    """
+    undecided = [i for i, teacher in enumerate(config.active_teachers) if _may_leave(teacher)]
+    undecided.sort(key=lambda i: -situation.teachers[i].size.parameters)
+    undecided += [_STUDENT] if _may_leave(config.student) else []
+    frugal = replace(situation, small_blocks=True)
+    is_shared = situation.device == "cuda" and config.cluster.placement == "colocated"
+    for number in range(1 + (len(undecided) if is_shared else 0)):
+        chosen = _with_offload(config, frozenset(undecided[:number]))
+        for around in (situation, frugal):
+            estimated = estimate(chosen, around)
+            if estimated.fits:
+                return chosen, estimated
+    estimated = replace(estimated, advice=tuple(advice(chosen, frugal)))
+    if undecided and situation.device == "cuda" and not config.run.dry_run:
+        raise ConfigError(_complaint(estimated))
+    return chosen, estimated
+
+
+def _with_offload(config: RunConfig, offloaded: frozenset[int]) -> RunConfig:
+    """Decide `auto`: yes for these models and no for all others, including teachers that are not active."""
+
+    def decided(model: _Model, index: int) -> _Model:
+        return model.model_copy(update={"offload": index in offloaded}) if _may_leave(model) else model
+
+    teachers = tuple(decided(teacher, i) for i, teacher in enumerate(config.teachers))
+    return config.model_copy(update={"teachers": teachers, "student": decided(config.student, _STUDENT)})
+
+
+def _may_leave(model: Student | Teacher) -> bool:
+    """Return whether the estimate decides if a model's weights leave the device, where it has weights."""
+    has_weights = isinstance(model, Student) or (model.weights != "student" and model.is_computed)
+    return model.offload == "auto" and has_weights
+
+
+def _complaint(estimated: MemoryEstimate) -> str:
+    memory = estimated.shortest
+    helps = "; ".join(f"{each.setting} saves {gib(each.saved_bytes)}" for each in estimated.advice)
+    assert memory.capacity is not None
+    return (
+        f"student.offload=auto, teachers.*.offload=auto: with everything offloaded {memory.name} would have to hold "
+        f"{gib(memory.peak)} in the phase {memory.peak_phase.value!r} ({largest_parts(memory)}), and there are "
+        f"{gib(memory.capacity)}; {helps or 'use more GPUs'}; or set every offload to true or false, which starts the "
+        "run without this check. run.dry_run=true prints the whole estimate"
+    )
+
+
+def advice(config: RunConfig, situation: Situation) -> list[Advice]:
+    """Return changes that lower the peak of the memory that is short, each alone, largest saving first."""
+    short, found = estimate(config, situation).shortest, []
+    for setting, changed, around in variants(config, situation):
+        peaks = {memory.name: memory.peak for memory in estimate(changed, around).memories}
+        found.append(Advice(setting, short.peak - peaks[short.name]))
+    worth = [each for each in found if each.saved_bytes > _SMALLEST_SAVING * short.peak]
+    return sorted(worth, key=lambda each: each.saved_bytes, reverse=True)
+
+
+def variants(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
+    """Yield settings to write, and the run with each."""
+    for is_change, key, value in _changes(config, situation):
+        if is_change and (run := _changed(config, key, value)) is not None:
+            yield f"{key}={'null' if value is None else str(value).lower()}", run, situation
+    if config.handoff.type == "logits":
+        yield "handoff.type=hidden_states", config.model_copy(update={"handoff": HiddenStatesHandoff()}), situation
+    yield from _other_layouts(config, situation)
+
+
+def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[bool, str, object]]:
+    """Yield whether a change is one, its key and its value."""
+    train, student, rollout, asked = config.train, config.student, config.rollout, config.evaluation
+    tokens, rows = train.micro_batch_tokens, train.micro_batch_size
+    yield student.sync_each_micro_batch is False, "student.sync_each_micro_batch", True
+    yield not student.activation_checkpointing, "student.activation_checkpointing", True
+    yield tokens is not None, "train.micro_batch_tokens", max(2, (tokens or 0) // 2)
+    yield tokens is None and rows > 1, "train.micro_batch_size", rows // 2
+    yield True, "train.global_batch_size", max(1, train.global_batch_size // 2)
+    yield True, "train.max_length", max(2, train.max_length // 2)
+    yield train.async_save, "train.async_save", False
+    yield config.logging.gradients_every is not None, "logging.gradients_every", None
+    if isinstance(rollout, HFRollout):
+        sampled = student_batch(config, situation.student.layout.dp).rows
+        yield sampled > 1, "rollout.batch_size", sampled // 2
+    if asked is not None:
+        yield rollout is None and asked.batch_size > 1, "evaluation.batch_size", asked.batch_size // 2
+        several = teachers_answer(config) and asked.teacher_batch_size > 1
+        yield several, "evaluation.teacher_batch_size", asked.teacher_batch_size // 2
+        yield teachers_answer(config), "evaluation.teachers", False
+    if situation.device == "cpu":
+        return
+    yield student.offload is not True, "student.offload", True
+    for i, teacher in enumerate(config.active_teachers):
+        stays = teacher.offload in (False, "auto") and teacher.weights != "student"
+        streams = teacher.has_model and not teacher.compile and teacher.parallelism.frees_gathered
+        may_stream = streams and not teachers_answer(config) and teacher.offload != "layers"
+        yield stays, f"teachers.{i}.offload", True
+        yield may_stream, f"teachers.{i}.offload", "layers"
+        yield teacher.dtype == "float32" and not teacher.is_student, f"teachers.{i}.dtype", "bfloat16"
+
+
+def _changed(config: RunConfig, key: str, value: object) -> RunConfig | None:
+    """Return the settings with another value of `section.name` or `teachers.i.name`; None where a rule refuses it."""
+    section, *index, name = key.split(".")
+    found = getattr(config, section)
+    if index:
+        own = {int(index[0]): found[int(index[0])].model_copy(update={name: value})}
+        found = tuple(own.get(i, teacher) for i, teacher in enumerate(found))
+    else:
+        found = found.model_copy(update={name: value})
+    changed = config.model_copy(update={section: found})
+    try:  # a copy is not validated
+        if changed.rollout is not None:
+            check_on_policy(changed)
+    except ValueError:
+        return None
+    return changed
+
+
+def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
+    """Yield a single copy of each model, and twice its tensor parallelism where data-parallel ranks are left for it."""
+    for i, setup in enumerate((situation.student, *situation.teachers)):
+        if i and not config.active_teachers[i - 1].has_model:
+            continue
+        layout, found = setup.layout, {}
+        if layout.replicas > 1:
+            found["replicas=1"] = replace(layout, replicas=1)
+        if layout.dp // layout.replicas % 2 == 0 and (i or config.student.lora is None):
+            found[f"tp={2 * layout.tp}"] = replace(layout, dp=layout.dp // 2, tp=2 * layout.tp)
+        for setting, other in found.items():
+            changed = situation.with_layouts({i: other}, config)
+            yield f"{f'teachers.{i - 1}' if i else 'student'}.parallelism.{setting}", config, changed
