@@ -263,6 +263,25 @@ def test_what_is_offloaded_leaves_buffers_alone(sizes: list[ModelSize]) -> None:
     assert host.total(Phase.TEACHERS) == host.total(Phase.BACKWARD) == of_all
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("offload", [True, False])
+def test_no_phase_is_below_its_states(sizes: list[ModelSize], offload: bool, ranks: int) -> None:
+    """By plain sums: 4 bytes a weight of the student and 8 of AdamW, 4 of its gradient, and 2 a weight of a teacher."""
+    config = with_offloads(configure(), offload, offload, offload)
+    gpu, host = estimate(config, situation(sizes, gib=80, ranks=ranks)).memories
+    student, *teachers = (size.parameters / ranks for size in sizes)
+    of_all, at_work = 2 * sum(teachers), 2 * max(teachers)
+    states = {
+        Phase.LOADING: 4 * student + of_all,
+        Phase.TEACHERS: at_work if offload else 12 * student + of_all,
+        Phase.LOSS: 12 * student + (0 if offload else of_all),
+        Phase.BACKWARD: 16 * student + (0 if offload else of_all),
+        Phase.OPTIMIZER: 16 * student + (0 if offload else of_all),
+    }
+    assert all(gpu.total(phase) >= expected for phase, expected in states.items())
+    assert host.total(Phase.TEACHERS) >= (12 * student + of_all if offload else 0)
+
+
 def test_of_layers_that_come_and_go_two_are_there(sizes: list[ModelSize]) -> None:
     """Bug: a streamed teacher counts as whole while it computes, so that the run is refused or others are offloaded."""
     config = with_offloads(configure(), "layers", False, False)
