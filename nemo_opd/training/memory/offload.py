@@ -1,4 +1,4 @@
-"""What is offloaded because of the estimate, and settings that would lower it."""
+"""Models that are offloaded because of the estimate, and settings that would lower it."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ class Part:
     num_bytes: Mapping[Phase, int]
     """Bytes by phase; a missing phase has none."""
     on_host: bool = False
-    """In main memory, whatever the device."""
+    """Whether it is in main memory, whatever the device."""
     in_turn: bool = False
-    """Of a teacher at work: where teachers share a device, one at a time has such parts."""
+    """Whether a teacher has it only while it works: where several share a device, one at a time has such parts."""
 
     def __str__(self) -> str:
         return f"{self.owner}: {self.name}"
