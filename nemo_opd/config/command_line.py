@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,16 +105,16 @@ class Groups:
 
     config_dir: Path
     listed: frozenset[str]
-    """Groups in its defaults."""
+    """Groups in its defaults, and in those of configs that it builds on."""
     keys: frozenset[str]
-    """Keys that it sets."""
+    """Keys that these set."""
 
     @classmethod
     def of(cls, config_dir: Path, primary: Path) -> "Groups":
-        content = _top_level(primary)
-        entries = content.get("defaults") or []
-        listed = [str(key).removeprefix("override ") for entry in entries if isinstance(entry, dict) for key in entry]
-        return cls(config_dir, frozenset(listed), frozenset(map(str, content)))
+        contents = list(_built_on(primary, config_dir))
+        entries = [entry for content in contents for entry in content.get("defaults") or [] if isinstance(entry, dict)]
+        listed = [str(key).removeprefix("override ").lstrip("/") for entry in entries for key in entry]
+        return cls(config_dir, frozenset(listed), frozenset(str(key) for content in contents for key in content))
 
     def override(self, argument: str) -> str:
         """Return the argument as Hydra needs it."""
@@ -128,6 +128,16 @@ class Groups:
         plain = argument.lstrip("+") if key.startswith("++") else argument
         is_new = group not in self.listed and group not in self.keys
         return f"+{plain}" if is_new and not plain.startswith("+") else plain
+
+
+def _built_on(primary: Path, config_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the settings of a config and of the configs, not options of groups, that its defaults name, and theirs."""
+    files = [primary]
+    for file in files:
+        yield (content := _top_level(file))
+        names = [entry.lstrip("/") for entry in content.get("defaults") or [] if isinstance(entry, str)]
+        found = (folder / f"{name}.yaml" for name in names for folder in (primary.parent, config_dir))
+        files += [base for base in found if base not in files and base.is_file()]
 
 
 def _top_level(primary: Path) -> dict[str, Any]:

@@ -109,6 +109,11 @@ class Context(Settings):
         return self
 
     @property
+    def replaces_question(self) -> bool:
+        """Whether the teacher reads another question than the student, not another system message alone."""
+        return self.template is not None or self.key is not None
+
+    @property
     def fields(self) -> tuple[str, ...]:
         """Names of the record's fields that are read."""
         templates = [each for each in (self.system_prompt, self.template) if each is not None]

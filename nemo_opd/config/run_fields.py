@@ -61,7 +61,7 @@ class Run(Settings):
     output_dir: Path | None = None
     """Used as it is; `outputs/<name>/<time>` when not given."""
     seed: int = Field(0, ge=0)
-    """Seed of the order of the data, of sampling and of new adapters."""
+    """Seed of the order of the data, of sampling, of new adapters and of dropout."""
     resume: Literal["auto", "never"] = "never"
     """auto: continue from the newest complete checkpoint in `output_dir`, or start where there is none."""
     dry_run: bool = False

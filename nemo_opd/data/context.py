@@ -72,7 +72,7 @@ class Context:
         message differs, else the first after the last of the user that is answered.
         """
         by_assistant = [k for k, message in enumerate(messages) if k and message["role"] == "assistant"]
-        if not by_assistant or (self.settings.template is None and self.settings.key is None):
+        if not by_assistant or not self.settings.replaces_question:
             return by_assistant[0] if by_assistant else None
         asked = _last_of_user(messages[: by_assistant[-1]])
         return by_assistant[0] if asked is None else next(k for k in by_assistant if k > asked)

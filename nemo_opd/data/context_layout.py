@@ -23,17 +23,17 @@ class ContextLayout:
     """Documents of another layout, with the fields that contexts name."""
 
     documents: Layout
-    fields: Mapping[str, str]
-    """The user's name of a column → the setting that names it."""
+    named: tuple[tuple[str, str], ...]
+    """The user's name of a column, and a setting that names it. A column may be there with several."""
 
     @property
     def columns(self) -> Mapping[str, str]:
         own = self.documents.columns
-        return {**own, **{name: FIELD + name for name in self.fields if name not in own}}
+        return {**own, **{name: FIELD + name for name, _ in self.named if name not in own}}
 
     def require_columns(self, schema: pa.Schema, source: str) -> None:
         self.documents.require_columns(schema, source)
-        for name, setting in self.fields.items():
+        for name, setting in self.named:
             if name not in schema.names:
                 raise DataError(
                     f"{source} has no column {name!r}, which {setting} names; write one of its columns there: "
@@ -49,7 +49,7 @@ class ContextLayout:
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
         """Raises DataError too where a row lacks a field."""
         self.documents.require_content(documents, source, origin)
-        for name in self.fields:
+        for name in dict.fromkeys(name for name, _ in self.named):
             whole_column(documents, self.columns[name], source, origin, name=repr(name))
 
 

@@ -2,7 +2,7 @@
 seconds.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,17 +63,16 @@ class ResolvedSet:
         return self.messages_key is not None
 
     @property
-    def columns(self) -> Mapping[str, str]:
-        """Further columns that settings name, with the setting of each."""
-        named = {name: f"{self.reward_key}.{setting}" for name, setting in self.reward.named_columns.items()}
+    def columns(self) -> list[tuple[str, str]]:
+        """Further columns that settings name, each with such a setting."""
+        named = [(name, f"{self.reward_key}.{setting}") for name, setting in self.reward.named_columns.items()]
         if self.settings.level_key is not None:
-            named[self.settings.level_key] = f"{self.prefix}level_key"
+            named.append((self.settings.level_key, f"{self.prefix}level_key"))
         if not isinstance(self.settings, QuestionSet) or self.settings.context is None:
             return named
         context = self.settings.context
         written = {"template": "prompt", "system_prompt": "system_prompt"}
-        fields = {field: f"{self.prefix}{written[context.named_in(field)]}" for field in context.fields}
-        return {**fields, **named}
+        return [*((name, f"{self.prefix}{written[context.named_in(name)]}") for name in context.fields), *named]
 
     def levels(self, questions: Sequence[Prompt]) -> tuple[str, ...]:
         """Return each question's value in the column `level_key`, as text; nothing where none is named."""
@@ -92,10 +91,10 @@ class ResolvedSet:
 
 
 def with_columns(
-    layout: Layout, named: Mapping[str, str], reward: Reward | None, domain_key: str | None = None
+    layout: Layout, named: Sequence[tuple[str, str]], reward: Reward | None, domain_key: str | None = None
 ) -> Layout:
     """Add columns to a layout: those that settings name, and whole rows where the reward may read any column."""
-    layout = ContextLayout(layout, named) if named else layout
+    layout = ContextLayout(layout, tuple(named)) if named else layout
     layout = layout if domain_key is None else DomainLayout(layout, domain_key)
     return RowLayout(layout) if reads_rows(reward) else layout
 

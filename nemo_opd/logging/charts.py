@@ -24,6 +24,10 @@ DASHES = ((0, (5, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)))
 """Line styles of teachers, one after the other."""
 
 
+_LEGEND_WIDTH = 0.85
+"""Share of a figure's width that a legend may take; to its left are the numbers of the axis."""
+
+
 @dataclass(frozen=True, slots=True)
 class Theme:
     """Colours of a figure and of the page around it."""
@@ -118,12 +122,17 @@ def write_chart(
     return Chart(title, *images)
 
 
-def _add_legend(axes: Axes, columns: int) -> None:
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(
+def _add_legend(axes: Axes, most_columns: int) -> None:
+    """Add a legend with as many columns as there is room for: a wider one would narrow the axes."""
+    if not axes.get_legend_handles_labels()[1]:
+        return
+    for columns in range(most_columns, 0, -1):
+        legend = axes.legend(
             loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=columns, borderaxespad=0.2, handlelength=1.4,
             columnspacing=1.4,
         )  # fmt: skip
+        if legend.get_window_extent().width < _LEGEND_WIDTH * legend.get_figure(root=True).bbox.width:
+            return
 
 
 def series(records: Records, key: str) -> tuple[list[float], list[float]]:

@@ -174,17 +174,25 @@ def warn_of_short_rows(config: RunConfig, limits: Sequence[int], statistics: Sur
 
 def _low_coverage_advice(config: RunConfig, i: int) -> str:
     settings = config.active_teachers[i]
+    context, is_chat = settings.context, config.data.messages_key is not None
+    if context is not None and context.replaces_question and is_chat:
+        return (
+            f"teachers.{i}.context.{'template' if context.key is None else 'key'} has it compare only the answer to "
+            "the user's last message, as far as its positions reach; make a row of each answer, or shorten the context"
+        )
     if isinstance(settings, CrossTokenizerTeacher):
         if settings.max_length is not None:
             return f"teachers.{i}.max_length={settings.max_length} may cut it: leave it out"
-        if config.data.messages_key is not None and settings.equal_history != "none":
+        if is_chat and settings.equal_history != "none":
             return (
                 f"teachers.{i}.equal_history={settings.equal_history} leaves out what follows contents that the "
                 "chat templates write differently, such as the thinking of earlier turns; write "
                 f"teachers.{i}.equal_history=none to compare it all the same, or give a chat_template that keeps them"
             )
-        if config.data.messages_key is not None:
+        if is_chat:
             return "the chat templates write different contents, such as thinking; give a chat_template that keeps them"
     if config.term(i).type == "strict":
         return "loss.type=strict reads only tokens that are the same on both sides; p_kl reads the others too"
+    if context is not None and not isinstance(settings, CrossTokenizerTeacher):
+        return f"teachers.{i}.context leaves too few of its positions for responses; shorten it"
     return "the inspect tool shows how the tokenizers differ"

@@ -112,9 +112,9 @@ def layout_of(config: RunConfig, *, is_validation: bool = False) -> Layout:
         layout = prompt_layout(config.data, reward.answer_column if reward else None, config.data.response_key)
     if config.routing is not None:
         layout = RoutedLayout(layout, config.routing.key, config.active_names)
-    named = {} if reward is None else {name: f"reward.{setting}" for name, setting in reward.named_columns.items()}
+    named = [] if reward is None else [(name, f"reward.{setting}") for name, setting in reward.named_columns.items()]
     domain_key = config.data.domain_key if is_validation else None
-    return with_columns(layout, {**named, **context_fields(config)}, reward, domain_key)
+    return with_columns(layout, [*named, *context_fields(config)], reward, domain_key)
 
 
 def domain_column(config: RunConfig) -> str | None:
@@ -135,11 +135,11 @@ def has_contrast(config: RunConfig) -> bool:
     return any(context is not None and context.contrast for context in contexts)
 
 
-def context_fields(config: RunConfig) -> dict[str, str]:
+def context_fields(config: RunConfig) -> list[tuple[str, str]]:
     """Return the columns that contexts of active teachers read, each with the setting that names it."""
-    return {
-        name: f"teachers.{i}.context.{teacher.context.named_in(name)}"
+    return [
+        (name, f"teachers.{i}.context.{teacher.context.named_in(name)}")
         for i, teacher in enumerate(config.active_teachers)
         if teacher.context is not None
         for name in teacher.context.fields
-    }
+    ]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -29,7 +30,7 @@ def load_student(
 ) -> StudentModel:
     """Load the model, cut over `mesh`, to be trained. Raises ModelError and ClusterError.
 
-    handoff: the form of the teachers' output. seed: of adapters.
+    handoff: the form of the teachers' output. seed: of adapters and, in PyTorch's own generators, of dropout.
     """
     compute, key = compute_dtype(settings.dtype, device), "student.model"
     adapters = None if settings.lora is None else Adapters(settings.lora, settings.model, seed)
@@ -50,6 +51,8 @@ def load_student(
             adapters=adapters,
             attn_implementation=settings.attn_implementation,
         )
+    # Ranks that share a layer's matrices drop the same numbers.
+    torch.manual_seed(seed + dist.get_rank() // settings.parallelism.tp)
     return StudentModel(
         model, adapters, reading_model(model, handoff, key=key, mesh=mesh, parallelism=settings.parallelism)
     )

@@ -337,6 +337,19 @@ def test_a_whole_group_is_written_on_the_command_line(plus: str) -> None:
     assert configured("environment=null", config_name="on_policy_demo").environment is None
 
 
+def test_groups_of_a_config_that_builds_on_another_are_swapped(tmp_path: Path) -> None:
+    """Bug: only those that its own defaults list, so the recipe `self_distillation` took no `loss=`."""
+    assert configured("loss=tcad", "--config=self_distillation").loss.type == "tcad"
+    for name, base in (("first", "on_policy_demo"), ("second", "first")):
+        (tmp_path / f"{name}.yaml").write_text(f"defaults:\n  - {base}\n  - _self_\n")
+    config = configured("--config", str(tmp_path / "second.yaml"), "loss=tcad", "teachers=arithmetic_context")
+    assert (config.loss.type, config.teachers[0].name) == ("tcad", "told")
+    live = "teachers=[{name: live, type: same_tokenizer, weights: student}]"
+    assert [teacher.name for teacher in configured("--config", str(tmp_path / "second.yaml"), live).teachers] == [
+        "live"
+    ]
+
+
 def test_broken_yaml_is_told_by_its_file_and_line(tmp_path: Path) -> None:
     """Not by the command line, and not by where the construct began."""
     primary = (CONFIGS / "off_policy_demo.yaml").read_text()

@@ -29,7 +29,7 @@ def written(folder: Path, rows: list[dict[str, Any]]) -> Source:
 
 
 def layout(*fields: str, setting: str = TEMPLATE) -> ContextLayout:
-    return ContextLayout(prompt_layout(Data(), "answer"), dict.fromkeys(fields, setting))
+    return ContextLayout(prompt_layout(Data(), "answer"), tuple((field, setting) for field in fields))
 
 
 def test_prompts_have_the_fields_of_their_record_and_of_another(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_prompts_have_the_fields_of_their_record_and_of_another(tmp_path: Path) 
 
 def test_an_answer_is_written_as_that_of_another_record(tmp_path: Path) -> None:
     """Bug: a list of answers as JSON for the gap, and one below the other for the contrast with it."""
-    own = ContextLayout(prompt_layout(Data(), "found"), {"found": TEMPLATE})
+    own = ContextLayout(prompt_layout(Data(), "found"), (("found", TEMPLATE),))
     documents = with_others(load_documents(written(tmp_path, ROWS), own, key="data.train"), "data.train")
     settings = ContextSettings(template="{found}", gap_every=1, contrast=True)
     context = Context(settings, own.columns, "teachers.0.context")
@@ -67,7 +67,7 @@ def test_an_answer_is_written_as_that_of_another_record(tmp_path: Path) -> None:
 
 def test_conversations_have_their_fields(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "q"}], "hint": f"h{i}"} for i in range(2)]
-    chat = ContextLayout(prompt_layout(Data(messages_key="messages")).documents, {"hint": TEMPLATE})
+    chat = ContextLayout(prompt_layout(Data(messages_key="messages")).documents, (("hint", TEMPLATE),))
     documents = with_others(load_documents(written(tmp_path, rows), chat, key="data.train"), "data.train")
     first, second = read_documents(documents, [0, 1])
     assert getattr(first, "fields", None) == {FIELD + "hint": "h0", OTHER + FIELD + "hint": "h1"}
@@ -95,6 +95,16 @@ def test_columns_that_cannot_be_read(
     with pytest.raises(DataError) as caught:
         check_and_load()
     assert message in str(caught.value)
+
+
+def test_a_column_is_what_each_setting_that_names_it_needs(tmp_path: Path) -> None:
+    """Bug: messages that one teacher reads as its whole prompt, and another's template cannot write."""
+    source = written(tmp_path, [row | {"own": [{"role": "user", "content": "q"}]} for row in ROWS])
+    settings = (TEMPLATE, "teachers.1.context.key")
+    for named in (settings, settings[::-1]):
+        both = ContextLayout(prompt_layout(Data(), "answer"), tuple(("own", setting) for setting in named))
+        with pytest.raises(DataError, match=r"column 'own' is of type list.*, which teachers\.0\.context\.template "):
+            require_suitable(source, both, key="data.train")
 
 
 def test_one_record_has_no_other(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import re
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 from nemo_opd.errors import DataError
 from nemo_opd.logging import ClosingRow, ClosingTable, write_report
 from nemo_opd.logging.base import Score, ScoreRow
-from nemo_opd.logging.charts import LIGHT, smooth
+from nemo_opd.logging.charts import LIGHT, Theme, smooth, write_chart
 from nemo_opd.logging.facts import write_hardware
 from nemo_opd.logging.plots import draw_loss, draw_step_time, not_taken, parts_by_step
 from nemo_opd.logging.projections import MovedRow, write_projections
@@ -247,6 +248,26 @@ def test_the_page_shows_the_rows_of_a_learned_projection(tmp_path: Path) -> None
     (tmp_path / "projections.json").write_text("{")
     with pytest.raises(DataError, match="is damaged"):
         write_report(tmp_path)
+
+
+def test_legends_of_many_teachers_leave_the_axes_their_width(tmp_path: Path) -> None:
+    """Bug: a legend wider than the figure, which left the axes a third of it or nothing."""
+
+    def width(number: int) -> float:
+        found: list[float] = []
+
+        def draw(figure: Figure, theme: Theme) -> None:
+            axes = figure.subplots()
+            for i in range(number):
+                axes.plot([1, 2], [i, 2 * i], label=f"top tokens shared with teacher-{i}")
+            figure.canvas.mpl_connect("draw_event", lambda _: found.append(axes.get_position().width))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            write_chart(tmp_path / "chart.png", "title", draw, (6.2, 3.5))
+        return found[-1]
+
+    assert width(6) > 0.95 * width(1)
 
 
 def test_smoothing_is_the_mean_of_a_symmetric_window_without_nan() -> None:

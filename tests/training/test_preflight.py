@@ -538,6 +538,18 @@ def test_texts_that_are_cut_before_their_answer_are_refused(configure: Configure
         preflight(configure(*own, template, "train.max_length=4"))
 
 
+def test_a_context_is_the_reason_why_earlier_turns_have_no_kd(configure: Configure, tmp_path: Path) -> None:
+    """Bug: `equal_history` and the tokenizers were blamed, with ways out that changed nothing."""
+    own = conversations(tmp_path, *("user", "assistant") * 2)
+    templates = [f"teachers.{i}.chat_template={tmp_path / 'chat.jinja'}" for i in (0, 1)]
+    contexts = [f"teachers.{i}.context.template='{{prompt}} Think.'" for i in (0, 1)]
+    plan = preflight(configure(*own, *templates, *contexts, "train.max_length=128"))
+    assert plan.survey.coverage == pytest.approx((0.5, 0.5), abs=0.1)
+    for i, warning in enumerate(plan.warnings):
+        assert f"teachers.{i}.context.template has it compare only the answer to the user's last message" in warning
+    assert len(plan.warnings) == 2
+
+
 def test_one_tokenizer_with_two_templates_is_cross_tokenizer(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,14 @@ def test_curve_and_adapters_are_those_of_plain_autograd(runs: Runs, oracle: Orac
         torch.testing.assert_close(adapter, weights[own], rtol=RTOL, atol=WEIGHT_ATOL)
 
 
+def test_dropout_is_drawn_from_the_seed(runs: Runs, tmp_path: Path) -> None:
+    """Bug: from a generator that each process seeds by itself, so that no run could be made again."""
+    plan = changed(runs.plan, lora=Lora(rank=RANK, alpha=ALPHA, dropout=0.5))
+    first, again = in_world(1, learn, [Training(plan, runs.batches[:2])] * 2, tmp_path)
+    assert first.curve == again.curve
+    assert first.curve[0]["grad_norm"] != runs.alone.curve[0]["grad_norm"]
+
+
 def test_the_loss_falls(runs: Runs, tiny: Tiny, tmp_path: Path) -> None:
     (found,) = in_world(1, learn, [Training(runs.plan, runs.batches[:1] * STEPS)], tmp_path)
     assert found.curve[-1]["ce"] < 0.95 * found.curve[0]["ce"]
