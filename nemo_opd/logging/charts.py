@@ -131,7 +131,7 @@ def _add_legend(axes: Axes, most_columns: int) -> None:
             loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=columns, borderaxespad=0.2, handlelength=1.4,
             columnspacing=1.4,
         )  # fmt: skip
-        if legend.get_window_extent().width < _LEGEND_WIDTH * legend.get_figure(root=True).bbox.width:
+        if legend.get_window_extent().width < _LEGEND_WIDTH * axes.get_figure(root=True).bbox.width:
             return
 
 
