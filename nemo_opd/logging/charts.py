@@ -109,7 +109,7 @@ def write_chart(
             figure = Figure(figsize=size, layout="constrained")
             draw(figure, theme)
             for axes in figure.axes:
-                _add_legend(axes, legend_columns)
+                _add_legend(axes, legend_columns, _LEGEND_WIDTH * figure.bbox.width)
             for axes in figure.axes[-1:]:
                 axes.set_xlabel("step")
                 axes.margins(x=0.02)
@@ -122,8 +122,8 @@ def write_chart(
     return Chart(title, *images)
 
 
-def _add_legend(axes: Axes, most_columns: int) -> None:
-    """Add a legend with as many columns as there is room for: a wider one would narrow the axes."""
+def _add_legend(axes: Axes, most_columns: int, width: float) -> None:
+    """Add a legend with as many columns as fit into a width in pixels: a wider one would narrow the axes."""
     if not axes.get_legend_handles_labels()[1]:
         return
     for columns in range(most_columns, 0, -1):
@@ -131,7 +131,7 @@ def _add_legend(axes: Axes, most_columns: int) -> None:
             loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=columns, borderaxespad=0.2, handlelength=1.4,
             columnspacing=1.4,
         )  # fmt: skip
-        if legend.get_window_extent().width < _LEGEND_WIDTH * axes.get_figure(root=True).bbox.width:
+        if legend.get_window_extent().width < width:
             return
 
 
