@@ -37,7 +37,7 @@ class Outcome:
     cpu_s_per_step: float
     """Median of the process's CPU time between two steps, without validation."""
     cpu_s: float
-    """Of all steps."""
+    """Of all steps; where not each was timed, the median for each."""
     wall_s: float
     """Of the process, since it last began; with what else the machine did."""
     load: float

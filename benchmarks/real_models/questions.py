@@ -16,7 +16,7 @@ _CONTEXT_CHARS, _LINE_CHARS = 240, range(24, 72)
 
 
 def which_line(found: Sequence[Document], number: int) -> list[dict[str, object]]:
-    """Return passages, each with the line that follows it among three later lines of the same document."""
+    """Return passages, each with the line that follows it among three other lines of the same document."""
     chosen = random.Random(0)
     rows = []
     for document in sorted(found, key=lambda document: document.rank):

@@ -22,7 +22,7 @@ class Setting:
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Of the experiment's configuration; `{root}` in a string is the benchmark's folder."""
     control: str | None = None
-    """Setting that this one is compared with, of the same start; None where it is one itself."""
+    """Setting that this one is compared with; None where it is one itself."""
     as_long_as: tuple[str, str] | None = None
     """A setting with this configuration, and the one whose CPU time it is to take, by the number of its steps."""
     trainer: Literal["nemo_opd", "trl"] = "nemo_opd"

@@ -1,6 +1,7 @@
 """The real-model benchmark end to end, on a tiny model in the place of the real one."""
 
 import json
+import math
 import os
 import signal
 from argparse import Namespace
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,9 +24,12 @@ from benchmarks.real_models.report import write_report
 from benchmarks.real_models.run import planned
 from benchmarks.real_models.settings import LATER_SEEDS, SETTINGS, Size, configuration
 from benchmarks.real_models.texts import Document, training_texts
+from nemo_opd.alignment import pieces_of
 from nemo_opd.config.load import from_dict
+from nemo_opd.data.seams import spelled
 from nemo_opd.errors import CallbackError
 from nemo_opd.models.folder import resolve
+from nemo_opd.models.load import load_tokenizer
 
 SIZE = Size(steps=4, rows=2, max_length=256, on_policy_steps=2, on_policy_rows=4, dtype="float32")
 BY_NAME = {setting.name: setting for setting in SETTINGS}
@@ -65,6 +70,20 @@ def test_every_model_reads_all_bytes_of_validation(place: Place) -> None:
     for folder in (*place.tokenizers.iterdir(), place.original):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert max(len(tokenizer(row["text"])["input_ids"]) for row in rows) <= 250
+
+
+def test_a_first_token_that_is_part_of_a_character_is_left_out_by_its_bytes(place: Place, tmp_path: Path) -> None:
+    """Bug: it is decoded by itself, to a character of three bytes that stands for what is no text."""
+    folder, text = place.models / "half", "東京と大阪"
+    file = tmp_path / "texts.jsonl"
+    file.write_text(json.dumps({"domain": "languages", "text": text}), encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    nats = model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+    left_out = len(spelled(pieces_of(load_tokenizer(str(folder), key="x")), ids[0, :1].tolist(), 9)[0])
+    assert left_out < len("東".encode())
+    expected = nats / math.log(2) / (len(text.encode()) - left_out)
+    assert bits_per_byte(folder, file)["all"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_kept_layers_are_spread_from_the_first_to_the_last() -> None:
