@@ -16,7 +16,8 @@ from nemo_opd.errors import OPDError, StorageError
 FULL = {errno.ENOSPC, errno.EDQUOT}
 OF_THE_DISK = FULL | {errno.EIO, errno.EROFS, errno.EFBIG}
 """Never a mistake of the program."""
-_ELSEWHERE = "choose another run.output_dir"
+ELSEWHERE = "choose another run.output_dir"
+"""Way out of a run."""
 _WAYS_OUT = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space, or have the quota raised",
@@ -49,7 +50,7 @@ def storage_errors(
     kind: type[OPDError] = StorageError,
     *,
     needed: int | None = None,
-    instead: str = _ELSEWHERE,
+    instead: str = ELSEWHERE,
 ) -> Iterator[None]:
     """Raise `kind`, in one sentence about `path`, for an error of the operating system inside.
 
@@ -66,7 +67,7 @@ def storage_errors(
         raise kind(refusal(path, number, needed=needed, instead=instead)) from error
 
 
-def refusal(path: Path, number: int, *, needed: int | None = None, instead: str = _ELSEWHERE) -> str:
+def refusal(path: Path, number: int, *, needed: int | None = None, instead: str = ELSEWHERE) -> str:
     """Return why `path` could not be written, and the way out."""
     reason = os.strerror(number)
     if number in FULL:

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from nemo_opd.disk import storage_errors
+from nemo_opd.disk import ELSEWHERE, storage_errors
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, *, instead: str = ELSEWHERE) -> None:
     """Replace `path` at once: a reader, or a run that is killed, sees the old file or the new one, never a part.
 
-    Raises StorageError where it cannot be written.
+    Raises StorageError where it cannot be written. instead: what can be done then.
     """
-    with storage_errors(path):
+    with storage_errors(path, instead=instead):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:

@@ -1,6 +1,6 @@
 """Writes a commented configuration for your models and your data, and a schema by which editors complete it."""
 
-import shutil
+import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -26,16 +26,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def write(arguments: Namespace, console: Console) -> None:
-    """Raises ConfigError where the file exists, OSError where the folder cannot be written."""
+    """Raises ConfigError where the file exists, StorageError where the folder cannot be written."""
     folder: Path = arguments.folder
     name, verb = ("distil_on_policy", "distil-on-policy") if arguments.on_policy else ("distil", "distil")
     file = folder / f"{name}.yaml"
     if file.exists():
         raise ConfigError(f"{file} is there already; name another folder, or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(configs_dir() / "schema" / "run.json", folder / SCHEMA)
-    write_atomically(file, (TEMPLATES / file.name).read_bytes())
-    print(f"wrote {file}; see what would run: nemo-opd {verb} --config {file} run.dry_run=true")
+    for source, copy in ((configs_dir() / "schema" / "run.json", folder / SCHEMA), (TEMPLATES / file.name, file)):
+        write_atomically(copy, source.read_bytes(), instead="name another folder")
+    print(f"wrote {file}; see what would run: nemo-opd {verb} --config {shlex.quote(str(file))} run.dry_run=true")
 
 
 COMMAND = Command(__doc__, EPILOG, add_arguments, write)

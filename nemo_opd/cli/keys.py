@@ -22,7 +22,18 @@ def complete_recipe(prefix: str, config_dir: Path) -> list[str]:
 
 
 def complete_setting(prefix: str, model: type[BaseModel], config_dir: Path) -> list[str]:
-    """Return the settings that begin with what is typed: a part of the key at a time, then the values of a choice."""
+    """Return the settings that begin with what is typed: a part of the key at a time, then the values of a choice.
+
+    A section that is the only one is followed by its settings, since shells end a single word with a space.
+    """
+    found = [each for each in _offered(prefix, model, config_dir) if each.startswith(prefix)]
+    while len(found) == 1 and found[0].endswith("."):
+        found = _offered(found[0], model, config_dir)
+    return found
+
+
+def _offered(prefix: str, model: type[BaseModel], config_dir: Path) -> list[str]:
+    """Return what may stand in the place of the last part of the key, or of the value."""
     key, equals, _ = prefix.partition("=")
     *path, last = key.split(".")
     owners = [model]

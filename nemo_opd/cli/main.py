@@ -1,5 +1,6 @@
 """`nemo-opd`: from its arguments to a verb."""
 
+import difflib
 import os
 import sys
 from argparse import ArgumentParser
@@ -19,6 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names, verb = _find(given)
     if verb is None:
         parser = _parser()
+        if close := _close(names, given[len(names) :]):
+            parser.error(
+                f"{given[len(names)]}: there is no such verb; did you mean {' '.join((PROGRAM, *names, close))}?"
+            )
         parser.parse_args(given if len(given) > len(names) else [*given, "--help"])
         parser.error("name a verb first")
     return verb.command().run(" ".join((PROGRAM, *names)), given[len(names) :])
@@ -31,6 +36,13 @@ def _find(words: Sequence[str]) -> tuple[list[str], Verb | None]:
         verb = found.verbs.get(words[1]) if len(words) > 1 else None
         return list(words[: 1 + (verb is not None)]), verb
     return list(words[: found is not None]), found
+
+
+def _close(names: Sequence[str], rest: Sequence[str]) -> str | None:
+    """Return the verb that a misspelled one in its place is close to."""
+    entry = VERBS[names[0]] if names else None
+    known = entry.verbs if isinstance(entry, Group) else VERBS
+    return next(iter(difflib.get_close_matches(rest[0], known, n=1)), None) if rest else None
 
 
 def _parser(path: Sequence[str] = (), verb: Verb | None = None) -> ArgumentParser:

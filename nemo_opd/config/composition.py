@@ -20,6 +20,8 @@ def composition_errors(command: CommandLine) -> Iterator[None]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises only when asked to
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(_explain_composition(error, command)) from error
     finally:

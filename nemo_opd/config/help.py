@@ -1,5 +1,6 @@
 """The text of `--help`: every setting with its type, default and meaning."""
 
+import difflib
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,8 +30,10 @@ def help_text(model: type[BaseModel], config_dir: Path, program: str, only: Sequ
 def _one(name: str, every: Sequence[Section]) -> Iterator[str]:
     chosen = [each for each in every if each.name == name or each.name.startswith(f"{name}.")]
     if not chosen:
+        close = difflib.get_close_matches(name, [each.name for each in every], n=1)
         known = ", ".join(each.name for each in every if not each.depth)
-        raise ConfigError(f"--help {name}: there is no such section; choose one of {known}")
+        way_out = f"did you mean {close[0]}?" if close else f"choose one of {known}"
+        raise ConfigError(f"--help {name}: there is no such section; {way_out}")
     for each in chosen:
         yield from _section(each)
 

@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_opd.disk import ELSEWHERE
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.facts import Records
 
@@ -94,10 +95,11 @@ def write_chart(
     size: tuple[float, float],
     *,
     legend_columns: int = 4,
+    instead: str = ELSEWHERE,
 ) -> Chart:
     """Draw a figure in both themes and write the light one, with a legend above each axes and steps below the last.
 
-    size: width and height in inches.
+    size: width and height in inches. instead: what can be done where it cannot be written.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -118,7 +120,7 @@ def write_chart(
             buffer = io.BytesIO()
             figure.savefig(buffer, format="png", dpi=180)
         images.append(buffer.getvalue())
-    write_atomically(path, images[0])
+    write_atomically(path, images[0], instead=instead)
     return Chart(title, *images)
 
 

@@ -20,6 +20,7 @@ from nemo_opd.logging.run_curves import draw_runs
 from nemo_opd.logging.sweep import SweptRun, heads_of, measures_of, read_run
 
 _CURVES = {"val/bits_per_byte": "Bits per byte", "train/loss": "Training loss, nats"}
+_INSTEAD = "name another --output"
 _LEFT_OUT = ("run.output_dir", "run.resume")
 """Settings that differ between any two runs."""
 
@@ -47,6 +48,7 @@ def write_comparison(page: Path, runs: Sequence[SweptRun], tables: Sequence[Text
             partial(draw_runs, runs=curves, key=key, label=_CURVES.get(key, key)),
             (9, 4.2),
             legend_columns=3,
+            instead=_INSTEAD,
         )
         for key in keys
     ]
@@ -56,7 +58,7 @@ def write_comparison(page: Path, runs: Sequence[SweptRun], tables: Sequence[Text
     written = render(
         "comparison.html", title="Comparison", folder=page.parent, tables=found, charts=charts, reports=reports
     )
-    write_atomically(page, written)
+    write_atomically(page, written, instead=_INSTEAD)
 
 
 def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
 import os
@@ -239,6 +240,7 @@ def _describe(
                 tokenizer.chat_template = _template(config, i, student, teacher)[0].chat_template
                 tokenizer.save_pretrained(temporary)
                 settle(temporary)
+                _require_no_other_files(folder, temporary)
                 for path in sorted(temporary.iterdir()):
                     os.replace(path, folder / path.name)
             finally:
@@ -248,6 +250,17 @@ def _describe(
         raise ConfigError(
             f"{folder}: its tokenizer has the fingerprint {found[:12]}…, and the teacher's {manifest.tokenizer[:12]}…; "
             "name another folder"
+        )
+
+
+def _require_no_other_files(folder: Path, described: Path) -> None:
+    """Raise ConfigError where a folder that is no cache holds visible files besides those `described`."""
+    there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    same, _, _ = filecmp.cmpfiles(folder, described, there, shallow=False)
+    if (others := sorted(there - set(same))) and not has_manifest(folder):
+        raise ConfigError(
+            f"--output={folder}: it is no cache and holds other files, such as {others[0]}, of which some would be "
+            "replaced; name a new folder"
         )
 
 

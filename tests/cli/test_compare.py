@@ -91,3 +91,12 @@ def test_a_page_without_an_ending_is_refused(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main(["compare", str(run), "--output", str(tmp_path / "page")])
     assert "add .html to it" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a way out that names a setting of runs, which this command does not take."""
+    run = write_run(tmp_path / "one", 0.1, [1.0])
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        main(["compare", str(run), "--output", str(tmp_path / "file" / "page.html")])
+    assert capsys.readouterr().err.rstrip().endswith("; name another --output")

@@ -1,5 +1,6 @@
 """Configurations for a user's own models and data: they are whole, explained, and never written over another."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,18 @@ def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert exit_status("init", tmp_path) == 1
     assert "is there already" in capsys.readouterr().err
     assert (tmp_path / "distil.yaml").read_text() == "mine"
+
+
+def test_the_printed_command_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a path with a space is two arguments in the command that is printed."""
+    folder = tmp_path / "my models"
+    assert exit_status("init", folder) == 0
+    command = shlex.split(capsys.readouterr().out.partition("see what would run: ")[2])
+    assert command == ["nemo-opd", "distil", "--config", str(folder / "distil.yaml"), "run.dry_run=true"]
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: the system's own error, without a way out."""
+    (tmp_path / "file").touch()
+    assert exit_status("init", tmp_path / "file") == 1
+    assert capsys.readouterr().err.rstrip().endswith("could not be written (File exists); name another folder")

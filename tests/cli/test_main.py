@@ -28,9 +28,14 @@ def test_every_verb_has_a_command_with_help(words: tuple[str, ...], capsys: pyte
 
 
 def test_a_verb_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a list of all verbs, without the one that is one letter away."""
     assert exit_status("distill") == 2
-    assert "choose from init, distil, distil-on-policy" in capsys.readouterr().err.replace("'", "")
+    assert "distill: there is no such verb; did you mean nemo-opd distil?" in capsys.readouterr().err
     assert exit_status("projection", "bild") == 2
+    assert "bild: there is no such verb; did you mean nemo-opd projection build?" in capsys.readouterr().err
+    assert exit_status("xyz") == 2
+    assert "choose from init, distil, distil-on-policy" in capsys.readouterr().err.replace("'", "")
+    assert exit_status("projection", "xyz") == 2
     assert "exact-map" in capsys.readouterr().err
     assert exit_status("--", "distil") == 2
 
@@ -94,6 +99,14 @@ def test_settings_are_completed_part_by_part(typed: str, offered: Sequence[str])
     assert bool(found) == bool(offered)
 
 
+def test_no_section_is_the_only_offer() -> None:
+    """Bug: a shell ends a single offer with a space, which has to be removed before the key goes on."""
+    offered = complete_setting("student.opti", RunConfig, CONFIGS)
+    assert len(offered) > 1
+    assert all(each.startswith("student.optimizer.") for each in offered)
+    assert complete_setting("train.max_steps", RunConfig, CONFIGS) == ["train.max_steps="]
+
+
 def test_recipes_are_named_and_files_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "on_mine.yaml").touch()
@@ -109,8 +122,10 @@ def test_a_section_of_the_settings(capsys: pytest.CaptureFixture[str], monkeypat
     out = capsys.readouterr().out
     assert "train.max_steps  (int | null; default null)\n      Optimizer steps; given by" in out
     assert "loss." not in out.replace("compile_losses", "")
-    assert exit_status("distil", "--help", "trian") == 1
-    assert "--help trian: there is no such section; choose one of run, train," in capsys.readouterr().err
+    for section, way_out in {"trian": "did you mean train?", "xyz": "choose one of run, train,"}.items():
+        assert exit_status("distil", "--help", section) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: --help {section}: there is no such section; {way_out}")
 
 
 def test_generate_prints_samples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,14 @@ def test_the_search_knows_pages_and_no_code() -> None:
     assert [place for place in places if place.endswith(".py.html")] == []
 
 
+def test_the_search_finds_parts_of_settings() -> None:
+    """Bug: `push_to_hub` not found where `run.push_to_hub.repo` is written."""
+    text = (SITE / "search" / "search_index.js").read_text(encoding="utf-8")
+    separator = json.loads(text.removeprefix("var __index = "))["config"]["separator"]
+    assert re.split(separator, "run.push_to_hub.repo=me/x") == ["run", "push_to_hub", "repo", "me", "x"]
+    assert re.split(separator, "torch 2.13.0, 5e-4") == ["torch", "2.13.0", "5e", "4"]
+
+
 def test_links_to_lines_lead_to_these_lines() -> None:
     links = re.findall(r'href="(repository/[\w/]+\.py)\.html#L(\d+)"', (SITE / "architecture.html").read_text("utf-8"))
     assert len(links) > 10

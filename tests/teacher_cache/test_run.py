@@ -11,6 +11,7 @@ import pytest
 
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
+from nemo_opd.demo import model_path
 from nemo_opd.errors import ConfigError, DataError, OPDError
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.metrics import values
@@ -211,10 +212,10 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("written", "more", "message"),
     [
-        ("[1, 2]", [], "run.yaml cannot be read (it has no keys); give a run's settings"),
-        ("", [], "run.yaml cannot be read (it has no keys); give a run's settings"),
+        ("[1, 2]", [], "run.yaml: the configuration cannot be composed (primary config 'run' must be a DictConfig"),
+        ("", [], "data: required, but not given"),
         ("run: {name: '${nowhere}'}", [], "run.name: Interpolation key 'nowhere' not found; correct the reference"),
-        ("run: {name: a}", ["run.name=[1"], "run.name=[1: cannot be read as KEY=VALUE (while parsing a flow sequence"),
+        ("run: {name: a}", ["run.name=[1"], "run.name=[1: cannot be read as key=value; quote"),
         ("run: {name: a}", ["--urls", "http://127.0.0.1:1"], "--urls: the servers need the name of the model"),
     ],
 )
@@ -228,6 +229,29 @@ def test_settings_that_cannot_be_read_are_told(
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+def test_a_configuration_with_defaults(tmp_path: Path) -> None:
+    """Bug: the file that `nemo-opd init` writes is refused for its `defaults`, which a run composes."""
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": TEXTS[1]}))
+    assert exit_status("init", str(tmp_path)) == 0
+    files = [f"data.{of}.jsonl_files={tmp_path / 'texts.jsonl'}" for of in ("train", "validation")]
+    files += [f"data.{of}.arrow_files=null" for of in ("train", "validation")]
+    config = ["--config", str(tmp_path / "distil.yaml"), "--output", str(tmp_path / "c"), "--top-k", "4"]
+    assert exit_status("cache", "build", *config, *files) == 0
+    assert len(CacheReader(tmp_path / "c")) == 1
+
+
+def test_a_folder_with_other_files_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: config.json and tokenizer.json of a model replaced by those of the teacher."""
+    model = tmp_path / "model"
+    shutil.copytree(model_path("student"), model)
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": TEXTS[0]}))
+    asked = ["--model", "demo:teacher_same", "--data", str(tmp_path / "texts.jsonl"), "--top-k", "4"]
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    assert exit_status("cache", "build", *asked, "--output", str(model)) == 1
+    assert "it is no cache and holds other files, such as " in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 
 def test_conversations_keep_their_template(built: Built, tmp_path: Path) -> None:

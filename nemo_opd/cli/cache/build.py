@@ -2,19 +2,15 @@
 
 import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from nemo_opd.cli.command import Command
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.endpoint import Endpoint
-from nemo_opd.config.load import from_dict, from_omegaconf
+from nemo_opd.config.load import compose, from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.busy import busy, loading
@@ -69,7 +65,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     programs = get_args(Endpoint.model_fields["program"].annotation)
     parser.add_argument("--program", choices=programs, help="of the servers (default vllm)")
     parser.add_argument("--data", nargs="+", metavar="FILE", help="texts: Parquet, Arrow, JSON lines or .txt; globs")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings of a run, in place of --data")
+    parser.add_argument("--config", metavar="FILE", help="settings of a run or name of a recipe, in place of --data")
     parser.add_argument("--teacher", metavar="NAME", help="with --config: the teacher's name (default: the first)")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the cache; a folder for it alone")
     form = parser.add_mutually_exclusive_group(required=True)
@@ -149,7 +145,9 @@ def _of_run(arguments: Namespace) -> tuple[RunConfig, int]:
     """Return a run's settings and the number of the teacher that is asked."""
     if arguments.data:
         raise ConfigError("--data with --config: the settings name the texts; leave one of the two out")
-    config = _read(arguments.config, arguments.settings)
+    if wrong := next((each for each in arguments.settings if "=" not in each), None):
+        raise ConfigError(f"{wrong}: settings are written KEY=VALUE")
+    config = compose(arguments.config, arguments.settings)
     names = config.active_names
     name = arguments.teacher or next(iter(names), None)
     if name not in names:
@@ -160,25 +158,6 @@ def _of_run(arguments: Namespace) -> tuple[RunConfig, int]:
     from nemo_opd.training.cache_fill import asked_again
 
     return asked_again(config, i, {"model": arguments.model} | _served(arguments)), i
-
-
-def _read(file: Path, changes: Sequence[str]) -> RunConfig:
-    if wrong := [each for each in changes if "=" not in each]:
-        raise ConfigError(f"{wrong[0]}: settings are written KEY=VALUE")
-    try:
-        written = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if not isinstance(written, dict):
-            raise ValueError("it has no keys")
-        settings = OmegaConf.create(written)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--config={file} cannot be read ({reason}); give a run's settings") from error
-    try:
-        settings.merge_with_dotlist(list(changes))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{' '.join(changes)}: cannot be read as KEY=VALUE ({reason}); correct it") from error
-    return from_omegaconf(settings, RunConfig)
 
 
 def _served(arguments: Namespace) -> dict[str, Any]:

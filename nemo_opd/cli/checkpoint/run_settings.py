@@ -46,8 +46,7 @@ def averages(config: RunConfig) -> dict[str, str]:
 def average_of(config: RunConfig, teacher: str) -> str:
     """Return the name in checkpoints of a teacher's average. Raises CheckpointError where the teacher is none."""
     if (found := averages(config).get(teacher)) is None:
-        there = ", ".join(averages(config)) or "none"
-        raise CheckpointError(
-            f"--average={teacher}: the run's teachers with weights: ema are {there}; name one of them"
-        )
+        there = ", ".join(averages(config))
+        known = f"those of the run are {there}; name one of them" if there else "the run has none; leave it out"
+        raise CheckpointError(f"--average={teacher}: this is no teacher with weights: ema; {known}")
     return found
