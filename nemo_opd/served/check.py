@@ -29,7 +29,7 @@ def check_endpoint(endpoint: Endpoint, model: str, *, key: str, vocab_size: int,
 
 
 def _longest(endpoint: Endpoint, i: int, model: str, key: str) -> int | None:
-    """Return the longest sequence that a server can be asked about: one position is for the token that it samples."""
+    """Return the longest sequence that a server can be asked about."""
     url = endpoint.urls[i]
     where = f"{key}.urls.{i}={url}"
     timeout_s = min(_LISTED_S, endpoint.request_timeout_s)
@@ -53,7 +53,7 @@ def _longest(endpoint: Endpoint, i: int, model: str, key: str) -> int | None:
             "that the server gives it, or the address"
         )
     limit = cards[model].get("max_model_len")
-    return limit - 1 if isinstance(limit, int) else None
+    return limit - PROGRAMS[endpoint.program].unused_positions if isinstance(limit, int) else None
 
 
 def _try(endpoint: Endpoint, i: int, model: str, key: str, vocab_size: int, token: int) -> None:

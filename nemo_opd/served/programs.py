@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.server.http import UnusableError
+from nemo_opd.rollout.server.sglang import UNUSED_POSITIONS, echoed_ids
 from nemo_opd.rollout.server.vllm import sampled_with
 from nemo_opd.users_code import shown
 
@@ -34,6 +35,8 @@ class ServerProgram(ABC):
     """
 
     path: ClassVar[str] = "/v1/completions"
+    unused_positions: ClassVar[int] = 1
+    """Positions of a server's context that no prompt may reach; one is for the token that is sampled."""
     hint: ClassVar[str]
     """Option by which more log-probabilities are allowed, for errors."""
 
@@ -87,9 +90,10 @@ class VLLM(ServerProgram):
 
 
 class SGLang(ServerProgram):
-    """SGLang by its native `/generate`, as its documentation has it."""
+    """SGLang by its native `/generate`."""
 
     path = "/generate"
+    unused_positions = UNUSED_POSITIONS + 1
     hint = "a newer SGLang"
 
     def body(self, ids: list[int], model: str, logprobs: int) -> Json:
@@ -114,7 +118,7 @@ class SGLang(ServerProgram):
         echo = info.get("input_token_logprobs")
         if not echo:
             raise UnusableError("it has no log-probabilities of the prompt (input_token_logprobs)")
-        _require_echo([each[1] for each in echo], ids)
+        _require_echo(echoed_ids(echo, ids), ids)
         named = [*info["input_top_logprobs"][1:], info["output_top_logprobs"][0]]
         return PromptLogprobs(
             realised=[each[0] for each in echo[1:]],

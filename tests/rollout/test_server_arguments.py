@@ -4,14 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
 from nemo_opd.config.rollout import Rollouts, ServerRollout
-from nemo_opd.rollout.base import EngineSpec
+from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.engines import ENGINES
 from nemo_opd.rollout.installed import REQUIREMENTS
+from nemo_opd.rollout.server.completion import Terms
 from nemo_opd.rollout.server.engine import PROGRAMS
+from nemo_opd.rollout.server.http import UnusableError
 from nemo_opd.rollout.server.program import Program
 from nemo_opd.rollout.server.sglang import SGLang
 from nemo_opd.rollout.server.share import default_share
@@ -70,6 +73,40 @@ def test_the_share_by_default(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     spec = replace(SPEC, is_training=is_training, memory_share=left)
     assert default_share(ServerRollout(**settings), spec) == share
+
+
+def test_sglang_has_room_for_the_longest_sequence() -> None:
+    """Bug: SGLang refuses prompts that reach the last six positions of its context, and cuts responses short."""
+    found = options(SGLang(), max_length=100)
+    assert found[found.index("--context-length") + 1] == "106"
+    assert SGLang.environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
+
+
+def test_sglang_ends_at_stop_tokens() -> None:
+    """Bug: with ignore_eos it goes on after `stop_token_ids` as well."""
+    request = Request(np.array([1], np.int32), max_new_tokens=4, seed=0)
+    sampling = SGLang().body(request, Sampling(), Terms("m", frozenset({2}), 8, 8))["sampling_params"]
+    assert sampling["stop_token_ids"] == [2]
+    assert "ignore_eos" not in sampling
+
+
+def test_sglang_calls_the_last_id_of_the_vocabulary_0() -> None:
+    """Bug: a reply about the prompt that was sent is taken for one about another. Recorded of SGLang 0.5.23."""
+    completion = Completion(
+        np.array([134, 299, 171, 51], np.int32), *(np.zeros(4, np.float32) for _ in range(2)), "length", 0
+    )
+    known = [[-8.057840347290039, 174, None], [-1.6808485984802246, 134, None], [-3.6983797550201416, 0, None]]
+    known.append([-1.415235161781311, 171, None])
+    reply = {"meta_info": {"input_token_logprobs": known, "output_token_ids_logprobs": [[[-0.5, 51, None]]]}}
+    assert SGLang().raw_logprobs(reply, completion) == [
+        -1.6808485984802246,
+        -3.6983797550201416,
+        -1.415235161781311,
+        -0.5,
+    ]
+    known[1][1] = 0
+    with pytest.raises(UnusableError, match="other tokens"):
+        SGLang().raw_logprobs(reply, completion)
 
 
 def test_a_server_that_sleeps_is_started_so() -> None:

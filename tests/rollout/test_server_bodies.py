@@ -121,8 +121,9 @@ def test_what_is_as_expected() -> None:
         ("<html>\n<p>no</p>\n" * 50, "an answer of another form: <html> <p>no</p> <html>"),
         (choice(logprobs={"token_logprobs": [-(10**400), -1]}), "is no log-probability"),
         (choice(token_ids=[10**400, 2]), "is outside the vocabulary of 100"),
+        (choice(token_ids=[5, 6], finish_reason="length"), r"ended (length) after 2 of 4 tokens"),
     ],
-    ids=["deep list", "deep object", "long number", "lines", "log-probability", "token"],
+    ids=["deep list", "deep object", "long number", "lines", "log-probability", "token", "cut"],
 )
 def test_an_answer_of_another_form(content: str, reason: str) -> None:
     assert reason in refusal(says(content))

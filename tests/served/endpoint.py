@@ -81,8 +81,10 @@ def _echo(ids: list[int], log_p: Tensor, k: int) -> Json:
 
 def _sglang(ids: list[int], log_p: Tensor, k: int) -> Json:
     named = [[[p, each, None] for each, p in _top(row, k).items()] for row in log_p]
-    realised = [[float(row[came]), came, None] for row, came in zip(log_p, ids[1:], strict=False)]
-    about = {"input_token_logprobs": [[None, ids[0], None], *realised], "input_top_logprobs": [None, *named[:-1]]}
+    # A real one calls the last id of the vocabulary 0.
+    echoed = [each * (each < log_p.shape[1] - 1) for each in ids]
+    realised = [[float(row[came]), echo, None] for row, came, echo in zip(log_p, ids[1:], echoed[1:], strict=False)]
+    about = {"input_token_logprobs": [[None, echoed[0], None], *realised], "input_top_logprobs": [None, *named[:-1]]}
     return {"text": "…", "meta_info": about | {"output_top_logprobs": [named[-1]]}}
 
 

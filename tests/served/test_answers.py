@@ -21,6 +21,8 @@ from tests.served.endpoint import MODEL, answering, endpoint, of_uniform
 
 VOCAB = 50
 IDS = np.array([3, 1, 40, 7], np.int32)
+LAST = np.array([3, 49, 0, 49, 7], np.int32)
+"""With the last id of the vocabulary."""
 fine = answering(of_uniform(VOCAB))
 
 
@@ -47,6 +49,23 @@ def test_rows_are_those_of_the_whole_distribution(program: str) -> None:
         assert torch.allclose(getattr(found, name), getattr(expected, name))
     assert torch.allclose(found.log_rest.exp(), expected.log_rest.exp(), atol=1e-6)
     assert found.entropy.isnan().all()  # it would be a guess
+
+
+@pytest.mark.parametrize("program", ["vllm", "sglang", "openai"])
+def test_the_last_id_of_the_vocabulary_is_asked_about(program: str) -> None:
+    """Catches an echo that SGLang changes, taken for another prompt."""
+    with endpoint(fine) as (url, _):
+        (found,) = asked(url, program=program, sequences=[LAST])
+    rows = of_uniform(VOCAB)(LAST.tolist())
+    torch.testing.assert_close(found.log_p_next[:-1], rows[range(4), LAST[1:]], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("program", "longest"), [("vllm", 99), ("sglang", 93), ("openai", 99)])
+def test_the_longest_sequence_is_what_the_program_leaves(program: str, longest: int) -> None:
+    """Catches sequences that a SGLang refuses in the middle of a run: it keeps 6 positions more than others."""
+    with endpoint(fine, limit=100) as (url, _):
+        given = Endpoint(urls=(url,), program=program, logprobs=4)
+        assert check_endpoint(given, MODEL, key="teachers.0", vocab_size=VOCAB, token=VOCAB - 1) == longest
 
 
 def test_a_rest_that_is_not_known_from_the_sum_is_not_0() -> None:

@@ -59,7 +59,7 @@ class Terms:
             ids=np.array(ids, np.int32),
             logprobs=behaviour if answer.raw_logprobs is None else checked_logprobs(answer.raw_logprobs, len(ids)),
             behaviour_logprobs=behaviour,
-            finish_reason=self._finish_reason(ids, answer.finish_reason, has_stops=bool(request.stop)),
+            finish_reason=self._finish_reason(ids, answer.finish_reason, request),
             version=version,
         )
 
@@ -74,13 +74,18 @@ class Terms:
             raise UnusableError("it goes on after a token that ends the turn")
         return ids
 
-    def _finish_reason(self, ids: list[int], reason: str | None, *, has_stops: bool) -> FinishReason:
-        if ids[-1] in self.end_ids or (has_stops and reason == "stop"):
+    def _finish_reason(self, ids: list[int], reason: str | None, request: Request) -> FinishReason:
+        if ids[-1] in self.end_ids or (request.stop and reason == "stop"):
             return "stop"
         if reason != "length":
             raise UnusableError(
                 f"it ended ({reason}) with token {ids[-1]}, which does not end a turn (these do: "
                 f"{sorted(self.end_ids)}); the server has other stop tokens"
+            )
+        if len(ids) < request.max_new_tokens:
+            raise UnusableError(
+                f"it ended (length) after {len(ids)} of {request.max_new_tokens} tokens: the server's context is too "
+                f"short for a prompt of {len(request.prompt_ids)}"
             )
         return "length"
 

@@ -1,8 +1,9 @@
 """SGLang's server."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
@@ -10,6 +11,9 @@ from nemo_opd.rollout.server.completion import Answer, Terms
 from nemo_opd.rollout.server.http import Http, UnusableError
 from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed
 from nemo_opd.users_code import shown
+
+UNUSED_POSITIONS = 6
+"""Positions of its context that no prompt may reach, the next token included."""
 
 
 class SGLang(Program):
@@ -21,7 +25,11 @@ class SGLang(Program):
     """
 
     command = (sys.executable, "-m", "sglang.launch_server")
-    environment: ClassVar = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+    environment: ClassVar = {
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        # Its context is longer than the model's, by positions that no request uses.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
     path = "/generate"
     sees_cuts = False
     hint = (
@@ -33,7 +41,7 @@ class SGLang(Program):
         options = ["--model-path", model, "--served-model-name", NAME, "--dtype", spec.dtype]
         options += ["--mem-fraction-static", str(memory_share)]
         if spec.max_length is not None:
-            options += ["--context-length", str(spec.max_length)]
+            options += ["--context-length", str(spec.max_length + UNUSED_POSITIONS)]
         if spec.gpus:
             options += ["--tp-size", str(len(spec.gpus))]
         if spec.has_fp32_logits:
@@ -52,7 +60,7 @@ class SGLang(Program):
                 "top_k": -1 if sampling.top_k is None else sampling.top_k,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
-                "ignore_eos": True,
+                # With ignore_eos it would go on after these as well.
                 "stop_token_ids": sorted(terms.end_ids),
                 "stop": list(request.stop),
                 "skip_special_tokens": False,
@@ -72,7 +80,7 @@ class SGLang(Program):
         )
 
     def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json:
-        # The last token is sampled and not in the prompt: a prompt of the model's full length would be refused.
+        # The last token is sampled and not in the prompt: a prompt of `max_length` would be refused.
         *before, last = completion.ids.tolist()
         return {
             "input_ids": [*request.prompt_ids.tolist(), *before],
@@ -87,10 +95,11 @@ class SGLang(Program):
         *before, last = completion.ids.tolist()
         # Lists of (log-probability, id, text or None).
         known = info["input_token_logprobs"]
-        found = [*known[len(known) - len(before) :], *info["output_token_ids_logprobs"][0]]
-        if [each[1] for each in found] != [*before, last]:
+        known = known[len(known) - len(before) :]
+        of_last = info["output_token_ids_logprobs"][0]
+        if [*echoed_ids(known, before), *(each[1] for each in of_last)] != [*before, last]:
             raise UnusableError("it has log-probabilities of other tokens than were asked about")
-        return [each[0] for each in found]
+        return [each[0] for each in (*known, *of_last)]
 
     def load(self, http: Http, name: str, folder: Path, version: int) -> str:
         body = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
@@ -99,3 +108,15 @@ class SGLang(Program):
             reason = reply.get("message") if isinstance(reply, dict) else shown(reply)
             raise RolloutError(f"{http.url} did not take the weights in {folder}: {reason}")
         return name
+
+
+def echoed_ids(entries: Sequence[Sequence[Any]], sent: Sequence[int]) -> list[Any]:
+    """Return the ids that a prompt's log-probabilities are about.
+
+    SGLang calls the last id of a vocabulary 0, beside its own log-probability: a 0 counts as the highest id of `sent`
+    in that id's places.
+    """
+    found = [each[1] for each in entries]
+    highest = max(sent, default=0)
+    named = zip(found, sent, strict=False)
+    return [*(at if at == highest and each == 0 else each for each, at in named), *found[len(sent) :]]

@@ -1,0 +1,88 @@
+"""The contract on a real SGLang, where `NEMO_OPD_SGLANG` names its virtual environment (sglang_on_cpu/install.sh).
+
+It has SGLang 0.5.23 and PyTorch for CPUs, and stand-ins (`sglang_on_cpu`) for packages that need CUDA.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_opd.config.endpoint import Endpoint
+from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.errors import EndpointError
+from nemo_opd.rollout.base import EngineSpec, Sampling
+from nemo_opd.rollout.server.engine import ServerEngine
+from nemo_opd.served.answers import EndpointAnswers, served_layout
+from nemo_opd.served.check import check_endpoint
+from tests.rollout.contract import MAX_POSITIONS, ServerContract, Subject, save_folders, server_of
+from tests.tiny import save_model
+
+VENV = os.environ.get("NEMO_OPD_SGLANG")
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not VENV, reason="NEMO_OPD_SGLANG names no environment with SGLang"),
+]
+OPTIONS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--grammar-backend", "none"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", "8192"),
+)
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    """One that is as long as its model reads."""
+    folder = tmp_path_factory.mktemp("sglang")
+    folders = save_folders(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folders.first)
+    for seed, each in enumerate((folders.first, folders.second)):
+        save_model(each, tokenizer, width=64, seed=seed)
+    settings = ServerRollout(
+        program="sglang",
+        command=(f"{VENV}/bin/python", "-m", "sglang.launch_server"),
+        options=OPTIONS,
+        environment={"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(Path(__file__).parent / "sglang_on_cpu")},
+    )
+    spec = EngineSpec(folders.vocab_size, folders.end_ids, "float32", folder, MAX_POSITIONS)
+    with ServerEngine(settings, spec, folders.first) as engine:
+        yield Subject(engine, folders)
+
+
+def test_a_teacher_is_asked_about_sequences(subject: Subject) -> None:
+    """Bugs: the highest id, which it echoes as 0; a sequence longer than it reads; rows shifted by one."""
+    url, folder = server_of(subject).url, subject.folders.first
+    given = Endpoint(program="sglang", urls=(url,), logprobs=8, retries=0)
+    size = subject.folders.vocab_size
+    longest = check_endpoint(given, "student", key="teachers.0", vocab_size=size, token=size - 1)
+    assert longest == MAX_POSITIONS - 1
+    layout = served_layout(given, size)
+    answers = EndpointAnswers(given, "student", layout, key="teachers.0")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = [np.arange(size - length, size, dtype=np.int32) for length in (2, 17, longest)]
+
+    for sequence, segment in zip(ids, answers.segments(ids), strict=True):
+        with torch.no_grad():
+            log_p = model(torch.from_numpy(sequence.astype(np.int64))[None]).logits[0].log_softmax(-1)
+        following = torch.from_numpy(np.append(sequence[1:], -1).astype(np.int64))
+        expected = layout.decode(layout.encode(log_p[:, :size], following))
+        found = layout.decode(torch.from_numpy(segment.rows))
+        for name in ("log_p", "log_p_next", "log_rest"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-3, atol=1e-4)
+        assert (found.ids == expected.ids).float().mean() > 0.9  # but for ties
+
+    with pytest.raises(EndpointError, match=r"refused prompt 0: status 400.*Input length"):
+        answers.segments([np.arange(5, 6 + longest, dtype=np.int32)])
+
+
+class TestSGLang(ServerContract):
+    @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.6), Sampling(1.4)], ids=str)
+    def test_the_behaviour_is_what_sampled(self, subject: Subject, sampling: Sampling) -> None:
+        """It does not say the probability after top-k and top-p."""
+        super().test_the_behaviour_is_what_sampled(subject, sampling)
+
+    test_zz_closed_it_samples_no_more = ServerContract.test_zz_closed_it_samples_no_more  # after what is above
