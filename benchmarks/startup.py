@@ -46,13 +46,14 @@ def child(output_dir: str) -> dict[str, float]:
     parts = Parts()
     parts.end("interpreter")
     from nemo_opd.config.load import run_with_hydra
+    from nemo_opd.config.run import RunConfig
     from nemo_opd.logging.busy import loading
     from nemo_opd.training.inputs import check_inputs
 
     parts.end("import of settings")
     sys.argv = [str(EXAMPLE), f"run.output_dir={output_dir}"]
     configs: list = []
-    run_with_hydra(configs.append, config_dir=ROOT / "configs", config_name="off_policy_demo")
+    run_with_hydra(configs.append, RunConfig, config_dir=ROOT / "configs", config_name="off_policy_demo")
     (config,) = configs
     parts.end("composition and validation")
     check_inputs(config, on_policy=False)

@@ -33,7 +33,7 @@ def compose_all(*arguments: str, config_name: str = DEMO) -> list[RunConfig]:
     """The configuration of every job: several with --multirun, none with --help."""
     jobs: list[RunConfig] = []
     with command_line(arguments):
-        run_with_hydra(jobs.append, config_dir=CONFIGS, config_name=config_name)
+        run_with_hydra(jobs.append, RunConfig, config_dir=CONFIGS, config_name=config_name)
     return jobs
 
 

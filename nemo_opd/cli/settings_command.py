@@ -13,8 +13,7 @@ from rich.console import Console
 from nemo_opd.cli.keys import complete_recipe, complete_setting
 from nemo_opd.cli.process import exit_status, standard_streams
 from nemo_opd.config.base import Settings
-from nemo_opd.config.load import S, run_settings_with_hydra
-from nemo_opd.config.run import RunConfig
+from nemo_opd.config.load import S, run_with_hydra
 from nemo_opd.logging.busy import print_line
 from nemo_opd.paths import configs_dir
 from nemo_opd.training.interrupt import interruptible, was_requested
@@ -32,7 +31,7 @@ class SettingsCommand:
     def run(self, program: str, arguments: Sequence[str]) -> int:
         """Return the exit status. Raises SystemExit, after its line on stderr, for an error."""
         sys.argv = [program, *arguments]  # which Hydra reads
-        main_with(self.task, self.model, config_dir=configs_dir(), config_name=self.config_name(arguments))
+        main(self.task, self.model, config_dir=configs_dir(), config_name=self.config_name(arguments))
         return 0
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -45,15 +44,10 @@ class SettingsCommand:
         settings.completer = lambda prefix, **_: complete_setting(prefix, self.model, configs_dir())
 
 
-def main(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: str) -> None:
-    """Run `task` with the command line's configuration. An error is one clear last line and exit status 1."""
-    main_with(task, RunConfig, config_dir=config_dir, config_name=config_name)
-
-
-def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
-    """Run `task` as `main` does, for a command with its own settings."""
+def main(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
+    """Run `task` with the command line's settings. An error is one clear last line and exit status 1."""
     with standard_streams(), interruptible(), exit_status("nothing was saved since it started"):
-        run_settings_with_hydra(
+        run_with_hydra(
             task,
             model,
             config_dir=config_dir,

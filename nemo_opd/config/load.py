@@ -31,12 +31,7 @@ from nemo_opd.progress import separately
 S = TypeVar("S", bound=Settings)
 
 
-def run_with_hydra(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: str) -> None:
-    """Run `run_settings_with_hydra` for the settings of a run."""
-    run_settings_with_hydra(task, RunConfig, config_dir=config_dir, config_name=config_name)
-
-
-def run_settings_with_hydra(
+def run_with_hydra(
     task: Callable[[S], None],
     model: type[S],
     *,

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_opd.config.command_line import read_command_line
 from nemo_opd.config.composition import composition_errors
-from nemo_opd.config.load import run_settings_with_hydra, run_with_hydra, to_yaml
+from nemo_opd.config.load import run_with_hydra, to_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.sweep import Sweep
 from nemo_opd.errors import ConfigError, ModelError
@@ -178,7 +178,7 @@ def test_a_sweep_goes_where_it_is_told(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     told: list[object] = []
     with command_line(("-m", "run.seed=1,2", f"run.output_dir={tmp_path / 'sweep'}")):
-        run_settings_with_hydra(
+        run_with_hydra(
             lambda config: told.append(config.run.output_dir),
             RunConfig,
             config_dir=CONFIGS,
@@ -194,7 +194,7 @@ def test_an_interruption_ends_a_sweep(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     done: list[int] = []
     with command_line(("-m", "run.seed=1,2,3,4")), pytest.raises(KeyboardInterrupt) as caught:
-        run_settings_with_hydra(
+        run_with_hydra(
             lambda config: done.append(config.run.seed),
             RunConfig,
             config_dir=CONFIGS,
@@ -214,7 +214,7 @@ def test_an_error_before_an_interruption_does_not_hide_what_was_not_started(tmp_
         raise ModelError("the run's own")
 
     with command_line(("-m", "run.seed=1,2")), pytest.raises(ModelError) as caught:
-        run_settings_with_hydra(
+        run_with_hydra(
             fail, RunConfig, config_dir=CONFIGS, config_name="off_policy_demo", is_interrupted=lambda: bool(begun)
         )
     assert caught.value.__notes__ == ["these runs of the sweep were not started: run.seed=2"]
@@ -239,9 +239,7 @@ def test_what_fails_after_a_sweep_does_not_hide_the_error_of_a_run(tmp_path: Pat
         raise ValueError("of the page")
 
     with command_line(("-m", "run.seed=1,2")), pytest.raises(ModelError, match="the run's own"):
-        run_settings_with_hydra(
-            fail, RunConfig, config_dir=CONFIGS, config_name="off_policy_demo", after_sweep=fail_too
-        )
+        run_with_hydra(fail, RunConfig, config_dir=CONFIGS, config_name="off_policy_demo", after_sweep=fail_too)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +270,7 @@ def test_multirun_goes_on_after_a_job_that_fails(tmp_path: Path, monkeypatch) ->
         done.append(config.train.max_steps or 0)
 
     with command_line(("-m", "train.max_steps=1,0,2")), pytest.raises(ModelError, match="the first job's problem"):
-        run_with_hydra(task, config_dir=CONFIGS, config_name="off_policy_demo")
+        run_with_hydra(task, RunConfig, config_dir=CONFIGS, config_name="off_policy_demo")
     assert done == [2]
 
 

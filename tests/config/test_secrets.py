@@ -8,7 +8,7 @@ import yaml
 from nemo_opd.cli.settings_command import main
 from nemo_opd.config import secrets
 from nemo_opd.config.endpoint import Endpoint
-from nemo_opd.config.load import from_dict, from_yaml, run_settings_with_hydra, to_yaml
+from nemo_opd.config.load import from_dict, from_yaml, run_with_hydra, to_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.secrets import MASK, without_secrets
 from nemo_opd.config.teacher import SameTokenizerTeacher, Teacher
@@ -144,7 +144,7 @@ def test_error_lines_have_none(error: type[Exception], capsys: pytest.CaptureFix
         raise failure
 
     with command_line(STARTED), pytest.raises(SystemExit):
-        main(failing, config_dir=CONFIGS, config_name=ON_POLICY)
+        main(failing, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
     said = capsys.readouterr().err
     assert VALUE not in said
     assert f"https://{MASK}@example.org died (--api-key {MASK}, HF_TOKEN={MASK})" in said
@@ -152,9 +152,9 @@ def test_error_lines_have_none(error: type[Exception], capsys: pytest.CaptureFix
 
 def test_a_refused_value_has_none(capsys: pytest.CaptureFixture[str]) -> None:
     with command_line((*STARTED, "rollout.concurrency=0")), pytest.raises(SystemExit):
-        main(lambda _: None, config_dir=CONFIGS, config_name=ON_POLICY)
+        main(lambda _: None, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
     with command_line((*STARTED, f"rollout.urls=https://me:{VALUE}@example.org")), pytest.raises(SystemExit):
-        main(lambda _: None, config_dir=CONFIGS, config_name=ON_POLICY)
+        main(lambda _: None, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
     said = capsys.readouterr().err
     assert "rollout.concurrency=0" in said
     assert "rollout.urls" in said
@@ -263,7 +263,7 @@ def test_a_sweep_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     swept = f"++rollout.environment.ALSO={VALUE},{VALUE}2"
     with command_line(("-m", *STARTED, swept)):
-        run_settings_with_hydra(note, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
+        run_with_hydra(note, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
     assert len(set(folders)) == 2
     assert VALUE not in " ".join(folders)
     for file in filter(Path.is_file, tmp_path.rglob("*")):

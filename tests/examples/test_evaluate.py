@@ -9,7 +9,7 @@ from rich.console import Console
 
 from nemo_opd.cli.evaluate import config_name
 from nemo_opd.config.evaluation import EvaluationConfig
-from nemo_opd.config.load import run_settings_with_hydra, to_yaml, validated
+from nemo_opd.config.load import run_with_hydra, to_yaml, validated
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.logging.samples import read_samples
 from nemo_opd.training.standalone import evaluate
@@ -19,7 +19,7 @@ from tests.composition import CONFIGS, command_line
 def compose(*arguments: str, config_name: str = "evaluation") -> EvaluationConfig:
     found: list[EvaluationConfig] = []
     with command_line(arguments):
-        run_settings_with_hydra(found.append, EvaluationConfig, config_dir=CONFIGS, config_name=config_name)
+        run_with_hydra(found.append, EvaluationConfig, config_dir=CONFIGS, config_name=config_name)
     return found[0]
 
 
@@ -113,7 +113,7 @@ def test_settings_that_cannot_work_are_told(arguments: tuple[str, ...], message:
 
 
 def test_an_evaluation_without_questions_is_told() -> None:
-    with pytest.raises(DataError, match="data"):
+    with pytest.raises(ConfigError, match="name nothing to ask; set one of them"):
         evaluate(compose("model=demo:student", "reward=numeric"))
 
 

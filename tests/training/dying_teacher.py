@@ -6,6 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nemo_opd.cli.settings_command import main
+from nemo_opd.config.run import RunConfig
 from nemo_opd.training import groups
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import TokenRows
@@ -31,4 +32,4 @@ class DyingTeacher(TeacherWorker):
 
 if __name__ == "__main__":
     groups.TeacherWorker = DyingTeacher
-    main(distil, config_dir=CONFIGS, config_name="off_policy_demo")
+    main(distil, RunConfig, config_dir=CONFIGS, config_name="off_policy_demo")

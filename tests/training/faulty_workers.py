@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_opd.cli.settings_command import main
+from nemo_opd.config.run import RunConfig
 from nemo_opd.training import groups
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import Metric, TokenRows
@@ -70,4 +71,4 @@ OTHERS = {
 if __name__ == "__main__":
     groups.TeacherWorker, groups.StudentWorker = OTHERS[sys.argv.pop(1)]
     RaisingTeacher.at = HangingStudent.at = int(sys.argv.pop(1))
-    main(distil, config_dir=CONFIGS, config_name="off_policy_demo")
+    main(distil, RunConfig, config_dir=CONFIGS, config_name="off_policy_demo")
