@@ -67,7 +67,7 @@ def _exported(plan: Plan, closing: ClosingTable, bits_per_byte: Mapping[str, flo
     config, folder, best = plan.config, plan.output_dir, closing.best
     yield Exported(folder / "final", f"The student after {step:,} steps", step, closing)
     if best is not None:
-        what = f"The student after {best.step:,} steps, which has the best {best.metric} of {step:,}, {best.value:.4g}"
+        what = f"The student after {best.step:,} of {step:,} steps, where {best.metric} was best: {best.value:.4g}"
         at_best = closing_at(config, folder, bits_per_byte, best.step)
         yield Exported(folder / "best", what, best.step, at_best, " (best)")
     for teacher in config.active_teachers:

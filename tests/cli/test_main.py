@@ -139,3 +139,10 @@ def test_generate_prints_samples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--top-p=0: must be above 0" in capsys.readouterr().err
     assert exit_status(*asked, "--temperature", "nan") == 1
     assert "--temperature=nan: must be 0 at least" in capsys.readouterr().err
+
+
+def test_a_seed_that_no_generator_takes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: an overflow's traceback."""
+    asked = ("transplant", "--model", "demo:teacher_cross", "--tokenizer", "demo:student", "--random", "all")
+    assert exit_status(*asked, "--output", tmp_path / "new", "--seed", 10**20) == 1
+    assert "--seed=100000000000000000000: must be 4611686018427387904 at most" in capsys.readouterr().err
