@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_opd.data.collate import collate
-from nemo_opd.data.documents import read_documents
+from nemo_opd.data.documents import TEXT, read_documents
 from nemo_opd.data.samples import SampleMaker
 from nemo_opd.errors import DataError
 
@@ -22,13 +22,17 @@ class _Rows:
 
     def __getitem__(self, indices: list[int]) -> dict[str, list[Any]]:
         try:
-            return {ours: [self.rows[i][theirs] for i in indices] for theirs, ours in self.columns.items()}
+            found = {ours: [self.rows[i][theirs] for i in indices] for theirs, ours in self.columns.items()}
         except KeyError as error:
             raise DataError(
                 f"a row has no column {error}, but {', '.join(map(repr, self.rows[0])) or 'none'}; name it as "
                 "data.text_key or data.messages_key, and keep the dataset as it is: texts are tokenized here, for all "
                 "models (with TRL: dataset_kwargs={'skip_prepare_dataset': True})"
             ) from error
+        for each in found.get(TEXT, ()):
+            if not isinstance(each, str):
+                raise DataError(f"a row's text is {each!r} ({type(each).__name__}); correct it, or leave the row out")
+        return found
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,12 @@ def test_what_needs_our_own_loop_is_refused(tiny: Tiny, given: dict[str, Any], m
     assert message in str(error.value)
 
 
+def test_a_row_without_text_is_told(distillation: Distillation) -> None:
+    """Bug: an assertion without a message."""
+    with pytest.raises(DataError, match=r"a row's text is None \(NoneType\); correct it, or leave the row out"):
+        distillation.collator([{"text": "a"}, {"text": None}])
+
+
 def test_what_a_trainer_cannot_be_given_is_refused(distillation: Distillation, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="compute_metrics: batches, loss and metrics are those of the distillation"):
         DistillationTrainer(distillation=distillation, compute_metrics=print)
