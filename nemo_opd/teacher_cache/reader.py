@@ -115,10 +115,17 @@ class CacheReader:
         return self.shards[self._shard[place]].tokens(int(self._number[place]))
 
     def each(self) -> Iterator[Segment]:
-        """Yield all segments, shard by shard. Raises DataError at one that is damaged."""
+        """Yield all segments, shard by shard. Raises DataError at one that is damaged wherever it is stored."""
         for shard in self.shards:
             for number in range(len(shard)):
-                yield shard.segment(number)
+                yield self._whole(shard.keys[number].tobytes()) or shard.segment(number)
+
+    def _whole(self, key: bytes) -> Segment | None:
+        """Return a segment that is stored as it was written, in one place at least."""
+        for place in self._places(key):
+            with suppress(DataError):
+                return self._segment(place)
+        return None
 
     def _places(self, key: bytes) -> Iterator[int]:
         """Yield where a segment is stored: more than once where it was asked about again, since it is damaged."""

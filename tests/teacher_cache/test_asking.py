@@ -22,6 +22,7 @@ from nemo_opd.training.cache_build import CacheForm, build_cache
 from nemo_opd.training.cache_fill import fill_caches
 from nemo_opd.training.preflight import preflight
 from tests.composition import compose
+from tests.exit_status import exit_status
 from tests.teacher_cache.test_run import TEXTS, curve
 from tests.training.templates import STUDENT, TEACHER
 from tests.workers.local import RTOL, in_world
@@ -151,6 +152,15 @@ def test_a_head_that_is_not_as_written_is_written_anew(live: RunConfig, tmp_path
         preflight(config)
     assert build_cache(live, 0, folder, CacheForm(None)).segments == 0
     assert head.read_bytes() == written
+
+
+def test_a_damaged_head_is_not_verified(live: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a cache that no run reads, of which the command says that all is as it was written."""
+    build_cache(live, 0, tmp_path / "c", CacheForm(None))
+    head = tmp_path / "c" / "head.safetensors"
+    head.write_bytes(head.read_bytes()[:-1] + b"?")
+    assert exit_status("cache", "inspect", str(tmp_path / "c"), "--verify") == 1
+    assert "head.safetensors is damaged" in capsys.readouterr().err
 
 
 def test_a_model_that_has_changed_is_not_asked(live: RunConfig, tmp_path: Path) -> None:

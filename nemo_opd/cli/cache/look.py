@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.errors import DataError
 from nemo_opd.models.load import load_tokenizer
-from nemo_opd.models.stored_output import sparse_layout
+from nemo_opd.models.stored_output import require_head, sparse_layout
 from nemo_opd.teacher_cache.reader import CacheReader, shard_files
 from nemo_opd.teacher_cache.shard import Segment, decoded_ids
 
@@ -25,6 +25,7 @@ def show(arguments: Namespace, console: Console) -> None:
     """Print what is asked for. Raises DataError for what is damaged."""
     reader = CacheReader(arguments.cache)
     if arguments.verify:
+        require_head(reader)
         for _ in reader.each():
             pass
     facts = _facts(reader, is_verified=arguments.verify)
