@@ -197,6 +197,9 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
     of_run = ["--config", str(tmp_path / "run.yaml"), "--output", str(folder), "--top-k", "8"]
     assert exit_status("cache", "build", *of_run, "--dtype", "float32") == 1
     assert "--dtype=float32 has no effect with --config" in capsys.readouterr().err
+    chats = ["--model", "demo:teacher_same", "--data", "chats.jsonl", "--messages-key", "chat", "--output", str(folder)]
+    assert exit_status("cache", "build", *chats, "--top-k", "8", "--no-packing") == 1
+    assert "--no-packing=True has no effect with --messages-key" in capsys.readouterr().err
     nothing = [
         "--model",
         "demo:teacher_same",

@@ -96,8 +96,10 @@ def _part(text: str) -> tuple[int, int]:
 def _require_effect(arguments: Namespace) -> None:
     """Raise ConfigError for an option that has no effect together with the others."""
     of_files = [name for name, default in _OF_FILES.items() if getattr(arguments, name) != default]
+    of_texts = [name for name in of_files if name in ("no_packing", "no_append_eos", "text_key")]
     refused = (
         (arguments.config, of_files, "with --config, whose settings say it; write KEY=VALUE at the end to change one"),
+        (arguments.messages_key, of_texts, "with --messages-key; it is for texts"),
         (not arguments.config, ["teacher"], "without --config, which names teachers; leave it out"),
         (not arguments.urls, ["program", "tokenizer"], "with a --model that is loaded; it is for --urls alone"),
         (arguments.hidden_states, ["float32"], "with --hidden-states, which have the precision of the model"),
