@@ -60,7 +60,7 @@ def _try(endpoint: Endpoint, i: int, model: str, key: str, vocab_size: int, toke
     one = endpoint.model_copy(update={"urls": (endpoint.urls[i],), "retries": 0})
     layout = served_layout(endpoint, vocab_size)
     try:
-        EndpointAnswers(one, model, layout, key=f"{key}.urls.{i}").segments([np.array([0, token], np.int32)])
+        EndpointAnswers(one, model, layout, key=key).segments([np.array([0, token], np.int32)])
     except EndpointError as error:
         raise EndpointError(
             f"{error}; the server must give {layout.top_k} log-probabilities ({key}.logprobs) of each of a prompt's "

@@ -276,6 +276,20 @@ def test_servers_that_say_too_little_are_refused(says: Says, reason: str) -> Non
     assert len(bodies) == 1
 
 
+def test_a_slow_server_is_told_by_a_setting_that_there_is() -> None:
+    """Bug: teachers.0.urls.0.request_timeout_s, which no run takes."""
+
+    def late(body: Json) -> tuple[int, Json]:
+        time.sleep(0.5)
+        return fine(body)
+
+    with (
+        endpoint(late) as (url, _),
+        pytest.raises(EndpointError, match=rf"{url}.* no answer in 0.1 s \(teachers\.0\.request_timeout_s\)"),
+    ):
+        checked(url, request_timeout_s=0.1)
+
+
 def test_the_key_is_sent() -> None:
     """Catches a server that refuses everything since it was started with --api-key."""
     seen: list[str | None] = []
