@@ -30,6 +30,8 @@ class LayerSize:
     """Query heads × head width."""
     key_width: int
     """Key-value heads × head width."""
+    key_heads: int
+    """Number of key-value heads."""
     num_experts: int
     """Experts per token; 0 for a dense layer."""
     window: int | None
@@ -164,6 +166,7 @@ def _layer_size(layer: nn.Module, index: int, config: Any) -> LayerSize:
         hidden_size=text.hidden_size,
         query_width=heads * width,
         key_width=key_heads * width,
+        key_heads=key_heads,
         num_experts=_number(text, "num_experts_per_tok", "moe_topk", "top_k_experts", default=1) if is_routed else 0,
         window=_window(text, index),
         norms=sum(numbers for numbers in norms if numbers == text.hidden_size) + of_heads,

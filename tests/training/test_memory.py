@@ -201,6 +201,30 @@ def test_a_dry_run_shows_what_fits_nowhere(sizes: list[ModelSize]) -> None:
     assert [one.saved_bytes for one in made.advice] == sorted((one.saved_bytes for one in made.advice), reverse=True)
 
 
+def test_what_is_advised_is_not_refused(sizes: list[ModelSize]) -> None:
+    """Bugs: a batch that ranks cannot share, and more tensor-parallel ranks than key-value heads."""
+    config = configure("run.dry_run=true", "train.global_batch_size=12", "train.micro_batch_size=1", "handoff=logits")
+    around = situation(sizes, gib=4, ranks=4)
+    _, made = settle_memory(config, around)
+    settings = {each.setting for each in made.advice}
+    assert "train.global_batch_size=4" in settings
+
+    student = replace(around.student, layout=Layout(4, tp=8))
+    assert "student.parallelism.tp=2" in settings
+    _, made = settle_memory(config, replace(around, student=student))
+    assert not any(each.setting.startswith("student.parallelism.tp") for each in made.advice)
+
+
+def test_separate_devices_are_refused_as_they_are(sizes: list[ModelSize]) -> None:
+    """Bugs: "with everything offloaded", of a run of which nothing was; settings that together save too little."""
+    config = configure("cluster.placement=separate")
+    with pytest.raises(ConfigError) as caught:
+        settle_memory(config, situation(sizes, gib=8))
+    told = str(caught.value)
+    assert "teachers.*.offload=auto: each GPU of the student would have to hold" in told
+    assert "train.max_length=1024 saves 0.3 GiB; use more GPUs; or set every offload" in told
+
+
 def test_who_has_decided_alone_is_not_refused(sizes: list[ModelSize]) -> None:
     """The estimate may be wrong by a fifth, and there has to be a way past it."""
     config = configure("teachers.0.offload=true", "teachers.1.offload=true", "student.offload=true")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import lcm
 from typing import TypeVar
 
 from nemo_opd.config.handoff import HiddenStatesHandoff
@@ -47,7 +48,7 @@ def settle_memory(config: RunConfig, situation: Situation) -> tuple[RunConfig, M
                 return chosen, estimated
     estimated = replace(estimated, advice=tuple(advice(chosen, frugal)))
     if undecided and situation.device == "cuda" and not config.run.dry_run:
-        raise ConfigError(_complaint(estimated))
+        raise ConfigError(_complaint(estimated, "with everything offloaded " if is_shared else ""))
     return chosen, estimated
 
 
@@ -67,14 +68,16 @@ def _may_leave(model: Student | Teacher) -> bool:
     return model.offload == "auto" and has_weights
 
 
-def _complaint(estimated: MemoryEstimate) -> str:
+def _complaint(estimated: MemoryEstimate, condition: str) -> str:
     memory = estimated.shortest
-    helps = "; ".join(f"{each.setting} saves {gib(each.saved_bytes)}" for each in estimated.advice)
+    helps = [f"{each.setting} saves {gib(each.saved_bytes)}" for each in estimated.advice]
+    if sum(each.saved_bytes for each in estimated.advice) < memory.shortage:
+        helps.append("use more GPUs")
     assert memory.capacity is not None
     return (
-        f"student.offload=auto, teachers.*.offload=auto: with everything offloaded {memory.name} would have to hold "
+        f"student.offload=auto, teachers.*.offload=auto: {condition}{memory.name} would have to hold "
         f"{gib(memory.peak)} in the phase {memory.peak_phase.value!r} ({largest_parts(memory)}), and there are "
-        f"{gib(memory.capacity)}; {helps or 'use more GPUs'}; or set every offload to true or false, which starts the "
+        f"{gib(memory.capacity)}; {'; '.join(helps)}; or set every offload to true or false, which starts the "
         "run without this check. run.dry_run=true prints the whole estimate"
     )
 
@@ -103,11 +106,15 @@ def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[bool, st
     """Yield whether a change is one, its key and its value."""
     train, student, rollout, asked = config.train, config.student, config.rollout, config.evaluation
     tokens, rows = train.micro_batch_tokens, train.micro_batch_size
+    # Ranks and prompts have the same number of sequences each.
+    ranks = (setup.layout.dp for setup in (situation.student, *situation.teachers))
+    unit = lcm(*ranks, 1 if rollout is None else rollout.n)
+    half = train.global_batch_size // 2 // unit * unit
     yield student.sync_each_micro_batch is False, "student.sync_each_micro_batch", True
     yield not student.activation_checkpointing, "student.activation_checkpointing", True
     yield tokens is not None, "train.micro_batch_tokens", max(2, (tokens or 0) // 2)
     yield tokens is None and rows > 1, "train.micro_batch_size", rows // 2
-    yield True, "train.global_batch_size", max(1, train.global_batch_size // 2)
+    yield half > 0, "train.global_batch_size", half
     yield True, "train.max_length", max(2, train.max_length // 2)
     yield train.async_save, "train.async_save", False
     yield config.logging.gradients_every is not None, "logging.gradients_every", None
@@ -150,14 +157,16 @@ def _changed(config: RunConfig, key: str, value: object) -> RunConfig | None:
 
 
 def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
-    """Yield a single copy of each model, and twice its tensor parallelism where data-parallel ranks are left for it."""
+    """Yield a single copy of each model, and twice its tensor parallelism where ranks and heads are left for it."""
     for i, setup in enumerate((situation.student, *situation.teachers)):
         if i and not config.active_teachers[i - 1].has_model:
             continue
         layout, found = setup.layout, {}
+        divides = layout.dp // layout.replicas % 2 == 0
+        divides = divides and all(layer.key_heads % (2 * layout.tp) == 0 for layer in setup.size.layers)
         if layout.replicas > 1:
             found["replicas=1"] = replace(layout, replicas=1)
-        if layout.dp // layout.replicas % 2 == 0 and (i or config.student.lora is None):
+        if divides and (i or config.student.lora is None):
             found[f"tp={2 * layout.tp}"] = replace(layout, dp=layout.dp // 2, tp=2 * layout.tp)
         for setting, other in found.items():
             changed = situation.with_layouts({i: other}, config)
