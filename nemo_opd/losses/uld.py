@@ -51,12 +51,18 @@ def uld(
 
 
 def _known_ranks(log_p: Tensor, log_q: Tensor, top_k: int) -> Tensor:
-    """Compare the ranks that are known of the teacher, [U, V] and [U, W + 1], and all others as one cell: [U]."""
+    """Compare the ranks that are known of the teacher, [U, V] and [U, W + 1], and all others as one cell: [U].
+
+    These are fewer than `top_k` where a server names rows of its head that are no tokens.
+    """
     known = log_q[:, :-1].topk(top_k, dim=-1)
+    is_unknown = known.values == -torch.inf
     others = log_q.scatter(1, known.indices, -torch.inf).exp().sum(-1)
     ranked = _ranked(log_p, max(top_k, log_p.shape[-1]))
-    by_rank = (ranked[:, :top_k] - known.values.exp()).abs().sum(-1)
-    return by_rank + (ranked[:, top_k:].sum(-1) - others).abs()
+    leading = ranked[:, :top_k]
+    by_rank = (leading - known.values.exp()).abs().masked_fill(is_unknown, 0).sum(-1)
+    beyond = leading.masked_fill(~is_unknown, 0).sum(-1) + ranked[:, top_k:].sum(-1)
+    return by_rank + (beyond - others).abs()
 
 
 def _ranked(log_p: Tensor, ranks: int) -> Tensor:

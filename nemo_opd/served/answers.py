@@ -22,9 +22,9 @@ _ENTRY_BYTES = 256
 _Ids = NDArray[np.integer[Any]]
 
 
-def served_layout(endpoint: Endpoint, vocab_size: int, value_bytes: int = 4) -> SparseLayout:
+def served_layout(endpoint: Endpoint, vocab_size: int) -> SparseLayout:
     """Return the layout of rows that servers fill."""
-    return SparseLayout(min(endpoint.logprobs, vocab_size), vocab_size, value_bytes, id_bytes(vocab_size))
+    return SparseLayout(min(endpoint.logprobs, vocab_size), vocab_size, 4, id_bytes(vocab_size))
 
 
 class EndpointAnswers:

@@ -66,7 +66,7 @@ def _likeliest(answer: PromptLogprobs, length: int, top_k: int) -> tuple[NDArray
     ids, log_p = _ids(answer.ids), _checked(answer.log_p)
     row = np.repeat(np.arange(length), counts)
     order = np.lexsort((ids, -log_p, row))
-    # Some programs list the observed token as well, after the likeliest.
+    # Some programs name the observed token as well, so that a position may have k + 1.
     is_kept = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) < top_k
     kept = order[is_kept]
     top_ids, top = ids[kept].reshape(length, top_k), log_p[kept].reshape(length, top_k)

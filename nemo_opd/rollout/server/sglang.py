@@ -13,7 +13,7 @@ from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_see
 from nemo_opd.users_code import shown
 
 UNUSED_POSITIONS = 6
-"""Positions of its context that no prompt may reach, the next token included."""
+"""Last positions of its context, which neither a prompt nor the token after it may take."""
 
 
 class SGLang(Program):
