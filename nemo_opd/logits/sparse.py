@@ -151,6 +151,6 @@ def _rounded(values: Tensor) -> Tensor:
 
 def _as_words(stored: Tensor, num_bytes: int) -> Tensor:
     """Return numbers of `num_bytes` as int32: uint8 [R, k · num_bytes] → [R, k]."""
-    # Without −1, which no tensor of no row has.
+    # Without −1, which reshape refuses where there is no row.
     grouped = stored.reshape(len(stored), stored.shape[1] // num_bytes, num_bytes)
     return torch.nn.functional.pad(grouped, (0, 4 - num_bytes)).view(torch.int32).squeeze(2)

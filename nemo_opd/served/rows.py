@@ -76,11 +76,10 @@ def _likeliest(answer: PromptLogprobs, length: int, top_k: int) -> tuple[NDArray
 
 
 def _log_rest(top: _Floats, is_token: NDArray[np.bool_], apart: _Floats, num_others: NDArray[np.int64]) -> _Floats:
-    """Return log of the mass of all that is none of the likeliest tokens, nor the observed one, where it is separate.
+    """Return log of the mass beyond the likeliest tokens and, where it is not one of them, the observed one.
 
-    top, is_token: [N, k]. apart, num_others: [N], log-probability of that token and number of the vocabulary's others.
-    It is 1 − their mass, as far as that is known, and at most what the others have if each is as likely as the least
-    of the likeliest, with the rows of the head that are no tokens.
+    top, is_token: [N, k]. apart: [N], log-probability of that observed token; −inf where it is one of the likeliest.
+    num_others: [N], tokens of the vocabulary beyond all these. The mass is ρ of methods.md (13.3).
     """
     p = np.exp(top)
     mass = (p * is_token).sum(1) + np.exp(apart)

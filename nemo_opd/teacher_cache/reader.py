@@ -61,7 +61,7 @@ class CacheReader:
         return any(True for _ in self._places(key))
 
     def has(self, ids: NDArray[np.integer[Any]]) -> bool:
-        """Return whether `segment` finds a sequence, as it was written."""
+        """Return whether `segment` finds a sequence, undamaged."""
         try:
             self.segment(ids)
         except DataError:
@@ -121,7 +121,7 @@ class CacheReader:
                 yield self._whole(shard.keys[number].tobytes()) or shard.segment(number)
 
     def _whole(self, key: bytes) -> Segment | None:
-        """Return a segment that is stored as it was written, in one place at least."""
+        """Return a segment from the first place where it is stored undamaged; None where there is none."""
         for place in self._places(key):
             with suppress(DataError):
                 return self._segment(place)

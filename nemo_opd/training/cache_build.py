@@ -265,7 +265,7 @@ def _require_no_other_files(folder: Path, described: Path) -> None:
 
 
 class Missing:
-    """Segments of a run's texts that a cache does not have as they were written, each once."""
+    """Segments of a run's texts that a cache lacks or holds damaged, each once."""
 
     def __init__(self, corpus: Corpus, config: RunConfig, i: int, reader: CacheReader, part: Part = Part()) -> None:
         self._corpus, self._config, self._i, self._reader, self._part = corpus, config, i, reader, part

@@ -24,7 +24,7 @@ from nemo_opd.workers.teacher import TeacherWorker
 class OwnTeachers:
     """The teachers of a rank that compute with the student's module, whose layout they have.
 
-    No weights are copied but those that an average consists of, and what is handed over.
+    Nothing is copied but the averages and what is handed over.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class StoredTeacherWorker(TeacherWorker):
     def __init__(
         self, stored: StoredHiddenStates | StoredTopK, settings: TeacherBase, *, device: str, **given: Any
     ) -> None:
-        """given: the other arguments of a `TeacherWorker`, of which `handoff` says nothing here."""
+        """given: the other arguments of a `TeacherWorker`, of which `handoff` is not used."""
         self._stored = stored
         own = TeacherSource(logit_rows=cast(ReadingModel, stored), use=nullcontext)
         super().__init__(settings, device=device, own=own, **given)
