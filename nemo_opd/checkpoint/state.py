@@ -107,10 +107,17 @@ def rank_file(rank: int) -> str:
 
 
 def load_state(
-    folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, averages: Averages | None = None
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    averages: Averages | None = None,
+    *,
+    tp: int = 1,
 ) -> None:
     """Read what `save_state` wrote, in place.
 
+    tp: number of consecutive ranks that share matrices. They get the same generators, whichever layout was saved.
     Raises CheckpointError, naming the folder, where it cannot be read or holds what is not finite.
     """
     weights, optimizer_state = get_state_dict(model, optimizer)
@@ -118,7 +125,7 @@ def load_state(
     own_kernels = [group.get("fused") for group in groups]
     try:
         read_sharded(sharded_state(weights, optimizer_state, averages), folder)
-        own = folder / rank_file(dist.get_rank())
+        own = folder / rank_file(dist.get_rank() // tp * tp)
         # With more ranks than before, the additional ones start from rank 0's schedule and generators.
         file = own if own.exists() else folder / rank_file(0)
         rest = _read_rank_file(file)

@@ -59,6 +59,6 @@ class TimeLimit:
 
 def job_start() -> float:
     """Return when the job started, in seconds since 1970: as Slurm says, else when this process did."""
-    if limit := os.environ.get(_SLURM):
-        return float(limit)
+    if start := os.environ.get(_SLURM):
+        return float(start)
     return psutil.Process().create_time()

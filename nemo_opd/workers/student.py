@@ -358,7 +358,8 @@ class StudentWorker:
     def load(self, folder: Path) -> None:
         """Restore what `save` has written. Raises CheckpointError."""
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
-            load_state(folder / "state", self.model, self.optimizer, self.scheduler, averages)
+            tp = self.config.student.parallelism.tp
+            load_state(folder / "state", self.model, self.optimizer, self.scheduler, averages, tp=tp)
         self.learned.load(folder / "state")
 
     def export(self, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:

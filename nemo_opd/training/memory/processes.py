@@ -123,10 +123,8 @@ def _loss_parts(config: RunConfig, situation: Situation, c: int) -> list[Part]:
             part(_STUDENT, "logits and their gradients", logits, Phase.LOSS, Phase.BACKWARD),
             part(_STUDENT, "temporaries of a loss", chunk, Phase.LOSS),
         ]
-    head, hidden = (
-        0 if size.adapters else columns * size.hidden_size,
-        rows * length * size.hidden_size * c * min(2, setup.layout.cp),
-    )
+    head = 0 if size.adapters else columns * size.hidden_size
+    hidden = rows * length * size.hidden_size * c * min(2, setup.layout.cp)
     of_head = {Phase.LOSS: (FP32 + c * (c < FP32)) * head, Phase.BACKWARD: c * head}
     blocks = min(budget, heads * whole) * (heads + 1) // heads
     return [
