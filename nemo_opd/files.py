@@ -1,6 +1,7 @@
 """Files that are whole or absent, and that stay after a power cut."""
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -11,6 +12,9 @@ from pathlib import Path
 
 from nemo_opd.disk import ELSEWHERE, storage_errors
 
+_RANDOM = 8
+"""Characters that `tempfile` adds to a prefix."""
+
 
 def write_atomically(path: Path, content: bytes, *, instead: str = ELSEWHERE) -> None:
     """Replace `path` at once: a reader, or a run that is killed, sees the old file or the new one, never a part.
@@ -19,18 +23,41 @@ def write_atomically(path: Path, content: bytes, *, instead: str = ELSEWHERE) ->
     """
     with storage_errors(path, instead=instead):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = _locked_temporary(path)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, umask_mode())
-            os.replace(temporary, path)
+                os.chmod(temporary, umask_mode())
+                os.replace(temporary, path)  # while it is locked
             sync(path.parent)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+
+
+def _locked_temporary(path: Path) -> tuple[int, str]:
+    """Create a file to be renamed to `path`, locked while its handle is open, where the file system has locks."""
+    while True:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return handle, temporary
+        os.close(handle)  # it was taken for an abandoned one before it was locked
+
+
+def remove_abandoned(folder: Path, names: str) -> None:
+    """Remove what `write_atomically` has left in a folder where it was killed, and nothing of a writer that lives.
+
+    names: pattern of the files that were to be written.
+    """
+    for path in folder.glob(f".{names}.{'?' * _RANDOM}"):
+        # Of a file system without locks, or of another user, it stays.
+        with suppress(OSError), path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 @contextmanager

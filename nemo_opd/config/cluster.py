@@ -75,15 +75,16 @@ class Cluster(Settings):
     @model_validator(mode="after")
     def several_groups_of_processes_need_ray(self) -> Self:
         reasons = {
-            f"cluster.num_nodes={self.num_nodes}": self.num_nodes > 1 and "processes on several nodes",
-            f"cluster.address={self.address}": self.address is not None and "a Ray cluster",
-            "cluster.placement=separate": self.placement == "separate" and "processes of their own for the teachers",
+            f"num_nodes={self.num_nodes}": self.num_nodes > 1 and "processes on several nodes",
+            f"address={self.address}": self.address is not None and "a Ray cluster",
+            "placement=separate": self.placement == "separate" and "processes of their own for the teachers",
         }
         for setting, needed in reasons.items():
             if self.launcher == "local" and needed:
                 raise ValueError(
                     f"{setting}: that needs {needed}, and with cluster.launcher=local student and teachers share their "
-                    f"processes on this machine; write cluster.launcher=ray, or leave {setting.partition('=')[0]} out"
+                    "processes on this machine; write cluster.launcher=ray, or leave "
+                    f"cluster.{setting.partition('=')[0]} out"
                 )
         return self
 
@@ -91,7 +92,7 @@ class Cluster(Settings):
     def teacher_ranks_need_devices_of_their_own(self) -> Self:
         if self.teacher_ranks is not None and self.placement == "colocated":
             raise ValueError(
-                f"cluster.teacher_ranks={self.teacher_ranks}: with cluster.placement=colocated every teacher has a "
+                f"teacher_ranks={self.teacher_ranks}: with cluster.placement=colocated every teacher has a "
                 "rank on each of the student's devices; write cluster.placement=separate, or leave the key out"
             )
         return self

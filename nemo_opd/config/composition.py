@@ -51,7 +51,7 @@ def _explain_composition(error: Exception, command: CommandLine) -> str:
     if isinstance(error, MissingConfigException):
         return f"{str(error).splitlines()[0].rstrip('.')}; the files are in {command.config_file.parent}"
     wrong, before = _first_refused(command)
-    if wrong is not None and before is not None and (reason := _missing_element(wrong, before)):
+    if wrong is not None and before is not None and (reason := _wrong_element(wrong, before)):
         return f"{wrong}: {reason}"
     if wrong is not None and "--multirun" in str(error):
         return f"{wrong}: several values; write key=[a,b] for a list, or add --multirun for a run with each"
@@ -86,8 +86,8 @@ def _recomposed(command: CommandLine, overrides: Sequence[str]) -> DictConfig:
         return compose(file.stem, [*searched, *overrides])
 
 
-def _missing_element(override: str, config: DictConfig) -> str | None:
-    """Return what is wrong with a key whose path goes through an element that a list does not have."""
+def _wrong_element(override: str, config: DictConfig) -> str | None:
+    """Return what is wrong with a key that leads through no element of a list, or with taking an element out."""
     key = override.lstrip("~+").partition("=")[0]
     *path, _ = parts = key.split(".")
     for depth in range(1, len(path) + 1):
@@ -96,6 +96,8 @@ def _missing_element(override: str, config: DictConfig) -> str | None:
         if not isinstance(found, ListConfig):
             continue
         if index.isdigit() and int(index) < len(found):
+            if override.startswith("~") and depth == len(path):
+                return f"an element of a list cannot be taken out alone; write the others as {name}=[…]"
             continue
         if not len(found):
             return f"{name} is an empty list; write {name}=[…]"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import httpx2
 import numpy as np
 
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.errors import EndpointError
-from nemo_opd.rollout.server.http import Http
+from nemo_opd.rollout.server.http import Http, UnansweredError
 from nemo_opd.served.answers import EndpointAnswers, served_layout
 from nemo_opd.served.programs import PROGRAMS
 from nemo_opd.users_code import shown
@@ -62,8 +63,21 @@ def _try(endpoint: Endpoint, i: int, model: str, key: str, vocab_size: int, toke
     try:
         EndpointAnswers(one, model, layout, key=key).segments([np.array([0, token], np.int32)])
     except EndpointError as error:
+        if isinstance(_reason(error), UnansweredError | httpx2.HTTPError):
+            raise EndpointError(
+                f"{error}; see the server's log, wait until it has room, raise {key}.request_timeout_s, or leave "
+                f"{key}.urls.{i} out"
+            ) from error
         raise EndpointError(
             f"{error}; the server must give {layout.top_k} log-probabilities ({key}.logprobs) of each of a prompt's "
             f"tokens: lower that, allow more there ({PROGRAMS[endpoint.program].hint}), correct {key}.program="
             f"{endpoint.program} or {key}.tokenizer, or set {key}.api_key where it asks for one"
         ) from error
+
+
+def _reason(error: EndpointError) -> BaseException | None:
+    """Return what a request failed with."""
+    reason: BaseException | None = error
+    while isinstance(reason, EndpointError):
+        reason = reason.__cause__
+    return reason

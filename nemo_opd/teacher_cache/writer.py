@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.errors import EndpointError
+from nemo_opd.files import remove_abandoned
 from nemo_opd.teacher_cache.reader import SHARDS
 from nemo_opd.teacher_cache.shard import SUFFIX, Bytes, Segment, encoded_ids, id_bytes, key_of, write_shard
 
@@ -41,6 +42,9 @@ class CacheWriter:
         self._segments, self._size = [], 0
 
     def __enter__(self) -> Self:
+        """Remove what writers that were killed had not finished."""
+        for folder in (self._folder.parent, self._folder):
+            remove_abandoned(folder, f"*{SUFFIX}")
         return self
 
     def __exit__(

@@ -300,6 +300,15 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
         ),
         (["train.max_steps=3", "teachers.weight=1", "run.seed=1"], r"^teachers\.weight=1: teachers is a list of 2, "),
         (["~teachers.5"], r"^~teachers\.5: teachers is a list of 2, "),
+        (["~teachers.0"], r"^~teachers\.0: an element of a list cannot be taken out alone; .* teachers=\[…\]$"),
+        (
+            ["cluster.launcher=local", "cluster.placement=separate"],
+            r"^cluster\.placement=separate: that needs .* or leave cluster\.placement out$",
+        ),
+        (
+            ["cluster.placement=colocated", "cluster.teacher_ranks=[1,1]"],
+            r"^cluster\.teacher_ranks=\(1, 1\): with cluster\.placement=colocated every teacher",
+        ),
         (["train.max_steps=3", "+loss=gold"], r"^\+loss=gold: cannot be applied \(Multiple values for loss"),
         (
             ["train.max_steps=1,2"],

@@ -276,6 +276,14 @@ def test_servers_that_say_too_little_are_refused(says: Says, reason: str) -> Non
     assert len(bodies) == 1
 
 
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_server_that_cannot_answer_now_is_no_matter_of_log_probabilities(status: int) -> None:
+    """Bug: teachers.N.logprobs was to be lowered for a server that is busy or broken."""
+    reason = rf" status {status}: .*busy.*; see the server's log.*teachers\.0\.urls\.0 out$"
+    with endpoint(lambda _: (status, {"error": "busy"})) as (url, _), pytest.raises(EndpointError, match=reason):
+        checked(url)
+
+
 def test_a_slow_server_is_told_by_a_setting_that_there_is() -> None:
     """Bug: teachers.0.urls.0.request_timeout_s, which no run takes."""
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.errors import DataError
-from nemo_opd.teacher_cache import shard as shard_module
 from nemo_opd.teacher_cache.manifest import CacheManifest, read_manifest, write_manifest
-from nemo_opd.teacher_cache.reader import CacheReader, shard_files
+from nemo_opd.teacher_cache.reader import SHARDS, CacheReader, shard_files
 from nemo_opd.teacher_cache.shard import Shard, decoded_ids, encoded_ids
 from nemo_opd.teacher_cache.writer import CacheWriter
 from tests import processes
@@ -174,28 +174,53 @@ def test_a_folder_without_a_manifest_is_no_cache(tmp_path: Path) -> None:
 
 
 def _killed_while_it_writes(rank: int, folder: Path) -> None:
-    write = shard_module.write_atomically
-    written: list[Path] = []
+    sync, replace = os.fsync, os.replace
+    replaced: list[str] = []
 
-    def write_and_die(path: Path, content: bytes) -> None:
-        if len(written) == 2:
-            path.parent.joinpath(f".{path.name}.part").write_bytes(content[: len(content) // 2])
+    def sync_or_die(handle: int) -> None:
+        if len(replaced) == 2 and stat.S_ISREG(os.fstat(handle).st_mode):
             os.kill(os.getpid(), signal.SIGKILL)
-        written.append(path)
-        write(path, content)
+        sync(handle)
 
-    shard_module.write_atomically = write_and_die  # type: ignore[attr-defined]
+    def noting(source: str, target: Path) -> None:
+        if target.parent.name == SHARDS:
+            replaced.append(source)
+        replace(source, target)
+
+    os.fsync, os.replace = sync_or_die, noting  # type: ignore[assignment]
     filled(folder, range(40))
 
 
 @pytest.mark.world
 def test_a_worker_that_is_killed_leaves_whole_shards(tmp_path: Path) -> None:
-    """Catches half a shard that is read, and an index that hides what was written before the kill."""
+    """Catches half a shard that is read, an index that hides what was written before the kill, and a file of it that
+    stays for ever.
+    """
     with pytest.raises(Exception):  # noqa: B017, PT011  what it is says the helper
         processes.start(_killed_while_it_writes, (tmp_path,), 1)
     reader = CacheReader(tmp_path)
     assert len(reader.shards) == 2
     there = len(list(reader.each()))
+    assert len(list((tmp_path / SHARDS).iterdir())) == 3
     filled(tmp_path, range(there, 40))
     again = CacheReader(tmp_path)
     assert [len(again.segment(text(number, 3 + number % 5)).tokens) for number in range(40)]
+    assert len(list((tmp_path / SHARDS).iterdir())) == len(again.shards)
+
+
+def test_what_a_living_worker_writes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a worker that starts while another writes, and takes its file for an abandoned one."""
+    write_manifest(tmp_path, MANIFEST)
+    sync, seen = os.fsync, []
+
+    def sync_beside_another(handle: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        with CacheWriter(tmp_path, MANIFEST.vocab_size):
+            seen.extend(path.name for path in (tmp_path / SHARDS).iterdir())
+        sync(handle)
+
+    with CacheWriter(tmp_path, MANIFEST.vocab_size) as writer:
+        writer.add(text(0), answers(text(0)))
+        monkeypatch.setattr(os, "fsync", sync_beside_another)
+    assert [name[0] for name in seen] == ["."]
+    assert len(CacheReader(tmp_path)) == 1

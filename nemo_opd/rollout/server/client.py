@@ -9,7 +9,7 @@ import httpx2
 
 from nemo_opd.errors import OPDError, RolloutError
 from nemo_opd.progress import working
-from nemo_opd.rollout.server.http import UnusableError, described, fetch
+from nemo_opd.rollout.server.http import UnansweredError, UnusableError, described, fetch
 from nemo_opd.rollout.server.spread import Address, Spread, pause_s
 
 _CHECK_S = 0.2
@@ -57,12 +57,14 @@ class Client(Generic[Answer]):
 
         read: makes one of a request's number and its reply; raises UnusableError, KeyError, TypeError, IndexError,
         AttributeError or ValueError for a reply that it cannot use. check: called regularly meanwhile; what it raises
-        ends all requests. Raises `error` for a request whose tries all failed; no request is in flight afterwards.
+        ends all requests. Raises `error` for a request whose tries all failed, from what the last one met; no request
+        is in flight afterwards.
         """
         try:
             return asyncio.run(self._complete(bodies, read, check))
         except BaseExceptionGroup as group:
-            raise _first_of(group) from None
+            first = _first_of(group)
+            raise first from first.__cause__
 
     async def _complete(
         self, bodies: Sequence[_Body], read: Callable[[int, Any], Answer], check: Callable[[], None]
@@ -112,9 +114,9 @@ class Client(Generic[Answer]):
                 raise self.error(f"{address.url} refused prompt {number}: {error}") from error
             except (UnusableError, httpx2.HTTPError) as error:
                 check()  # a server that has died is the better explanation
-                reason = described(error)
+                last = error
         tries = f"{self.retries + 1} tries ({self.key}.retries={self.retries})" if self.retries else "1 try"
-        raise self.error(f"{address.url} gave no completion of prompt {number} in {tries}: {reason}")
+        raise self.error(f"{address.url} gave no completion of prompt {number} in {tries}: {described(last)}") from last
 
     async def _try(
         self, http: httpx2.AsyncClient, address: Address, number: int, body: _Body, read: Callable[[int, Any], Answer]
@@ -123,11 +125,11 @@ class Client(Generic[Answer]):
             async with asyncio.timeout(self.timeout_s):
                 reply = await fetch(http, "POST", address.url, body, self.max_bytes)
         except TimeoutError as error:
-            raise UnusableError(f"no answer in {self.timeout_s:g} s ({self.key}.request_timeout_s)") from error
+            raise UnansweredError(f"no answer in {self.timeout_s:g} s ({self.key}.request_timeout_s)") from error
         if not reply.is_success:
             message = f"status {reply.status}: {reply.start}"
             is_final = reply.status < 500 and reply.status not in _TRY_AGAIN
-            raise _RefusedError(message) if is_final else UnusableError(message)
+            raise _RefusedError(message) if is_final else UnansweredError(message)
         try:
             return read(number, reply.json())
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:

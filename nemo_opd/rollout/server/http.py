@@ -22,6 +22,10 @@ class UnusableError(Exception):
     """An answer that cannot be used; the message says why."""
 
 
+class UnansweredError(UnusableError):
+    """No answer in time, or one by which the server cannot answer now, whatever it was asked."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Reply:
     """A whole answer."""
