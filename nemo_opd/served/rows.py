@@ -28,7 +28,8 @@ def encoded_rows(answer: PromptLogprobs, ids: NDArray[np.integer[Any]], layout: 
     """Encode a server's answer about ids [N]: uint8 [N, row_bytes].
 
     Tokens that the tokenizer does not have, rows of the head that pad it, count as the rest. The entropy is not known:
-    NaN. Raises UnusableError for too few log-probabilities, and for numbers that are none.
+    NaN. Raises UnusableError for too few log-probabilities, for numbers that are none, and for such rows where all
+    tokens are to be known.
     """
     top_ids, top = _likeliest(answer, len(ids), layout.top_k)
     realised = _checked(answer.realised)
@@ -38,6 +39,11 @@ def encoded_rows(answer: PromptLogprobs, ids: NDArray[np.integer[Any]], layout: 
     log_p_next = np.append(realised, 0.0)
     is_apart = (following >= 0) & ~(top_ids == following[:, None]).any(1)
     is_token = top_ids < layout.vocab_size
+    if layout.top_k == layout.vocab_size and not is_token.all():
+        raise UnusableError(
+            f"id {top_ids[~is_token][0]} is no token of the vocabulary, and takes a place among the {layout.top_k} "
+            "likeliest ids, which were to be all tokens"
+        )
     num_others = layout.vocab_size - is_token.sum(1) - is_apart
     log_rest = _log_rest(top, is_token, np.where(is_apart, log_p_next, -np.inf), num_others)
     # Tokens first, which stay in their order.

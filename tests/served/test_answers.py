@@ -91,6 +91,16 @@ def test_rows_of_the_head_that_are_no_tokens_are_in_the_rest() -> None:
     assert found.log_rest.exp()[-1] == pytest.approx(1 - 1 / 8 - 1 / 16, abs=1e-5)
 
 
+def test_all_tokens_are_known_or_the_answer_is_refused() -> None:
+    """Catches a token that such a row displaces, taken for one of probability 0: a reverse KL was infinite."""
+    backwards = lambda ids: of_uniform(VOCAB)(ids).flip(1)  # noqa: E731
+    with endpoint(answering(backwards)) as (url, _):
+        with pytest.raises(EndpointError, match=r"id 49 is no token of the vocabulary"):
+            asked(url, vocab_size=VOCAB - 2, logprobs=VOCAB)
+        (found,) = asked(url, vocab_size=VOCAB - 2, logprobs=VOCAB - 3)
+    assert found.log_rest.isfinite().all()
+
+
 def changed(change: Callable[[Json], object]) -> Says:
     """vLLM's answer with a change."""
 
