@@ -1,4 +1,4 @@
-"""Compute the tables of docs/scaling.md from the memory estimate that a run itself makes, and checks its examples.
+"""Compute the tables of docs/scaling.md from the memory estimate that a run itself makes, and check its examples.
 
 uv run docs/figures/scaling.py                 # writes them into docs/scaling.md; needs no model, network or GPU
 

@@ -131,13 +131,18 @@ class Groups:
 
 
 def _built_on(primary: Path, config_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a config and of the configs, not options of groups, that its defaults name, and theirs."""
+    """Yield the settings of a config and of the configs, not options of groups, that its defaults name, and theirs.
+
+    As for Hydra, a config in the primary's folder comes before one with the same name in `config_dir`.
+    """
     files = [primary]
     for file in files:
         yield (content := _top_level(file))
         names = [entry.lstrip("/") for entry in content.get("defaults") or [] if isinstance(entry, str)]
-        found = (folder / f"{name}.yaml" for name in names for folder in (primary.parent, config_dir))
-        files += [base for base in found if base not in files and base.is_file()]
+        for name in names:
+            places = (folder / f"{name}.yaml" for folder in (primary.parent, config_dir))
+            base = next(filter(Path.is_file, places), primary)
+            files += [base] if base not in files else []
 
 
 def _top_level(primary: Path) -> dict[str, Any]:

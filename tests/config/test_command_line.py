@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd.config.command_line import read_command_line
+from nemo_opd.config.command_line import Groups, read_command_line
 from nemo_opd.config.composition import composition_errors
 from nemo_opd.config.load import run_with_hydra, to_yaml
 from nemo_opd.config.run import RunConfig
@@ -355,6 +355,14 @@ def test_groups_of_a_config_that_builds_on_another_are_swapped(tmp_path: Path) -
     assert [teacher.name for teacher in configured("--config", str(tmp_path / "second.yaml"), live).teachers] == [
         "live"
     ]
+
+
+def test_a_base_of_the_users_folder_hides_a_recipe(tmp_path: Path) -> None:
+    """Bug: groups of the recipe count as listed, so that Hydra refuses `loss=`, which no config lists."""
+    (tmp_path / "on_policy_demo.yaml").write_text("train: {max_steps: 1}\n")
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - on_policy_demo\n  - _self_\n")
+    groups = Groups.of(CONFIGS, tmp_path / "mine.yaml")
+    assert (groups.listed, groups.keys) == (frozenset(), {"defaults", "train"})
 
 
 def test_broken_yaml_is_told_by_its_file_and_line(tmp_path: Path) -> None:

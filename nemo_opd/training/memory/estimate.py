@@ -40,7 +40,7 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
         memories = [(name, parts, machine.device_bytes) for name, parts in zip(names, counted, strict=True)]
         host = (each for each in chain(*processes) if each.on_host)
         memories.append(("main memory for each GPU", _counted(host), machine.host_share))
-    samples = student_samples(config) or _shares_gpus(config, machine) or bool(situation.student.longest_question)
+    samples = any((student_samples(config), _sharing_server(config, machine), situation.student.longest_question))
     there = {Phase.ANSWERS: teachers_answer(config), Phase.ROLLOUT: samples}
     phases = tuple(phase for phase in Phase if there.get(phase, True))
     # What PyTorch caches is what each process holds in its own largest phase.
@@ -76,19 +76,20 @@ def _counted(parts: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(Part(owner, name, num_bytes) for (owner, name), num_bytes in by_name.items())
 
 
-def _shares_gpus(config: RunConfig, machine: Machine) -> bool:
-    """Return whether a server is started on the training's GPUs, whose memory is known."""
-    rollout = config.rollout
-    return isinstance(rollout, ServerRollout) and rollout.shares_devices and machine.device_bytes is not None
+def _sharing_server(config: RunConfig, machine: Machine) -> ServerRollout | None:
+    """Return the server that is started on the training's GPUs, whose memory is known; None where there is none."""
+    server = config.rollout
+    if isinstance(server, ServerRollout) and server.shares_devices and machine.device_bytes is not None:
+        return server
+    return None
 
 
 def _server_parts(config: RunConfig, machine: Machine) -> list[Part]:
     """Return what the server has at least: its share while it samples, and little while it sleeps."""
-    if not _shares_gpus(config, machine):
+    if (server := _sharing_server(config, machine)) is None:
         return []
-    assert isinstance(config.rollout, ServerRollout)
-    awake = int((config.rollout.memory_share or COMMON_SHARE) * (machine.device_bytes or 0))
-    asleep = ASLEEP_BYTES if config.rollout.sleeps_on_gpus else awake
+    awake = int((server.memory_share or COMMON_SHARE) * (machine.device_bytes or 0))
+    asleep = ASLEEP_BYTES if server.sleeps_on_gpus else awake
     return [Part(SERVER, "its share", dict.fromkeys(LOADED, asleep) | {Phase.ROLLOUT: awake})]
 
 
@@ -97,10 +98,9 @@ def server_share(config: RunConfig, estimated: MemoryEstimate, machine: Machine)
 
     None where it shares no GPUs, or their memory is unknown.
     """
-    if not _shares_gpus(config, machine):
+    if (server := _sharing_server(config, machine)) is None:
         return None
-    assert isinstance(config.rollout, ServerRollout)
     memory = estimated.memories[0]  # the student's first GPU, which the server uses
-    used = memory.total(Phase.ROLLOUT) if config.rollout.sleeps_on_gpus else memory.peak
+    used = memory.total(Phase.ROLLOUT) if server.sleeps_on_gpus else memory.peak
     left = max(0, floor(100 * (USABLE - used / (machine.device_bytes or 1)))) / 100
     return min(OWN_SHARE, COMMON_SHARE + left)
