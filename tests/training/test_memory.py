@@ -24,6 +24,7 @@ from nemo_opd.training.memory import (
     settle_memory,
 )
 from nemo_opd.training.memory.estimate import CONTEXT_BYTES
+from nemo_opd.training.memory.offload import variants
 from nemo_opd.training.memory.parts import USABLE
 from nemo_opd.training.memory.report import memory_report
 from nemo_opd.training.model_size import ModelSize, model_size, numel
@@ -213,6 +214,15 @@ def test_what_is_advised_is_not_refused(sizes: list[ModelSize]) -> None:
     assert "student.parallelism.tp=2" in settings
     _, made = settle_memory(config, replace(around, student=student))
     assert not any(each.setting.startswith("student.parallelism.tp") for each in made.advice)
+
+
+def test_advice_leaves_room_for_questions(sizes: list[ModelSize]) -> None:
+    """Bug: half of `train.max_length`, with which answers of an off-policy run fill all of it."""
+    evaluation = "evaluation={data: {arrow_files: [questions.arrow]}, max_new_tokens: %d}"
+    for new, is_said in ((1000, True), (1200, False)):
+        config = configure("reward=exact", evaluation % new)
+        found = [setting for setting, _, _ in variants(config, situation(sizes, gib=8))]
+        assert ("train.max_length=1024" in found) == is_said
 
 
 def test_separate_devices_are_refused_as_they_are(sizes: list[ModelSize]) -> None:

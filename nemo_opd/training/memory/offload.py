@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from nemo_opd.config.handoff import HiddenStatesHandoff
 from nemo_opd.config.model import Student
-from nemo_opd.config.on_policy import check_on_policy
+from nemo_opd.config.on_policy import check_new_tokens, check_on_policy
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
@@ -149,6 +149,7 @@ def _changed(config: RunConfig, key: str, value: object) -> RunConfig | None:
         found = found.model_copy(update={name: value})
     changed = config.model_copy(update={section: found})
     try:  # a copy is not validated
+        check_new_tokens(changed)
         if changed.rollout is not None:
             check_on_policy(changed)
     except ValueError:
