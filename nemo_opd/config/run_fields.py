@@ -60,7 +60,7 @@ class Run(Settings):
     """Name of the run in the report and in wandb, and of its folder in `outputs`."""
     output_dir: Path | None = None
     """Used as it is; `outputs/<name>/<time>` when not given."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**62)
     """Seed of the order of the data, of sampling, of new adapters and of dropout."""
     resume: Literal["auto", "never"] = "never"
     """auto: continue from the newest complete checkpoint in `output_dir`, or start where there is none."""

@@ -381,3 +381,9 @@ def test_defaults_are_valid() -> None:
     """A default that its own bounds refuse would show up in no other test."""
     assert RunConfig.model_config["validate_default"]
     assert from_dict(from_dict(VALID).model_dump()) == from_dict(VALID)
+
+
+def test_a_seed_that_no_generator_takes() -> None:
+    """Bug: torch's traceback of an overflow, after models have loaded."""
+    assert "run.seed" in message_of(changed("run.seed", 10**20))
+    assert from_dict(changed("run.seed", 2**62)).run.seed == 2**62
