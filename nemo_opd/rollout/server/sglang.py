@@ -113,7 +113,7 @@ class SGLang(Program):
 def echoed_ids(entries: Sequence[Sequence[Any]], sent: Sequence[int]) -> list[Any]:
     """Return the ids that a prompt's log-probabilities are about.
 
-    SGLang calls the last id of a vocabulary 0, beside its own log-probability: a 0 counts as the highest id of `sent`
+    SGLang calls the last id of a vocabulary 0, next to its own log-probability: a 0 counts as the highest id of `sent`
     in that id's places.
     """
     found = [each[1] for each in entries]
