@@ -21,9 +21,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
 from nemo_opd.rollout.server.engine import ServerEngine
+from nemo_opd.served.answers import EndpointAnswers, served_layout
+from nemo_opd.served.check import check_endpoint
 from tests.tiny import save_model, train_tokenizer
 
 MAX_POSITIONS = 128
@@ -279,3 +282,30 @@ class ServerContract(EngineContract):
 
         with pytest.raises(RolloutError, match="closed"):
             subject.engine.generate(requests(1), Sampling())
+
+
+def asked_as_a_teacher(subject: Subject, given: Endpoint, last: int | None = None) -> tuple[EndpointAnswers, int]:
+    """Compare what a server says of sequences with transformers; return it, and the longest sequence that it reads.
+
+    last: id of each sequence's end; by default they begin with 5.
+    """
+    size = subject.folders.vocab_size
+    longest = check_endpoint(given, "student", key="teachers.0", vocab_size=size, token=size - 1)
+    assert longest == MAX_POSITIONS - 1
+    layout = served_layout(given, size)
+    answers = EndpointAnswers(given, "student", layout, key="teachers.0")
+    model = AutoModelForCausalLM.from_pretrained(subject.folders.first, dtype=torch.float32)
+    lengths = (2, 17, longest)
+    begins = [5 if last is None else last + 1 - length for length in lengths]
+    ids = [np.arange(begin, begin + length, dtype=np.int32) for begin, length in zip(begins, lengths, strict=True)]
+
+    for sequence, segment in zip(ids, answers.segments(ids), strict=True):
+        with torch.no_grad():
+            log_p = model(torch.from_numpy(sequence.astype(np.int64))[None]).logits[0].log_softmax(-1)
+        following = torch.from_numpy(np.append(sequence[1:], -1).astype(np.int64))
+        expected = layout.decode(layout.encode(log_p[:, :size], following))
+        found = layout.decode(torch.from_numpy(segment.rows))
+        for name in ("log_p", "log_p_next", "log_rest"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-3, atol=1e-4)
+        assert (found.ids == expected.ids).float().mean() > 0.9  # but for ties
+    return answers, longest

@@ -9,17 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.errors import EndpointError
 from nemo_opd.rollout.base import EngineSpec, Sampling
 from nemo_opd.rollout.server.engine import ServerEngine
-from nemo_opd.served.answers import EndpointAnswers, served_layout
-from nemo_opd.served.check import check_endpoint
-from tests.rollout.contract import MAX_POSITIONS, ServerContract, Subject, save_folders, server_of
+from tests.rollout.contract import MAX_POSITIONS, ServerContract, Subject, asked_as_a_teacher, save_folders, server_of
 from tests.tiny import save_model
 
 VENV = os.environ.get("NEMO_OPD_SGLANG")
@@ -55,25 +52,8 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 def test_a_teacher_is_asked_about_sequences(subject: Subject) -> None:
     """Bugs: the highest id, which it echoes as 0; a sequence longer than it reads; rows shifted by one."""
-    url, folder = server_of(subject).url, subject.folders.first
-    given = Endpoint(program="sglang", urls=(url,), logprobs=8, retries=0)
-    size = subject.folders.vocab_size
-    longest = check_endpoint(given, "student", key="teachers.0", vocab_size=size, token=size - 1)
-    assert longest == MAX_POSITIONS - 1
-    layout = served_layout(given, size)
-    answers = EndpointAnswers(given, "student", layout, key="teachers.0")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = [np.arange(size - length, size, dtype=np.int32) for length in (2, 17, longest)]
-
-    for sequence, segment in zip(ids, answers.segments(ids), strict=True):
-        with torch.no_grad():
-            log_p = model(torch.from_numpy(sequence.astype(np.int64))[None]).logits[0].log_softmax(-1)
-        following = torch.from_numpy(np.append(sequence[1:], -1).astype(np.int64))
-        expected = layout.decode(layout.encode(log_p[:, :size], following))
-        found = layout.decode(torch.from_numpy(segment.rows))
-        for name in ("log_p", "log_p_next", "log_rest"):
-            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-3, atol=1e-4)
-        assert (found.ids == expected.ids).float().mean() > 0.9  # but for ties
+    given = Endpoint(program="sglang", urls=(server_of(subject).url,), logprobs=8, retries=0)
+    answers, longest = asked_as_a_teacher(subject, given, last=subject.folders.vocab_size - 1)
 
     with pytest.raises(EndpointError, match=r"refused prompt 0: status 400.*Input length"):
         answers.segments([np.arange(5, 6 + longest, dtype=np.int32)])
