@@ -111,7 +111,9 @@ def test_merged_weights_are_the_sum(family: str, tmp_path: Path) -> None:
     adapters.attach(beside)
     generator = torch.Generator().manual_seed(1)
     state = {name: torch.randn(each.shape, generator=generator) for name, each in adapter_parameters(beside)}
+    drawn = torch.get_rng_state()
     adapters.merge(state, merged)
+    assert torch.equal(torch.get_rng_state(), drawn)  # else dropout goes on otherwise where a run is continued
     found = dict(merged.named_parameters())
     assert found.keys() == dict(base.named_parameters()).keys()
     for name, weight in base.named_parameters():
