@@ -59,8 +59,9 @@ class Adapters:
             base_model_name_or_path=resolve(self.base),
             task_type="CAUSAL_LM",
         )
-        # What peft draws is replaced, and must not move the generator of the run's dropout where an export merges.
-        with next(model.parameters()).device, torch.random.fork_rng(devices=[]):
+        device = next(model.parameters()).device
+        # What peft draws is replaced, and must not move the generators of the run's dropout where an export merges.
+        with device, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             inject_adapter_in_model(config, model, adapter_name=NAME)
 
     def _targets(self, names: Sequence[str]) -> list[str]:
