@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from nemo_opd.config.teacher import TeacherBase
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, EndpointError
 from nemo_opd.handoff.hidden_states import HiddenStatesWriter
 from nemo_opd.handoff.plan import Readers
 from nemo_opd.handoff.sparse import SparseWriter
@@ -69,12 +69,19 @@ class ServedTeacherWorker(StoredTeacherWorker):
     def __init__(self, settings: TeacherBase, *, key: str, vocab_size: int, device: str, **given: Any) -> None:
         assert settings.served is not None
         layout = served_layout(settings.served, vocab_size)
-        self._answers = EndpointAnswers(settings.served, settings.reference, layout, key=key.removesuffix(".model"))
+        self._key = key.removesuffix(".model")
+        self._answers = EndpointAnswers(settings.served, settings.reference, layout, key=self._key)
         stored = StoredTopK(self._answers, layout, device)
         super().__init__(stored, settings, key=key, vocab_size=vocab_size, device=device, **given)
 
     def forward(self, tokens: TokenRows, micro_batches: Sequence[slice], slot: int = 0) -> TeacherOutput:
         """Ask about `tokens`, a microbatch after the other; the output replaces the slot's. Raises EndpointError."""
         before = self._answers.retried
-        made = super().forward(tokens, micro_batches, slot)
+        try:
+            made = super().forward(tokens, micro_batches, slot)
+        except EndpointError as error:
+            raise EndpointError(
+                f"{error}; see the server's log, and go on from the newest checkpoint with run.resume=auto, with other "
+                f"{self._key}.urls where it stays away"
+            ) from error
         return replace(made, retried=self._answers.retried - before)
