@@ -204,7 +204,8 @@ def test_a_server_that_goes_wrong_ends_the_run(servers: Servers, tmp_path: Path)
         settings["teachers"][0] |= {"urls": [url], "retries": 1}
         with pytest.raises(OPDError, match=r"teachers.0: .*other token ids.*") as caught:
             off_policy(from_dict(settings))
-    assert "teachers.0.retries=1" in str(caught.value) and "with other teachers.0.urls" in str(caught.value)
+    assert "teachers.0.retries=1" in str(caught.value)
+    assert "with other teachers.0.urls" in str(caught.value)
 
 
 @pytest.mark.parametrize(
