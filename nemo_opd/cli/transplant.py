@@ -9,12 +9,12 @@ from rich.console import Console
 from nemo_opd.cli.command import Command
 from nemo_opd.cli.projection.arguments import add_roles, roles_of
 from nemo_opd.config.data import Source
+from nemo_opd.config.run_fields import LARGEST_SEED
 from nemo_opd.errors import ConfigError
 
 _KINDS = {".arrow": "arrow_files", ".parquet": "parquet_files", ".jsonl": "jsonl_files"}
 """Suffix of a file with a column of texts → its kind in the settings; any other file is one text."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-_LARGEST_SEED = 2**62
 EPILOG = """\
 A token with the bytes of an old one has its row, to the bit; a special token that of the old one with its role; any
 other token a weighted sum of the rows of the old tokens that spell its bytes. What no old token reaches gets the mean
@@ -74,8 +74,8 @@ def run(arguments: Namespace, console: Console) -> None:
     for name, least in {"pad_to_multiple": 1, "max_length": 2, "seed": 0}.items():
         if (value := getattr(arguments, name)) < least:
             raise ConfigError(f"--{name.replace('_', '-')}={value}: must be {least} at least")
-    if arguments.seed > _LARGEST_SEED:
-        raise ConfigError(f"--seed={arguments.seed}: must be {_LARGEST_SEED} at most")
+    if arguments.seed > LARGEST_SEED:
+        raise ConfigError(f"--seed={arguments.seed}: must be {LARGEST_SEED} at most")
     roles = roles_of(arguments.roles)
     source = _source(arguments.text)
     from nemo_opd.data.documents import TEXT

@@ -32,6 +32,8 @@ from nemo_opd.config.rollout import Rollouts
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.config.train import Train
 
+LARGEST_SEED = 2**62
+"""PyTorch's generators take numbers below 2⁶³, and an epoch or a rank is added to a seed."""
 ONE_VOCABULARY_TERMS = (SameVocabTerm, TCADTerm)
 _SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm, FunctionTerm)
 
@@ -60,7 +62,7 @@ class Run(Settings):
     """Name of the run in the report and in wandb, and of its folder in `outputs`."""
     output_dir: Path | None = None
     """Used as it is; `outputs/<name>/<time>` when not given."""
-    seed: int = Field(0, ge=0, le=2**62)
+    seed: int = Field(0, ge=0, le=LARGEST_SEED)
     """Seed of the order of the data, of sampling, of new adapters and of dropout."""
     resume: Literal["auto", "never"] = "never"
     """auto: continue from the newest complete checkpoint in `output_dir`, or start where there is none."""

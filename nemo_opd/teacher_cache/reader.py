@@ -73,12 +73,10 @@ class CacheReader:
 
         Raises DataError, naming the segment, where it is missing, or damaged wherever it is stored.
         """
-        key, damage = key_of(ids), None
-        for place in self._places(key):
-            try:
-                return self._segment(place)
-            except DataError as error:
-                damage = error
+        key = key_of(ids)
+        stored, damage = self._stored(key)
+        if stored is not None:
+            return stored
         if (longer := self._beginning_with(ids)) is not None:
             return longer.part(len(ids))
         raise damage or self._missing(key, ids)
@@ -118,14 +116,21 @@ class CacheReader:
         """Yield all segments, shard by shard. Raises DataError at one that is damaged wherever it is stored."""
         for shard in self.shards:
             for number in range(len(shard)):
-                yield self._whole(shard.keys[number].tobytes()) or shard.segment(number)
+                stored, damage = self._stored(shard.keys[number].tobytes())
+                if stored is None:
+                    assert damage is not None, "it is stored"
+                    raise damage
+                yield stored
 
-    def _whole(self, key: bytes) -> Segment | None:
-        """Return a segment from the first place where it is stored undamaged; None where there is none."""
+    def _stored(self, key: bytes) -> tuple[Segment | None, DataError | None]:
+        """Return a segment from the first place where it is undamaged; else None, and the damage if it is stored."""
+        damage = None
         for place in self._places(key):
-            with suppress(DataError):
-                return self._segment(place)
-        return None
+            try:
+                return self._segment(place), None
+            except DataError as error:
+                damage = error
+        return None, damage
 
     def _places(self, key: bytes) -> Iterator[int]:
         """Yield where a segment is stored: more than once where it was asked about again, since it is damaged."""
