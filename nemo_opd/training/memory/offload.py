@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import lcm
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from nemo_opd.config.handoff import HiddenStatesHandoff
+from nemo_opd.config.load import from_dict
 from nemo_opd.config.model import Student
-from nemo_opd.config.on_policy import check_new_tokens, check_on_policy
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
@@ -18,7 +17,7 @@ from nemo_opd.training.memory.estimate import estimate
 from nemo_opd.training.memory.parts import Advice, MemoryEstimate
 from nemo_opd.training.memory.report import gib, largest_parts
 from nemo_opd.training.memory.situation import Situation
-from nemo_opd.training.sampling_batches import student_batch, teachers_answer
+from nemo_opd.training.sampling_batches import student_batch
 
 _Model = TypeVar("_Model", Student, Teacher)
 _STUDENT = -1
@@ -94,67 +93,52 @@ def advice(config: RunConfig, situation: Situation) -> list[Advice]:
 
 def variants(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
     """Yield settings to write, and the run with each."""
-    for is_change, key, value in _changes(config, situation):
-        if is_change and (run := _changed(config, key, value)) is not None:
+    for key, value in _changes(config, situation):
+        if (run := _changed(config, key, value)) not in (None, config):
             yield f"{key}={'null' if value is None else str(value).lower()}", run, situation
-    if config.handoff.type == "logits":
-        yield "handoff.type=hidden_states", config.model_copy(update={"handoff": HiddenStatesHandoff()}), situation
     yield from _other_layouts(config, situation)
 
 
-def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[bool, str, object]]:
-    """Yield whether a change is one, its key and its value."""
-    train, student, rollout, asked = config.train, config.student, config.rollout, config.evaluation
-    tokens, rows = train.micro_batch_tokens, train.micro_batch_size
+def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, object]]:
+    train, rollout, evaluation = config.train, config.rollout, config.evaluation
+    yield "student.sync_each_micro_batch", True
+    yield "student.activation_checkpointing", True
+    yield "student.offload", True
+    yield "train.async_save", False
+    yield "handoff.type", "hidden_states"
+    yield "logging.gradients_every", None
+    if train.micro_batch_tokens is None:
+        yield "train.micro_batch_size", max(1, train.micro_batch_size // 2)
+    else:
+        yield "train.micro_batch_tokens", max(2, train.micro_batch_tokens // 2)
+    yield "train.max_length", max(2, train.max_length // 2)
     # Ranks and prompts have the same number of sequences each.
     ranks = (setup.layout.dp for setup in (situation.student, *situation.teachers))
     unit = lcm(*ranks, 1 if rollout is None else rollout.n)
-    half = train.global_batch_size // 2 // unit * unit
-    yield student.sync_each_micro_batch is False, "student.sync_each_micro_batch", True
-    yield not student.activation_checkpointing, "student.activation_checkpointing", True
-    yield tokens is not None, "train.micro_batch_tokens", max(2, (tokens or 0) // 2)
-    yield tokens is None and rows > 1, "train.micro_batch_size", rows // 2
-    yield half > 0, "train.global_batch_size", half
-    yield True, "train.max_length", max(2, train.max_length // 2)
-    yield train.async_save, "train.async_save", False
-    yield config.logging.gradients_every is not None, "logging.gradients_every", None
+    yield "train.global_batch_size", max(unit, train.global_batch_size // 2 // unit * unit)
     if isinstance(rollout, HFRollout):
-        sampled = student_batch(config, situation.student.layout.dp).rows
-        yield sampled > 1, "rollout.batch_size", sampled // 2
-    if asked is not None:
-        yield rollout is None and asked.batch_size > 1, "evaluation.batch_size", asked.batch_size // 2
-        several = teachers_answer(config) and asked.teacher_batch_size > 1
-        yield several, "evaluation.teacher_batch_size", asked.teacher_batch_size // 2
-        yield teachers_answer(config), "evaluation.teachers", False
-    if situation.device == "cpu":
-        return
-    yield student.offload is not True, "student.offload", True
-    for i, teacher in enumerate(config.active_teachers):
-        stays = teacher.offload in (False, "auto") and teacher.weights != "student"
-        streams = teacher.has_model and not teacher.compile and teacher.parallelism.frees_gathered
-        may_stream = streams and not teachers_answer(config) and teacher.offload != "layers"
-        yield stays, f"teachers.{i}.offload", True
-        yield may_stream, f"teachers.{i}.offload", "layers"
-        yield teacher.dtype == "float32" and not teacher.is_student, f"teachers.{i}.dtype", "bfloat16"
+        yield "rollout.batch_size", max(1, student_batch(config, situation.student.layout.dp).rows // 2)
+    if evaluation is not None:
+        yield "evaluation.batch_size", max(1, evaluation.batch_size // 2)
+        yield "evaluation.teacher_batch_size", max(1, evaluation.teacher_batch_size // 2)
+        yield "evaluation.teachers", False
+    for i in range(len(config.active_teachers)):
+        yield f"teachers.{i}.offload", True
+        yield f"teachers.{i}.offload", "layers"
+        yield f"teachers.{i}.dtype", "bfloat16"
 
 
 def _changed(config: RunConfig, key: str, value: object) -> RunConfig | None:
-    """Return the settings with another value of `section.name` or `teachers.i.name`; None where a rule refuses it."""
-    section, *index, name = key.split(".")
-    found = getattr(config, section)
-    if index:
-        own = {int(index[0]): found[int(index[0])].model_copy(update={name: value})}
-        found = tuple(own.get(i, teacher) for i, teacher in enumerate(found))
-    else:
-        found = found.model_copy(update={name: value})
-    changed = config.model_copy(update={section: found})
-    try:  # a copy is not validated
-        check_new_tokens(changed)
-        if changed.rollout is not None:
-            check_on_policy(changed)
-    except ValueError:
+    """Return the settings with another value; None where a rule refuses it."""
+    *path, name = key.split(".")
+    found: Any = (settings := config.model_dump(exclude_unset=True))
+    for each in path:
+        found = found[int(each)] if isinstance(found, tuple) else found.setdefault(each, {})
+    found[name] = value
+    try:
+        return from_dict(settings)
+    except ConfigError:
         return None
-    return changed
 
 
 def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:

@@ -51,6 +51,8 @@ def student_parts(config: RunConfig, situation: Situation) -> list[Part]:
     averages = sum(teacher.weights == "ema" for teacher in config.active_teachers)
     saved = (1 + averages) * FP32 * setup.trained + optimizer if config.train.async_save else 0
     batch = student_batch(config, setup.layout.dp) if student_samples(config) else None
+    # log R₀ in fp64 and Δ, its moments and its gradient; and in the loss log R, its gradient and a temporary in fp64.
+    learned = {phase: (48 if phase is Phase.LOSS else 24) * situation.num_learned for phase in Phase}
     return [
         part(_STUDENT, "parameters", weights, *here),
         # Before the first step the optimizer has no state.
@@ -60,17 +62,10 @@ def student_parts(config: RunConfig, situation: Situation) -> list[Part]:
         part(_STUDENT, "teachers' output, copied", copied, *_with_output(config)),
         part(_STUDENT, "output of teachers on other nodes", situation.arriving, *_with_output(config)),
         *_sampling_parts(_STUDENT, Phase.ROLLOUT, setup, student, situation.device, batch),
-        _learned_projections(situation.num_learned),
+        Part(_STUDENT, "learned projections", learned),
         part(_STUDENT, "parameters, optimizer", (weights + optimizer) * leaves, *LOADED, on_host=True),
         part(_STUDENT, "copy of the checkpoint being written", saved, *STEP, on_host=True),
     ]
-
-
-def _learned_projections(number: int) -> Part:
-    """Return log R₀ in fp64 and Δ, its moments and its gradient; and log R, its gradient and a temporary in fp64."""
-    by_phase = dict.fromkeys(Phase, 12) | dict.fromkeys(STEP, 20) | dict.fromkeys(STUDENT_PHASES, 24)
-    by_phase |= {Phase.LOSS: 24 + 24}
-    return Part(_STUDENT, "learned projections", {phase: each * number for phase, each in by_phase.items()})
 
 
 def _pass_parts(config: RunConfig, situation: Situation, c: int) -> list[Part]:
