@@ -29,6 +29,6 @@ def _weighted(teacher: TeacherRows, scores: SequenceScores | None, alpha: float 
     if scores is None or alpha is None:
         return teacher
     logprob = mean_logprob(scores)
-    # NaN stays where it is, so that the loss says who it was, and the step is not taken (methods.md §12).
+    # NaN stays where it is, so that the metrics name the teacher, and the step is not taken (methods.md §12).
     weights = confidence_weights(logprob.nan_to_num(nan=-torch.inf, neginf=-torch.inf), prompts, alpha)
     return replace(teacher, rollout_weights=weights.masked_fill(logprob.isnan(), torch.nan).float())

@@ -1,4 +1,4 @@
-"""The objective of a run: cross-entropy, distillation and the policy gradient of rewards, weighted (methods.md §6)."""
+"""The objective of a run: cross-entropy, distillation and the policy gradient of rewards, weighted (methods.md §7.3)."""
 
 from collections.abc import Collection, Sequence
 from typing import Literal
@@ -22,7 +22,7 @@ class ObjectiveTerms:
     """Terms of the objective, planned for rows of a batch."""
 
     def __init__(self, settings: Objective, parts: Parts, vocab_size: int) -> None:
-        """vocab_size: of the student's tokenizer."""
+        """Keep the settings. vocab_size: of the student's tokenizer."""
         self._settings = settings
         self._parts = parts
         self._vocab_size = vocab_size

@@ -1,4 +1,4 @@
-"""KD as a sum of parts: one a teacher, or one of all teachers that speak as one."""
+"""KD as a sum of parts: one for each teacher, or one for the averaged logits of all."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +56,6 @@ class Part:
     """Index of the teacher whose rows of a batch it reads; the first where logits are averaged."""
     speaker: Callable[[Sequence[LogitRows]], LogitRows]
     """Function from the logits of all teachers to those that it reads."""
-
     overlap: Overlap | None = None
     """None without a map from its tokens to the student's."""
 
@@ -119,7 +118,7 @@ class Part:
     ) -> list[PlannedLoss]:
         """Plan the overlap of both sides' likeliest tokens, in the student's samples if there are any.
 
-        None where it is not defined: without exact pairs of tokens, or where the likeliest are not all known.
+        Empty where it is not defined: without exact pairs of tokens, or where the likeliest are not all known.
         """
         teacher = logit_rows(self.speaker(teacher_logits))
         if self.overlap is None or teacher.is_truncated:

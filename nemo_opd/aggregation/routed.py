@@ -19,7 +19,7 @@ class _Routes:
         return f"routed {tuple(self._index)}"
 
     def read(self, document: Document) -> tuple[Document, int]:
-        """Return the document and the index of its teacher. Raises DataError for a teacher that there is not."""
+        """Return the document and the index of its teacher. Raises DataError for an unknown teacher."""
         assert isinstance(document, Routed)
         if document.teacher not in self._index:
             raise DataError(
@@ -37,7 +37,7 @@ class RoutedSampleMaker:
         self.identity = f"{self._routes.identity} {make.identity}"
 
     def __call__(self, document: Document) -> Sample:
-        """Raises DataError for a teacher that there is not, and what making the sample raises."""
+        """Make the sample. Raises DataError for an unknown teacher, and what making the sample raises."""
         content, route = self._routes.read(document)
         return replace(self._make(content), route=route)
 
@@ -50,6 +50,6 @@ class RoutedWindowMaker:
         self.identity = f"{self._routes.identity} {make.identity}"
 
     def __call__(self, document: Document) -> tuple[Sample, ...]:
-        """Raises DataError for a teacher that there is not, and what making the windows raises."""
+        """Make the windows. Raises DataError for an unknown teacher, and what making the windows raises."""
         content, route = self._routes.read(document)
         return tuple(replace(sample, route=route) for sample in self._make(content))

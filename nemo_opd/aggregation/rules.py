@@ -22,7 +22,7 @@ from nemo_opd.config.aggregation import (
 from nemo_opd.data.collate import only_chosen
 from nemo_opd.types import Batch, SequenceScores
 
-Scores = Sequence[SequenceScores]
+_Scores = Sequence[SequenceScores]
 """Scores of the rows of a batch, by teacher."""
 
 
@@ -30,7 +30,7 @@ def _equal_factors(settings: AggregationBase, weights: Sequence[float], vocab_si
     return [1.0] * len(weights)
 
 
-def _unchanged(settings: AggregationBase, batch: Batch, scores: Scores, priors: Sequence[float]) -> Batch:
+def _unchanged(settings: AggregationBase, batch: Batch, scores: _Scores, priors: Sequence[float]) -> Batch:
     return batch
 
 
@@ -40,7 +40,7 @@ class Rule:
 
     factors: Callable[[Any, Sequence[float], Sequence[int]], list[float]] = _equal_factors
     """Function from the teachers' weights and vocabulary sizes to the factor of each teacher's loss."""
-    share_out: Callable[[Any, Batch, Scores, Sequence[float]], Batch] = _unchanged
+    share_out: Callable[[Any, Batch, _Scores, Sequence[float]], Batch] = _unchanged
     """The global batch with the weights of its sequences, or with empty rows for teachers that were not selected, from
     the scores that the settings ask for and the teachers' own weights.
     """
@@ -50,13 +50,13 @@ class Rule:
     """All teachers' logits are averaged, so there is one loss."""
 
 
-def _weighted_by_scores(settings: WeightedSum, batch: Batch, scores: Scores, priors: Sequence[float]) -> Batch:
+def _weighted_by_scores(settings: WeightedSum, batch: Batch, scores: _Scores, priors: Sequence[float]) -> Batch:
     if settings.score is None:
         return batch
     return weighted(batch, sequence_weights(scores, score=settings.score, alpha=settings.alpha, priors=priors))
 
 
-def _chosen(settings: SelectTeacher, batch: Batch, scores: Scores, priors: Sequence[float]) -> Batch:
+def _chosen(settings: SelectTeacher, batch: Batch, scores: _Scores, priors: Sequence[float]) -> Batch:
     """Return the batch of which each sequence is taught by one teacher.
 
     A teacher whose score is NaN cannot be compared: it is given the sequence with a weight of NaN, so that the loss
@@ -77,9 +77,7 @@ RULES: dict[type[AggregationBase], Rule] = {
 }
 
 
-def share_out(
-    settings: AggregationBase, batch: Batch, scores: Sequence[SequenceScores], *, priors: Sequence[float]
-) -> Batch:
+def share_out(settings: AggregationBase, batch: Batch, scores: _Scores, *, priors: Sequence[float]) -> Batch:
     """Return the global batch with what each teacher counts for in each sequence.
 
     scores: by teacher, of the rows of the batch; unused by aggregations that ask for none. priors: the teachers' own

@@ -1,4 +1,4 @@
-"""Scores of sequences by a teacher: bits per byte, whichever score is chosen."""
+"""Scores of sequences by a teacher, each in bits per byte."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from nemo_opd.logits.rows import LogitRows, logit_rows
 from nemo_opd.logits.sparse import SparseLogits, SparseRows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
-from nemo_opd.losses.reduction import count_label_tokens, label_rows
+from nemo_opd.losses.reduction import count_label_tokens, label_rows, next_tokens
 from nemo_opd.types import SequenceScores, TokenRows
 
-LIVE_COPIES = 4
+_LIVE_COPIES = 4
 """Tensors of a chunk's size alive at its peak."""
 
 TokenScore = Score | Literal["log_probability"]
@@ -111,10 +111,10 @@ def nats_by_score(
     check_positions(teacher.shape, ids=tokens.ids)
     size = own_columns("vocab_size", vocab_size, teacher.shape[-1], teacher.shape[-1])
     rows = label_rows(counted)
-    targets = tokens.ids.flatten()[rows + 1]
+    targets = next_tokens(tokens.ids, rows)
     # A place for every token, whose sum does not depend on the order in which a device adds.
     nats = torch.zeros(len(scores), tokens.ids.numel(), dtype=torch.float64, device=teacher.device)
-    parts = unit_parts(teacher, unit_cells(len(rows), LIVE_COPIES * size), chunk_size)
+    parts = unit_parts(teacher, unit_cells(len(rows), _LIVE_COPIES * size), chunk_size)
     for part in own_share(teacher, parts, slice(0, 0)):
         if isinstance(teacher, SparseLogits):
             known = teacher.known(rows[part])

@@ -1,4 +1,4 @@
-"""The one teacher that knows a text best."""
+"""The teacher with the fewest bits per byte."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -10,7 +10,7 @@ from nemo_opd.types import SequenceScores
 
 
 def select_teacher(scores: Sequence[SequenceScores], *, per: Literal["sequence", "batch"]) -> Tensor:
-    """Index of the teacher with the fewest bits per byte, int64 [B]: of each sequence, or of all of them together.
+    """Find the teacher with the fewest bits per byte, int64 [B]: for each sequence, or for all of them together.
 
     The first of those that are equal; a teacher without a scored byte comes after the others (methods.md §6.3).
     """

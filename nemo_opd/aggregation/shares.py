@@ -1,4 +1,4 @@
-"""Metrics of how much each teacher teaches."""
+"""Metrics of the share that each teacher has in the KD."""
 
 from collections.abc import Sequence
 

@@ -18,8 +18,8 @@ def sequence_weights(
     score_i is −bits per byte, −entropy in bits per byte, or the largest probability per byte: 2^(−its bits per byte),
     the geometric mean over bytes. priors: of each teacher, above 0; where all are equally sure, weights are as these. A
     teacher without a scored byte in a sequence has no weight there; where none has one, priors decide alone. A teacher
-    whose score is NaN has a weight of NaN, and the others are as without it: the loss then says who it was, and the
-    step is not taken (methods.md §12).
+    whose score is NaN has a weight of NaN, and the others are as without it: the metrics then name the teacher, and
+    the step is not taken (methods.md §12).
     """
     bits = bits_per_byte(scores)
     score_IB = torch.exp2(-bits) if score == "max_probability" else -bits

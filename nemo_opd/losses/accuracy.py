@@ -1,4 +1,4 @@
-"""Strict next-token accuracy: how often the likeliest token is the token, and whether it is as sure as that."""
+"""Next-token accuracy, and the calibration of the probability of the likeliest token."""
 
 import torch
 from torch import Tensor
@@ -8,54 +8,44 @@ from nemo_opd.logits.readings import plan_readings
 from nemo_opd.logits.rows import LogitRows, trainable_rows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
-from nemo_opd.losses.reduction import label_rows
+from nemo_opd.losses.reduction import label_rows, next_tokens
 from nemo_opd.types import Mean, Metric, Metrics, TokenRows
 
-LIVE_COPIES = 3
+_LIVE_COPIES = 3
 """Tensors of a chunk's size alive at its peak: the rows as they come, in fp32, and less their logarithm."""
 CALIBRATION_GAP = "calibration_gap/"
 """Prefix of a metric for each bin of confidence, of which `calibration_error` is made."""
-NUM_BINS = 15
-
-
-def accuracy(
-    logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int, chunk_size: int | None = None
-) -> Mean:
-    """Share of the scored tokens that have the largest logit among the first `vocab_size` columns; no gradient.
-
-    logits [B, S, V] are unshifted: token i is scored by the logits at i−1, so token 0 never counts. Of equal largest
-    logits one column counts, whichever `argmax` names. Raises ConfigError for shapes or sizes that do not fit.
-    """
-    with torch.no_grad():
-        plan = plan_accuracy(logits_BSV, tokens, vocab_size=vocab_size, chunk_size=chunk_size)
-        found = plan.compute().metrics["accuracy"]
-    assert isinstance(found, Mean)
-    return found
+_NUM_BINS = 15
 
 
 def plan_accuracy(
     logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int, chunk_size: int | None = None
 ) -> PlannedLoss:
-    """Plan the metrics `accuracy` and those of `calibration_error`, to be computed together with losses."""
+    """Plan the metrics `accuracy` and those of `calibration_error`, to be computed together with losses.
+
+    `accuracy` is the share of the scored tokens that have the largest logit among the first `vocab_size` columns.
+    logits [B, S, V] are unshifted: token i is scored by the logits at i−1, so token 0 never counts. Of equal largest
+    logits one column counts, whichever `max` names. Raises ConfigError for shapes or sizes that do not fit.
+    """
     student = trainable_rows(logits_BSV)
     check_positions(student.shape, ids=tokens.ids, loss_mask=tokens.loss_mask)
     size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
     rows = label_rows(tokens.loss_mask)
-    targets = tokens.ids.flatten().index_select(0, rows + 1).long()
+    targets = next_tokens(tokens.ids, rows).long()
 
     def read(logits: Tensor, part: slice) -> Tensor:
         largest, likeliest = logits.max(-1)
         return torch.stack([(likeliest == targets[part]).to(logits.dtype), (largest - logits.logsumexp(-1)).exp()], 1)
 
-    cells = unit_cells(len(rows), LIVE_COPIES * size)
+    cells = unit_cells(len(rows), _LIVE_COPIES * size)
     return plan_readings(student, rows, read, _metrics, num_values=2, cells=cells, width=size, chunk_size=chunk_size)
 
 
 def _metrics(found: Tensor) -> dict[str, Metric]:
     """Return the metrics of hits and confidences: float64 [2, U]."""
     hits, confidence = found
-    bins = (confidence * NUM_BINS).ceil().long().clamp(1, NUM_BINS) - 1
-    gaps = torch.zeros(NUM_BINS, dtype=found.dtype, device=found.device).index_add_(0, bins, confidence - hits)
+    bins = (confidence * _NUM_BINS).ceil().long().clamp(1, _NUM_BINS) - 1
+    gaps = torch.zeros(_NUM_BINS, dtype=found.dtype, device=found.device).index_add_(0, bins, confidence - hits)
     number = found.shape[1]
     in_bins = {f"{CALIBRATION_GAP}{i}": Mean(gap, number) for i, gap in enumerate(gaps)}
     return {"accuracy": Mean(hits.sum(), number), **in_bins}

@@ -18,7 +18,7 @@ from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.realised_chunks import RealisedChunks
 from nemo_opd.losses.support import FAINT, without
 
-LIVE_COPIES = 3
+_LIVE_COPIES = 3
 """Tensors of the size of a side's positions alive at a chunk's peak."""
 _TINY_LOG = -40
 """Below, log(e^x − 1), log(1 + e^x) and log(1 − e^(−e^x)) differ from their leading term by less than float64 shows."""
@@ -54,8 +54,8 @@ def likelihood_term(inputs: ChunkInputs) -> Term:
         log_surprise_q = _log_surprise(teacher, ahead.of(part).to(inputs.dtype), part, inputs.temperature)
         return _binary_cross_entropy(log_surprise_q, _log_surprise(student, logits, part, inputs.temperature))
 
-    of_student = (student.positions.offsets, LIVE_COPIES * inputs.student_size)
-    of_teacher = (teacher.positions.offsets, LIVE_COPIES * inputs.teacher_size)
+    of_student = (student.positions.offsets, _LIVE_COPIES * inputs.student_size)
+    of_teacher = (teacher.positions.offsets, _LIVE_COPIES * inputs.teacher_size)
     cells = unit_cells(len(units), 1, of_student, of_teacher)
     positions = student.positions
     term = inputs.term(positions.rows, loss_of, cells, positions.offsets, ahead=ahead)

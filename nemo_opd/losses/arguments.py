@@ -8,7 +8,7 @@ from nemo_opd.errors import ConfigError
 
 
 def check_temperature(temperature: float) -> None:
-    """Raises ConfigError unless logits can be divided by it."""
+    """Raise ConfigError unless logits can be divided by it."""
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature}: logits are divided by it; give a number above 0")
 
@@ -19,7 +19,7 @@ def over(logits: Tensor, temperature: float) -> Tensor:
 
 
 def check_same_length(**tensors: Tensor) -> None:
-    """Raises ConfigError where tensors [B, ...] hold different numbers of sequences."""
+    """Raise ConfigError where tensors [B, ...] hold different numbers of sequences."""
     lengths = {name: len(tensor) for name, tensor in tensors.items()}
     if len(set(lengths.values())) > 1:
         given = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -27,7 +27,7 @@ def check_same_length(**tensors: Tensor) -> None:
 
 
 def check_positions(logits_shape: Sequence[int], **tensors: Tensor) -> None:
-    """Raises ConfigError where a tensor is not [B, S] for logits of shape [B, S, V]."""
+    """Raise ConfigError where a tensor is not [B, S] for logits of shape [B, S, V]."""
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != tuple(logits_shape[:2]):
             raise ConfigError(
@@ -42,7 +42,7 @@ def given(**tensors: Tensor | None) -> dict[str, Tensor]:
 
 
 def check_sequence_weights(weights: Tensor | None, num_sequences: int) -> None:
-    """Raises ConfigError unless weights are [B]."""
+    """Raise ConfigError unless weights are [B]."""
     if weights is not None and tuple(weights.shape) != (num_sequences,):
         raise ConfigError(
             f"sequence_weights has shape {list(weights.shape)} for {num_sequences} sequences; "
@@ -64,7 +64,7 @@ def own_columns(key: str, given: int | None, default: int, num_columns: int) -> 
 def shared_columns(
     student_columns: int, teacher_columns: int, student_vocab_size: int | None, teacher_vocab_size: int | None
 ) -> int:
-    """Columns of a vocabulary that both sides share; the narrower head when no size is given.
+    """Return the number of columns of a vocabulary that both sides share; by default those of the narrower head.
 
     Raises ConfigError for two different sizes, or one that is wider than a head.
     """

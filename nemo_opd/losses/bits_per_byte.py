@@ -1,4 +1,4 @@
-"""Bits per byte: the one measure of language modelling that tokenizers share."""
+"""Bits per byte, a measure of language modelling that does not depend on the tokenizer."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from nemo_opd.types import Mean, Metric, TokenRows
 
 
 def bits_per_byte(logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int) -> Mean:
-    """Negative log-likelihood in bits of the scored tokens that carry text, over the bytes they carry; no gradient.
+    """Compute −log₂ p of the scored tokens that stand for text, summed, over their bytes; no gradient.
 
     logits [B, S, V] are unshifted; tokens without bytes (special tokens) are left out, so that tokenizers with
     different special tokens compare.

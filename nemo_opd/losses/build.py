@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from nemo_opd.losses.learned_projection import LearnedProjection
     from nemo_opd.projection import ProjectionMatrix
 
-Arguments = dict[str, Tensor]
-Unit = Literal["place", "sequence", "prompt"]
+_Arguments = dict[str, Tensor]
+_Unit = Literal["place", "sequence", "prompt"]
 """Kind of unit: scored tokens or aligned chunks, which count alike; sequences, each with a mean over its
 tokens; or prompts, whose sequences have weights that add up to 1.
 """
-NOT_ARGUMENTS = frozenset({"type", "power_alpha", *Objective.model_fields})
+NOT_ARGUMENTS = {"type", "power_alpha", *Objective.model_fields}
 """Settings of a term, or of an objective around it, that are no arguments of its loss."""
 
 
@@ -50,13 +50,13 @@ class TermLoss:
 
     plan_loss: Callable[..., PlannedLoss]
     """Everything but the batch is bound."""
-    batch_arguments: Callable[[TokenRows, TeacherRows, SampledRows | None], Arguments]
-    """Arguments that it reads from a batch in addition to the logits, by keyword."""
-    count: Callable[[Arguments], Tensor]
+    batch_arguments: Callable[[TokenRows, TeacherRows, SampledRows | None], _Arguments]
+    """_Arguments that it reads from a batch in addition to the logits, by keyword."""
+    count: Callable[[_Arguments], Tensor]
     """Its units among such arguments, int64 [B]."""
-    covered: Callable[[Arguments], Tensor]
+    covered: Callable[[_Arguments], Tensor]
     """The student's tokens that are in a unit, int64 [B]."""
-    unit: Unit
+    unit: _Unit
 
     def num_texts(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> int:
         """Count the rows that have a unit."""
@@ -113,7 +113,7 @@ def build(
         check_function(term.function, term.arguments)
     plan = partial(
         entry.loss.plan,
-        **term.model_dump(exclude=set(NOT_ARGUMENTS)),
+        **term.model_dump(exclude=NOT_ARGUMENTS),
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
@@ -127,26 +127,26 @@ def build(
         has_continuation = term.continuation_weight > 0
         count = partial(count, has_continuation=has_continuation)
         covered = partial(covered, has_continuation=has_continuation)
-    unit: Unit = "prompt" if isinstance(term, TCADTerm) and term.power_alpha is not None else entry.units.kind
+    unit: _Unit = "prompt" if isinstance(term, TCADTerm) and term.power_alpha is not None else entry.units.kind
     return TermLoss(plan, partial(entry.units.arguments, term.type), count, covered, unit)
 
 
-def _scored_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
+def _scored_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> _Arguments:
     return {"mask": student.loss_mask}
 
 
 def _scored_tokens_with_ids(
     type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None
-) -> Arguments:
+) -> _Arguments:
     return {"ids": student.ids, "mask": student.loss_mask}
 
 
-def _sampled_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
+def _sampled_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> _Arguments:
     mask = sampled_mask(student.loss_mask, sampled)
     return {"ids": student.ids, "mask": mask, **_logprobs(student, sampled)}
 
 
-def _aligned_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
+def _aligned_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> _Arguments:
     if teacher.chunks is None:
         raise ConfigError(
             f"loss.type={type_} compares aligned chunks, but the batch has none for this teacher; align it"
@@ -159,7 +159,7 @@ def _aligned_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sample
     }
 
 
-def _sampled_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
+def _sampled_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> _Arguments:
     aligned, mask = _aligned_chunks(type_, student, teacher, sampled), sampled_mask(student.loss_mask, sampled)
     return aligned | {
         "student_chunk_id": _where_sampled(aligned["student_chunk_id"], sampled),
@@ -175,7 +175,7 @@ def _where_sampled(chunks: Tensor, sampled: SampledRows | None) -> Tensor:
     return planned(lambda chunks, own: [chunks.where(own.unsqueeze(1), -1)], chunks, sampled.is_sampled)[0]
 
 
-def _logprobs(student: TokenRows, sampled: SampledRows | None) -> Arguments:
+def _logprobs(student: TokenRows, sampled: SampledRows | None) -> _Arguments:
     """Return the engine's log-probabilities of the samples; in validation there are none."""
     if sampled is None:
         return {}
@@ -186,42 +186,38 @@ def _logprobs(student: TokenRows, sampled: SampledRows | None) -> Arguments:
     }
 
 
-def _count_scored_tokens(arguments: Arguments) -> Tensor:
+def _count_scored_tokens(arguments: _Arguments) -> Tensor:
     return count_label_tokens(arguments["mask"])
 
 
-def _count_scored_sequences(arguments: Arguments) -> Tensor:
+def _count_scored_sequences(arguments: _Arguments) -> Tensor:
     return (_count_scored_tokens(arguments) > 0).long()
 
 
-def _count_chunks(arguments: Arguments, projection: ProjectionMatrix | LearnedProjection | None = None) -> Tensor:
+def _count_chunks(arguments: _Arguments, projection: ProjectionMatrix | LearnedProjection | None = None) -> Tensor:
     return count_chunks(arguments["student_chunk_id"], arguments["teacher_chunk_id"])
 
 
 def _count_tokens_in_chunks(
-    arguments: Arguments, projection: ProjectionMatrix | LearnedProjection | None = None
+    arguments: _Arguments, projection: ProjectionMatrix | LearnedProjection | None = None
 ) -> Tensor:
     student, teacher = arguments["student_chunk_id"], arguments["teacher_chunk_id"]
     has_no_predictor = (student == student[:, :1]) | (student == teacher[:, :1])
     return ((student >= 0) & ~has_no_predictor).sum(1)
 
 
-def _strict(arguments: Arguments, projection: ProjectionMatrix, has_continuation: bool) -> tuple[ChunkUnits, Tensor]:
+def _strict(arguments: _Arguments, projection: ProjectionMatrix, has_continuation: bool) -> tuple[ChunkUnits, Tensor]:
     """Return the units, and the sequence of each: int64 [U]."""
     units = strict_units(**arguments, projection=projection, has_continuation=has_continuation)
     return units, units.student_rows // arguments["student_ids"].shape[1]
 
 
-def _count_strict_units(
-    arguments: Arguments, projection: ProjectionMatrix, *, has_continuation: bool = False
-) -> Tensor:
+def _count_strict_units(arguments: _Arguments, projection: ProjectionMatrix, *, has_continuation: bool) -> Tensor:
     _, sequences = _strict(arguments, projection, has_continuation)
     return torch.bincount(sequences, minlength=len(arguments["student_ids"]))
 
 
-def _count_strict_tokens(
-    arguments: Arguments, projection: ProjectionMatrix, *, has_continuation: bool = False
-) -> Tensor:
+def _count_strict_tokens(arguments: _Arguments, projection: ProjectionMatrix, *, has_continuation: bool) -> Tensor:
     units, sequences = _strict(arguments, projection, has_continuation)
     tokens = torch.zeros(len(arguments["student_ids"]), dtype=torch.int64, device=sequences.device)
     return tokens.index_add_(0, sequences, units.student_lengths.long())
@@ -231,13 +227,13 @@ def _count_strict_tokens(
 class _Units:
     """Units of a loss in a batch."""
 
-    arguments: Callable[[str, TokenRows, TeacherRows, SampledRows | None], Arguments]
+    arguments: Callable[[str, TokenRows, TeacherRows, SampledRows | None], _Arguments]
     """Keyword arguments of the loss; the first argument is the term's type, for messages."""
     count: Callable[..., Tensor]
     """Number of units among these, int64 [B]; given the projection where one is needed."""
     covered: Callable[..., Tensor]
     """The student's tokens in those units, int64 [B], likewise."""
-    kind: Unit = "place"
+    kind: _Unit = "place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,30 +243,30 @@ class _Entry:
     needs_projection: bool = False
 
 
-TOKENS = _Units(_scored_tokens, _count_scored_tokens, _count_scored_tokens)
+_TOKENS = _Units(_scored_tokens, _count_scored_tokens, _count_scored_tokens)
 _SAMPLED_TOKENS = _Units(_sampled_tokens, _count_scored_tokens, _count_scored_tokens)
 _SEQUENCES = _Units(_scored_tokens, _count_scored_sequences, _count_scored_tokens, "sequence")
-CHUNKS = _Units(_aligned_chunks, _count_chunks, _count_tokens_in_chunks)
+_CHUNKS = _Units(_aligned_chunks, _count_chunks, _count_tokens_in_chunks)
 _SAMPLED_CHUNKS = _Units(_sampled_chunks, _count_chunks, _count_tokens_in_chunks)
 _STRICT_CHUNKS = _Units(_aligned_chunks, _count_strict_units, _count_strict_tokens)
 
 LOSSES = {
-    "same_vocab": _Entry(same_vocab, TOKENS),
+    "same_vocab": _Entry(same_vocab, _TOKENS),
     "tcad": _Entry(tcad, _SEQUENCES),
     "sampled_kl": _Entry(sampled_kl, _SAMPLED_TOKENS),
-    "p_kl": _Entry(p_kl, CHUNKS, needs_projection=True),
-    "gold": _Entry(gold, CHUNKS, needs_projection=True),
-    "h_kl": _Entry(h_kl, CHUNKS, needs_projection=True),
+    "p_kl": _Entry(p_kl, _CHUNKS, needs_projection=True),
+    "gold": _Entry(gold, _CHUNKS, needs_projection=True),
+    "h_kl": _Entry(h_kl, _CHUNKS, needs_projection=True),
     "strict": _Entry(strict, _STRICT_CHUNKS, needs_projection=True),
-    "byte_prefix": _Entry(byte_prefix, CHUNKS, needs_projection=True),
-    "shared_prefix": _Entry(shared_prefix, CHUNKS, needs_projection=True),
-    "alm": _Entry(alm, CHUNKS),
-    "uld": _Entry(uld, CHUNKS),
-    "function": _Entry(token_function, replace(TOKENS, arguments=_scored_tokens_with_ids)),
+    "byte_prefix": _Entry(byte_prefix, _CHUNKS, needs_projection=True),
+    "shared_prefix": _Entry(shared_prefix, _CHUNKS, needs_projection=True),
+    "alm": _Entry(alm, _CHUNKS),
+    "uld": _Entry(uld, _CHUNKS),
+    "function": _Entry(token_function, replace(_TOKENS, arguments=_scored_tokens_with_ids)),
 }
 """Losses by the `type` of a term. A new loss is its file, its settings in config/loss.py, and a line here."""
 ACROSS_TOKENIZERS = LOSSES | {
     "sampled_kl": _Entry(sampled_chunk_kl, _SAMPLED_CHUNKS),
-    "function": _Entry(chunk_function, CHUNKS, needs_projection=True),
+    "function": _Entry(chunk_function, _CHUNKS, needs_projection=True),
 }
 """The same for a teacher with another tokenizer."""

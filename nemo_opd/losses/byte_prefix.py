@@ -24,6 +24,7 @@ from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence, compare_logits
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.made_once import made_once
+from nemo_opd.losses.reduction import next_tokens
 from nemo_opd.losses.softmax import log_sum_exp
 from nemo_opd.losses.sparse_projection import project, pull_back
 from nemo_opd.losses.truncated import require_temperature_1, split
@@ -31,7 +32,7 @@ from nemo_opd.losses.truncated import require_temperature_1, split
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-LIVE_COPIES = 6
+_LIVE_COPIES = 6
 """Tensors of the size of a chain's positions alive at their peak."""
 _HOW = (
     "which this projection does not have; add it with nemo_opd.projection.add_byte_prefix or "
@@ -126,7 +127,7 @@ def byte_prefix(
         inputs,
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size) + 2 * cells.num_cells,
-        positions=(chains.positions.offsets, LIVE_COPIES * inputs.teacher_size),
+        positions=(chains.positions.offsets, _LIVE_COPIES * inputs.teacher_size),
         compare_onto=None if inputs.is_truncated else unit_loss_onto,
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
@@ -172,10 +173,10 @@ class _Chains:
 
     def bound(self, inputs: ChunkInputs, cells: CommonCells, part: slice) -> _Bound:
         is_chain, surprise = self.is_chain[part], self._log_surprise(inputs, part)
-        realised = _first_ids(inputs.student_ids, inputs.units.student_rows[part])
+        realised = next_tokens(inputs.student_ids, inputs.units.student_rows[part]).long().unsqueeze(1)
         column = cells.column_of(realised)
         return _Bound(
-            first_teacher=_first_ids(inputs.teacher_ids, inputs.units.teacher_rows[part]),
+            first_teacher=next_tokens(inputs.teacher_ids, inputs.units.teacher_rows[part]).long().unsqueeze(1),
             realised=realised,
             column=column.clamp(min=0),
             is_apart=(column < 0) & is_chain,
@@ -262,11 +263,6 @@ def _add_comparison(
     found = compare_logits(of_teacher, of_student, of)
     onto.add(bound.pull_back(found.gradient, shares, cells))
     return found.value
-
-
-def _first_ids(ids: Tensor, rows: Tensor) -> Tensor:
-    """Return the ids [U, 1] of the tokens that rows [U] predict."""
-    return ids.flatten().index_select(0, rows + 1).long().unsqueeze(1)
 
 
 def _log_mass(logits: Tensor, is_counted: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class CommonCells:
         teacher_vocab_size: int,
         device: torch.device,
     ) -> CommonCells:
-        """Maps [V] and [W], token → cell, within the given sizes on `device`; made once as long as the maps live.
+        """Make cells from maps [V] and [W], token → cell, within the given sizes on `device`; kept while the maps live.
 
         A cell that only one side has a token for would make some divergences infinite whatever the student does; it is
         left out, the rest cell too (methods.md §3.3). Raises ProjectionError where no cell but the rest is common.

@@ -180,11 +180,11 @@ class ChunkInputs:
         return self.sequence_weights.index_select(0, self.units.student_rows // self.student.shape[1])
 
     def teacher_at(self, rows: Tensor) -> Tensor:
-        """Teacher logits [R, W] at indices [R] into [B·T], [R, W + 1] of a truncated one, in the compute dtype."""
+        """Read teacher logits [R, W] at indices [R] into [B·T], [R, W + 1] of a truncated one, in the compute dtype."""
         return self.teacher.read(rows, self.teacher_size + self.is_truncated).to(self.dtype)
 
     def teacher_ahead(self, rows: Tensor, begins: Sequence[int] | None = None) -> ReadAhead:
-        """Teacher logits at indices [R] into [B·T], as `teacher_at`, which the units need one after another."""
+        """Return a reader of teacher logits at indices [R] into [B·T], one block after another, in their own dtype."""
         return ReadAhead(self.teacher, rows, self.teacher_size + self.is_truncated, begins)
 
     def term(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import on_host, planned
+from nemo_opd.losses.reduction import next_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class ChunkPositions:
 
     @staticmethod
     def of(first_rows: Tensor, lengths: Tensor) -> ChunkPositions:
-        """First rows [U] and lengths [U]. Waits for the device where the host does not know the lengths."""
+        """Expand first rows [U] and lengths [U]. Waits for the device where the host does not know the lengths."""
         known = on_host(lengths)
         offsets = list(accumulate((lengths if known is None else known).tolist(), initial=0))
 
@@ -52,16 +53,13 @@ class ChunkPositions:
         """Return the slice of positions of a slice of units."""
         return slice(self.offsets[units.start], self.offsets[units.stop])
 
-    def rows_of(self, units: slice) -> Tensor:
-        return self.rows[self.span(units)]
-
     def targets(self, ids: Tensor) -> Tensor:
         """Return the ids [R] of the tokens, out of [B, S]."""
         return self.of_tokens(ids).long()
 
     def of_tokens(self, values: Tensor) -> Tensor:
         """Return values of the tokens, [R], out of [B, S]."""
-        return values.flatten().index_select(0, self.rows + 1)
+        return next_tokens(values, self.rows)
 
     def mean(self, values: Tensor, units: slice) -> Tensor:
         """Average over the positions of each unit: [R, X] → [U, X], in a fixed order."""

@@ -26,7 +26,7 @@ class Clip:
     """Factor of a negative advantage at most; None: any."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for bounds that are none."""
+        """Raise ConfigError for bounds out of range."""
         if not 0 <= self.low < 1:
             raise ConfigError(
                 f"clip_low={self.low}: ratios are cut at 1 − clip_low; give a number of 0 or more and less than 1"

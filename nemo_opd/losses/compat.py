@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 def check_compat(compat: str | None, systems: Sequence[str]) -> None:
-    """Raises ConfigError for a system that a loss has no preset of."""
+    """Raise ConfigError for a system that a loss has no preset of."""
     if compat is not None and compat not in systems:
         raise ConfigError(f"compat={compat!r}: this loss has no such preset; choose from {', '.join(systems)}, or none")
 

@@ -12,17 +12,12 @@ from nemo_opd.losses.chunk_loss import ChunkInputs
 
 
 def chunk_loss(
-    inputs: ChunkInputs,
-    term: Term,
-    *,
-    continuation_weight: float,
-    single_units: int | None = None,
+    inputs: ChunkInputs, term: Term, *, continuation_weight: float, single_units: int | None = None
 ) -> PlannedLoss:
     """Plan (term + continuation_weight · `likelihood_term` of chunks of several tokens) / normalizer, and `kd`.
 
-    single_units: those of `term` where it is of no chunk of several tokens, which are then units only if they have a
-    weight; by default the term is of all chunks of `inputs`. Raises
-    ConfigError for a negative weight.
+    single_units: number of units of `term` where it leaves out chunks of several tokens; these are then units only
+    with a weight above 0. By default `term` has all units of `inputs`. Raises ConfigError for a negative weight.
     """
     if not continuation_weight >= 0:
         raise ConfigError(

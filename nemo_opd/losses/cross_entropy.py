@@ -7,7 +7,7 @@ from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows, trainable_rows
 from nemo_opd.logits.term import Onto, Rows, Term, unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
-from nemo_opd.losses.reduction import label_rows
+from nemo_opd.losses.reduction import label_rows, next_tokens
 from nemo_opd.losses.surprise import LIVE_COPIES, add_surprise, surprise
 
 
@@ -31,7 +31,7 @@ def cross_entropy(
     check_positions(student.shape, ids=ids, mask=mask)
     size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
     rows = label_rows(mask)
-    targets = ids.flatten().index_select(0, rows + 1).long()
+    targets = next_tokens(ids, rows).long()
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         return surprise(logits, targets[part])

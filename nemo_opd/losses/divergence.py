@@ -25,7 +25,7 @@ KINDS = ("forward_kl", "reverse_kl", "jsd", "mixed", "tvd")
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Which divergence, with its parameters."""
+    """Which divergence, with its parameters. Raises ConfigError for an unknown kind or a weight outside [0, 1]."""
 
     kind: str = "forward_kl"
     """One of KINDS."""
@@ -62,23 +62,16 @@ class Divergence:
         return Measure(MIXED, share) if 0 < share < 1 else Measure(FORWARD_KL if share == 1 else REVERSE_KL)
 
     def __call__(self, log_t: Tensor, log_s: Tensor) -> Tensor:
-        """Compare log-probabilities: [..., X] and [..., X] → [...]; see `divergence`."""
+        """Compare log-probabilities [..., X] and [..., X] of teacher and student → [...], in nats (methods.md §3.1).
+
+        Computed in fp32 (fp64 for fp64 input). The teacher is a constant. A cell that is −inf on both sides counts
+        nothing.
+        """
         return _Divergence.apply(*_in_one_dtype(log_t, log_s), self)
 
     def of_logits(self, teacher: Tensor, student: Tensor) -> Tensor:
         """Compare the softmax of logits/τ [..., X] and [..., X]: faster, with a gradient for the logits."""
         return _DivergenceOfLogits.apply(*_in_one_dtype(teacher, student), self)
-
-
-def divergence(
-    log_t: Tensor, log_s: Tensor, kind: str = "forward_kl", *, beta: float = 0.5, mixed_weight: float = 0.5
-) -> Tensor:
-    """Divergence of each unit, in nats: log-probabilities [U, X] of teacher and student → [U] (methods.md §3.1).
-
-    Computed in fp32 (fp64 for fp64 input). The teacher is a constant. A cell that is −inf on both sides counts nothing.
-    Raises ConfigError for an unknown kind or a weight outside [0, 1].
-    """
-    return Divergence(kind, beta, mixed_weight)(log_t, log_s)
 
 
 class _Divergence(torch.autograd.Function):

@@ -15,13 +15,14 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
 from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
+from nemo_opd.losses.reduction import next_tokens
 from nemo_opd.users_code import imported
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 _FORM = "package.module:function"
-LIVE_COPIES = 8
+_LIVE_COPIES = 8
 """Tensors of the size of both sides' rows that a formula is taken to need at its peak."""
 _ASKED = ("student_ids", "teacher_ids", "projection")
 """Parameters by which a function gets more than the logits."""
@@ -46,13 +47,13 @@ def token_function(
     """
     formula = _Formula(function, arguments or {})
     places = LabelPositions.of(student_logits, teacher_logits, **shared)
-    ahead, next_ids = places.teacher_ahead(), ids.flatten()[places.rows + 1]
+    ahead, next_ids = places.teacher_ahead(), next_tokens(ids, places.rows)
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         tokens = next_ids[part]
         return formula(logits, ahead.of(part).to(logits.dtype), student_ids=tokens, teacher_ids=tokens)
 
-    cells = unit_cells(len(places), LIVE_COPIES * 2 * places.size)
+    cells = unit_cells(len(places), _LIVE_COPIES * 2 * places.size)
     weights, rows = places.weights, places.student_rows
     term = Term(rows, loss_of, cells, places.size, weights=weights, chunk_size=places.chunk_size, ahead=ahead)
     return PlannedLoss.of("kd", places.student, [term], len(places), places.normalizer)
@@ -76,16 +77,14 @@ def chunk_function(
     formula = _Formula(function, arguments or {})
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, projection=projection, **shared)
     units = inputs.units
-    student_next, teacher_next = (
-        ids.flatten()[rows + 1]
-        for ids, rows in ((inputs.student_ids, units.student_rows), (inputs.teacher_ids, units.teacher_rows))
-    )
+    student_next = next_tokens(inputs.student_ids, units.student_rows)
+    teacher_next = next_tokens(inputs.teacher_ids, units.teacher_rows)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         asked = {"student_ids": student_next[part], "teacher_ids": teacher_next[part], "projection": projection}
         return formula(student, teacher, **asked)
 
-    cells = LIVE_COPIES * (inputs.student_size + inputs.teacher_size)
+    cells = _LIVE_COPIES * (inputs.student_size + inputs.teacher_size)
     term = first_position_term(inputs, unit_loss, cells_per_unit=cells)
     return inputs.planned([term])
 

@@ -164,7 +164,7 @@ class _PairedDivergence:
     """Tokens of the teacher that are known, where it is truncated."""
 
     def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Logits/τ or log-probabilities [U, V] and [U, W] → [U]; a truncated teacher's are [U, W + 1]."""
+        """Compare logits/τ or log-probabilities [U, V] and [U, W] → [U]; a truncated teacher's are [U, W + 1]."""
         if self.top_k is not None:
             return self._truncated(student.log_softmax(-1), *split(teacher.log_softmax(-1)), self.top_k)
         if self.is_distribution:
@@ -176,7 +176,7 @@ class _PairedDivergence:
         if not self.uncommon_weight:
             return common
         tails = (side.largest(self.num_ranks) for side in (log_q, log_p))
-        return common + self.uncommon_weight * _sorted_l1(*tails)
+        return common + self.uncommon_weight * _by_rank(*tails).abs().sum(-1)
 
     def _truncated(self, student: Tensor, log_q: Tensor, rest: Tensor, top_k: int) -> Tensor:
         """Compare log-probabilities [U, V] and [U, W], with what is in no pair, or in none that is known, in the rest.
@@ -260,13 +260,8 @@ class _Split:
         return log_rest(self.others if self.left is None else torch.cat([self.others, self.left], 1))
 
     def largest(self, top_k: int) -> Tensor:
-        """Probabilities of the most likely others [U, min(top_k, V − X)], in descending order."""
+        """Return the probabilities of the likeliest others [U, min(top_k, V − X)], in descending order."""
         return self.others.topk(min(top_k, self.others.shape[-1]), dim=-1).values.exp()
-
-
-def _sorted_l1(q: Tensor, p: Tensor) -> Tensor:
-    """Compute Σ |q − p| over ranks, the shorter side padded with 0: [U, X] and [U, Y] → [U]."""
-    return _by_rank(q, p).abs().sum(-1)
 
 
 def _by_rank(q: Tensor, p: Tensor) -> Tensor:
@@ -276,7 +271,7 @@ def _by_rank(q: Tensor, p: Tensor) -> Tensor:
 
 
 def _largest(rows: Rows, others: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Probabilities of the most likely of some tokens, int64 [Y], descending, and their ids: [U, min(top_k, Y)]."""
+    """Find the likeliest of some tokens, int64 [Y]: probabilities in descending order, and ids, [U, min(top_k, Y)]."""
     largest = rows.taken().index_select(1, others).topk(min(top_k, len(others)), dim=-1)
     return (largest.values - _log_sum(rows)).exp().to(largest.values.dtype), others[largest.indices]
 

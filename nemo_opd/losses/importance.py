@@ -14,7 +14,7 @@ from nemo_opd.logits.readings import plan_readings
 from nemo_opd.logits.rows import TrainableRows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.clipped_ratio import LARGEST_LOG_RATIO
-from nemo_opd.losses.reduction import label_rows
+from nemo_opd.losses.reduction import label_rows, next_tokens
 from nemo_opd.losses.surprise import LIVE_COPIES
 from nemo_opd.types import EffectiveShare, Max, Mean, Metric
 
@@ -35,7 +35,7 @@ class Importance:
     """A sequence with a token of a smaller weight counts for nothing; None: none is dropped."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for names and bounds that are none."""
+        """Raise ConfigError for an unknown level or bounds out of range."""
         if self.level not in _LEVELS:
             raise ConfigError(f"importance_level={self.level!r}: there is no such level; choose from token, sequence")
         if self.cap is not None and not self.cap > 0:
@@ -58,7 +58,7 @@ class Importance:
         if behaviour is None or (self.level == "token" and self.veto is None):
             return None
         rows = label_rows(mask)
-        targets = ids.flatten().index_select(0, rows + 1).long()
+        targets = next_tokens(ids, rows).long()
         width, num_sequences = mask.shape[1], len(ids)
 
         def of_rows(rows: Tensor) -> list[Tensor]:
@@ -68,7 +68,7 @@ class Importance:
         sequences, is_sampled = planned(of_rows, rows)
         student_rows = sequences * student.shape[1] + rows % width
         own = _log_likelihoods(student, student_rows, targets, vocab_size)
-        weights = own - behaviour.flatten().index_select(0, rows + 1)
+        weights = own - next_tokens(behaviour, rows)
         smallest = weights.new_full((num_sequences,), math.inf).scatter_reduce(0, sequences, weights, "amin")
         is_vetoed = smallest < (-math.inf if self.veto is None else math.log(self.veto))
         return SequenceImportance(
@@ -92,7 +92,7 @@ class Importance:
             assert sequences is not None
             log_weight = sequences.log_weight.index_select(0, units).to(own.dtype)
         limit = math.inf if self.cap is None else math.log(self.cap)
-        log_used = bounded(log_weight.clamp(max=limit))
+        log_used = _bounded(log_weight.clamp(max=limit))
         if is_whole:
             log_factor = log_used - (own - proximal)
         else:
@@ -100,13 +100,13 @@ class Importance:
             log_factor = proximal - behaviour
             if self.cap is not None:
                 log_factor = log_factor - (log_weight - limit).clamp(min=0)
-        factor = bounded(log_factor).exp()
+        factor = _bounded(log_factor).exp()
         used = log_used.exp()
         if sequences is not None:
             is_kept = ~sequences.is_vetoed.index_select(0, units)
             factor, used = factor * is_kept, used * is_kept
-        warp = bounded(proximal - behaviour).exp()
-        return Weighted(factor, warp, bounded(log_weight).exp(), used, log_weight > limit)
+        warp = _bounded(proximal - behaviour).exp()
+        return Weighted(factor, warp, _bounded(log_weight).exp(), used, log_weight > limit)
 
     def metrics(self, readings: Tensor, sequences: SequenceImportance | None) -> dict[str, Metric]:
         """Return metrics of all units from their readings [NUM_READINGS, U] in float64."""
@@ -159,8 +159,8 @@ class Weighted:
         return torch.stack([self.weight, self.used, self.is_truncated.to(self.weight.dtype)], 1)
 
 
-def bounded(log_weight: Tensor) -> Tensor:
-    """Within `LARGEST_LOG_RATIO` of 0, so that a loss can be made of its exponential."""
+def _bounded(log_weight: Tensor) -> Tensor:
+    """Cut at ±`LARGEST_LOG_RATIO`, so that a loss can be made of its exponential."""
     return log_weight.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 

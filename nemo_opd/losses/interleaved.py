@@ -6,13 +6,13 @@ from torch import Tensor
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.support import Columns, largest
 
-SUPPORTS = ("interleaved", "union")
+_SUPPORTS = ("interleaved", "union")
 
 
 def check_support(support: str, support_size: int) -> None:
-    """Raises ConfigError for a name or a number that there is not."""
-    if support not in SUPPORTS:
-        raise ConfigError(f"support={support!r}: tcad has no such support; choose from {', '.join(SUPPORTS)}")
+    """Raise ConfigError for an unknown support or a size below 1."""
+    if support not in _SUPPORTS:
+        raise ConfigError(f"support={support!r}: tcad has no such support; choose from {', '.join(_SUPPORTS)}")
     if support_size < 1:
         raise ConfigError(f"support_size={support_size}: a support has at least 1 token; give a larger number")
 

@@ -89,5 +89,5 @@ class LabelPositions:
         return len(self.rows)
 
     def teacher_ahead(self) -> ReadAhead:
-        """Teacher logits [u, V] of units, [u, V + 1] of a truncated one, for a term that tells it of its blocks."""
+        """Return a reader of the teacher's logits, block by block: [u, V], [u, V + 1] of a truncated one."""
         return ReadAhead(self.teacher, self.rows, self.size + self.teacher.is_truncated)

@@ -58,7 +58,7 @@ class LearnedProjection(nn.Module):
     """
 
     def __init__(self, matrix: ProjectionMatrix) -> None:
-        """Raises ProjectionError for a matrix R₀ without a row of several entries, in which nothing can be learned."""
+        """Raise ProjectionError for a matrix R₀ without a row of several entries, in which nothing can be learned."""
         super().__init__()
         self.start = matrix
         """R₀"""

@@ -11,10 +11,11 @@ from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import over
 from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, CompareOnto, OnCells, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
+from nemo_opd.losses.reduction import next_tokens
 from nemo_opd.losses.truncated import require_whole
 
 _MERGES = ("first", "mean", "observed")
-LIVE_COPIES = 5
+_LIVE_COPIES = 5
 """Tensors of the size of a chunk's positions alive before the positions of a unit are one."""
 
 
@@ -60,7 +61,7 @@ class Merge:
         return self._merged_term(inputs, compare, cells_per_unit=cells_per_unit)
 
     def teacher_rows(self, inputs: ChunkInputs) -> Tensor:
-        """Rows of [B·T] that are compared: int64 [R]."""
+        """Return the rows of [B·T] that are compared: int64 [R]."""
         if self.kind == "first":
             return inputs.units.teacher_rows
         return ChunkPositions.of(inputs.units.teacher_rows, inputs.units.teacher_lengths).rows
@@ -80,8 +81,8 @@ class Merge:
             log_p = self._merged(student, over(student_logits, temperature), inputs.student_ids, part, arithmetic)
             return compare(log_p, log_q, part)
 
-        of_student = (student.offsets, LIVE_COPIES * inputs.student_size)
-        of_teacher = (teacher.offsets, LIVE_COPIES * inputs.teacher_size)
+        of_student = (student.offsets, _LIVE_COPIES * inputs.student_size)
+        of_teacher = (teacher.offsets, _LIVE_COPIES * inputs.teacher_size)
         cells = unit_cells(len(units), cells_per_unit, of_student, of_teacher)
         term = inputs.term(student.rows, loss_of, cells, student.offsets, ahead=ahead)
         return term.times(temperature**2)
@@ -89,7 +90,7 @@ class Merge:
     def _merged(
         self, positions: ChunkPositions, logits: Tensor, ids: Tensor, part: slice, arithmetic: bool = False
     ) -> Tensor:
-        """Logits/τ [R, X] of a part's positions → log of one distribution a unit, [u, X]."""
+        """Merge logits/τ [R, X] of a part's positions into the logarithm of one distribution a unit, [u, X]."""
         log_p = logits.log_softmax(-1)
         if self.kind == "observed":
             return _times_observed(positions, log_p, ids, part)
@@ -100,7 +101,8 @@ class Merge:
 
 def _times_observed(positions: ChunkPositions, log_p: Tensor, ids: Tensor, part: slice) -> Tensor:
     """Compute log of p_1 · Π_{j>1} p_j(x_j): [R, X] → [u, X]."""
-    is_first = positions.place[positions.span(part)] == 0
-    realised = ids.flatten().index_select(0, positions.rows_of(part) + 1).long().unsqueeze(1)
+    span = positions.span(part)
+    is_first = positions.place[span] == 0
+    realised = next_tokens(ids, positions.rows[span]).long().unsqueeze(1)
     following = log_p.gather(1, realised).masked_fill(is_first.unsqueeze(1), 0)
     return log_p[is_first] + positions.sum(following, part)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _TOP_K = 16
 """Tokens of either side that are compared."""
-LIVE_COPIES = 3
+_LIVE_COPIES = 3
 """Tensors of the size of a side's rows alive at a chunk's peak."""
 
 
@@ -58,7 +58,7 @@ def plan_overlap(
         read,
         _mean,
         num_values=1,
-        cells=unit_cells(len(places), 2 * LIVE_COPIES * places.size),
+        cells=unit_cells(len(places), 2 * _LIVE_COPIES * places.size),
         width=places.size,
         chunk_size=chunk_size,
         ahead=ahead,
@@ -92,7 +92,6 @@ def plan_chunk_overlap(
         student_chunk_id=student_chunk_id,
         teacher_chunk_id=teacher_chunk_id,
         temperature=1.0,
-        sequence_weights=None,
         projection=projection,
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
@@ -110,7 +109,7 @@ def plan_chunk_overlap(
         read,
         _mean,
         num_values=1,
-        cells=unit_cells(len(inputs.units), LIVE_COPIES * sum(sizes)),
+        cells=unit_cells(len(inputs.units), _LIVE_COPIES * sum(sizes)),
         width=inputs.student_size,
         chunk_size=chunk_size,
         ahead=ahead,
@@ -118,7 +117,7 @@ def plan_chunk_overlap(
 
 
 def _shared(first: Tensor, second: Tensor) -> Tensor:
-    """Share of the entries of a row that are in the other's as well: [U, k] and [U, k] → [U, 1]."""
+    """Compute the share of the entries of a row that are in the other's as well: [U, k] and [U, k] → [U, 1]."""
     return (first.unsqueeze(2) == second.unsqueeze(1)).any(2).double().mean(1, keepdim=True)
 
 

@@ -11,7 +11,7 @@ from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.clipped_ratio import Clip, clip_metrics
 from nemo_opd.losses.importance import NUM_READINGS, Importance
-from nemo_opd.losses.reduction import label_rows
+from nemo_opd.losses.reduction import label_rows, next_tokens
 from nemo_opd.losses.surprise import LIVE_COPIES, surprise
 from nemo_opd.types import Mean, Metric
 
@@ -58,8 +58,8 @@ def grpo(
         )
     size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
     rows = label_rows(mask)
-    targets = ids.flatten().index_select(0, rows + 1).long()
-    proximal, behaviour = (each.flatten().index_select(0, rows + 1) for each in (logprobs, sampled_by))
+    targets = next_tokens(ids, rows).long()
+    proximal, behaviour = next_tokens(logprobs, rows), next_tokens(sampled_by, rows)
     units = rows // ids.shape[1]
     of_tokens = advantages.index_select(0, units)
     sequences = importance.of_sequences(student, ids=ids, mask=mask, behaviour=sampled_by, vocab_size=size)

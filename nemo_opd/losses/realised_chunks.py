@@ -1,4 +1,4 @@
-"""Chunks as one side has spelled them."""
+"""Aligned chunks with the tokens that stand for them on one side, and their likelihood."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_opd.losses.surprise import surprise
 
 @dataclass(frozen=True, slots=True)
 class RealisedChunks:
-    """Units of a loss, by the rows that predict their tokens, and these tokens."""
+    """Units of a loss: the rows that predict their tokens, and these tokens."""
 
     positions: ChunkPositions
     targets: Tensor
@@ -20,7 +20,7 @@ class RealisedChunks:
 
     @staticmethod
     def of(first_rows: Tensor, lengths: Tensor, ids: Tensor) -> RealisedChunks:
-        """First rows [U] and lengths [U], and ids [B, S]."""
+        """Make them from first rows [U], lengths [U] and ids [B, S]."""
         positions = ChunkPositions.of(first_rows, lengths)
         return RealisedChunks(positions, positions.targets(ids))
 

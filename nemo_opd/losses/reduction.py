@@ -53,10 +53,7 @@ def sampled_mask(mask: Tensor, sampled: SampledRows | None) -> Tensor:
 
 
 def label_mask(batch: Batch) -> Tensor:
-    """Return bool [B, S]: scored tokens to be learned from as they are, as `planned`.
-
-    One's own samples say nothing to cross-entropy.
-    """
+    """Return bool [B, S]: scored tokens that cross-entropy learns, as `planned`; none that the student sampled."""
     mask = batch.student.loss_mask
     if batch.sampled is None:
         return mask
@@ -64,12 +61,12 @@ def label_mask(batch: Batch) -> Tensor:
 
 
 def count_label_tokens(mask: Tensor) -> Tensor:
-    """Units of same_vocab and cross_entropy in a mask [B, S], int64 [B]: scored tokens; token 0 has no predictor."""
+    """Count the scored tokens in a mask [B, S], units of same_vocab and cross_entropy: int64 [B]; never token 0."""
     return (mask[:, 1:] != 0).sum(1)
 
 
 def count_chunks(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> Tensor:
-    """Units of the cross-tokenizer losses in chunk ids [B, S] and [B, T], int64 [B] (methods.md §5.1).
+    """Count the units of cross-tokenizer losses in chunk ids [B, S] and [B, T]: int64 [B] (methods.md §5.1).
 
     A unit is a chunk present on both sides that holds token 0 of neither.
     """
@@ -83,6 +80,11 @@ def label_rows(mask: Tensor) -> Tensor:
     As `planned`, like all units here.
     """
     return planned(lambda mask: [_label_rows(mask)], mask)[0]
+
+
+def next_tokens(values: Tensor, rows: Tensor) -> Tensor:
+    """Return the values [U], out of [B, S], of the tokens that logit rows predict: indices [U] into [B·S]."""
+    return values.flatten().index_select(0, rows + 1)
 
 
 def _label_rows(mask: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ def _first_positions(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> tupl
 
 
 def _chunk_lengths(chunk_id: Tensor, wanted: Tensor) -> Tensor:
-    """Tokens of each wanted chunk: ids [B, T] and chunks [B, S] → int64 [B, S]; meaningless where one is −1."""
+    """Count the tokens of each wanted chunk: ids [B, T], chunks [B, S] → int64 [B, S]; meaningless where one is −1."""
     highest, chunks = chunk_id.long().cummax(1).values, wanted.long().contiguous()
     aligned_before = F.pad((chunk_id >= 0).cumsum(1), (1, 0))
     begin, end = torch.searchsorted(highest, chunks), torch.searchsorted(highest, chunks, right=True)

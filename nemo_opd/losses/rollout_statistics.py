@@ -11,10 +11,10 @@ from nemo_opd.logits.rows import LogitRows, trainable_rows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.clipped_ratio import LARGEST_LOG_RATIO
-from nemo_opd.losses.reduction import label_rows, sampled_mask
+from nemo_opd.losses.reduction import label_rows, next_tokens, sampled_mask
 from nemo_opd.types import Max, Mean, Metric, SampledRows, TokenRows
 
-LIVE_COPIES = 4
+_LIVE_COPIES = 4
 """Tensors of a chunk's size alive at its peak."""
 
 
@@ -26,7 +26,7 @@ def plan_rollout_statistics(
     vocab_size: int,
     chunk_size: int | None = None,
 ) -> PlannedLoss:
-    """Means over the scored tokens that were sampled, to be found together with losses; they train nothing.
+    """Plan means over the scored tokens that were sampled, to be computed together with losses; without a gradient.
 
     At temperature 1 and in nats: the student's `entropy`; with d = its log p(token) − the engine's, `mismatch` |d|,
     `mismatch_max` the largest of them, and `mismatch_k3` exp(d) − 1 − d, an estimate of KL(engine ‖ student) (d is cut
@@ -37,9 +37,9 @@ def plan_rollout_statistics(
     check_positions(student.shape, ids=tokens.ids, loss_mask=tokens.loss_mask, logprobs=sampled.logprobs)
     size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
     rows = label_rows(sampled_mask(tokens.loss_mask, sampled))
-    targets = tokens.ids.flatten().index_select(0, rows + 1).long()
-    of_engine = sampled.logprobs.flatten().index_select(0, rows + 1)
-    num_bytes = tokens.num_bytes.flatten().index_select(0, rows + 1)
+    targets = next_tokens(tokens.ids, rows).long()
+    of_engine = next_tokens(sampled.logprobs, rows)
+    num_bytes = next_tokens(tokens.num_bytes, rows)
 
     def read(logits: Tensor, part: slice) -> Tensor:
         log_p = logits.log_softmax(-1)
@@ -65,7 +65,7 @@ def plan_rollout_statistics(
         read,
         metrics_of,
         num_values=2,
-        cells=unit_cells(len(rows), LIVE_COPIES * size),
+        cells=unit_cells(len(rows), _LIVE_COPIES * size),
         width=size,
         chunk_size=chunk_size,
     )

@@ -102,7 +102,7 @@ def _softmax(values: list[float], factor: float) -> list[float]:
 
 
 def _standardised(values: list[float], scale: bool, epsilon: float) -> list[float]:
-    """0 for equal values, whose mean may be off by a rounding that the division would blow up."""
+    """Standardise values: 0 where all are equal, since the division would enlarge the rounding of their mean."""
     if min(values) == max(values):
         return [0.0] * len(values)
     mean = math.fsum(values) / len(values)

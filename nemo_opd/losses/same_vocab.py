@@ -14,9 +14,9 @@ from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
 from nemo_opd.losses.support import Support
 from nemo_opd.losses.truncated import reached_and_rest, require_temperature_1, require_whole, split
 
-LIVE_COPIES = 12
+_LIVE_COPIES = 12
 """Tensors of the size of a chunk's cells alive at its peak (jsd, the largest)."""
-LIVE_ROWS = 6
+_LIVE_ROWS = 6
 """Tensors of the size of a chunk's rows that are alive too where the cells are not the columns."""
 
 
@@ -68,8 +68,8 @@ def same_vocab(
         return Comparison(ahead.of(part), temperature, of.measure)
 
     takes_all = columns.takes_all(size) and not is_truncated
-    extra = 0 if takes_all else LIVE_ROWS * size
-    cells = unit_cells(len(places), LIVE_COPIES * columns.num_cells(size) + extra)
+    extra = 0 if takes_all else _LIVE_ROWS * size
+    cells = unit_cells(len(places), _LIVE_COPIES * columns.num_cells(size) + extra)
     term = Term(
         places.student_rows,
         loss_of,

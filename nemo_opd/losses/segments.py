@@ -30,7 +30,7 @@ class Segments:
 
     @staticmethod
     def of(offsets: NDArray[np.int64]) -> Segments:
-        """Segment i is entries[offsets[i]:offsets[i + 1]], maybe of none."""
+        """Lay out segments; segment i is entries[offsets[i]:offsets[i + 1]] and may be empty."""
         begins, lengths = offsets[:-1], np.diff(offsets)
         padded = np.maximum(lengths, 1)
         padded = np.where(padded > _EXACT_LENGTH, 2 ** np.ceil(np.log2(padded)), padded)
@@ -47,7 +47,7 @@ class Segments:
         return Segments(self.entries.to(device), self.order.to(device), self.groups)
 
     def each(self, cells: Tensor, of_segments: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of [U, M] and [U, Y], group by group: cells [U, length, number] and segments [U, number]."""
+        """Yield views of [U, M] and [U, Y], group by group: cells [U, length, number] and segments [U, number]."""
         numbers = [number for _, number in self.groups]
         yield from zip(self._groups(cells), of_segments.split(numbers, 1), strict=True)
 
@@ -60,7 +60,7 @@ class Segments:
         return torch.cat([cells[:, :0], *(own.sum(1) for own in self._groups(cells))], 1)
 
     def _groups(self, cells: Tensor) -> Iterator[Tensor]:
-        """Views of [U, M], group by group: [U, length, number]."""
+        """Yield views of [U, M], group by group: [U, length, number]."""
         cell = 0
         for length, number in self.groups:
             yield cells.narrow(1, cell, length * number).unflatten(1, (length, number))

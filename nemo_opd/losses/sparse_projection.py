@@ -84,7 +84,7 @@ class SparseProjection:
     def of_entries(
         student: NDArray[np.int64], column: NDArray[np.int64], weight: NDArray[np.float64], student_vocab_size: int
     ) -> SparseProjection:
-        """Entries [nnz]: student token, teacher token or cell, weight above 0."""
+        """Make it from entries [nnz]: student token, teacher token or cell, weight above 0."""
         columns, column = np.unique(column, return_inverse=True)
         per_token, per_column = np.bincount(student, minlength=student_vocab_size), np.bincount(column)
         is_pair = (per_token[student] == 1) & (per_column[column] == 1) & (weight == 1)

@@ -20,14 +20,14 @@ from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.kernel_cells import pairs_and_rest
 from nemo_opd.losses.paired_comparison import add_comparison_of_pairs
 from nemo_opd.losses.pairs import TokenPairs
-from nemo_opd.losses.reduction import ChunkUnits, chunk_units
+from nemo_opd.losses.reduction import ChunkUnits, chunk_units, next_tokens
 from nemo_opd.losses.support import Columns
 from nemo_opd.losses.truncated import joined, reached_and_rest, require_temperature_1, split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-NORMALIZATIONS = ("support", "rest")
+_NORMALIZATIONS = ("support", "rest")
 
 
 @Loss
@@ -82,12 +82,7 @@ def strict(
         compare_onto=unit_loss_onto if has_closed_form else None,
         on_cells=OnCells(compare, for_kernels) if has_closed_form else None,
     )
-    return chunk_loss(
-        inputs,
-        term,
-        continuation_weight=continuation_weight,
-        single_units=len(compared.units),
-    )
+    return chunk_loss(inputs, term, continuation_weight=continuation_weight, single_units=len(compared.units))
 
 
 def strict_units(
@@ -99,9 +94,9 @@ def strict_units(
     *,
     has_continuation: bool = False,
 ) -> ChunkUnits:
-    """Chunks of one token a side whose two tokens are an exact pair: ids and chunk ids [B, S] and [B, T].
+    """Find chunks of one token a side whose two tokens are an exact pair: ids and chunk ids [B, S] and [B, T].
 
-    has_continuation: and those of several tokens on a side. Their number, `len`, is what `strict` counts as units.
+    has_continuation: also those of several tokens on a side. Their number, `len`, is what `strict` counts as units.
     Raises ProjectionError for a projection without exact pairs.
     """
     units = chunk_units(student_chunk_id, teacher_chunk_id)
@@ -119,8 +114,8 @@ def _are_realised_pairs(
         student_rows: Tensor, teacher_rows: Tensor, several: Tensor, student_ids: Tensor, teacher_ids: Tensor
     ) -> list[Tensor]:
         partner = TokenPairs.exact(projection, *sizes, student_ids.device).partner
-        student = student_ids.flatten().index_select(0, student_rows + 1).long()
-        teacher = teacher_ids.flatten().index_select(0, teacher_rows + 1).long()
+        student = next_tokens(student_ids, student_rows).long()
+        teacher = next_tokens(teacher_ids, teacher_rows).long()
         return [~several & (partner.index_select(0, student) == teacher)]
 
     rows = (units.student_rows, units.teacher_rows, units.have_several_tokens)
@@ -129,6 +124,8 @@ def _are_realised_pairs(
 
 @dataclass(frozen=True, slots=True)
 class _SharedVocabulary:
+    """Cells of the shared vocabulary that are compared."""
+
     pairs: TokenPairs
     """X exact pairs."""
     top_k: int | None
@@ -148,7 +145,7 @@ class _SharedVocabulary:
         return _SharedVocabulary(pairs, kept, has_rest)
 
     def cells(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits/τ [U, W] and [U, V] of teacher and student → those of the cells, both [U, cells]."""
+        """Map logits/τ [U, W] and [U, V] of teacher and student to those of the cells, both [U, cells]."""
         of_teacher, of_student = self._columns(student)
         if self.has_rest:
             return of_teacher.cells(teacher), of_student.cells(student)
@@ -182,10 +179,10 @@ class _SharedVocabulary:
 def _check(top_k: int | None, normalization: str) -> None:
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k={top_k}: strict compares at least 1 pair; give a larger number, or none for all")
-    if normalization not in NORMALIZATIONS:
+    if normalization not in _NORMALIZATIONS:
         raise ConfigError(
             f"normalization={normalization!r}: strict has no such normalization; "
-            f"choose from {', '.join(NORMALIZATIONS)}"
+            f"choose from {', '.join(_NORMALIZATIONS)}"
         )
 
 

@@ -14,11 +14,11 @@ from nemo_opd.logits.saved import scaled
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.softmax import log_sum_exp, softmax
 
-SUPPORTS = ("full", "teacher_topk", "student_topk", "union")
-NORMALIZATIONS = ("full", "support", "rest")
+_SUPPORTS = ("full", "teacher_topk", "student_topk", "union")
+_NORMALIZATIONS = ("full", "support", "rest")
 FAINT = 1e-20
 """A probability below which that of one token may be no normal fp32 number any more."""
-GROUP = 8
+_GROUP = 8
 """Columns that go by one maximum where the largest are searched for."""
 
 
@@ -27,11 +27,11 @@ class Support:
     """Which columns of a vocabulary are compared, chosen unit by unit."""
 
     kind: str = "full"
-    """One of SUPPORTS: every column, the `top_k` most likely of one side, or of either."""
+    """One of _SUPPORTS: every column, the `top_k` most likely of one side, or of either."""
     top_k: int | None = None
     """Every column where there are no more than that."""
     normalization: str = "rest"
-    """One of NORMALIZATIONS, which are all the same where every column is chosen.
+    """One of _NORMALIZATIONS, which are all the same where every column is chosen.
 
     rest: probabilities over the vocabulary, with one more cell for the mass that each side has elsewhere. From 0, where
     all cells agree, to the divergence over the vocabulary.
@@ -43,8 +43,8 @@ class Support:
 
     def __post_init__(self) -> None:
         for key, value, choices in (
-            ("support", self.kind, SUPPORTS),
-            ("normalization", self.normalization, NORMALIZATIONS),
+            ("support", self.kind, _SUPPORTS),
+            ("normalization", self.normalization, _NORMALIZATIONS),
         ):
             if value not in choices:
                 raise ConfigError(f"{key}={value!r}: there is no such {key}; choose from {', '.join(choices)}")
@@ -58,7 +58,7 @@ class Support:
             raise ConfigError(f"top_k={self.top_k}: a support has at least 1 column; give a larger number")
 
     def compare(self, divergence: Divergence, teacher_logits: Tensor, student_logits: Tensor) -> Tensor:
-        """Divergence of each unit, in nats: logits/τ [U, V] of teacher and student → [U] (methods.md §3.3).
+        """Compare units, in nats: logits/τ [U, V] of teacher and student → [U] (methods.md §3.3).
 
         The choice of columns is a constant, and so is the teacher.
         """
@@ -179,7 +179,7 @@ def log_rest(others: Tensor) -> Tensor | None:
 
 
 def with_rest(log_t: Tensor, log_s: Tensor, rest_t: Tensor | None, rest_s: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of cells [U, X] and of the rest [U, 1] on either side → those of all cells (methods.md §3.3).
+    """Join log-probabilities of cells [U, X] and of the rest [U, 1], on either side (methods.md §3.3).
 
     None: a side without columns beyond the cells. Where only one side has some, a rest cell would make divergences
     infinite whatever the student does, so both sides are renormalised without it.
@@ -201,18 +201,18 @@ def truncated(divergence: Divergence, log_t: Tensor, log_s: Tensor) -> Tensor:
 
 
 def largest(logits: Tensor, top_k: int) -> Tensor:
-    """Columns [U, X] of the `top_k` largest logits [U, V].
+    """Find the columns of the `top_k` largest logits: [U, V] → int64 [U, top_k].
 
     They are in the `top_k` groups of columns with the largest maxima, or among the columns that no group has; which
     groups is found the same way. On a CPU it takes less than half the time of a search through the whole row.
     """
     logits = logits.detach()
-    num_groups = logits.shape[-1] // GROUP
+    num_groups = logits.shape[-1] // _GROUP
     if 2 * top_k > num_groups:
         return logits.topk(top_k, dim=-1, sorted=False).indices
     columns = torch.arange(logits.shape[-1], device=logits.device)
-    grouped, others = columns[: GROUP * num_groups].view(GROUP, num_groups), columns[GROUP * num_groups :]
-    maxima = logits[:, : GROUP * num_groups].unflatten(-1, grouped.shape).amax(1)
+    grouped, others = columns[: _GROUP * num_groups].view(_GROUP, num_groups), columns[_GROUP * num_groups :]
+    maxima = logits[:, : _GROUP * num_groups].unflatten(-1, grouped.shape).amax(1)
     candidates = grouped.t()[largest(maxima, top_k)].flatten(1)
     candidates = torch.cat([candidates, others.expand(len(candidates), -1)], -1)
     return candidates.gather(-1, logits.gather(-1, candidates).topk(top_k, dim=-1, sorted=False).indices)

@@ -22,7 +22,7 @@ from nemo_opd.losses.softmax import log_sum_exp
 from nemo_opd.losses.support import Columns, Support
 from nemo_opd.types import Mean, Metric
 
-LIVE_ROWS = 6
+_LIVE_ROWS = 6
 """Tensors of the size of a chunk's rows alive at its peak."""
 _LIVE_CELLS = 30
 """fp32 numbers for each column of the support, in addition; an int64 index counts as two."""
@@ -67,7 +67,7 @@ def tcad(
         return compared(over(teacher, temperature), over(logits, temperature))
 
     means = _SequenceMeans.of(places, shared["mask"], shared.get("sequence_weights"))
-    cells = unit_cells(len(places), LIVE_ROWS * places.size + _LIVE_CELLS * min(2 * support_size, places.size))
+    cells = unit_cells(len(places), _LIVE_ROWS * places.size + _LIVE_CELLS * min(2 * support_size, places.size))
     term = Term(
         places.student_rows,
         loss_of,
@@ -88,6 +88,8 @@ def tcad(
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
+    """A divergence on a support of each unit, less the weighted logarithm of the student's mass on it."""
+
     of: Divergence
     support: str
     support_size: int
@@ -122,7 +124,6 @@ class _SequenceMeans:
 
     @staticmethod
     def of(places: LabelPositions, mask: Tensor, sequence_weights: Tensor | None) -> _SequenceMeans:
-
         def means(sequences: Tensor, *given: Tensor) -> list[Tensor]:
             tokens = torch.bincount(sequences, minlength=len(mask))
             weights = (tokens > 0).double()

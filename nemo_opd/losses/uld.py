@@ -66,7 +66,7 @@ def _known_ranks(log_p: Tensor, log_q: Tensor, top_k: int) -> Tensor:
 
 
 def _ranked(log_p: Tensor, ranks: int) -> Tensor:
-    """Log-probabilities [U, X] → probabilities in descending order [U, ranks]."""
+    """Turn log-probabilities [U, X] into probabilities in descending order [U, ranks], padded with 0."""
     probabilities = log_p.exp().sort(-1, descending=True).values
     return F.pad(probabilities, (0, ranks - log_p.shape[-1]))
 

@@ -5,8 +5,8 @@ import torch
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.metrics import merge
-from nemo_opd.losses.accuracy import accuracy, calibration_error, plan_accuracy
-from nemo_opd.types import TokenRows
+from nemo_opd.losses.accuracy import calibration_error, plan_accuracy
+from nemo_opd.types import Mean, TokenRows
 
 B, S, V = 3, 9, 13
 OWN = 11
@@ -23,6 +23,13 @@ def batch(mask_share: float = 0.7) -> tuple[torch.Tensor, TokenRows]:
     logits[..., OWN:] = 100
     mask = torch.rand(B, S, generator=generator) < mask_share
     return logits, TokenRows(ids, torch.full((B,), S), mask, torch.ones(B, S, dtype=torch.int32))
+
+
+def accuracy(logits: torch.Tensor, tokens: TokenRows, vocab_size: int = OWN, chunk_size: int | None = None) -> Mean:
+    """The metric of that name."""
+    found = plan_accuracy(logits, tokens, vocab_size=vocab_size, chunk_size=chunk_size).compute().metrics["accuracy"]
+    assert isinstance(found, Mean)
+    return found
 
 
 def counted(logits: torch.Tensor, tokens: TokenRows) -> tuple[int, int]:
@@ -45,7 +52,7 @@ def test_equals_the_loop(dtype: torch.dtype, chunk_size: int | None) -> None:
     logits = logits.to(dtype)
     hits, scored = counted(logits, tokens)
     assert 0 < hits < scored < B * (S - 1)
-    result = accuracy(logits, tokens, vocab_size=OWN, chunk_size=chunk_size)
+    result = accuracy(logits, tokens, chunk_size=chunk_size)
     assert (float(result.total), result.count) == (hits, scored)
 
 
@@ -70,14 +77,14 @@ def test_calibration_is_that_of_plain_loops(chunk_size: int | None) -> None:
 
 def test_nothing_scored_is_zero_of_zero() -> None:
     logits, tokens = batch(mask_share=0.0)
-    result = accuracy(logits, tokens, vocab_size=OWN)
+    result = accuracy(logits, tokens)
     assert (float(result.total), result.count, result.value()) == (0, 0, 0)
 
 
 def test_needs_no_gradient() -> None:
     """Called on logits in training, it neither fails nor keeps their graph."""
     logits, tokens = batch()
-    assert not accuracy(logits.requires_grad_(), tokens, vocab_size=OWN).total.requires_grad
+    assert not accuracy(logits.requires_grad_(), tokens).total.requires_grad
 
 
 def test_a_head_narrower_than_the_tokenizer_is_refused() -> None:

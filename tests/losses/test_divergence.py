@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.divergence import Divergence, divergence
+from nemo_opd.losses.divergence import Divergence
 
 from . import oracle
 
@@ -22,7 +22,7 @@ def pair(seed: int = 0, units: int = 3, cells: int = 6) -> tuple[torch.Tensor, t
 def test_value_equals_the_definition(kind, weights):
     """A swapped direction, a β on the wrong side or a forgotten ½ changes the value."""
     z_t, z_s = pair()
-    value = divergence(z_t.log_softmax(-1), z_s.log_softmax(-1), kind, **weights)
+    value = Divergence(kind, **weights)(z_t.log_softmax(-1), z_s.log_softmax(-1))
     expected = [
         oracle.divergence(oracle.softmax(t, 1), oracle.softmax(s, 1), kind, **weights)
         for t, s in zip(z_t.tolist(), z_s.tolist(), strict=True)
@@ -42,14 +42,14 @@ def test_gradient_is_that_of_the_value(kind, weights):
 
 def test_jsd_ends_are_the_two_kls():
     log_t, log_s = (z.log_softmax(-1) for z in pair(2))
-    assert torch.equal(divergence(log_t, log_s, "jsd", beta=0), divergence(log_t, log_s, "forward_kl"))
-    assert torch.equal(divergence(log_t, log_s, "jsd", beta=1), divergence(log_t, log_s, "reverse_kl"))
+    assert torch.equal(Divergence("jsd", beta=0)(log_t, log_s), Divergence()(log_t, log_s))
+    assert torch.equal(Divergence("jsd", beta=1)(log_t, log_s), Divergence("reverse_kl")(log_t, log_s))
 
 
 def test_mixed_of_forward_kl_alone_is_finite_where_the_reverse_is_not():
     """0 · inf is NaN."""
     log_t, log_s = torch.tensor([[0.0, -math.inf]]), torch.tensor([[0.5, 0.5]]).log()
-    assert torch.equal(divergence(log_t, log_s, "mixed", mixed_weight=1), divergence(log_t, log_s, "forward_kl"))
+    assert torch.equal(Divergence("mixed", mixed_weight=1)(log_t, log_s), Divergence()(log_t, log_s))
 
 
 @pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
@@ -57,7 +57,7 @@ def test_mixed_of_forward_kl_alone_is_finite_where_the_reverse_is_not():
 def test_equal_distributions_give_exactly_zero(kind, weights, dtype):
     """Rounding noise of log m, or of Σt ≠ 1, would pull at a student that is already right."""
     z = (20 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(3))).to(dtype).requires_grad_()
-    value = divergence(z.detach().log_softmax(-1), z.log_softmax(-1), kind, **weights)
+    value = Divergence(kind, **weights)(z.detach().log_softmax(-1), z.log_softmax(-1))
     value.sum().backward()
     assert not value.any()
     assert not z.grad.any()
@@ -82,7 +82,7 @@ def test_a_cell_empty_on_the_teacher_side_alone_is_finite(kind, weights):
     """Forward KL, JSD and TVD have a finite value there; the reverse KL is infinite by definition."""
     log_t = torch.tensor([[0.0, -math.inf]])
     log_s = torch.tensor([[0.5, 0.5]]).log().requires_grad_()
-    value = divergence(log_t, log_s, kind, **weights)
+    value = Divergence(kind, **weights)(log_t, log_s)
     if kind in ("reverse_kl", "mixed"):
         assert value.item() == math.inf
     else:
@@ -97,7 +97,7 @@ def test_extreme_logits_are_finite(kind, weights):
     """Probabilities of e^−300 are 0 in fp32; a loss that leaves log space divides by them."""
     z_t = torch.tensor([[150.0, -150.0, 0.0], [-150.0, 150.0, 150.0]])
     z_s = (-z_t).requires_grad_()
-    value = divergence(z_t.log_softmax(-1), z_s.log_softmax(-1), kind, **weights)
+    value = Divergence(kind, **weights)(z_t.log_softmax(-1), z_s.log_softmax(-1))
     value.sum().backward()
     assert value.isfinite().all()
     assert z_s.grad.isfinite().all()
@@ -112,7 +112,7 @@ def test_extreme_logits_are_finite(kind, weights):
 def test_not_negative(logits, kind, share):
     """Rounding of Σ over n cells of at most 40 nats each is the only way below zero."""
     log_t, log_s = torch.tensor(logits, dtype=torch.float64).t().log_softmax(-1)
-    value = divergence(log_t[None], log_s[None], kind, beta=share, mixed_weight=share)
+    value = Divergence(kind, share, share)(log_t[None], log_s[None])
     assert value.item() >= -40 * len(logits) * torch.finfo(torch.float64).eps
 
 
@@ -160,7 +160,7 @@ def test_a_nan_is_not_hidden(kind, weights, side):
 
 def test_low_precision_is_computed_in_fp32():
     log_t, log_s = (z.log_softmax(-1).bfloat16() for z in pair(5))
-    assert divergence(log_t, log_s).dtype == torch.float32
+    assert Divergence()(log_t, log_s).dtype == torch.float32
 
 
 @pytest.mark.parametrize("wrong", [{"kind": "kl"}, {"kind": "jsd", "beta": 1.5}, {"kind": "mixed", "mixed_weight": -1}])
