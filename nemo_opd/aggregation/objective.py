@@ -1,4 +1,4 @@
-"""The objective of a run: cross-entropy, distillation and the policy gradient of rewards, weighted (methods.md §7.3)."""
+"""The objective of a run: weighted cross-entropy, distillation and policy gradient of rewards (methods.md §7.3)."""
 
 from collections.abc import Collection, Sequence
 from typing import Literal
