@@ -15,6 +15,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # this process and in all that tests start.
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 
+# Help and tables are as wide as where there is no terminal.
+os.environ.pop("COLUMNS", None)
+
 from pathlib import Path
 
 import pytest

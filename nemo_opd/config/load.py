@@ -4,6 +4,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,6 +74,9 @@ def run_with_hydra(
             only = [option for option in command.options if not option.startswith("-")]
             with suppress(BrokenPipeError):
                 print(help_text(model, config_dir, program, only), flush=True)
+            return
+        if "--version" in command.options:
+            print(version("nemo-opd"))
             return
         if MULTIRUN_FLAGS & set(command.options):
             # Hydra writes the overrides of a sweep, as they were typed, into a file, which nobody needs.

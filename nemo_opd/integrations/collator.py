@@ -39,7 +39,7 @@ class _Rows:
 class Collator:
     """Rows of a dataset, as a list of dicts, to `input_ids` of the student, and `batch`, a `nemo_opd.types.Batch`.
 
-    Picklable, for the processes of a DataLoader. Raises DataError for a row without text.
+    Picklable, for the processes of a DataLoader. Raises DataError for a row without text, and for no rows.
     """
 
     make_sample: SampleMaker
@@ -47,6 +47,8 @@ class Collator:
     """The dataset's name of a column → ours."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if not rows:
+            raise DataError("there are no rows to make a batch of; give at least one")
         documents = read_documents(_Rows(rows, self.columns), list(range(len(rows))))
         batch = collate([self.make_sample(document) for document in documents])
         return {"input_ids": batch.student.ids, "batch": batch}

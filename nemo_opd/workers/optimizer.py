@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from inspect import Parameter, signature
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,12 @@ def _of_class(settings: optim.ClassOptimizer, parameters: list[nn.Parameter]) ->
     found = imported(settings.name, key=key, form="package.module:Class")
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise ConfigError(f"{key}={settings.name}: no class of torch.optim.Optimizer; name one")
+    closure = signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise ConfigError(
+            f"{key}={settings.name}: its step computes the loss anew by a closure, and a run computes it once a step; "
+            "name another class"
+        )
     make: Callable[..., Optimizer] = found
     try:
         return make(parameters, lr=settings.lr, **settings.arguments)

@@ -251,5 +251,7 @@ def test_what_a_trainer_cannot_be_given_is_refused(distillation: Distillation, t
         trainer(distillation, [], tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(DataError, match="a row has no column 'text', but 'input_ids'; name it"):
         distillation.collator([{"input_ids": [1, 2]}])
+    with pytest.raises(DataError, match="there are no rows to make a batch of"):
+        distillation.collator([])
     with pytest.raises(ModelError, match=r"the student's logits have 3 columns, but the tokenizer of student\.model="):
         distillation.loss(torch.zeros(1, 2, 3), distillation.collator([{"text": "a"}])["batch"])

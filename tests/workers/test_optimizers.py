@@ -174,6 +174,7 @@ def test_memory_counts_the_state(kind: str) -> None:
             ["type=class", "name=torch.optim:SGD", "sharded=true", "arguments={beta: 1}"],
             "student.optimizer.arguments={'beta': 1}: torch.optim:SGD does not take them",
         ),
+        (["type=class", "name=torch.optim:LBFGS"], "name=torch.optim:LBFGS: its step computes the loss anew"),
         (["type=muon", "eps=-1"], "student.optimizer.eps=-1: must be greater than 0"),
         (["beta2_decay=-0.5"], "belongs to student.optimizer.type=adafactor"),
         (["type=sgd"], "student.optimizer.type='sgd': choose one of"),
