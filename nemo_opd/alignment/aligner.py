@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-VERSION = 2
+_VERSION = 2
 """Raised when the same ids are aligned in another way than before."""
 
 
 class TokenAligner:
-    """Holds arrays only: cheap to pickle, safe to share between threads."""
+    """Aligner of one pair of tokenizers. Holds arrays only: cheap to pickle, safe to share between threads."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class TokenAligner:
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides an alignment: both tokenizers, the roles, the version of the method."""
         digest = hashlib.sha256(
-            f"{VERSION} {self.student_pieces.fingerprint} {self.teacher_pieces.fingerprint}".encode()
+            f"{_VERSION} {self.student_pieces.fingerprint} {self.teacher_pieces.fingerprint}".encode()
         )
         for array in (self._special.student_class, self._special.teacher_class, self._special.matches):
             digest.update(array.tobytes())
@@ -75,6 +75,7 @@ class TokenAligner:
         return spell(_checked(ids, "student", self.student_pieces), self._student_table)
 
     def teacher_spelling(self, ids: Sequence[int] | NDArray[np.integer]) -> Spelling:
+        """Return the bytes of teacher ids. Raises AlignmentError as `align` does."""
         return spell(_checked(ids, "teacher", self.teacher_pieces), self._teacher_table)
 
     def _make_tables(self) -> None:
@@ -96,7 +97,7 @@ def _table(classes: NDArray[np.int32], pieces: Pieces) -> PieceTable:
 
 
 def _for_kernel(array: NDArray[Any]) -> NDArray[Any]:
-    """Numba compiles anew for a read-only array, which one out of Ray's store or a mapped file is."""
+    """Return a writable array: Numba compiles anew for a read-only one, out of Ray's store or a mapped file."""
     return np.require(array, requirements=["C", "W"])
 
 

@@ -79,7 +79,7 @@ def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of what determines the tokenizer's behaviour. Truncation and padding are state of a call and left out.
+    """Return the SHA-256 of what determines the tokenizer's behaviour, without truncation and padding, set by calls.
 
     Raises AlignmentError for a tokenizer without a fast backend.
     """
@@ -87,7 +87,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def serialize(tokenizer: PreTrainedTokenizerBase) -> _Serialized:
-    """Raises AlignmentError for a tokenizer without a fast backend."""
+    """Serialise the backend. Raises AlignmentError for a tokenizer without a fast one."""
     text = rust_tokenizer(tokenizer).to_str()
     # Version, truncation and padding come first.
     _, key, behaviour = text.partition('"added_tokens":')
@@ -138,7 +138,7 @@ def _parse(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _steps(component: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
-    """Flatten a decoder or normaliser to a list of steps; `key` is where a sequence keeps its own."""
+    """Yield the steps of a decoder or normaliser; key: of the steps of a sequence."""
     if component is None:
         return
     if component["type"] == "Sequence":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nemo_opd.alignment.merge import Spelling
     from nemo_opd.alignment.pieces import Pieces
 
-Positions = NDArray[np.int64]
+_Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ def _histories(numbers: list[int], parts: list[Alignment], contents: NDArray[np.
     return _joined(histories, np.int8)
 
 
-def _parts(tokens: ChatTokens, pieces: Pieces, side: str) -> Iterator[Positions]:
-    """Positions of the template's special tokens before content 0, of content 0, of the special tokens after it, …"""
+def _parts(tokens: ChatTokens, pieces: Pieces, side: str) -> Iterator[_Positions]:
+    """Yield the positions of the special tokens before content 0, of content 0, of the special tokens after it, …"""
     special = _special_positions(tokens.ids, pieces, side)
     edges = tokens.spans.ravel()
     stops = np.searchsorted(special, [*edges.tolist(), len(tokens.ids)]).tolist()
@@ -146,7 +146,7 @@ def _parts(tokens: ChatTokens, pieces: Pieces, side: str) -> Iterator[Positions]
         yield special[stops[2 * k + 1] : stops[2 * k + 2]]
 
 
-def _special_positions(ids: NDArray[np.int32], pieces: Pieces, side: str) -> Positions:
+def _special_positions(ids: NDArray[np.int32], pieces: Pieces, side: str) -> _Positions:
     outside = np.flatnonzero((ids < 0) | (ids >= pieces.vocab_size))
     if len(outside):
         position = int(outside[0])
@@ -158,9 +158,9 @@ def _special_positions(ids: NDArray[np.int32], pieces: Pieces, side: str) -> Pos
 
 
 def _placed_ids(
-    chunk_ids: list[NDArray[np.int32]], positions: list[Positions], parts: list[Alignment], length: int
+    chunk_ids: list[NDArray[np.int32]], positions: list[_Positions], parts: list[Alignment], length: int
 ) -> NDArray[np.int32]:
-    """Chunk ids of the parts, each counted from 0, as ids over the whole sequence."""
+    """Turn chunk ids of the parts, each counted from 0, into ids over the whole sequence."""
     first = np.cumsum([0, *(part.num_chunks for part in parts)])[:-1]
     numbered = _joined(chunk_ids, np.int32)
     shift = np.repeat(first, [len(ids) for ids in chunk_ids])
@@ -169,7 +169,7 @@ def _placed_ids(
     return placed
 
 
-def _placed_bounds(bounds: NDArray[np.int32], positions: list[Positions], parts: list[Alignment]) -> NDArray[np.int64]:
+def _placed_bounds(bounds: NDArray[np.int32], positions: list[_Positions], parts: list[Alignment]) -> NDArray[np.int64]:
     """Move bounds [C, 2] within parts to the sequence. A chunk's tokens are neighbours in both."""
     first = np.cumsum([0, *map(len, positions)])[:-1]
     shift = np.repeat(first, [part.num_chunks for part in parts])

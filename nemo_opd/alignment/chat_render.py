@@ -22,14 +22,14 @@ from nemo_opd.errors import AlignmentError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Tools = Sequence[Mapping[str, Any]] | None
+_Tools = Sequence[Mapping[str, Any]] | None
 
 _ENDS_A_TURN = {"end_of_turn", "end_of_message", "eos"}
 _OWN_ARGUMENTS = ("conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
 
 
 class ChatRenderer:
-    """Holds the tokenizer: can be pickled for loader workers.
+    """Renderer of conversations by one tokenizer; can be pickled for loader workers.
 
     A special token that is spelled out in a content is read as that token, as `apply_chat_template` and the servers
     that use it read it. The edges of the content do not move.
@@ -57,7 +57,7 @@ class ChatRenderer:
         tokenizer = self._tokenizer
         return tokenizer.chat_template, sorted(self._template_kwargs.items()), tokenizer.special_tokens_map
 
-    def __call__(self, messages: Sequence[Message], tools: Tools = None) -> ChatTokens:
+    def __call__(self, messages: Sequence[Message], tools: _Tools = None) -> ChatTokens:
         """Render and tokenize M messages to S tokens; a list of text parts is one content, None is an empty one.
 
         Raises AlignmentError for malformed messages and for those that the template refuses.
@@ -65,8 +65,8 @@ class ChatRenderer:
         rendered = self.render(messages, tools)
         return self.tokens(rendered, locate_tokens(self._tokenizer, rendered.text))
 
-    def render(self, messages: Sequence[Message], tools: Tools = None) -> RenderedChat:
-        """Render, and find what each message says. Raises AlignmentError as a call does."""
+    def render(self, messages: Sequence[Message], tools: _Tools = None) -> RenderedChat:
+        """Render messages, and find each content in the text. Raises AlignmentError as a call does."""
         plain = plain_messages(messages)
         text = self._rendered(plain, tools)
         contents = locate_contents(lambda changed: self._rendered_or_none(changed, tools), plain, text)
@@ -77,7 +77,7 @@ class ChatRenderer:
                 contents[k] = replace(span, start=written)
         return RenderedChat(text, plain, contents, turns)
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> str:
+    def prompt(self, messages: Sequence[Message], tools: _Tools = None) -> str:
         """Render messages up to the place at which the model takes over. Raises AlignmentError as a call does."""
         return self._rendered(plain_messages(messages), tools, add_generation_prompt=True)
 
@@ -103,7 +103,7 @@ class ChatRenderer:
         limit = int(spans[k + 1, 0]) if k + 1 < len(spans) else len(tokens.ids)
         return stop, tokens.turn_end(stop, limit, self._turn_ends, past_text=calls)
 
-    def _render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
+    def _render(self, messages: Sequence[Message], tools: _Tools, add_generation_prompt: bool = False) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -114,14 +114,14 @@ class ChatRenderer:
             )
         )
 
-    def _rendered_or_none(self, messages: Sequence[Message], tools: Tools) -> str | None:
+    def _rendered_or_none(self, messages: Sequence[Message], tools: _Tools) -> str | None:
         """Render a conversation, or return None: a template is a program that may fail with any exception."""
         try:
             return self._render(messages, tools)
         except Exception:
             return None
 
-    def _rendered(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
+    def _rendered(self, messages: Sequence[Message], tools: _Tools, add_generation_prompt: bool = False) -> str:
         try:
             return self._render(messages, tools, add_generation_prompt)
         except Exception as error:
@@ -132,11 +132,11 @@ class ChatRenderer:
                 "set a chat_template that accepts it"
             ) from error
 
-    def _first_refused(self, messages: Sequence[Message], tools: Tools) -> int:
+    def _first_refused(self, messages: Sequence[Message], tools: _Tools) -> int:
         stops = range(1, len(messages))
         return next((stop - 1 for stop in stops if self._rendered_or_none(messages[:stop], tools) is None), len(stops))
 
-    def _generation_prompt(self, messages: Sequence[Message], tools: Tools, text: str) -> str:
+    def _generation_prompt(self, messages: Sequence[Message], tools: _Tools, text: str) -> str:
         """Return the template's text for the model to continue; empty where it has none."""
         if not any(message["role"] == "assistant" for message in messages):
             return ""
@@ -147,7 +147,7 @@ class ChatRenderer:
 def _assistant_turns(
     messages: Sequence[Message], contents: Sequence[ContentSpan | None], text: str, prompt: str
 ) -> dict[int, int]:
-    """Assistant message → the character at which the model takes over from the generation prompt.
+    """Find, by assistant message, the character at which the model takes over from the generation prompt.
 
     Searched backwards in the template's text before the content. Where that has not all of the prompt (earlier turns
     do not repeat Qwen's empty thinking block, a turn with thinking fills it), the prompt's first line, its header.

@@ -157,7 +157,7 @@ def _narrowed(span: ContentSpan, message: Message, text: str) -> ContentSpan:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Length of the common prefix, in O(n) character comparisons and O(log n) Python steps."""
+    """Return the length of the common prefix, in O(n) character comparisons and O(log n) Python steps."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -55,7 +55,7 @@ def _file(name: str) -> Path | None:
 
 @lru_cache(maxsize=32)
 def _read(file: Path, _mtime_ns: int, _size: int) -> _GenerationIds:
-    """Keyed by the file's state, so that a broken one is warned of once."""
+    """Read a file. Cached by the file's state, so that there is one warning of a broken one."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         return _GenerationIds(**{role: _ids(data.get(f"{role}_token_id")) for role in ("bos", "eos", "pad")})

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from nemo_opd.alignment.backend import META_SPACE
 from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME
 
-Bytes = NDArray[np.uint8]
+_Bytes = NDArray[np.uint8]
 
 
-def run_histories(student: Bytes, teacher: Bytes, runs: NDArray[np.int64]) -> NDArray[np.int8]:
+def run_histories(student: _Bytes, teacher: _Bytes, runs: NDArray[np.int64]) -> NDArray[np.int8]:
     """Classify what both sides have read before each run of equal bytes of `equal_runs`: [R].
 
     HISTORY_REWRITTEN where the regions between runs say the same but for white space and Unicode form.
@@ -101,7 +101,7 @@ def _around(part: AnyStr, form: AnyStr) -> tuple[AnyStr, AnyStr]:
 
 
 def _plain_forms(text: str) -> tuple[str, ...]:
-    """Plain text of a text as it is and quoted as JSON, as templates write what tools answer."""
+    """Return the plain text of a text as it is, and quoted as JSON, as templates write what tools answer."""
     return _plain_text(text.encode()), _plain_text(json.dumps(text, ensure_ascii=False)[1:-1].encode())
 
 

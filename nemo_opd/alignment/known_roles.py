@@ -122,7 +122,7 @@ _SPECIAL_ROLES = {content: role for role, contents in _SPECIAL.items() for conte
 
 
 def known_roles(content: str, special: bool) -> tuple[str, ...]:
-    """Roles of an added token by its content, the most important first; none for what is not known."""
+    """Return the roles of an added token by its content, the most important first; none for an unknown one."""
     role = _MARK_ROLES.get(content) or (_SPECIAL_ROLES.get(content) if special else None)
     return (role, *_FURTHER.get(role, ())) if role else ()
 

@@ -75,10 +75,10 @@ def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches
     """Merge two sequences into chunks, whose bytes are equal in `runs` (as `equal_runs` gives them).
 
     Between neighbouring cuts of one run the bytes are equal; the tokens from the last cut of a run to the first of a
-    later one make one inexact chunk, or none where a barrier stands among them. Behind the last cut nothing has a
+    later one make one inexact chunk, or none where a barrier stands among them. After the last cut nothing has a
     partner. Barriers at one cut are paired where `matches` says so.
     """
-    cuts = common_cuts(student.edges, teacher.edges, runs)
+    cuts = _common_cuts(student.edges, teacher.edges, runs)
     bounds, kinds = _between(cuts, student.classes, teacher.classes, matches)
     whitespace, digit = _byte_flags(bounds, kinds, student)
     return Chunks(
@@ -94,7 +94,7 @@ def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches
 
 
 @jit
-def common_cuts(s_edges: NDArray[np.int64], t_edges: NDArray[np.int64], runs: NDArray[np.int64]) -> NDArray[np.int64]:
+def _common_cuts(s_edges: NDArray[np.int64], t_edges: NDArray[np.int64], runs: NDArray[np.int64]) -> NDArray[np.int64]:
     """Find common cuts [N, 3]: tokens before one on either side, without barriers that stand at it, and its run."""
     cuts = np.empty((len(s_edges) + len(t_edges), 3), np.int64)
     i = j = count = 0
@@ -125,7 +125,7 @@ def _first_edge(edges: NDArray[np.int64], i: int, position: int) -> int:
 def _between(
     cuts: NDArray[np.int64], s_classes: _Ints, t_classes: _Ints, matches: _Flags
 ) -> tuple[_Ints, NDArray[np.int8]]:
-    """Bounds [C, 4] and kinds [C] of the pairs of barriers at the cuts and the chunks between them."""
+    """Return bounds [C, 4] and kinds [C] of the pairs of barriers at the cuts and of the chunks between them."""
     room = min(len(s_classes), len(t_classes))
     bounds = np.empty((room, 4), np.int32)
     kinds = np.empty(room, np.int8)
@@ -158,7 +158,7 @@ def _first_text(classes: _Ints, i: int) -> int:
 
 @jit
 def _only_text(classes: _Ints, start: int, stop: int) -> bool:
-    """There are tokens in [start, stop), and no barrier among them."""
+    """Return whether there are tokens in [start, stop), and no barrier among them."""
     for i in range(start, stop):
         if classes[i] != TEXT:
             return False
@@ -177,7 +177,7 @@ def _chunk_ids(bounds: _Ints, length: int) -> _Ints:
 
 @jit
 def _byte_flags(bounds: _Ints, kinds: NDArray[np.int8], student: Spelling) -> tuple[_Flags, _Flags]:
-    """Exact chunks of ASCII white space [C] and of ASCII digits [C]."""
+    """Mark the exact chunks of ASCII white space, [C], and of ASCII digits, [C]."""
     whitespace, digit = np.zeros(len(bounds), np.bool_), np.zeros(len(bounds), np.bool_)
     for c in range(len(bounds)):
         spaces = digits = kinds[c] == _EXACT

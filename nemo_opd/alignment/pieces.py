@@ -62,7 +62,7 @@ class Pieces:
         return len(self.lengths)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Raises AlignmentError for an id outside the vocabulary."""
+        """Return the bytes of an id. Raises AlignmentError for one outside the vocabulary."""
         if not 0 <= token_id < self.vocab_size:
             raise AlignmentError(f"token id {token_id} is outside the vocabulary of size {self.vocab_size}")
         return self.buffer[self.offsets[token_id] : self.offsets[token_id + 1]].tobytes()
@@ -127,14 +127,14 @@ def _ordinary(token: str, backend: Backend) -> tuple[bytes, int]:
 
 
 def _added(token: AddedToken, backend: Backend) -> bytes:
-    """Added tokens are text, not the byte alphabet, unless the normaliser writes that."""
+    """Return the bytes of an added token: text, not the byte alphabet, unless the normaliser writes that."""
     if backend.kind == "byte_level":
         return byte_level_bytes(token.stored) if token.in_byte_alphabet else token.stored.encode()
     return token.stored.replace(META_SPACE, " ").encode()
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte: printable Latin-1 stands for itself, the rest follow from U+0100 on."""
+    """Map GPT-2's characters to their bytes: printable Latin-1 stands for itself, the rest follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -147,7 +147,7 @@ _LATIN_1 = dict.fromkeys(range(256), _OUTSIDE) | {ord(c): chr(byte) for c, byte 
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Bytes of a piece in GPT-2's alphabet. A piece with any other character is plain text, as the decoder has it."""
+    """Decode a piece in GPT-2's alphabet. A piece with any other character is plain text, as the decoder has it."""
     try:
         return token.translate(_LATIN_1).encode("latin-1")
     except UnicodeEncodeError:
@@ -166,7 +166,9 @@ def _verify(pieces: Pieces, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def _wrong_piece(pieces: Pieces, kind: Kind, backend: Tokenizer) -> str | None:
-    """Decodes each id between two anchors: first all in one go, then one by one to name the one that differs.
+    """Find a piece that the tokenizer decodes to other text, by decoding each id between two anchors.
+
+    First all in one call, then one by one to name the one that differs.
 
     Anchors keep the ids away from each other, so that halves of characters do not join, and from the ends of the text,
     where decoders strip. They are ordinary because bytes of `<0xHH>` in a row are decoded together.
@@ -212,6 +214,6 @@ def _decoded(backend: Tokenizer, ids: list[int]) -> str:
 
 
 def _same(decoded: str, spelled: bytes) -> bool:
-    """Equal, where however many U+FFFD in a row stand for bytes that are no character."""
+    """Compare text with bytes; any number of U+FFFD in a row stands for bytes that are no character."""
     text = spelled.decode("utf-8", "replace")
     return decoded == text or re.sub("\ufffd+", "\ufffd", decoded) == re.sub("\ufffd+", "\ufffd", text)

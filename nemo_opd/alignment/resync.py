@@ -32,9 +32,9 @@ _RUN_FOLLOWS_GAP = 1
 _ENDS_RUN, _BOTH, _LEFT, _RIGHT = 0, 2, 4, 6
 """Last steps of a differing region, by what they consume; `_ENDS_RUN`: nothing, the region opens here."""
 
-Bytes = NDArray[np.uint8]
-Places = NDArray[np.int32]
-Runs = list[tuple[int, int, int]]
+_Bytes = NDArray[np.uint8]
+_Places = NDArray[np.int32]
+_Runs = list[tuple[int, int, int]]
 """(start in a, start in b, length)"""
 
 
@@ -55,8 +55,8 @@ class _Block(NamedTuple):
 
 
 @jit
-def equal_runs(a: Bytes, b: Bytes) -> NDArray[np.int64]:
-    """Runs [R, 3] of equal bytes: start in a, start in b, length; increasing and disjoint in both streams.
+def equal_runs(a: _Bytes, b: _Bytes) -> NDArray[np.int64]:
+    """Find runs [R, 3] of equal bytes: start in a, start in b, length; increasing and disjoint in both streams.
 
     The first is the equal prefix, perhaps empty, and is cut at the first differing byte; others hold whole UTF-8
     characters. The last reaches the end of at least one stream: where the other goes on, the first was cut. Where both
@@ -75,8 +75,8 @@ def equal_runs(a: Bytes, b: Bytes) -> NDArray[np.int64]:
 
 
 @jit
-def _equal_ahead(a: Bytes, i: int, b: Bytes, j: int) -> int:
-    """Equal bytes from i, j on."""
+def _equal_ahead(a: _Bytes, i: int, b: _Bytes, j: int) -> int:
+    """Count the equal bytes from i, j on."""
     limit = min(len(a) - i, len(b) - j)
     n = 0
     while n < limit and a[i + n] == b[j + n]:
@@ -85,7 +85,7 @@ def _equal_ahead(a: Bytes, i: int, b: Bytes, j: int) -> int:
 
 
 @jit
-def _append(runs: Runs, i: int, j: int, length: int) -> None:
+def _append(runs: _Runs, i: int, j: int, length: int) -> None:
     start, other, before = runs[-1]
     if start + before == i and other + before == j:
         runs[-1] = (start, other, before + length)
@@ -94,7 +94,7 @@ def _append(runs: Runs, i: int, j: int, length: int) -> None:
 
 
 @jit
-def _close(a: Bytes, b: Bytes, runs: Runs) -> None:
+def _close(a: _Bytes, b: _Bytes, runs: _Runs) -> None:
     """Close the last region: a stream that ends inside a character of the other was cut; else both end differently."""
     i, j, length = runs[-1]
     ahead = _equal_ahead(a, i + length, b, j + length)
@@ -105,14 +105,14 @@ def _close(a: Bytes, b: Bytes, runs: Runs) -> None:
 
 
 @jit
-def _continues(data: Bytes, at: int) -> bool:
+def _continues(data: _Bytes, at: int) -> bool:
     """Return whether the byte at `at` continues a UTF-8 character."""
     return at < len(data) and data[at] & 0xC0 == 0x80
 
 
 @jit
-def _whole(a: Bytes, i: int, b: Bytes, j: int) -> int:
-    """Equal bytes from i, j on, without those of a last character that goes on differently."""
+def _whole(a: _Bytes, i: int, b: _Bytes, j: int) -> int:
+    """Count the equal bytes from i, j on, without those of a last character that goes on differently."""
     n = _equal_ahead(a, i, b, j)
     if i + n == len(a) or j + n == len(b) or not (_continues(a, i + n) or _continues(b, j + n)):
         return n
@@ -123,8 +123,8 @@ def _whole(a: Bytes, i: int, b: Bytes, j: int) -> int:
 
 
 @jit
-def _inside_character(data: Bytes, at: int) -> int:
-    """Bytes from `at` to the next character."""
+def _inside_character(data: _Bytes, at: int) -> int:
+    """Count the bytes from `at` to the next character."""
     n = 0
     while n < 3 and _continues(data, at + n):
         n += 1
@@ -132,7 +132,7 @@ def _inside_character(data: Bytes, at: int) -> int:
 
 
 @jit
-def _extend(a: Bytes, i: int, b: Bytes, j: int, last: tuple[int, int, int]) -> tuple[int, int, int]:
+def _extend(a: _Bytes, i: int, b: _Bytes, j: int, last: tuple[int, int, int]) -> tuple[int, int, int]:
     """Extend an equal window at i, j to the longest run of whole characters, after the run `last`; empty inside it."""
     a_floor, b_floor = last[0] + last[2], last[1] + last[2]
     if i < a_floor or j < b_floor:
@@ -144,7 +144,7 @@ def _extend(a: Bytes, i: int, b: Bytes, j: int, last: tuple[int, int, int]) -> t
 
 
 @jit
-def _anchors(a: Bytes, b: Bytes, start: int) -> NDArray[np.int64]:
+def _anchors(a: _Bytes, b: _Bytes, start: int) -> NDArray[np.int64]:
     """Find anchors [N, 2]: starts of equal windows from `start` on, found once in either stream, increasing in both."""
     size = 1
     while size < max(len(a), len(b)) - start:
@@ -163,8 +163,8 @@ def _anchors(a: Bytes, b: Bytes, start: int) -> NDArray[np.int64]:
 
 
 @jit
-def _windows(data: Bytes, start: int, size: int) -> tuple[Places, Places]:
-    """Starts of the windows that their own hash selects, a quarter of all, and their slots in a table of `size`."""
+def _windows(data: _Bytes, start: int, size: int) -> tuple[_Places, _Places]:
+    """Return the starts of windows, the quarter that their own hash selects, and their slots in a table of `size`."""
     starts = np.empty(max(len(data) - start, 0), np.int32)
     slots = np.empty(len(starts), np.int32)
     base, oldest, value, count = 1_099_511_628_211, 1, 0, 0
@@ -183,7 +183,7 @@ def _windows(data: Bytes, start: int, size: int) -> tuple[Places, Places]:
 
 
 @jit
-def _owners(starts: Places, slots: Places, size: int) -> Places:
+def _owners(starts: _Places, slots: _Places, size: int) -> _Places:
     """Return the start of the one window in each slot, [size]; −1: none, −2: several."""
     owners = np.full(size, -1, np.int32)
     for k in range(len(starts)):
@@ -217,7 +217,7 @@ def _longest_increasing(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 @jit
-def _fill(a: Bytes, a_stop: int, b: Bytes, b_stop: int, runs: Runs, joined: bool) -> None:
+def _fill(a: _Bytes, a_stop: int, b: _Bytes, b_stop: int, runs: _Runs, joined: bool) -> None:
     """Append the runs between the last one and a_stop, b_stop. `joined`: these two places belong together."""
     i, j = runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]
     skipped = _inside_character(a, i), _inside_character(b, j)
@@ -236,7 +236,7 @@ def _fill(a: Bytes, a_stop: int, b: Bytes, b_stop: int, runs: Runs, joined: bool
 
 
 @jit
-def _characters(data: Bytes, start: int, stop: int) -> _Characters:
+def _characters(data: _Bytes, start: int, stop: int) -> _Characters:
     """Return the first characters of data[start:stop], a block of them at most."""
     codes = np.empty(min(stop - start, BLOCK), np.uint32)
     shifts = np.empty(len(codes), np.int32)
@@ -262,8 +262,8 @@ def _is_mark(code: int) -> bool:
 
 
 @jit
-def _width(data: Bytes, at: int, stop: int) -> int:
-    """Bytes of the UTF-8 character at `at`; 1 where there is none."""
+def _width(data: _Bytes, at: int, stop: int) -> int:
+    """Count the bytes of the UTF-8 character at `at`; 1 where there is none."""
     lead = data[at]
     if lead < 0xC2 or lead > 0xF4:
         return 1
@@ -319,9 +319,9 @@ def _best_paths(left: _Characters, right: _Characters, in_run: bool, joined: boo
 
 @jit
 def _commit(
-    left: _Characters, right: _Characters, block: _Block, kept: tuple[int, int], runs: Runs
+    left: _Characters, right: _Characters, block: _Block, kept: tuple[int, int], runs: _Runs
 ) -> tuple[int, int, bool]:
-    """Append the runs of the best path as far as `kept` characters of either side; where it stands then."""
+    """Append the runs of the best path as far as `kept` characters of either side; return where it is then."""
     x, y, in_run = block.end
     while x > kept[0] or y > kept[1]:
         x, y, in_run, _ = _step_back(block.moves, x, y, in_run)

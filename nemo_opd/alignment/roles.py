@@ -28,7 +28,7 @@ __all__ = [
     "roles_of",
 ]
 
-Roles = Mapping[int, tuple[str, ...]]
+_Roles = Mapping[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,13 +124,13 @@ def paired_roles(
     return listed
 
 
-def _pairable(roles: Roles, same: bool) -> Roles:
-    """Return whether a token can be paired; a reserved one means something to its own tokenizer alone."""
+def _pairable(roles: _Roles, same: bool) -> _Roles:
+    """Keep the roles by which tokens can be paired; a reserved token means something to its own tokenizer alone."""
     kept = {i: tuple(role for role in names if same or not is_reserved(role)) for i, names in roles.items()}
     return {i: names for i, names in kept.items() if names}
 
 
-def _candidates(student_roles: Roles, teacher_roles: Roles, same: bool) -> list[_Candidate]:
+def _candidates(student_roles: _Roles, teacher_roles: _Roles, same: bool) -> list[_Candidate]:
     """Return tokens that share a role, the nearest first, by the sum of the shared role's places on both sides."""
     teachers: dict[str, list[int]] = {}
     for t, roles in teacher_roles.items():
@@ -152,7 +152,7 @@ def _place(role: str, roles: tuple[str, ...]) -> int:
 
 
 def _one_to_one(candidates: Iterable[_Candidate]) -> dict[int, int]:
-    """Greedy: who comes first takes its partner."""
+    """Pair greedily: each candidate in order whose tokens are both free."""
     pairs: dict[int, int] = {}
     taken = set()
     for c in candidates:

@@ -16,7 +16,7 @@ _QUESTION, _ANSWER, _NEXT = "FirstQuestion", "FirstAnswer", "SecondQuestion"
 
 
 def template_roles(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Content of a special token → end_of_turn, start_of_turn or end_of_header; nothing where no template renders.
+    """Map special tokens to end_of_turn, start_of_turn or end_of_header; to nothing where no template renders.
 
     In `<|a|>user<|b|>…<|z|>` a turn starts with a, its header ends with b, and z, which no header holds, ends the turn.
     """
@@ -49,12 +49,12 @@ def _rendered(tokenizer: PreTrainedTokenizerBase) -> str:
     ]
     try:
         return str(tokenizer.apply_chat_template(conversation, tokenize=False))
-    except Exception as error:  # a template is a program of somebody else's: whatever it raises, it tells nothing
+    except Exception as error:  # a template is a foreign program, which may raise anything
         logger.debug("the chat template does not render a plain conversation: %s", error)
         return ""
 
 
 def _split(text: str, specials: Iterable[str]) -> list[str]:
-    """Text and special tokens by turns: text, token, text, …, text."""
+    """Split into text and special tokens in turn: text, token, text, …, text."""
     longest_first = sorted(specials, key=len, reverse=True)
     return re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if longest_first else [text]

@@ -66,7 +66,7 @@ class CudaIpcSender(Sender):
 
 @contextmanager
 def _mappable_memory() -> Iterator[None]:
-    """Allocate inside from memory that other processes can map, which expandable segments often are not.
+    """Allocate, inside, memory that other processes can map, which expandable segments often are not.
 
     A separate pool keeps free blocks of such segments from being used.
     """

@@ -1,4 +1,4 @@
-"""A try whether processes of this machine can read each other's buffers, in separate processes.
+"""A test, in separate processes, whether processes of this machine can read each other's buffers.
 
 `python -m nemo_opd.handoff.obstacle TRANSPORT PAIRS` hands numbers over as a run does. PAIRS: JSON, pairs of the
 indices of the device that writes and of the one that reads.
@@ -18,14 +18,14 @@ from nemo_opd.commands import run
 from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.transport import TRANSPORTS
 
-Pairs = Sequence[tuple[int, int]]
-LIMIT_S = 120.0
+_Pairs = Sequence[tuple[int, int]]
+_LIMIT_S = 120.0
 """Limit of a try. PyTorch and CUDA start in seconds, on a slow file system in a minute."""
 _SIZES = (1_000, 1_000_000)
 """Numbers that are handed over; the second time they need another buffer."""
 
 
-def obstacle(transport: str, pairs: Pairs, limit_s: float = LIMIT_S) -> str | None:
+def obstacle(transport: str, pairs: _Pairs, limit_s: float = _LIMIT_S) -> str | None:
     """Return why a buffer on the first device of a pair cannot be read from the second, or None where all can.
 
     Tries one pair of the same device and one of two, and asks about the peer access of all. Returns after `limit_s` at
@@ -46,7 +46,7 @@ def complaint(command: Sequence[str], limit_s: float) -> str | None:
     return lines[-1].strip() if lines else f"exit status {status}"
 
 
-def hand_over(transport: str, pairs: Pairs) -> None:
+def hand_over(transport: str, pairs: _Pairs) -> None:
     """Hand numbers over to a process for the first of each kind of pair. Raises what a run would raise."""
     context = multiprocessing.get_context("fork")  # before CUDA is initialised, which would not survive it
     kinds = {writes == reads: (writes, reads) for writes, reads in reversed(pairs)}.values()
@@ -61,7 +61,7 @@ def hand_over(transport: str, pairs: Pairs) -> None:
         _write(transport, writes, pipe)
 
 
-def _require_peers(pairs: Pairs) -> None:
+def _require_peers(pairs: _Pairs) -> None:
     for writes, reads in pairs:
         if not torch.cuda.can_device_access_peer(reads, writes):
             raise HandoffError(f"GPU {reads} has no peer access to GPU {writes}")

@@ -24,7 +24,7 @@ def log_of_sum(peak, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def expm1_of_negative(x):  # type: ignore[no-untyped-def]
+def _expm1_of_negative(x):  # type: ignore[no-untyped-def]
     """Compute exp(x) − 1 for x ≤ 0; a Taylor polynomial near 0, where the difference would lose its digits."""
     series = 1 + x / 7 * (1 + x / 8)
     for j in tl.static_range(6, 1, -1):
@@ -33,7 +33,7 @@ def expm1_of_negative(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def log1p_of_negative(x):  # type: ignore[no-untyped-def]
+def _log1p_of_negative(x):  # type: ignore[no-untyped-def]
     """Compute log(1 + x) for −1 ≤ x ≤ 0; 2 artanh(x / (2 + x)) near 0, as a series."""
     y = x / (2 + x)
     q = y * y
@@ -42,7 +42,7 @@ def log1p_of_negative(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def not_nan(x):  # type: ignore[no-untyped-def]
+def _not_nan(x):  # type: ignore[no-untyped-def]
     """Put 0 for 0 · ±∞."""
     return tl.where(x == x, x, 0.0)
 
@@ -56,7 +56,7 @@ def compare(t, s, log_ratio, KIND: tl.constexpr, weight):  # type: ignore[no-unt
     excess = s - t
     if KIND == 3:
         of_smaller = tl.where(log_ratio >= 0, 1 - weight, weight)
-        mixture = log1p_of_negative(expm1_of_negative(-tl.abs(log_ratio)) * of_smaller)
+        mixture = _log1p_of_negative(_expm1_of_negative(-tl.abs(log_ratio)) * of_smaller)
         # 0 where a side is empty, and NaN where it is NaN: nothing else of jsd would tell.
         gradient = tl.where(s == 0, 0.0, (tl.minimum(-log_ratio, 0.0) - mixture) * s) * (1 - weight)
         of_teacher = tl.where(t == 0, 0.0, (tl.minimum(log_ratio, 0.0) - mixture) * t)
@@ -64,8 +64,8 @@ def compare(t, s, log_ratio, KIND: tl.constexpr, weight):  # type: ignore[no-unt
     if KIND == 4:
         sign = tl.where(excess > 0, 0.5, tl.where(excess < 0, -0.5, 0.0))
         return tl.abs(excess) / 2, sign * s
-    forward = not_nan(log_ratio * t)
-    reverse = not_nan(-log_ratio * s)
+    forward = _not_nan(log_ratio * t)
+    reverse = _not_nan(-log_ratio * s)
     if KIND == 0:
         return forward + excess, excess
     if KIND == 1:

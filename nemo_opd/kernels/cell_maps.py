@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_opd.kernels import launch
-from nemo_opd.kernels.forms import CellMap, Entries
+from nemo_opd.kernels.forms import CellMap, EntryLists
 
 _Ids = NDArray[np.int64]
 
@@ -79,10 +79,10 @@ def _order(cells: _Ids, student: Memberships, teacher: Memberships) -> tuple[_Id
 
 def _entries(
     lists: _Ids, others: _Ids, weights: NDArray[np.float64], num_lists: int, num_short: int, device: torch.device
-) -> Entries:
+) -> EntryLists:
     order = np.argsort(lists, kind="stable")
     begins = np.append(0, np.bincount(lists, minlength=num_lists).cumsum())
-    return Entries(
+    return EntryLists(
         torch.from_numpy(begins.astype(np.int32)).to(device),
         torch.from_numpy(others[order].astype(np.int32)).to(device),
         torch.from_numpy(weights[order].astype(np.float32)).to(device),

@@ -39,7 +39,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class EntryLists:
     """Y lists of entries, those of up to `launch.SHORT` entries first."""
 
     begins: Tensor
@@ -68,11 +68,11 @@ class CellMap:
     """fp32 [V]: sum of a token's weights."""
     teacher_weights: Tensor
     """fp32 [W]"""
-    student_of_cell: Entries
+    student_of_cell: EntryLists
     """Y lists of tokens."""
-    teacher_of_cell: Entries
+    teacher_of_cell: EntryLists
     """Y lists, of the same cells in the same order."""
-    cells_of_student: Entries
+    cells_of_student: EntryLists
     """V lists of cells."""
     num_pairs: int
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_opd.kernels import launch
 from nemo_opd.kernels.forms import FORWARD_KL, CellComparison, Comparison, Measure, RowForm, Surprise
 
-FORMS: tuple[type[RowForm], ...] = (Surprise, Comparison, CellComparison)
+_FORMS: tuple[type[RowForm], ...] = (Surprise, Comparison, CellComparison)
 """Kinds of losses, of each of which one at a time is computed."""
 
 
@@ -41,8 +41,8 @@ class Placed:
 def add_losses(student: Tensor, parts: Sequence[Placed], total: Tensor, *, is_first: bool) -> list[Tensor]:
     """Return the losses of each part's units, fp32 [u], and add Σ factor · gradient to that of a block.
 
-    student: logits [R, ≥ X]; parts: one of each of `FORMS` at most. total: [R, X], of any floating-point type; rows in
-    which some part has a unit are read only if something was put there, else put.
+    student: logits [R, ≥ X]; parts: one of each kind of `RowForm` at most. total: [R, X], of any floating-point type;
+    rows in which some part has a unit are read only if something was put there, else put.
     """
     # Triton launches on the current device.
     with torch.cuda.device_of(student):
@@ -169,7 +169,7 @@ def _launch_rows(
 
     num_rows = max(len(each.part) for each in prepared)
     by_form = {type(each.part.form): each for each in prepared}
-    a, b, c = (by_form.get(kind) for kind in FORMS)
+    a, b, c = (by_form.get(kind) for kind in _FORMS)
     given = (
         *(student, student.stride(0), total, total.stride(0), total.shape[1]),
         *_given_surprise(a, student),
@@ -189,7 +189,7 @@ def _launch_rows(
 
 
 def _given_surprise(of: _Prepared | None, none: Tensor) -> tuple[Any, ...]:
-    """none: stands for what is not read."""
+    """Return the kernel's arguments for a `Surprise`. none: a tensor in place of those that are not read."""
     if of is None:
         return (none, none, none, none, none, 0)
     assert isinstance(of.part.form, Surprise)

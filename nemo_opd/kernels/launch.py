@@ -36,7 +36,7 @@ class KernelError(OPDError):
 
 @contextmanager
 def compiling(is_on: bool | None) -> Iterator[None]:
-    """Compile functions of losses inside and use kernels, on any device, or do neither; None: not on CPUs."""
+    """Compile functions of losses inside and use kernels, on any device; False: do neither; None: not on CPUs."""
     global _is_on
     before, _is_on = _is_on, is_on
     try:

@@ -71,8 +71,9 @@ def of_rows(  # type: ignore[no-untyped-def]
 ):
     """Compute losses of a row. *_units[row]: its unit of that form, below 0 where it has none.
 
-    Without gradients: put the divergences of b and c, and the sums (leans) of their gradients by log s. With them: put
-    Σ factor · gradient into `total`, or add it; and the surprises, and the divergences whose leans are known to be 0.
+    Without gradients: put the divergences of Comparison and CellComparison (mapped), and the sums (leans) of their
+    gradients by log s. With them: put Σ factor · gradient into `total`, or add it; and the surprises, and the
+    divergences whose leans are known to be 0.
     """
     row = tl.program_id(0).to(tl.int64)
     surprise, comparison, mapped = tl.full([], -1, tl.int64), tl.full([], -1, tl.int64), tl.full([], -1, tl.int64)

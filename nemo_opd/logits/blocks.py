@@ -24,12 +24,11 @@ _SHARE_OF_DEVICE = 32
 LONGEST = 4
 """Times the rows that fit the budget, within which a block looks for a row that no unit lies across."""
 
-Item = TypeVar("Item")
-Units = tuple[slice, slice | Tensor]
+_Item = TypeVar("_Item")
+_Units = tuple[slice, slice | Tensor]
 """Units of a term, and the places of their rows [r]."""
 
-
-Step = tuple[Units, ...]
+Step = tuple[_Units, ...]
 """Units of each term that are computed at a time."""
 
 
@@ -50,7 +49,7 @@ class Block:
 
 
 def blocks(source: LogitRows, terms: Sequence[Term]) -> Iterator[Block]:
-    """Blocks that together hold each unit of every term once; those that this process of a share computes.
+    """Yield blocks that together hold each unit of every term once; those that this process of a share computes.
 
     A step has one unit at least and by default no more of a term than fits the budget. A block has one step, or as many
     as make a product with a head worth while; it ends where no unit of any term goes on, so that each row is in one
@@ -72,7 +71,7 @@ def blocks(source: LogitRows, terms: Sequence[Term]) -> Iterator[Block]:
 
 
 def unit_parts(source: LogitRows, cells: Sequence[int], chunk_size: int | None = None) -> list[slice]:
-    """Consecutive slices of units, one for each process of a share at least; `cells` and `chunk_size` as of a `Term`.
+    """Cut units into consecutive slices, one a process of a share at least; `cells` and `chunk_size` as of a `Term`.
 
     Raises ConfigError for a size below 1.
     """
@@ -86,7 +85,7 @@ def unit_parts(source: LogitRows, cells: Sequence[int], chunk_size: int | None =
     return parts
 
 
-def own_share(source: LogitRows, items: Sequence[Item], empty: Item) -> Iterator[Item]:
+def own_share(source: LogitRows, items: Sequence[_Item], empty: _Item) -> Iterator[_Item]:
     """Yield the parts that this process of a share computes: equally many in each, with empty ones at the end."""
     index, processes = source.share
     for first in range(0, len(items), processes):
@@ -102,7 +101,7 @@ def block_bytes(device: str, memory: int | None = None) -> int:
 
 
 def rows_budget(source: LogitRows, terms: Sequence[Term]) -> int:
-    """Bytes of logits that each of the sides may make at once: the student, and whoever is read ahead."""
+    """Return the bytes of logits that each side may make at once: the student, and each teacher that is read ahead."""
     others = sum(term.ahead is not None and term.ahead.is_worth_while for term in terms)
     return _budget(source) // (others + source.is_product or 1)
 
@@ -112,7 +111,7 @@ def _budget(source: LogitRows) -> int:
 
 
 def _fitting(source: LogitRows, cells: Sequence[int], chunk_size: int | None, start: int) -> int:
-    """Find the ends of consecutive parts of units from `start` on."""
+    """Return the end of the part of units that begins at `start`."""
     if chunk_size is not None:
         if chunk_size < 1:
             raise ConfigError(
@@ -153,7 +152,7 @@ def _among(own: Block, at_once: Sequence[Block]) -> Block:
 
 
 def _blocks_of_all(source: LogitRows, rows: Tensor, places: Sequence[_Places], lengths: _Lengths) -> Iterator[Block]:
-    """Blocks of all processes of a share, which deal out equal parts of the rows."""
+    """Yield the blocks of all processes of a share, each of which gets an equal part of the rows."""
     of_a_process, begin, read_to = -(-len(rows) // source.share[1]), 0, 0
     while begin < len(rows):
         limit = _end_of_units_across(places, min(begin + of_a_process, len(rows)), lengths.longest)

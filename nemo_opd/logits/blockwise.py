@@ -15,7 +15,7 @@ from nemo_opd.logits.blocks import Block, Step, blocks, rows_budget
 from nemo_opd.logits.jointly import JointTerms
 from nemo_opd.logits.rows import Gradients, LogitRows, TrainableRows
 from nemo_opd.logits.saved import scaled
-from nemo_opd.logits.term import Rows, Term, width_of
+from nemo_opd.logits.term import Term, UnitRows, width_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ def compute_dtype(source: LogitRows) -> torch.dtype:
 
 
 class _BlockwiseSum(torch.autograd.Function):
+    """Saves the gradients, formed in forward."""
+
     @staticmethod
     def forward(
         ctx: Any, source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float], *leaves: Tensor
@@ -123,7 +125,7 @@ class _BlockGradient:
         joint: JointTerms,
         learned: Mapping[int, Tensor],
     ) -> None:
-        """dtype: that in which gradients are computed. learned: sums of gradients, by term, to be added to."""
+        """Start with nothing. dtype: for computing gradients. learned: sums of gradients, by term, to be added to."""
         self._shape, self._gradients, self._dtype = (len(block.rows), width_of(terms)), gradients, dtype
         self._terms, self._joint, self._learned = terms, joint, learned
         is_alone = len(terms) == 1
@@ -151,9 +153,9 @@ class _BlockGradient:
         if self._is_direct(term):
             columns = self._columns(logits)
             if isinstance(places, slice):
-                rows, columns = Rows(logits[places], None), columns[places]
+                rows, columns = UnitRows(logits[places], None), columns[places]
             else:
-                rows = Rows(logits, places)
+                rows = UnitRows(logits, places)
             return term.add_gradient(rows, part, coefficient, columns, is_first=is_first)
         own = logits[places].to(self._dtype)
         sums, gradient, of_learned = term.sums_and_gradients(own, part, coefficient)

@@ -17,7 +17,7 @@ class SideBySideLogits(LogitRows):
     """Logits whose columns several sources have, one after another: shards of a head or of logits, maybe uneven."""
 
     def __init__(self, sources: Sequence[LogitRows]) -> None:
-        """Raises ConfigError unless all are of the same positions, in one dtype, and each is read by this process."""
+        """Raise ConfigError unless all are of the same positions, in one dtype, and each is read by this process."""
         shapes = [source.shape for source in sources]
         kinds = {(source.shape[:2], source.dtype, source.share) for source in sources}
         if len(kinds) != 1 or sources[0].share != (0, 1):
@@ -42,7 +42,7 @@ class AveragedLogits(LogitRows):
     """Σ weights[i] · z_i / Σ weights of several teachers with one vocabulary (methods.md §6.2)."""
 
     def __init__(self, sources: Sequence[Tensor | LogitRows], weights: Sequence[float]) -> None:
-        """Raises ConfigError unless there is one weight ≥ 0 a source, not all 0, and all cover the same positions.
+        """Raise ConfigError unless there is one weight ≥ 0 a source, not all 0, and all cover the same positions.
 
         Some may be whole and others on the ranks of a group, but not on several.
         """

@@ -54,7 +54,7 @@ class HeadLogits(TrainableRows):
     """
 
     def __init__(self, hidden: Tensor, head: Head) -> None:
-        """Raises ConfigError where the widths of hidden states and head differ."""
+        """Raise ConfigError where the widths of hidden states and head differ."""
         if hidden.shape[-1] != head.weight.shape[1]:
             raise ConfigError(
                 f"hidden states are {list(hidden.shape)}, the head's weight {list(head.weight.shape)}; the last sizes "

@@ -51,19 +51,14 @@ class JointTerms:
 
 
 def _groups(terms: Sequence[Term]) -> list[list[int]]:
-    groups: list[list[int]] = []
+    groups: list[dict[type, int]] = []
+    """By kind, the term of it."""
     for i, term in enumerate(terms):
         if term.row_loss is None:
             continue
         kind = term.row_loss.kind
-        without = (group for group in groups if all(_kind(terms[j]) is not kind for j in group))
-        group = next(without, None)
+        group = next((group for group in groups if kind not in group), None)
         if group is None:
-            groups.append([i])
-        else:
-            group.append(i)
-    return groups
-
-
-def _kind(term: Term) -> type | None:
-    return None if term.row_loss is None else term.row_loss.kind
+            groups.append(group := {})
+        group[kind] = i
+    return [list(group.values()) for group in groups]

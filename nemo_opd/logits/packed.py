@@ -74,7 +74,7 @@ class PackedLogits(TrainableRows):
     """
 
     def __init__(self, source: TrainableRows, places: Tensor, block_bytes: int | None = None) -> None:
-        """places: int64 [B, S], from `places_in_row`, on the source's device."""
+        """Keep the source. places: int64 [B, S], from `places_in_row`, on its device."""
         self.source, self._places, self.block_bytes = source, places.flatten(), block_bytes
         self.leaves, self.share = source.leaves, source.share
         self.shape = (*places.shape, source.shape[2])

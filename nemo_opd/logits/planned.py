@@ -1,6 +1,6 @@
 """A loss that is not computed yet, so that several can share the student's logits.
 
-A microbatch's way from hidden states to gradients, in seven steps:
+From the hidden states of a microbatch to gradients, in seven steps:
 
 1. `StudentWorker._accumulate` runs the model without its head.
 2. `Parts.plan` asks the loss of each teacher for a plan.
@@ -26,8 +26,8 @@ from nemo_opd.logits.rows import TrainableRows
 from nemo_opd.logits.term import Term
 from nemo_opd.types import LossOutput, Mean, Metric
 
-Parameters = ParamSpec("Parameters")
-Metrics = dict[str, Metric]
+_Parameters = ParamSpec("_Parameters")
+_Metrics = dict[str, Metric]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class PlannedLoss:
     """The student's logits."""
     terms: Sequence[Term]
     coefficient: float
-    metrics_of: Callable[[Tensor, Tensor], Metrics]
+    metrics_of: Callable[[Tensor, Tensor], _Metrics]
     """Function from the sum of the terms, with the weights of units and without, to metrics."""
 
     @staticmethod
@@ -69,21 +69,21 @@ def compute_together(losses: Sequence[PlannedLoss]) -> LossOutput:
     terms = [term for loss in losses for term in loss.terms]
     coefficients = [loss.coefficient for loss in losses for _ in loss.terms]
     found = blockwise_sum(losses[0].source, terms, coefficients)
-    metrics: Metrics = {}
+    metrics: _Metrics = {}
     for loss, sums in zip(losses, found.of_terms.split([len(loss.terms) for loss in losses]), strict=True):
         metrics |= loss.metrics_of(*sums.sum(0))
     return LossOutput(found.total, metrics)
 
 
-class Loss(Generic[Parameters]):
+class Loss(Generic[_Parameters]):
     """A function from tensors to a loss; `plan` takes the same arguments and leaves it to be computed later."""
 
-    def __init__(self, plan: Callable[Parameters, PlannedLoss]) -> None:
+    def __init__(self, plan: Callable[_Parameters, PlannedLoss]) -> None:
         self.plan = plan
         update_wrapper(self, plan)
         self.__signature__ = _signature(plan)
 
-    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> LossOutput:
+    def __call__(self, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> LossOutput:
         return self.plan(*args, **kwargs).compute()
 
     def __reduce__(self) -> str:

@@ -54,7 +54,7 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Rows [R, D], weight [X, D] and bias [X] → W h + bias [R, X] in the `product_dtype`."""
+    """Compute W h + bias [R, X] in the `product_dtype`, from rows [R, D], weight [X, D] and bias [X]."""
     if hidden.dtype == weight.dtype == product_dtype(hidden.dtype, weight.dtype):
         return F.linear(hidden, weight, bias)
     made = product(hidden, weight.t())
@@ -63,7 +63,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _is_native(device: str, dtype: torch.dtype) -> bool:
-    """Asked of the device itself: not every build of PyTorch for GPUs has it."""
+    """Try whether a device has products with fp32 output: not every build of PyTorch for GPUs does."""
     one = torch.ones(1, 1, dtype=dtype, device=device)
     try:
         total = torch.mm(one, one, out_dtype=torch.float32)

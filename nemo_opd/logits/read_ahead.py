@@ -35,7 +35,7 @@ class ReadAhead:
         self._read = None
 
     def of(self, units: slice) -> Tensor:
-        """Rows of consecutive units [r, width] as the source reads them; not to be written to."""
+        """Return the rows of consecutive units [r, width] as the source reads them; not to be written to."""
         span = self._span(units)
         is_next = self._block.start <= span.start and span.stop <= self._block.stop
         if not is_next or span.stop - span.start >= self._rows_at_once:

@@ -17,7 +17,7 @@ from nemo_opd.logits.rows import LogitRows, TrainableRows
 from nemo_opd.logits.term import Term
 from nemo_opd.types import Metric
 
-Read = Callable[[Tensor, slice], Tensor]
+_Read = Callable[[Tensor, slice], Tensor]
 """(logits [u, X] in the compute dtype, which units they are) → what is read off each, [u, k]."""
 
 
@@ -45,7 +45,7 @@ class Readings:
 def plan_readings(
     source: TrainableRows,
     rows: Tensor,
-    read: Read,
+    read: _Read,
     metrics_of: Callable[[Tensor], dict[str, Metric]],
     *,
     num_values: int,
@@ -54,7 +54,7 @@ def plan_readings(
     chunk_size: int | None = None,
     ahead: ReadAhead | None = None,
 ) -> PlannedLoss:
-    """Metrics of what is read off rows [U] of the student's [B·S, V], with a loss and gradient of 0.
+    """Plan metrics of what is read off rows [U] of the student's [B·S, V], with a loss and gradient of 0.
 
     metrics_of: from float64 [k, U]. cells, width, chunk_size, ahead: as of a `Term`.
     """

@@ -46,7 +46,7 @@ class LogitRows(ABC):
         With a `share`, every process calls it equally often, each for its own rows.
         """
 
-    def begin(self, rows: Sequence[Tensor]) -> None:  # noqa: B027  most need not know
+    def begin(self, rows: Sequence[Tensor]) -> None:  # noqa: B027  most sources need no notice
         """Announce the rows [R] that each process of the share reads and adds to next; none: what comes is not known.
 
         With a `share`, processes that know them need not tell each other.
@@ -69,7 +69,7 @@ class TrainableRows(LogitRows):
 
     @abstractmethod
     def gradients(self) -> Gradients:
-        """Zero, to be added to."""
+        """Return gradients of zero, to be added to."""
 
 
 class Gradients(ABC):
@@ -113,7 +113,7 @@ def trainable_rows(logits: Tensor | LogitRows) -> TrainableRows:
 
 
 def check_shares(student: LogitRows, teacher: LogitRows) -> None:
-    """Raises ConfigError for a teacher that several processes read together while the student is computed alone."""
+    """Raise ConfigError for a teacher that several processes read together while the student is computed alone."""
     if teacher.share not in ((0, 1), student.share):
         raise ConfigError(
             f"the teacher's columns lie on {teacher.share[1]} ranks, the student's on {student.share[1]}; give both "

@@ -107,7 +107,7 @@ class SparseLogits(LogitRows):
     dtype = torch.float32
 
     def __init__(self, rows: Tensor, layout: SparseLayout, places: Tensor, size: int | None = None) -> None:
-        """rows: uint8 [N, handed_bytes] of packed sequences; places: int64 [B, T], from `places_in_row`.
+        """Keep the rows. rows: uint8 [N, handed_bytes] of packed sequences; places: int64 [B, T], from `places_in_row`.
 
         size: leading columns that are looked at; by default all.
         """

@@ -20,7 +20,7 @@ A unit may have several rows. There may be no unit at all.
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class UnitRows:
     """Logits/τ of units of one row each, among those of a block: taken inside of compiled functions, without a copy."""
 
     of_block: Tensor
@@ -32,7 +32,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.of_block if self.places is None else self.places)
 
-    def over(self, temperature: float) -> Rows:
+    def over(self, temperature: float) -> UnitRows:
         return replace(self, temperature=temperature)
 
     def taken(self) -> Tensor:
@@ -49,7 +49,7 @@ class Onto:
     total: Tensor
     """[R, X]: of a block, to be added to."""
     places: Tensor | None
-    """Rows of the units, as in `Rows`."""
+    """Rows of the units, as in `UnitRows`."""
     factors: Tensor
     """[u, 1]"""
     is_first: bool
@@ -69,7 +69,7 @@ class Onto:
             self.total.addcmul_(gradient, self.factors)
 
 
-ClosedForm = Callable[[Rows, slice, Onto], Tensor]
+ClosedForm = Callable[[UnitRows, slice, Onto], Tensor]
 """(logits of units, which units they are, where their gradient goes) → losses of units in the compute dtype, [u]."""
 
 
@@ -113,7 +113,7 @@ class Term:
         return units if self.begins is None else slice(self.begins[units.start], self.begins[units.stop])
 
     def sums(self, logits: Tensor, part: slice) -> Tensor:
-        """Weighted and unweighted: [2]."""
+        """Compute the sums over a part's units, weighted and unweighted: [2]."""
         return self.sums_of(self.loss_of(logits, part), part)
 
     def sums_of(self, losses: Tensor, part: slice) -> Tensor:
@@ -122,7 +122,7 @@ class Term:
         total = unweighted if self.weights is None else (losses * self.weights[part]).sum()
         return torch.stack([total, unweighted]) * self.factor
 
-    def add_gradient(self, rows: Rows, part: slice, coefficient: float, total: Tensor, *, is_first: bool) -> Tensor:
+    def add_gradient(self, rows: UnitRows, part: slice, coefficient: float, total: Tensor, *, is_first: bool) -> Tensor:
         """Return sums [2], and add their gradient to that of a block [R, X] by the closed form."""
         assert self.closed_form is not None
         factors = self.factors(part, coefficient, torch.promote_types(rows.of_block.dtype, torch.float32)).unsqueeze(1)
@@ -138,7 +138,7 @@ class Term:
     def sums_and_gradients(
         self, logits: Tensor, part: slice, coefficient: float
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Sums [2], and the gradients of coefficient · the first with respect to logits [R, X] and to `learned`.
+        """Compute sums [2], and the gradients of coefficient · the first by the logits [R, X] and by `learned`.
 
         A caller's saved-tensor hooks (offloading, accounting) are for what outlives forward; they do not see a block.
         """
@@ -151,7 +151,7 @@ class Term:
 
 
 def width_of(terms: Sequence[Term]) -> int:
-    """Leading columns that some of them reads."""
+    """Return the number of leading columns that terms read."""
     return max(term.width for term in terms)
 
 

@@ -14,7 +14,7 @@ from nemo_opd.distributed.transfer import planned, together
 from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, Rows
+from nemo_opd.logits.term import Onto, UnitRows
 from nemo_opd.losses.alm import log1mexp, log_surprise
 from nemo_opd.losses.arguments import over
 from nemo_opd.losses.cell_map import CommonCells
@@ -120,7 +120,7 @@ def byte_prefix(
             return compare.of_logits(*cells.reached(*on_cells, rest))
         return compare.of_logits(bound.teacher_cells(teacher, cells), bound.student_cells(student, cells))
 
-    def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
         return _add_comparison(student, teacher, chains.bound(inputs, cells, part), cells, compare, onto)
 
     term = first_position_term(
@@ -221,7 +221,7 @@ class _Bound:
         """
         log_first = teacher.gather(1, self.first_teacher)
         moved = log_first + self.log_moved
-        kept = Rows(teacher.scatter(1, self.first_teacher, log_first + self.log_kept), None)
+        kept = UnitRows(teacher.scatter(1, self.first_teacher, log_first + self.log_kept), None)
         log_u, _ = project.function(kept, cells.teacher, has_shares=False)
         own = torch.logaddexp(log_u.gather(1, self.column), moved.masked_fill(self.is_apart, -math.inf))
         apart = moved.masked_fill(~self.is_apart, -math.inf)
@@ -234,7 +234,7 @@ class _Bound:
 
     def student_cells_and_shares(self, student: Tensor, cells: CommonCells) -> tuple[Tensor, Tensor]:
         """Return the same without a graph, and the shares of `project`."""
-        log_p, shares = project.function(Rows(self._elsewhere(student), None), cells.student)
+        log_p, shares = project.function(UnitRows(self._elsewhere(student), None), cells.student)
         return torch.cat([log_p, self._apart(student)], 1), shares
 
     def pull_back(self, gradient: Tensor, shares: Tensor, cells: CommonCells) -> Tensor:
@@ -254,7 +254,7 @@ class _Bound:
 
 @fused
 def _add_comparison(
-    student: Rows, teacher: Rows, bound: _Bound, cells: CommonCells, of: Divergence, onto: Onto
+    student: UnitRows, teacher: UnitRows, bound: _Bound, cells: CommonCells, of: Divergence, onto: Onto
 ) -> Tensor:
     """Compare logits/τ of units on the cells of `bound` → [u], and add the gradient."""
     own = student.taken()

@@ -15,7 +15,7 @@ from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
-from nemo_opd.logits.term import ChunkLoss, ClosedForm, Onto, Rows, Term, unit_cells
+from nemo_opd.logits.term import ChunkLoss, ClosedForm, Onto, Term, UnitRows, unit_cells
 from nemo_opd.losses.arguments import (
     check_positions,
     check_same_length,
@@ -63,7 +63,7 @@ Logits are those of the chunks' first positions, cut to the vocabularies, in the
 gradient.
 """
 
-CompareOnto = Callable[[Rows, Rows, slice, Onto], Tensor]
+CompareOnto = Callable[[UnitRows, UnitRows, slice, Onto], Tensor]
 """(student logits/τ, teacher logits/τ, units, where the gradient with respect to the first goes) → the same, [u]."""
 
 
@@ -238,9 +238,9 @@ def first_position_term(
     def loss_of(student: Tensor, part: slice) -> Tensor:
         return compare(over(student, temperature), over(ahead.of(part).to(inputs.dtype), temperature), part)
 
-    def closed_form(student: Rows, part: slice, onto: Onto) -> Tensor:
+    def closed_form(student: UnitRows, part: slice, onto: Onto) -> Tensor:
         assert compare_onto is not None
-        teacher = Rows(ahead.of(part), None)
+        teacher = UnitRows(ahead.of(part), None)
         return compare_onto(student.over(temperature), teacher.over(temperature), part, onto.over(temperature))
 
     def for_kernels(part: slice) -> CellComparison:

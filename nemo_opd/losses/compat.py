@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from nemo_opd.errors import ConfigError
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 
 def check_compat(compat: str | None, systems: Sequence[str]) -> None:
@@ -20,7 +20,7 @@ def check_compat(compat: str | None, systems: Sequence[str]) -> None:
         raise ConfigError(f"compat={compat!r}: this loss has no such preset; choose from {', '.join(systems)}, or none")
 
 
-def fixed_by(compat: str | None, key: str, given: Value | None, preset: Value, default: Value) -> Value:
+def fixed_by(compat: str | None, key: str, given: _Value | None, preset: _Value, default: _Value) -> _Value:
     """Return the preset's value with `compat`, else what is given, else the default.
 
     Raises ConfigError for another value than the preset's.

@@ -5,7 +5,7 @@ from torch import Tensor
 from nemo_opd.kernels.forms import RowLoss, Surprise
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows, trainable_rows
-from nemo_opd.logits.term import Onto, Rows, Term, unit_cells
+from nemo_opd.logits.term import Onto, Term, UnitRows, unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.reduction import label_rows, next_tokens
 from nemo_opd.losses.surprise import LIVE_COPIES, add_surprise, surprise
@@ -36,7 +36,7 @@ def cross_entropy(
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         return surprise(logits, targets[part])
 
-    def closed_form(rows: Rows, part: slice, onto: Onto) -> Tensor:
+    def closed_form(rows: UnitRows, part: slice, onto: Onto) -> Tensor:
         return add_surprise(rows, targets[part], onto)
 
     cells = unit_cells(len(rows), LIVE_COPIES * size)

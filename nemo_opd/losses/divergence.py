@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from nemo_opd.errors import ConfigError
 from nemo_opd.kernels.forms import FORWARD_KL, JSD, MIXED, REVERSE_KL, TVD, Measure
 from nemo_opd.logits.saved import scaled
-from nemo_opd.logits.term import Onto, Rows
+from nemo_opd.logits.term import Onto, UnitRows
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.softmax import softmax
 
@@ -114,7 +114,7 @@ def compare_with_gradient(teacher: Tensor, student: Tensor, of: Divergence) -> t
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class _Compared:
     """Comparison of logits/τ, closed in form."""
 
     value: Tensor
@@ -127,7 +127,7 @@ class Comparison:
     """float64 [..., 1]: log Σ exp of the student's logits."""
 
 
-def compare_logits(teacher: Tensor, student: Tensor, of: Divergence) -> Comparison:
+def compare_logits(teacher: Tensor, student: Tensor, of: Divergence) -> _Compared:
     """Compare the softmax of logits/τ [..., X] and [..., X], in one dtype."""
     t, log_sum_t = softmax.function(teacher)
     s, log_sum_s = softmax.function(student)
@@ -136,11 +136,11 @@ def compare_logits(teacher: Tensor, student: Tensor, of: Divergence) -> Comparis
     value, gradient = _formula(of)(_Cells(t, s, (teacher - student).sub_(shift)))
     if of.forward_share != 1:  # There g is s − t, of sum 0.
         gradient.addcmul_(s, gradient.sum(-1, keepdim=True), value=-1)
-    return Comparison(value, gradient, s, log_sum_s)
+    return _Compared(value, gradient, s, log_sum_s)
 
 
 @fused
-def add_comparison(student: Rows, teacher: Rows, of: Divergence, onto: Onto) -> Tensor:
+def add_comparison(student: UnitRows, teacher: UnitRows, of: Divergence, onto: Onto) -> Tensor:
     """Compare the softmax of logits/τ [u, X] of either side → [u], and add its gradient, in one go."""
     comparison = compare_logits(*_in_one_dtype(teacher.taken(), student.taken()), of)
     onto.add(comparison.gradient)

@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, Rows
+from nemo_opd.logits.term import Onto, UnitRows
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
@@ -22,7 +22,7 @@ from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.paired_comparison import add_comparison_of_pairs
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.softmax import softmax
-from nemo_opd.losses.support import log_rest, truncated, with_rest
+from nemo_opd.losses.support import log_rest, partial_divergence, with_rest
 from nemo_opd.losses.truncated import joined, reached_and_rest, require_temperature_1, split
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class _PairedDivergence:
         has_rest = len(self.pairs.student_rest) and len(self.pairs.teacher_rest)
         return self.is_distribution and self.shares is None and bool(has_rest)
 
-    def onto(self, student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
+    def onto(self, student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
         """Compute the same of logits/τ of units, and add its gradient."""
         student, teacher = taken_once(student), taken_once(teacher)
         compared = self.pairs, self.divergence, True, onto, self.common_weight
@@ -223,7 +223,7 @@ class _PairedDivergence:
 
     def _common(self, log_q: _Split, log_p: _Split) -> Tensor:
         if not self.is_distribution:
-            return truncated(self.divergence, log_q.paired, log_p.paired)
+            return partial_divergence(self.divergence, log_q.paired, log_p.paired)
         return self.divergence(*with_rest(log_q.paired, log_p.paired, log_q.rest, log_p.rest))
 
 
@@ -270,13 +270,13 @@ def _by_rank(q: Tensor, p: Tensor) -> Tensor:
     return F.pad(p, (0, num_ranks - p.shape[-1])) - F.pad(q, (0, num_ranks - q.shape[-1]))
 
 
-def _largest(rows: Rows, others: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def _largest(rows: UnitRows, others: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Find the likeliest of some tokens, int64 [Y]: probabilities in descending order, and ids, [U, min(top_k, Y)]."""
     largest = rows.taken().index_select(1, others).topk(min(top_k, len(others)), dim=-1)
     return (largest.values - _log_sum(rows)).exp().to(largest.values.dtype), others[largest.indices]
 
 
 @fused
-def _log_sum(rows: Rows) -> Tensor:
+def _log_sum(rows: UnitRows) -> Tensor:
     """Return log Σ exp of logits/τ, float64 [U, 1]."""
     return softmax.function(rows.taken())[1]

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-Made = TypeVar("Made")
+_Made = TypeVar("_Made")
 
 _made: dict[tuple[Hashable, ...], Any] = {}
 
 
-def made_once(make: Callable[[], Made], arrays: Sequence[NDArray[np.generic]], *key: Hashable) -> Made:
+def made_once(make: Callable[[], _Made], arrays: Sequence[NDArray[np.generic]], *key: Hashable) -> _Made:
     """Return the result of `make`, one object for the same arrays and key; `key` names the object and its inputs."""
     full_key = (*key, *map(id, arrays))
     if full_key not in _made:

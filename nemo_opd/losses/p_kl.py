@@ -14,7 +14,7 @@ from nemo_opd.kernels.forms import CellMap
 from nemo_opd.logits.blocks import own_share, unit_parts
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, Rows, unit_cells
+from nemo_opd.logits.term import Onto, UnitRows, unit_cells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
@@ -25,7 +25,7 @@ from nemo_opd.losses.learned_projection import LearnedProjection
 from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.softmax import log_sum_exp, softmax
 from nemo_opd.losses.sparse_projection import SparseProjection, project, pull_back
-from nemo_opd.losses.support import truncated
+from nemo_opd.losses.support import partial_divergence
 from nemo_opd.losses.truncated import reached_and_rest, require_temperature_1, require_whole, split
 
 if TYPE_CHECKING:
@@ -92,9 +92,9 @@ def p_kl(
         return compare.of_logits(cells.take(teacher), cells.take(log_covered)) + coverage * uncovered
 
     def kept_only(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
-        return truncated(compare, teacher, cells.take_kept(sparse.log_project(student)).log_softmax(-1))
+        return partial_divergence(compare, teacher, cells.take_kept(sparse.log_project(student)).log_softmax(-1))
 
-    def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
         student = taken_once(student)
         log_covered, shares = project(student, sparse)
         value, log_sum, gradient = _compare_covered(teacher, log_covered, sparse.columns, compare, coverage)
@@ -122,7 +122,7 @@ def p_kl(
 
 @fused
 def _compare_covered(
-    teacher: Rows, log_covered: Tensor, columns: Tensor, of: Divergence, coverage: float
+    teacher: UnitRows, log_covered: Tensor, columns: Tensor, of: Divergence, coverage: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return divergence [U], log Σ exp of the covered columns [U, 1], and the gradient with respect to them [U, X].
 
@@ -134,7 +134,7 @@ def _compare_covered(
 
 @fused
 def _add_uncovered(
-    student: Rows, of_covered: Tensor, shares: Tensor, sparse: SparseProjection, coverage: float, onto: Onto
+    student: UnitRows, of_covered: Tensor, shares: Tensor, sparse: SparseProjection, coverage: float, onto: Onto
 ) -> Tensor:
     """Add the gradient with respect to logits/τ of units, given that of the covered columns [U, X].
 

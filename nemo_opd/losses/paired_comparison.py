@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nemo_opd.logits.term import Onto, Rows
+from nemo_opd.logits.term import Onto, UnitRows
 from nemo_opd.losses.divergence import Divergence, compare_logits
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.pairs import TokenPairs
@@ -14,8 +14,8 @@ from nemo_opd.losses.softmax import softmax
 
 @fused
 def add_comparison_of_pairs(
-    student: Rows,
-    teacher: Rows,
+    student: UnitRows,
+    teacher: UnitRows,
     pairs: TokenPairs,
     of: Divergence,
     has_rest: bool,

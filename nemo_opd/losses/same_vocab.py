@@ -7,7 +7,7 @@ from torch import Tensor
 from nemo_opd.kernels.forms import Comparison, RowLoss
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, Rows, Term, unit_cells
+from nemo_opd.logits.term import Onto, Term, UnitRows, unit_cells
 from nemo_opd.losses.arguments import check_temperature, over
 from nemo_opd.losses.divergence import Divergence, add_comparison
 from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
@@ -60,8 +60,8 @@ def same_vocab(
             return of.of_logits(*reached_and_rest(log_t, logits, rest))
         return columns.compare(of, teacher, over(logits, temperature))
 
-    def closed_form(rows: Rows, part: slice, onto: Onto) -> Tensor:
-        teacher = Rows(ahead.of(part), None)
+    def closed_form(rows: UnitRows, part: slice, onto: Onto) -> Tensor:
+        teacher = UnitRows(ahead.of(part), None)
         return add_comparison(rows.over(temperature), teacher.over(temperature), of, onto.over(temperature))
 
     def for_kernels(part: slice) -> Comparison:

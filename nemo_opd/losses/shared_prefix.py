@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, Rows
+from nemo_opd.logits.term import Onto, UnitRows
 from nemo_opd.losses.cell_map import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
@@ -61,7 +61,7 @@ def shared_prefix(
             return compare.of_logits(*cells.reached(*on_cells, rest))
         return compare.of_logits(cells.teacher.log_project(teacher), cells.student.log_project(student))
 
-    def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
         of_teacher, _ = project(teacher, cells.teacher, has_shares=False)
         of_student, shares = project(student, cells.student)
         value, gradient = compare_with_gradient(of_teacher, of_student, compare)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.logits.term import Onto, Rows
+from nemo_opd.logits.term import Onto, UnitRows
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.made_once import made_once
 from nemo_opd.losses.segments import Segments
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class _Block:
     """Rest of R without its pairs: entries whose row or column has others, or whose weight is not 1.
 
     Entries are cells of the layout of their columns, M of them.
@@ -42,8 +42,8 @@ class Block:
     by_token: Segments
     """Its entries are cells of `by_column`; its padding, too, is that of `by_column`."""
 
-    def to(self, device: torch.device) -> Block:
-        return Block(*(getattr(self, field.name).to(device) for field in fields(self)))
+    def to(self, device: torch.device) -> _Block:
+        return _Block(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class SparseProjection:
     """int64 [X]: the student token that a column is a pair with; any for the columns of the block."""
     target: Tensor
     """int64 [V]: the index into `columns` that a student token is a pair with; any for the tokens of the block."""
-    block: Block
+    block: _Block
 
     @staticmethod
     def of(
@@ -120,7 +120,7 @@ class _LogProject(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_mass: Tensor, log_weight: Tensor, sparse: SparseProjection) -> Tensor:
-        log_covered, shares = project(Rows(log_mass, None), sparse, any(ctx.needs_input_grad))
+        log_covered, shares = project(UnitRows(log_mass, None), sparse, any(ctx.needs_input_grad))
         ctx.save_for_backward(shares)
         ctx.sparse = sparse
         return log_covered
@@ -134,7 +134,7 @@ class _LogProject(torch.autograd.Function):
 
 
 @fused
-def project(rows: Rows, sparse: SparseProjection, has_shares: bool = True) -> tuple[Tensor, Tensor]:
+def project(rows: UnitRows, sparse: SparseProjection, has_shares: bool = True) -> tuple[Tensor, Tensor]:
     """Return log(Rᵀ exp(log-mass)) [U, X], and the share of each cell of the block in its column [U, M], or [U, 0]."""
     log_mass, block = rows.taken(), sparse.block
     cells = log_mass.index_select(1, block.student).add_(block.log_weight.to(log_mass.dtype))
@@ -165,7 +165,7 @@ def _sum_of_cells(gradient: Tensor, shares: Tensor, sparse: SparseProjection) ->
     return _of_cells(gradient, shares, sparse.block).sum(0, dtype=torch.float64)
 
 
-def _of_cells(gradient: Tensor, shares: Tensor, block: Block) -> Tensor:
+def _of_cells(gradient: Tensor, shares: Tensor, block: _Block) -> Tensor:
     """Multiply the shares of cells in their columns [U, M] with the gradient of the columns [U, X]."""
     of_cells = shares.clone()
     for own, of_column in block.by_column.each(of_cells, gradient.index_select(1, block.columns)):
@@ -210,7 +210,7 @@ def _block(
     weight: NDArray[np.float64],
     is_inside: NDArray[np.bool_],
     tokens: NDArray[np.int64],
-) -> Block:
+) -> _Block:
     """Select the entries inside the block; `tokens`: its rows, ascending."""
     entries = np.flatnonzero(is_inside)
     entries = entries[np.argsort(column[entries], kind="stable")]
@@ -223,7 +223,7 @@ def _block(
     of_tokens = of_tokens[np.argsort(student[of_tokens], kind="stable")]
     by_token = Segments.of(np.append(np.searchsorted(student[of_tokens], tokens), len(of_tokens)))
     by_token = replace(by_token, entries=torch.from_numpy(np.append(of_tokens, len(cells) - 1))[by_token.entries])
-    return Block(
+    return _Block(
         torch.from_numpy(columns)[by_column.order],
         torch.from_numpy(tokens)[by_token.order],
         torch.from_numpy(np.maximum(student, 0)),

@@ -13,7 +13,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.kernels.forms import CellMap
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, Rows
+from nemo_opd.logits.term import Onto, UnitRows
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
@@ -67,7 +67,7 @@ def strict(
         cells = vocabulary.reached if inputs.is_truncated else vocabulary.cells
         return compare.of_logits(*cells(teacher, student))
 
-    def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
         return add_comparison_of_pairs(student, teacher, vocabulary.pairs, compare, vocabulary.has_rest, onto)
 
     def for_kernels() -> CellMap:

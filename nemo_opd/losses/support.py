@@ -70,7 +70,7 @@ class Support:
         cells_t, cells_s = chosen.cells(teacher_logits), chosen.cells(student_logits)
         if self.normalization == "rest":
             return divergence.of_logits(cells_t, cells_s)
-        return truncated(divergence, cells_t.log_softmax(-1)[:, :-1], cells_s.log_softmax(-1)[:, :-1])
+        return partial_divergence(divergence, cells_t.log_softmax(-1)[:, :-1], cells_s.log_softmax(-1)[:, :-1])
 
     def takes_all(self, num_columns: int) -> bool:
         return self.top_k is None or self.top_k >= num_columns
@@ -191,7 +191,7 @@ def with_rest(log_t: Tensor, log_s: Tensor, rest_t: Tensor | None, rest_s: Tenso
     return log_t.log_softmax(-1), log_s.log_softmax(-1)
 
 
-def truncated(divergence: Divergence, log_t: Tensor, log_s: Tensor) -> Tensor:
+def partial_divergence(divergence: Divergence, log_t: Tensor, log_s: Tensor) -> Tensor:
     """Compute the sum of methods.md §3.1 over cells [U, X] that are not all of a distribution → [U]; may be negative.
 
     What `Divergence` adds of s − t in each cell is nothing in sum over a whole distribution, and taken out again here.

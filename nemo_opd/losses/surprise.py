@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.logits.saved import scaled
-from nemo_opd.logits.term import Onto, Rows
+from nemo_opd.logits.term import Onto, UnitRows
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.softmax import softmax
 
@@ -21,7 +21,7 @@ def surprise(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @fused
-def add_surprise(rows: Rows, targets: Tensor, onto: Onto) -> Tensor:
+def add_surprise(rows: UnitRows, targets: Tensor, onto: Onto) -> Tensor:
     """Compute the same, and add its gradient: logits/τ of units, int64 [u] → [u]."""
     logits, targets = rows.taken(), targets.unsqueeze(1)
     p, log_sum = softmax.function(logits)

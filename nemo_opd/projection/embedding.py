@@ -114,7 +114,7 @@ class _CommonSpace:
 
 
 def _common_space(student_VD: Tensor, teacher_WE: Tensor, anchors: NDArray[np.int64], device: str) -> _CommonSpace:
-    """Orthogonal Procrustes: the singular vectors of the anchors' cross-covariance, centred and of unit length.
+    """Solve orthogonal Procrustes by the singular vectors of the centred, normalised anchors' cross-covariance.
 
     With fewer anchors than dimensions the rotation outside their span would be arbitrary.
     """
@@ -180,7 +180,7 @@ def _blocks(rows: NDArray[np.int64], width: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _directions(embeddings: Tensor, ids: NDArray[np.int64], centre: Tensor, axes: Tensor) -> Tensor:
-    """Unit vectors of the ids in the common space."""
+    """Compute the unit vectors of ids in the common space: [N, R]."""
     directions = torch.empty(len(ids), axes.shape[1], device=axes.device)
     start = 0
     for block in _blocks(ids, embeddings.shape[1]):
@@ -191,7 +191,7 @@ def _directions(embeddings: Tensor, ids: NDArray[np.int64], centre: Tensor, axes
 
 
 def _anchors(matrix: ProjectionMatrix, pair: TokenizerPair) -> NDArray[np.int64]:
-    """Exact pairs of text: special tokens are trained to do different things in different models."""
+    """Return the exact pairs of text, [N, 2]: special tokens have different uses in different models."""
     shared = matrix.shared_pairs.astype(np.int64)
     return shared[pair.student.is_text[shared[:, 0]] & pair.teacher.is_text[shared[:, 1]]]
 

@@ -26,7 +26,7 @@ _ARRAYS = (*_REQUIRED, "byte_prefix", "student_shared_prefix", "teacher_shared_p
 _SIZES = ("student_vocab_size", "teacher_vocab_size", "row_width")
 _NAMES = ("student_fingerprint", "teacher_fingerprint", "student_name", "teacher_name")
 
-Form = tuple[str, tuple[int, ...]]
+_Form = tuple[str, tuple[int, ...]]
 """A dtype by its safetensors name, and a shape."""
 
 
@@ -93,14 +93,14 @@ def _size(metadata: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _form(array: object) -> Form:
+def _form(array: object) -> _Form:
     return array.get_dtype(), tuple(array.get_shape())  # type: ignore[attr-defined]
 
 
-def _expected_forms(metadata: Mapping[str, str]) -> dict[str, Form]:
+def _expected_forms(metadata: Mapping[str, str]) -> dict[str, _Form]:
     """Return the forms of the arrays that the header lists."""
     num_rows, num_columns, row_width = (_size(metadata, name) for name in _SIZES)
-    forms: dict[str, Form] = {
+    forms: dict[str, _Form] = {
         "indices": ("I32", (num_rows, row_width)),
         "weights": ("F32", (num_rows, row_width)),
         "exact": ("BOOL", (num_rows,)),
@@ -115,7 +115,7 @@ def _expected_forms(metadata: Mapping[str, str]) -> dict[str, Form]:
     return {name: forms[name] for name in listed}
 
 
-def _compare(expected: Mapping[str, Form], found: Mapping[str, Form]) -> None:
+def _compare(expected: Mapping[str, _Form], found: Mapping[str, _Form]) -> None:
     if expected.keys() != found.keys():
         raise ProjectionError(
             f"its header lists {', '.join(sorted(expected))}, but it holds {', '.join(sorted(found))}"

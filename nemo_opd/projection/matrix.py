@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,9 +123,9 @@ class ProjectionMatrix:
         students = np.flatnonzero(self.exact).astype(np.int32)
         return np.stack([students, self.indices[students].max(axis=1, initial=-1)], axis=1)
 
-    def with_weights(self, weights: ArrayLike) -> ProjectionMatrix:
+    def with_weights(self, weights: NDArray[np.float32]) -> ProjectionMatrix:
         """Return the same matrix with other weights [V, K]. Raises ProjectionError for weights that do not fit."""
-        return type(self)(**{field.name: getattr(self, field.name) for field in fields(self)} | {"weights": weights})
+        return replace(self, weights=weights)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write one safetensors file, complete or not at all. Raises ProjectionError where that is impossible."""

@@ -1,5 +1,5 @@
 """Prefix maps: Φ, the longest student token that begins a teacher token, and Ψ, the longest shared token that begins a
-token of either side (methods.md §2).
+token of either side (methods.md §2.6).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def byte_prefix_pass(matrix: ProjectionMatrix, pair: TokenizerPair) -> Projectio
 
 
 def byte_order(pieces: Sequence[bytes]) -> NDArray[np.int32]:
-    """Return [W, 3] from the bytes of each token: the tokens in byte order, and two bounds for each (methods.md §5).
+    """Return [W, 3] from the bytes of each token: the tokens in byte order, and two bounds for each (methods.md §5.7).
 
     Column 0: the tokens in byte order, those without bytes last. Columns 1 and 2: the tokens whose bytes begin with
     token t's own are order[begin[t] : end[t]]; a token without bytes begins itself alone.

@@ -62,7 +62,7 @@ def _rows_meaning(length: int) -> str:
 
 
 def _coverages(audit: Audit) -> Mapping[str, Coverage]:
-    """Return the _coverages by the names that people read."""
+    """Return the coverages by the names that people read."""
     numerals = {f"{n}-digit numerals": coverage for n, coverage in enumerate(audit.digits, start=1)}
     return numerals | {
         "white space": audit.whitespace,
@@ -84,7 +84,7 @@ def roles_table(pairs: Iterable[RolePair]) -> Table:
 
 
 def sample_table(samples: Iterable[Sample]) -> Table:
-    """Rows of numerals, white space, special tokens, CJK, partial UTF-8 and words of several pieces."""
+    """Tabulate rows of numerals, white space, special tokens, CJK, partial UTF-8 and words of several pieces."""
     table = Table(title="sample rows", title_justify="left", header_style="bold")
     for column in ("kind", "student token", "exact", "teacher tokens and weights"):
         table.add_column(column, overflow="fold")
@@ -92,13 +92,13 @@ def sample_table(samples: Iterable[Sample]) -> Table:
     for sample in samples:
         if before and sample.kind != before:
             table.add_section()
-        entries = "   ".join(f"{shown(entry.token)} {entry.weight:.3g}" for entry in sample.entries)
+        entries = "   ".join(f"{_shown(entry.token)} {entry.weight:.3g}" for entry in sample.entries)
         kind = "" if sample.kind == before else sample.kind
-        table.add_row(kind, Text(shown(sample.token)), "✓" if sample.exact else "", Text(entries or "–"))
+        table.add_row(kind, Text(_shown(sample.token)), "✓" if sample.exact else "", Text(entries or "–"))
         before = sample.kind
     return table
 
 
-def shown(token: str) -> str:
+def _shown(token: str) -> str:
     """Write a token as it is where it has a character to see, its spaces counted where it has none."""
     return token if token.strip("'\" ") else counted_runs(token)

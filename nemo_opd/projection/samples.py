@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,35 +69,34 @@ def entries_of(
 
 
 def _sample_ids(matrix: ProjectionMatrix, pieces: Pieces, count: int) -> Mapping[str, Sequence[int]]:
-    """Kind → up to `count` student ids, spread evenly over the vocabulary; special ones with a row if any."""
+    """Choose, by kind, up to `count` student ids spread evenly over the vocabulary; special ones with a row if any."""
     kinds: dict[str, list[int]] = {kind: [] for kind in KINDS}
     lengths = matrix.row_lengths
     for token_id, piece in enumerate(pieces.as_list()):
         if pieces.origin[token_id] == BYTE_FALLBACK and piece.isascii():
             continue  # twins of ordinary tokens, which would pass for rows that miss their partner
-        for kind in _kinds(piece, bool(pieces.is_special[token_id]), bool(lengths[token_id] > 1)):
+        if kind := _kind(piece, bool(pieces.is_special[token_id]), bool(lengths[token_id] > 1)):
             kinds[kind].append(token_id)
     kinds["special"] = [i for i in kinds["special"] if lengths[i]] or kinds["special"]
     return {kind: _both(matrix, ids, count) for kind, ids in kinds.items()}
 
 
-def _kinds(piece: bytes, is_special: bool, is_split: bool) -> Iterator[str]:
+def _kind(piece: bytes, is_special: bool, is_split: bool) -> str | None:
     if is_special:
-        yield "special"
-    elif piece.isdigit():
-        yield "numerals"
-    elif piece.isspace():
-        yield "white space"
-    elif is_partial_utf8(piece):
-        yield "partial UTF-8"
-    elif CJK.search(piece.decode()):
-        yield "CJK"
-    elif is_split:
-        yield "several pieces"
+        return "special"
+    if piece.isdigit():
+        return "numerals"
+    if piece.isspace():
+        return "white space"
+    if is_partial_utf8(piece):
+        return "partial UTF-8"
+    if CJK.search(piece.decode()):
+        return "CJK"
+    return "several pieces" if is_split else None
 
 
 def _both(matrix: ProjectionMatrix, ids: Sequence[int], count: int) -> Sequence[int]:
-    """Half exact, half not; more of the one where the other has fewer."""
+    """Choose half exact and half other ids; more of the one where the other has fewer."""
     exact = [i for i in ids if matrix.exact[i]]
     other = [i for i in ids if not matrix.exact[i]]
     num_exact = min(len(exact), max(count // 2, count - len(other)))

@@ -1,4 +1,4 @@
-"""Servers asked about sequences of a teacher's tokens."""
+"""Answers of servers about sequences of a teacher's tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EndpointAnswers:
     """Answers of servers to sequences of token ids: every id that comes back is one that was sent."""
 
     def __init__(self, endpoint: Endpoint, model: str, layout: SparseLayout, *, key: str) -> None:
-        """model: name under which it is served. key: of the teacher's settings, for messages."""
+        """Prepare to ask. model: name under which it is served. key: of the teacher's settings, for messages."""
         self._program = PROGRAMS[endpoint.program]()
         self._model, self._layout, self._key = model, layout, key
         self._client: Client[NDArray[np.uint8]] = Client(

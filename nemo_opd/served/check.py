@@ -1,4 +1,4 @@
-"""Servers looked at before a run: do they serve the model, and say what is needed of a prompt?"""
+"""A check of servers before a run: that they serve the model, and answer what is needed about a prompt."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from nemo_opd.rollout.server.sglang import UNUSED_POSITIONS, echoed_ids
 from nemo_opd.rollout.server.vllm import sampled_with
 from nemo_opd.users_code import shown
 
-Json = dict[str, Any]
+_Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class ServerProgram(ABC):
     """Option by which more log-probabilities are allowed, for errors."""
 
     @abstractmethod
-    def body(self, ids: list[int], model: str, logprobs: int) -> Json:
+    def body(self, ids: list[int], model: str, logprobs: int) -> _Json:
         """Return the body of a request about a prompt."""
 
     @abstractmethod
-    def read(self, reply: Json, ids: list[int], model: str) -> PromptLogprobs:
+    def read(self, reply: _Json, ids: list[int], model: str) -> PromptLogprobs:
         """Read the reply about these ids.
 
         Raises UnusableError where it is about others or by another model, and KeyError, TypeError, IndexError,
@@ -58,7 +58,7 @@ class VLLM(ServerProgram):
 
     hint = "--max-logprobs"
 
-    def body(self, ids: list[int], model: str, logprobs: int) -> Json:
+    def body(self, ids: list[int], model: str, logprobs: int) -> _Json:
         return {
             "model": model,
             "prompt": ids,
@@ -71,7 +71,7 @@ class VLLM(ServerProgram):
             "ignore_eos": True,
         }
 
-    def read(self, reply: Json, ids: list[int], model: str) -> PromptLogprobs:
+    def read(self, reply: _Json, ids: list[int], model: str) -> PromptLogprobs:
         choice = _choice(reply, model)
         _require_echo(choice.get("prompt_token_ids"), ids)
         positions = choice.get("prompt_logprobs")
@@ -96,7 +96,7 @@ class SGLang(ServerProgram):
     unused_positions = UNUSED_POSITIONS + 1
     hint = "a newer SGLang"
 
-    def body(self, ids: list[int], model: str, logprobs: int) -> Json:
+    def body(self, ids: list[int], model: str, logprobs: int) -> _Json:
         return {
             "input_ids": ids,
             "return_logprob": True,
@@ -112,7 +112,7 @@ class SGLang(ServerProgram):
             },
         }
 
-    def read(self, reply: Json, ids: list[int], model: str) -> PromptLogprobs:
+    def read(self, reply: _Json, ids: list[int], model: str) -> PromptLogprobs:
         info = reply["meta_info"]
         # Lists of (log-probability, id, text or None); the first token has no log-probability.
         echo = info.get("input_token_logprobs")
@@ -133,7 +133,7 @@ class OpenAI(ServerProgram):
 
     hint = "an endpoint that allows more"
 
-    def body(self, ids: list[int], model: str, logprobs: int) -> Json:
+    def body(self, ids: list[int], model: str, logprobs: int) -> _Json:
         return {
             "model": model,
             "prompt": ids,
@@ -145,7 +145,7 @@ class OpenAI(ServerProgram):
             "return_tokens_as_token_ids": True,
         }
 
-    def read(self, reply: Json, ids: list[int], model: str) -> PromptLogprobs:
+    def read(self, reply: _Json, ids: list[int], model: str) -> PromptLogprobs:
         found = _choice(reply, model).get("logprobs")
         if not found:
             raise UnusableError("it has no log-probabilities (logprobs)")
@@ -163,11 +163,11 @@ PROGRAMS: dict[str, type[ServerProgram]] = {"vllm": VLLM, "sglang": SGLang, "ope
 """`program` of a served teacher → its requests."""
 
 
-def _choice(reply: Json, model: str) -> Json:
+def _choice(reply: _Json, model: str) -> _Json:
     """Return the only completion. Raises UnusableError where another model made it."""
     if reply.get("model") not in (None, model):
         raise UnusableError(f"it is by the model {shown(reply['model'])} and not by {model!r}")
-    choice: Json = reply["choices"][0]
+    choice: _Json = reply["choices"][0]
     return choice
 
 

@@ -11,7 +11,7 @@ import yaml
 from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
 
-VERSION = 1
+_VERSION = 1
 """Raised when the same manifest would mean other bytes."""
 NAME = "cache.yaml"
 _BUILD = "nemo-opd cache build"
@@ -51,7 +51,7 @@ class CacheManifest:
     """Whether servers have answered: `weights` is then of the model's name, and entropies are not known."""
     positions: int | None = None
     """is_served: longest sequence that the servers accepted, if they reported one."""
-    version: int = VERSION
+    version: int = _VERSION
 
     @property
     def is_whole(self) -> bool:
@@ -75,9 +75,9 @@ def read_manifest(folder: str | Path) -> CacheManifest:
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{path} cannot be read ({reason}); build the cache again with {_BUILD}") from error
-    if manifest.version != VERSION:
+    if manifest.version != _VERSION:
         raise DataError(
-            f"{path} is of version {manifest.version}, and this program reads version {VERSION}; build the cache again"
+            f"{path} is of version {manifest.version}, and this program reads version {_VERSION}; build the cache again"
         )
     return manifest
 

@@ -21,7 +21,7 @@ def mapped(old: Tensor, rows: RowMap, num_rows: int) -> Tensor:
     new vocabulary, are the mean of the old tokens' rows.
     """
     new = old.new_empty(num_rows, *old.shape[1:])
-    new[:] = statistics(old, rows)[0].to(old.dtype)
+    new[:] = _statistics(old, rows)[0].to(old.dtype)
     for begin, end in _blocks(rows, _width(old)):
         first, last = rows.starts[begin], rows.starts[end]
         counts = torch.from_numpy(np.diff(rows.starts[begin : end + 1]))
@@ -41,7 +41,7 @@ def drawn(old: Tensor, rows: RowMap, num_rows: int, seed: int) -> Tensor:
     """Return rows [num_rows, …] from a normal with the mean and the standard deviation of the old tokens' rows, each
     dimension for itself; in the dtype of `old`.
     """
-    mean, deviation = statistics(old, rows)
+    mean, deviation = _statistics(old, rows)
     generator = torch.Generator().manual_seed(seed)
     new = old.new_empty(num_rows, *old.shape[1:])
     size = max(1, _BLOCK_CELLS // _width(old))
@@ -52,7 +52,7 @@ def drawn(old: Tensor, rows: RowMap, num_rows: int, seed: int) -> Tensor:
     return new
 
 
-def statistics(old: Tensor, rows: RowMap) -> tuple[Tensor, Tensor]:
+def _statistics(old: Tensor, rows: RowMap) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of the rows of the old tokens: float64, of the shape of a row."""
     total = torch.zeros(old.shape[1:], dtype=torch.float64)
     squares = torch.zeros_like(total)

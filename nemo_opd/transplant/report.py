@@ -19,7 +19,7 @@ from nemo_opd.logging.page import render
 from nemo_opd.models.own_card import read_own_card
 from nemo_opd.transplant.row_map import Weighting
 
-REPORT = "transplant.json"
+_REPORT = "transplant.json"
 _MOST_NAMES = 5
 _TAGS = ["nemo-opd", "tokenizer-transfer"]
 
@@ -90,7 +90,7 @@ class Transplanted:
 
     def save(self, folder: Path) -> None:
         """Write transplant.json and the model's card."""
-        write_atomically(folder / REPORT, (json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n").encode())
+        write_atomically(folder / _REPORT, (json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n").encode())
         card = render("transplanted.md", metadata=self._metadata().to_yaml(), result=self, lines=list(self.lines()))
         write_atomically(folder / CARD, card)
 

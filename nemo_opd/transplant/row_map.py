@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +12,13 @@ from nemo_opd.alignment import RoleOverrides
 from nemo_opd.alignment.pieces import HOLE
 from nemo_opd.projection.exact import exact_pass
 from nemo_opd.projection.pair import Side, read_pair
-from nemo_opd.projection.spelling import Progress, spell_with
+from nemo_opd.projection.spelling import spell_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Weighting = Literal["uniform", "bytes", "first", "last"]
 """Weights of the old tokens that spell a new one: equal, by their bytes, or 0.9, 0.09, … from the first or the last."""
-WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 UNUSED, UNREACHED, SUMMED, ROLE, EXACT = range(5)
 """Kinds of rows: an id that no token has; a token that no old token reaches; one that several spell; a special token
 with the role of an old one; one with the bytes of an old one.
@@ -50,11 +49,6 @@ class RowMap:
         """New ids of one entry, whose rows are the old ones to the bit."""
         return np.flatnonzero(np.diff(self.starts) == 1)
 
-    @property
-    def without_entries(self) -> NDArray[np.int64]:
-        """New ids that no old token reaches, and those that are no tokens."""
-        return np.flatnonzero(np.diff(self.starts) == 0)
-
 
 def build_row_map(
     new_tokenizer: PreTrainedTokenizerBase,
@@ -63,7 +57,6 @@ def build_row_map(
     *,
     weighting: Weighting = "bytes",
     roles: RoleOverrides | None = None,
-    progress: Progress | None = None,
 ) -> RowMap:
     """Map each new id to the old token of its bytes or role, else to all the old tokens that spell its bytes.
 
@@ -81,7 +74,7 @@ def build_row_map(
     columns, weights = partner[rows], np.ones(len(rows))
 
     missing = np.flatnonzero(new.is_text & (partner < 0) & (kinds == UNREACHED))
-    spelled = spell_with(old, [new.contents[i] for i in missing.tolist()], progress)
+    spelled = spell_with(old, [new.contents[i] for i in missing.tolist()])
     kinds[missing[np.unique(spelled.content)]] = SUMMED
     shares = _shares(spelled.content, spelled.place, old.pieces.lengths[spelled.ids], weighting)
     rows = np.concatenate([rows, missing[spelled.content]])

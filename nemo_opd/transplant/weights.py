@@ -20,7 +20,7 @@ from nemo_opd.models.text_part import text_name
 from nemo_opd.progress import tracked
 
 
-class Renew(Protocol):
+class _Renew(Protocol):
     """Map from the name of a parameter, and its old value, to the new one."""
 
     def __call__(self, parameter: str, old: Tensor, /) -> Tensor: ...
@@ -72,7 +72,7 @@ def vocabulary_weights(model: PreTrainedModel, reference: str, *, key: str) -> V
 
 
 def rewrite(
-    model: PreTrainedModel, reference: str, folder: Path, weights: VocabularyWeights, renew: Renew
+    model: PreTrainedModel, reference: str, folder: Path, weights: VocabularyWeights, renew: _Renew
 ) -> list[str]:
     """Write the weights into `folder`, those of the vocabulary renewed, and return the names of tensors left out.
 

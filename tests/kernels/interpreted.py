@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.kernels import launch
-from nemo_opd.kernels.forms import CellMap, Entries
+from nemo_opd.kernels.forms import CellMap, EntryLists
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.planned import PlannedLoss, compute_together
 from nemo_opd.logits.rows import TrainableRows
@@ -227,7 +227,7 @@ def bytes_of_rows() -> dict[str, Any]:
     return {"kernels": counted}
 
 
-def _tensors(of: CellMap | Entries) -> list[str]:
+def _tensors(of: CellMap | EntryLists) -> list[str]:
     return [name for name in of.__slots__ if isinstance(getattr(of, name), Tensor)]
 
 

@@ -1,12 +1,14 @@
 """New rows of a matrix against R·E with a dense R made another way, in float64."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 
 from nemo_opd.transplant import matrices
 from nemo_opd.transplant.matrices import drawn, mapped
-from nemo_opd.transplant.row_map import EXACT, ROLE, SUMMED, UNREACHED, WEIGHTINGS, RowMap, Weighting, build_row_map
+from nemo_opd.transplant.row_map import EXACT, ROLE, SUMMED, UNREACHED, RowMap, Weighting, build_row_map
 from tests.tokenizers_fixture import DIGITS_ONE_BY_ONE, byte_level
 from tests.transplant.oracle import dense_map
 
@@ -20,7 +22,7 @@ def matrix(dtype: torch.dtype, width: int = 24) -> torch.Tensor:
     return torch.randn(OLD_ROWS, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("weighting", get_args(Weighting))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rows_are_those_of_the_dense_product(
     weighting: Weighting, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
