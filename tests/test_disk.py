@@ -4,7 +4,6 @@ import errno
 import os
 import pickle
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from nemo_opd.files import settle, umask_mode, write_atomically
 from nemo_opd.logging.jsonl import JsonlLogger
 from nemo_opd.logging.samples import SampleLog, ShownAnswer
 from nemo_opd.projection import ProjectionMatrix
+from tests.full_disk import largest_file
 from tests.tiny import Tiny
 
 FULL = Path("/dev/full")
@@ -53,11 +53,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def small_files() -> Iterator[None]:
     """No file may have more than 20 kB."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with largest_file(20_000):
+        yield
     signal.signal(signal.SIGXFSZ, handler)
 
 

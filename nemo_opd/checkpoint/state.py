@@ -34,7 +34,7 @@ from nemo_opd.errors import CheckpointError, NotFiniteError
 from nemo_opd.files import sync, write_synced
 from nemo_opd.models.folder import first_line
 
-Averages = Mapping[str, dict[str, torch.Tensor]]
+_Averages = Mapping[str, dict[str, torch.Tensor]]
 """Averages of the weights by any name, each by parameter and sharded like it."""
 
 
@@ -48,7 +48,7 @@ class State:
     """Schedule and random generators."""
 
 
-def read_state(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, averages: Averages | None) -> State:
+def read_state(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, averages: _Averages | None) -> State:
     """Return the state as it is, without copies.
 
     Raises NotFiniteError on all ranks where a weight or a moment is NaN or infinite.
@@ -76,14 +76,14 @@ def write_state(folder: Path, state: State, *, group: dist.ProcessGroup | None =
 
 
 def save_state(
-    folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, averages: Averages | None = None
+    folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, averages: _Averages | None = None
 ) -> None:
     """Call `read_state` and `write_state`, and wait for the other ranks."""
     write_state(folder, read_state(model, optimizer, scheduler, averages))
     dist.barrier()
 
 
-def sharded_state(weights: dict[str, Any], optimizer_state: object, averages: Averages | None) -> dict[str, Any]:
+def sharded_state(weights: dict[str, Any], optimizer_state: object, averages: _Averages | None) -> dict[str, Any]:
     """Return the part of a state that all ranks write and read together."""
     state = {"model": weights, "optimizer": optimizer_state}
     return state | {"averages": dict(averages)} if averages else state
@@ -111,7 +111,7 @@ def load_state(
     model: nn.Module,
     optimizer: Optimizer,
     scheduler: LRScheduler,
-    averages: Averages | None = None,
+    averages: _Averages | None = None,
     *,
     tp: int = 1,
 ) -> None:
@@ -161,7 +161,7 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 
 def not_finite_in(
-    weights: dict[str, Any], optimizer_state: dict[str, Any], averages: Averages | None = None
+    weights: dict[str, Any], optimizer_state: dict[str, Any], averages: _Averages | None = None
 ) -> NotFinite | None:
     """Find values that are not finite in weights, moments and averages; counters of steps are left out."""
     moments = {

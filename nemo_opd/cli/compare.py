@@ -26,9 +26,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def compare(arguments: Namespace, console: Console) -> None:
-    """Raises ConfigError for a page whose name has no ending, which its folder of curves would have too.
+    """Write the page and print its table.
 
-    Raises DataError where a folder is no run, or one of its files is damaged.
+    Raises ConfigError for a page whose name has no ending, which its folder of curves would have too, and DataError
+    where a folder is no run, or one of its files is damaged.
     """
     if not arguments.output.suffix:
         raise ConfigError(f"--output {arguments.output}: its curves are in a folder of this name; add .html to it")

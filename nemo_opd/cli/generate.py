@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def generate(arguments: Namespace, console: Console) -> None:
-    """Raises ConfigError for arguments outside their bounds, and what loading and sampling raise."""
+    """Sample. Raises ConfigError for arguments outside their bounds, and what loading and sampling raise."""
     bounds = {"n": 1, "max_new_tokens": 1, "batch_size": 1, "temperature": 0, "seed": 0}
     for name, least in bounds.items():
         if not (value := getattr(arguments, name)) >= least:  # nor is NaN

@@ -26,7 +26,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def write(arguments: Namespace, console: Console) -> None:
-    """Raises ConfigError where the file exists, StorageError where the folder cannot be written."""
+    """Write the settings and their schema.
+
+    Raises ConfigError where the file exists, StorageError where the folder cannot be written.
+    """
     folder: Path = arguments.folder
     name, verb = ("distil_on_policy", "distil-on-policy") if arguments.on_policy else ("distil", "distil")
     file = folder / f"{name}.yaml"

@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def report(arguments: Namespace, console: Console) -> None:
-    """Raises DataError where there is no run, or one of its files is damaged."""
+    """Write the report of a run or a sweep. Raises DataError where there is no run, or one of its files is damaged."""
     folder: Path = arguments.folder
     if (folder / "metrics.jsonl").is_file():
         from nemo_opd.cli.finished import closing_of

@@ -70,7 +70,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace, console: Console) -> None:
-    """Raises ConfigError for arguments outside their bounds, and what `transplant` raises."""
+    """Transplant the tokenizer. Raises ConfigError for arguments outside their bounds, and what `transplant` raises."""
     for name, least in {"pad_to_multiple": 1, "max_length": 2, "seed": 0}.items():
         if (value := getattr(arguments, name)) < least:
             raise ConfigError(f"--{name.replace('_', '-')}={value}: must be {least} at least")

@@ -5,8 +5,8 @@ from typing import Annotated, Never, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
 
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V", bound=Hashable)
+_K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V", bound=Hashable)
 
 
 class Settings(BaseModel):
@@ -36,13 +36,13 @@ def is_blank(value: object) -> bool:
     return isinstance(value, str) and not value.strip()
 
 
-class FrozenDict(dict[K, V]):
+class FrozenDict(dict[_K, _V]):
     """A dict that stays as it is, so that settings which hold one do."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
-    def __reduce__(self) -> tuple[type, tuple[dict[K, V]]]:
+    def __reduce__(self) -> tuple[type, tuple[dict[_K, _V]]]:
         return FrozenDict, (dict(self),)
 
     def _refuse(self, *_: object, **__: object) -> Never:
@@ -51,5 +51,5 @@ class FrozenDict(dict[K, V]):
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
 
-Frozen = Annotated[dict[K, V], AfterValidator(FrozenDict)]
+Frozen = Annotated[dict[_K, _V], AfterValidator(FrozenDict)]
 """Type of a field with free keys."""

@@ -79,7 +79,7 @@ def _tables(models: list[type[BaseModel]]) -> Iterator[Table]:
     common = {name for name in first.model_fields if all(_same(name, first, other) for other in models)}
     yield Table("", "", keys_of(first, without=first.model_fields.keys() - common))
     for model in models:
-        yield Table(_tag(model), in_one_line(model.__doc__ or ""), keys_of(model, without={"type", *common}))
+        yield Table(_tag(model), _in_one_line(model.__doc__ or ""), keys_of(model, without={"type", *common}))
 
 
 def keys_of(model: type[BaseModel], without: Any = ()) -> tuple[Key, ...]:
@@ -94,7 +94,7 @@ def meaning_of(model: type[BaseModel], name: str) -> str:
     """Return what a key means, in one line; of a tag what its type means."""
     field = model.model_fields[name]
     is_tag = name == "type" and len(get_args(field.annotation)) == 1
-    return in_one_line(field.description or (is_tag and model.__doc__) or "")
+    return _in_one_line(field.description or (is_tag and model.__doc__) or "")
 
 
 def _same(name: str, first: type[BaseModel], other: type[BaseModel]) -> bool:
@@ -140,5 +140,5 @@ def _default_of(field: FieldInfo) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def in_one_line(text: str) -> str:
+def _in_one_line(text: str) -> str:
     return " ".join(text.split())

@@ -16,7 +16,7 @@ _Ignored = Iterator[tuple[str, str]]
 
 
 def check_effects(config: RunFields) -> None:
-    """Raises ValueError for the first setting that was changed from its default and has no effect."""
+    """Raise ValueError for the first setting that was changed from its default and has no effect."""
     for of in (_of_weights, _of_templates, _of_data, _of_steps, _of_sampling, _of_cluster, _of_loss):
         for key, reason in of(config):
             value, default = _value_and_default(config, key)

@@ -16,7 +16,7 @@ from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.reward import Reward, is_paid_by_environment
 from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts
 
-NAME = r"^[A-Za-z0-9_.-]+$"
+_NAME = r"^[A-Za-z0-9_.-]+$"
 """Pattern of names of sets and benchmarks."""
 
 
@@ -119,7 +119,7 @@ class Benchmark(Settings):
 
     task: str
     """Name of a task or group, of lm-eval or of `task_folder`."""
-    name: str | None = Field(None, pattern=NAME)
+    name: str | None = Field(None, pattern=_NAME)
     """Name in metrics, `eval/<name>/<metric>`; by default the task's, with `_5shot` where `shots` are given."""
     shots: int | None = Field(None, ge=0)
     """Solved examples before each question; by default as the task has it."""
@@ -200,7 +200,7 @@ class QuestionSets(Questions):
     @classmethod
     def names_are_no_measures(cls, sets: Mapping[str, QuestionSet]) -> Mapping[str, QuestionSet]:
         for name in sets:
-            if not re.fullmatch(NAME, name) or name in _OWN_NAMES:
+            if not re.fullmatch(_NAME, name) or name in _OWN_NAMES:
                 raise ValueError(
                     f"{name!r} cannot name a set in metrics (eval/<name>/<measure>); use letters, digits, `_`, `.` and "
                     f"`-`, and none of {', '.join(_OWN_NAMES)}"

@@ -157,5 +157,8 @@ def from_yaml(path: Path) -> RunConfig:
 
 
 def to_yaml(config: Settings) -> str:
-    """Sufficient to repeat the run, but for secrets: references to the environment are kept, others are masked."""
+    """Return YAML that is sufficient to repeat the run, except for secrets.
+
+    References to the environment are kept; other secrets are masked.
+    """
     return yaml.safe_dump(shown_config(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)

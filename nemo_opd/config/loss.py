@@ -7,10 +7,10 @@ from pydantic import Field, ValidationInfo, field_validator
 from nemo_opd.config.base import Settings
 from nemo_opd.config.importance import ImportanceSettings
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 
-def _refused_unless(has_effect: bool, value: Value, info: ValidationInfo, of: type[Settings], reason: str) -> Value:
+def _refused_unless(has_effect: bool, value: _Value, info: ValidationInfo, of: type[Settings], reason: str) -> _Value:
     """Return the value. Raises ValueError, with `reason`, if it is not the default and has no effect."""
     if not has_effect and value != of.model_fields[str(info.field_name)].default:
         raise ValueError(f"{value} has no effect with {reason}, or leave {info.field_name} out")
@@ -88,7 +88,7 @@ class ChunkTerm(DivergenceTerm):
 
 
 def _fixed_by_compat(value: object, info: ValidationInfo) -> object:
-    """Refuses a setting that the preset above it decides."""
+    """Return the value. Raises ValueError for a setting that the preset `compat` decides."""
     compat = info.data.get("compat")
     if compat is not None and value is not None:
         raise ValueError(f"compat={compat} decides it; leave {info.field_name} out, or compat")

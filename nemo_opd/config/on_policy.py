@@ -69,7 +69,7 @@ def check_on_policy(config: RunFields) -> None:
     rollout = config.rollout
     assert rollout is not None
     _check_batch(config, rollout)
-    check_lengths(config, rollout)
+    _check_lengths(config, rollout)
     _check_responses(config, rollout)
     _check_environment(config)
     _check_reward(config)
@@ -88,7 +88,7 @@ def _check_batch(config: RunFields, rollout: Rollouts) -> None:
         )
 
 
-def check_lengths(config: RunFields, rollout: Rollouts) -> None:
+def _check_lengths(config: RunFields, rollout: Rollouts) -> None:
     longest, new = config.train.max_length, rollout.max_new_tokens
     if new >= longest:
         raise ValueError(
@@ -171,7 +171,7 @@ def _check_group(config: RunFields, rollout: Rollouts) -> None:
 
 
 def _check_behaviour(config: RunFields, rollout: Rollouts) -> None:
-    """Ratios need the probability with which a token was sampled."""
+    """Check that the engine gives the probability with which a token was sampled, where the loss needs it."""
     has_cuts = rollout.top_p < 1 or rollout.top_k is not None
     if not (has_cuts and isinstance(rollout, ServerRollout) and rollout.program == "sglang"):
         return

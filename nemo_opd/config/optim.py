@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Settings
 
-Decay = Annotated[float, Field(ge=0, lt=1)]
+_Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerBase(Settings):
@@ -20,7 +20,7 @@ class Decoupled(OptimizerBase):
 
 
 class Adam(Decoupled):
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     """Decay rates of the moving averages of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
     """Added to the denominator of the update."""

@@ -15,8 +15,8 @@ from nemo_opd.config.base import EMPTY, is_blank
 def explain_all(problems: Sequence[ErrorDetails], data: Mapping[str, Any], model: type[BaseModel]) -> Iterator[str]:
     """Yield a line for each value that is wrong.
 
-    Of a value that may be of several types, each type has refused it, and of a list the elements that are wrong are
-    missing in its count: such problems are reported once, at the innermost place.
+    Each type of a union reports the same wrong value, and a list reports its wrong elements as missing: such problems
+    are reported once, at the innermost place.
     """
     by_path: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for problem in problems:
@@ -24,10 +24,10 @@ def explain_all(problems: Sequence[ErrorDetails], data: Mapping[str, Any], model
         by_path.setdefault(tuple(path), []).append(problem)
     for place, same in by_path.items():
         if not any(other[: len(place)] == place for other in by_path if len(other) > len(place)):
-            yield explain(list(place), same, data, model)
+            yield _explain(list(place), same, data, model)
 
 
-def explain(
+def _explain(
     path: list[int | str], problems: Sequence[ErrorDetails], data: Mapping[str, Any], model: type[BaseModel]
 ) -> str:
     """Format `key=value: reason; way out`, with the key as it is written on the command line."""
@@ -50,13 +50,13 @@ def explain(
         known = ", ".join(_known_keys(path, data, model))
         return f"{key}={shown}: a group of keys, not one value; set {key}.KEY of {known}"
     if kind == "value_error":
-        return placed(reason, key, value)
+        return _placed(reason, key, value)
     if kind == "string_type" and len(problems) == 1 and isinstance(value, int | float):
         reason += f"; to make text of it, write {key}=\"'{value}'\""
     return f"{key}={shown}: {reason[0].lower()}{reason[1:]}"
 
 
-def placed(reason: str, key: str, value: object) -> str:
+def _placed(reason: str, key: str, value: object) -> str:
     """Put our own reason after its key: `key=value …`, `key.inner=…` or `key: …`."""
     if not key:
         return reason
@@ -87,16 +87,16 @@ def _real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool)
     ends_in_key: its end is no tag, but may be a key that is missing.
     """
     path: list[int | str] = []
-    is_told = False
+    is_tag_passed = False
     """Whether the tag of `data` was passed: a key of the same name may follow."""
     for i, part in enumerate(location):
-        may_be_tag = not is_told and (i + 1 < len(location) or not ends_in_key)
+        may_be_tag = not is_tag_passed and (i + 1 < len(location) or not ends_in_key)
         # A type may be left out where it has a default.
         is_default = i + 1 < len(location) and isinstance(data, Mapping) and "type" not in data and part not in data
         if may_be_tag and isinstance(data, Mapping) and (data.get("type") == part or is_default):
-            is_told = True
+            is_tag_passed = True
             continue
-        is_told = False
+        is_tag_passed = False
         if isinstance(part, str) and path and not isinstance(data, Mapping) and data is not None:
             continue
         path.append(part)

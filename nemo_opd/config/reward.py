@@ -121,7 +121,7 @@ class FormatReward(SingleReward):
     """The form: an extraction that finds nothing in other texts, such as `{type: boxed}`."""
 
 
-OneReward = Annotated[
+_OneReward = Annotated[
     ExactReward | NumericReward | MathReward | CodeReward | EnvironmentReward | FunctionReward | FormatReward,
     Field(discriminator="type"),
 ]
@@ -155,7 +155,7 @@ class WeightedPart(Settings):
 
     weight: float = 1.0
     """Factor of this reward in the sum; may be negative."""
-    reward: OneReward
+    reward: _OneReward
     """The reward."""
 
 
@@ -181,7 +181,7 @@ class SourceReward(_CompoundReward):
     type: Literal["by_source"] = "by_source"
     key: str = "data_source"
     """The column with the name of the row's source."""
-    rewards: Frozen[str, Annotated[OneReward | WeightedReward, Field(discriminator="type")]] = Field(min_length=1)
+    rewards: Frozen[str, Annotated[_OneReward | WeightedReward, Field(discriminator="type")]] = Field(min_length=1)
     """Reward by name of a source. `default` is for names that are not listed; without it they are refused."""
 
     @property
@@ -193,7 +193,7 @@ class SourceReward(_CompoundReward):
         parts = ((f"rewards.{source}", reward) for source, reward in self.rewards.items())
         return {**_below(parts), self.key: "key"}
 
-    def of(self, source: str) -> "OneReward | WeightedReward":
+    def of(self, source: str) -> "_OneReward | WeightedReward":
         """Return the reward of a source. Raises KeyError for one that has none."""
         return self.rewards.get(source) or self.rewards["default"]
 

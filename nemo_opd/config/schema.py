@@ -28,7 +28,7 @@ def write_schemas(config_dir: Path) -> None:
 def schemas(config_dir: Path) -> dict[str, str]:
     """Return file name → schema: of a run, of an evaluation, and of each group's options."""
     whole: dict[str, type[BaseModel]] = {"run.json": RunConfig, "evaluation.json": EvaluationConfig}
-    found = {name: recipe_schema(model, config_dir) for name, model in whole.items()}
+    found = {name: _recipe_schema(model, config_dir) for name, model in whole.items()}
     for group in groups(config_dir, RunConfig):
         if get_origin(RunConfig.model_fields[group].annotation) is tuple:
             continue  # options of a list are whole settings: `# @package _global_`
@@ -36,7 +36,7 @@ def schemas(config_dir: Path) -> dict[str, str]:
     return {name: json.dumps(content, indent=1, ensure_ascii=False) + "\n" for name, content in found.items()}
 
 
-def recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
+def _recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
     """Return the schema of a recipe: settings of a model, of which groups may give the rest, and Hydra's own keys."""
     schema = _partial(model.model_json_schema(ref_template="#/definitions/{model}"))
     definitions = schema.pop("$defs")

@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 from nemo_opd.errors import ConfigError
 
 MASK = "***"
-WORDS = r"(?:api_?key|key|token|password|passwd|secret|credentials?|auth|signature|sig)"
-NAME = rf"(?:[A-Za-z0-9_.-]*[_.-])?{WORDS}"
+_WORDS = r"(?:api_?key|key|token|password|passwd|secret|credentials?|auth|signature|sig)"
+NAME = rf"(?:[A-Za-z0-9_.-]*[_.-])?{_WORDS}"
 """Pattern of names ending with such a word: HF_TOKEN and --api-key, but not --tokenizer or --max-num-batched-tokens."""
 _SECRET_NAME = re.compile(rf"-*{NAME}", re.IGNORECASE)
 _HARMLESS = re.compile(r"[\d.,:+-]{1,16}|true|false|yes|no|on|off", re.IGNORECASE)
@@ -33,46 +33,46 @@ _IN_ARGUMENTS = (
     re.compile(r"\b(?:bearer|authorization\W+basic)\s+(?P<secret>[^\s'\"]+)", re.IGNORECASE),
     *_IN_ADDRESSES,
 )
-REFERENCE, FROM_ENVIRONMENT = re.compile(r"\$\{"), re.compile(r"\$\{oc\.env:(\w+)")
-SHORTEST, SHORTEST_ELSEWHERE = 6, 12
-"""Characters of a secret, and of a variable's value that is in the place of none, which are looked for in any text;
-shorter ones would be found where they are not meant.
+_REFERENCE, FROM_ENVIRONMENT = re.compile(r"\$\{"), re.compile(r"\$\{oc\.env:(\w+)")
+_SHORTEST, _SHORTEST_ELSEWHERE = 6, 12
+"""Characters of a secret, and of a variable's value in another place, that are masked in any text;
+shorter ones would match by chance.
 """
-ENVIRONMENT, ARGUMENTS = "environment", ("options", "command")
+ENVIRONMENT, _ARGUMENTS = "environment", ("options", "command")
 """Keys of a server's section."""
-API_KEY, SERVED = "api_key", "served"
+_API_KEY, _SERVED = "api_key", "served"
 """Key of a served teacher, and the section into which its keys are moved when its tokenizer is known."""
 _PROBE = "what-is-secret"
-"""Stands for one, to see what masking makes of it."""
+"""Placeholder of a secret, by which masking is tested."""
 
-Path = tuple[str | int, ...]
+_KeyPath = tuple[str | int, ...]
 _known: dict[str, str] = {}
 """Replacements of secret values."""
-_references: dict[Path, tuple[str, str]] = {}
+_references: dict[_KeyPath, tuple[str, str]] = {}
 """Values and the references by which they were written, by path."""
 
 
 def remember(raw: Any, resolved: Any) -> None:
-    """Take note of the secrets of a composed configuration, before and after its references are resolved.
+    """Store the secrets of a composed configuration for `without_secrets` and `shown_config` in this process.
 
-    `without_secrets` and `shown_config` know them from now on, in this process.
+    raw, resolved: the configuration before and after its references are resolved.
     """
-    texts = [(path, value, at(raw, path)) for path, value in leaves(resolved) if isinstance(value, str)]
+    texts = [(path, value, _value_at(raw, path)) for path, value in leaves(resolved) if isinstance(value, str)]
     from_environment = {value for _, value, written in texts if value and is_reference(written, FROM_ENVIRONMENT)}
     for path, value, written in texts:
-        if is_reference(written, REFERENCE) and any(each in value for each in from_environment):
+        if is_reference(written, _REFERENCE) and any(each in value for each in from_environment):
             _references[path] = value, written
         masked = masked_leaf(resolved, path, value)
         if masked == MASK:
-            if path[-2] in ARGUMENTS or _SECRET_NAME.fullmatch(str(path[-1])) or _is_telling(value):
+            if path[-2] in _ARGUMENTS or _SECRET_NAME.fullmatch(str(path[-1])) or _is_telling(value):
                 _known.setdefault(value, MASK)
         elif masked != value:
             _known.update(dict.fromkeys(_secrets_in(value, _IN_ARGUMENTS), MASK))
         if isinstance(written, str):
-            _known.update(variables(written, is_secret=masked != value))
+            _known.update(_variables(written, is_secret=masked != value))
 
 
-def variables(written: str, *, is_secret: bool) -> dict[str, str]:
+def _variables(written: str, *, is_secret: bool) -> dict[str, str]:
     """Return values of the variables of the environment in a text, and what is shown for them elsewhere.
 
     is_secret: whether the text stands in the place of a secret. Elsewhere short values and paths are no secrets.
@@ -85,7 +85,7 @@ def variables(written: str, *, is_secret: bool) -> dict[str, str]:
 
 def _is_telling(value: str) -> bool:
     """Return whether a value by itself looks like a secret: it is long, and no path."""
-    return len(value) >= SHORTEST_ELSEWHERE and "/" not in value
+    return len(value) >= _SHORTEST_ELSEWHERE and "/" not in value
 
 
 def is_reference(written: object, pattern: re.Pattern[str]) -> TypeGuard[str]:
@@ -95,14 +95,14 @@ def is_reference(written: object, pattern: re.Pattern[str]) -> TypeGuard[str]:
 def without_secrets(text: str) -> str:
     """Mask known secrets, and credentials in addresses, in a text for people, such as an error."""
     for value in sorted(_known, key=len, reverse=True):
-        if len(value) >= SHORTEST:
+        if len(value) >= _SHORTEST:
             text = text.replace(value, _known[value])
     return _masked_text(text, _IN_ADDRESSES)
 
 
 def shown_config(settings: Any) -> Any:
-    """Plain data of a configuration as it may be written."""
-    return changed(settings, lambda path, value: _reference(path, value) or masked_leaf(settings, path, value))
+    """Return the plain data of a configuration with secrets masked."""
+    return _changed(settings, lambda path, value: _reference(path, value) or masked_leaf(settings, path, value))
 
 
 def require_values(settings: Any) -> None:
@@ -116,17 +116,17 @@ def require_values(settings: Any) -> None:
             )
 
 
-def _is_masked(settings: Any, path: Path, value: str) -> bool:
+def _is_masked(settings: Any, path: _KeyPath, value: str) -> bool:
     """Return whether masking has made the value what it is; a mask in another place is a text like any other."""
     return MASK in value and masked_leaf(settings, path, value.replace(MASK, _PROBE)) == value
 
 
-def _reference(path: Path, value: str) -> str | None:
+def _reference(path: _KeyPath, value: str) -> str | None:
     """Return the reference to the environment by which the value was written, whatever validation has made of it.
 
     Paths lose what is superfluous, and single values become lists.
     """
-    as_given = tuple(part for part in path if part != SERVED)
+    as_given = tuple(part for part in path if part != _SERVED)
     for above in (path, path[:-1], as_given, as_given[:-1]):
         known, written = _references.get(above, (None, None))
         if known is not None and PurePath(known) == PurePath(value):
@@ -134,17 +134,17 @@ def _reference(path: Path, value: str) -> str | None:
     return None
 
 
-def masked_leaf(settings: Any, path: Path, value: str) -> str:
+def masked_leaf(settings: Any, path: _KeyPath, value: str) -> str:
     """Return a value of a configuration as it may be shown; MASK where nothing of it may."""
     *parent, last = path
     section = parent[-1] if len(parent) > 1 else None
-    if last == API_KEY:
+    if last == _API_KEY:
         return MASK
     if section == ENVIRONMENT:
         is_plain = _HARMLESS.fullmatch(value) and not _SECRET_NAME.fullmatch(str(last))
         return value if is_plain else MASK
-    if section in ARGUMENTS and isinstance(last, int):
-        if not value.startswith("-") and _is_secret_option(at(settings, tuple(parent)), last):
+    if section in _ARGUMENTS and isinstance(last, int):
+        if not value.startswith("-") and _is_secret_option(_value_at(settings, tuple(parent)), last):
             return MASK
         return _masked_text(value, _IN_ARGUMENTS)
     return _masked_text(value, _IN_ADDRESSES)
@@ -171,9 +171,9 @@ def _secrets_in(text: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[str]
     return (match["secret"] for pattern in patterns for match in pattern.finditer(text))
 
 
-def leaves(settings: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Path and value of all that is no group."""
-    items = settings.items() if isinstance(settings, dict) else enumerate(settings) if is_list(settings) else None
+def leaves(settings: Any, path: _KeyPath = ()) -> Iterator[tuple[_KeyPath, Any]]:
+    """Yield path and value of everything that is no group."""
+    items = settings.items() if isinstance(settings, dict) else enumerate(settings) if _is_list(settings) else None
     if items is None:
         yield path, settings
         return
@@ -181,17 +181,17 @@ def leaves(settings: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield from leaves(value, (*path, key))
 
 
-def changed(settings: Any, change: Callable[[Path, str], str], path: Path = ()) -> Any:
+def _changed(settings: Any, change: Callable[[_KeyPath, str], str], path: _KeyPath = ()) -> Any:
     """Copy nested containers with each text changed."""
     if isinstance(settings, dict):
-        return {key: changed(value, change, (*path, key)) for key, value in settings.items()}
-    if is_list(settings):
-        return [changed(value, change, (*path, i)) for i, value in enumerate(settings)]
+        return {key: _changed(value, change, (*path, key)) for key, value in settings.items()}
+    if _is_list(settings):
+        return [_changed(value, change, (*path, i)) for i, value in enumerate(settings)]
     return change(path, settings) if isinstance(settings, str) else settings
 
 
-def at(settings: Any, path: Path) -> Any:
-    """None where it has no value, as below a reference to a whole group."""
+def _value_at(settings: Any, path: _KeyPath) -> Any:
+    """Return the value at a path; None where there is none, as below a reference to a whole group."""
     for part in path:
         try:
             settings = settings[part]
@@ -200,5 +200,5 @@ def at(settings: Any, path: Path) -> Any:
     return settings
 
 
-def is_list(value: object) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, list | tuple)

@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from nemo_opd.config.secrets import masked_leaf, without_secrets
 
 _LONGEST_NAME = 120
-ODD = re.compile(r"[^\w.=,+-]+")
+_ODD = re.compile(r"[^\w.=,+-]+")
 
 
 @dataclass
@@ -49,8 +49,8 @@ class Sweep:
     def _next_name(self, overrides: Sequence[str]) -> str:
         """Return a name from the values that vary; numbered where it is taken."""
         pairs = (override.lstrip("+").partition("=") for override in overrides)
-        varied = ",".join(f"{key}={shown(key, value)}" for key, _, value in pairs if key in self.keys)
-        name = ODD.sub("_", varied).strip("_") or "run"
+        varied = ",".join(f"{key}={_shown(key, value)}" for key, _, value in pairs if key in self.keys)
+        name = _ODD.sub("_", varied).strip("_") or "run"
         if len(name) > _LONGEST_NAME:
             name = f"{name[: _LONGEST_NAME - 9]}_{hashlib.sha256(varied.encode()).hexdigest()[:8]}"
         if name in self.names:
@@ -59,7 +59,7 @@ class Sweep:
         return name
 
 
-def shown(key: str, value: str) -> str:
+def _shown(key: str, value: str) -> str:
     """Return the value of an override without secrets."""
     return without_secrets(masked_leaf({}, tuple(key.split(".")), value))
 

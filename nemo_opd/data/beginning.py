@@ -29,13 +29,13 @@ def encode_beginning(student: Encoder, teachers: Sequence[Encoder], text: str, l
     """
     size = CHARACTERS_A_TOKEN * length + MARGIN
     while size < len(text):
-        if (encodings := settled(student, teachers, text[:size], length)) is not None:
+        if (encodings := _settled(student, teachers, text[:size], length)) is not None:
             return encodings
         size *= 2
     return [encode(text) for encode in (student, *teachers)]
 
 
-def settled(student: Encoder, teachers: Sequence[Encoder], part: str, length: int) -> list[Encoding] | None:
+def _settled(student: Encoder, teachers: Sequence[Encoder], part: str, length: int) -> list[Encoding] | None:
     """Encode a part of a text; None where more text might change tokens that the sample has."""
     encodings = []
     needed, latest = 0, min(len(part) - MARGIN, last_run(part))

@@ -22,7 +22,7 @@ from nemo_opd.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
-VERSION = 6
+_VERSION = 6
 """Raised when a sample is stored, or made from the same settings, in another way than before."""
 WAIT_S = 60.0
 """Seconds for another process to finish writing."""
@@ -53,7 +53,7 @@ class _CachedMaker(ABC, Generic[_Made]):
     def __init__(self, make: _Maker[_Made]) -> None:
         self._make = make
         self.identity = make.identity
-        digest = hashlib.sha256(f"{VERSION} {self.identity}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{_VERSION} {self.identity}".encode()).hexdigest()
         self._store: Store | None = None
         self._is_usable = True
         try:
@@ -63,7 +63,7 @@ class _CachedMaker(ABC, Generic[_Made]):
             self._is_usable = False
 
     def __call__(self, document: Document) -> _Made:
-        """Raises what making raises."""
+        """Return what is made of the document, from the file where it has it. Raises what making raises."""
         key = _key_of(document)
         if (stored := self._read(key)) is not None:
             try:

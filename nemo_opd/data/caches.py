@@ -47,7 +47,7 @@ def elsewhere(variable: str) -> str:
 
 
 def await_turn(lock: Path, variable: str) -> None:
-    """Wait while another process has locked the file, which libraries do without a word and for ever.
+    """Wait while another process has locked the file, which libraries do silently and without end.
 
     variable: of the environment, names the folder. Raises StorageError after WAIT_S.
     """

@@ -42,7 +42,7 @@ class CrossTokenizerChat:
         return (*self.encoder.identity, self.aligner.fingerprint, self.equal_history)
 
 
-ChatReader = SameTokenizer | CrossTokenizerChat
+_ChatReader = SameTokenizer | CrossTokenizerChat
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ChatSampleMaker:
     """Conversation → Sample."""
 
     student: ChatEncoder
-    teachers: tuple[ChatReader | InContext[ChatReader], ...]
+    teachers: tuple[_ChatReader | InContext[_ChatReader], ...]
 
     @property
     def identity(self) -> str:
@@ -69,7 +69,7 @@ class ChatSampleMaker:
         student = self.student.tokens(kept)
         reached = int(located.ends[length - 1]) if len(kept.ids) < len(whole.ids) else None
         read = StudentChat(conversation, rendered, located, kept, student, reached)
-        return Sample(student, tuple(teacher_sample(read, teacher) for teacher in self.teachers))
+        return Sample(student, tuple(_teacher_sample(read, teacher) for teacher in self.teachers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,10 @@ class StudentChat:
     """The place of the text at which it is cut; None for no cut."""
 
 
-def teacher_sample(student: StudentChat, teacher: ChatReader | InContext[ChatReader]) -> TeacherSample:
+def _teacher_sample(student: StudentChat, teacher: _ChatReader | InContext[_ChatReader]) -> TeacherSample:
     """Make a teacher's sample. Raises as `ChatSampleMaker` does."""
     if isinstance(teacher, InContext):
-        return in_context(student, teacher)
+        return _in_context(student, teacher)
     if isinstance(teacher, SameTokenizer):
         return teacher.sample(student.tokens)
     theirs = teacher.encoder.rendered(student.conversation)
@@ -114,13 +114,13 @@ def _aligned(
     return TeacherSample(tokens, usable_chunks(alignment, student.tokens, tokens, teacher.equal_history))
 
 
-def in_context(student: StudentChat, teacher: InContext[ChatReader]) -> TeacherSample:
+def _in_context(student: StudentChat, teacher: InContext[_ChatReader]) -> TeacherSample:
     """Make the sample of a teacher with a context, compared from the first turn after it on."""
     conversation, reader = student.conversation, teacher.reader
     messages = plain_messages(conversation.messages)
     first = teacher.context.response_start(messages)
     if first is None or first not in student.rendered.turns:
-        return teacher.unanswered(teacher_sample(student, reader))
+        return teacher.unanswered(_teacher_sample(student, reader))
     said = "".join(message["content"] for message in messages[first:] if message["role"] == "assistant")
 
     def sample_in(content: Content) -> TeacherSample:
@@ -135,7 +135,7 @@ def in_context(student: StudentChat, teacher: InContext[ChatReader]) -> TeacherS
 def _verbatim(
     student: StudentChat,
     reader: SameTokenizer,
-    teacher: InContext[ChatReader],
+    teacher: InContext[_ChatReader],
     prompt: Sequence[Message],
     first: int,
 ) -> TeacherSample:
@@ -153,7 +153,7 @@ def _verbatim(
 def _after(
     student: StudentChat,
     reader: CrossTokenizerChat,
-    teacher: InContext[ChatReader],
+    teacher: InContext[_ChatReader],
     prompt: Sequence[Message],
     first: int,
 ) -> TeacherSample:

@@ -20,7 +20,7 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 def collate(samples: Sequence[Sample]) -> Batch:
     """Make a batch of samples, right-padded to the longest of each side; routed ones for their teacher alone.
 
-    Bytes are those that all models of a sample predict, chunks those that are compared.
+    It has the bytes that all models of a sample predict, and the chunks that are compared.
     """
     samples = [compared(sample) for sample in samples]
     students = [sample.student for sample in samples]
@@ -49,7 +49,7 @@ def placed(batch: Batch, places: Tensor) -> Batch:
 
 
 def shards(batch: Batch, num_ranks: int) -> list[Batch]:
-    """Contiguous parts of the batch, one a rank, in order and complete; sizes differ by one row at most.
+    """Cut the batch into contiguous parts, one for each rank; their sizes differ by one row at most.
 
     Each is cut to its own longest sequences and owns its memory: a pickled view would carry the whole batch.
     """

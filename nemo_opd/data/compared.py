@@ -12,7 +12,7 @@ from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 
 
 def compared(sample: Sample) -> Sample:
-    """Keep bytes for those tokens only that stand for content which all models of the sample predict.
+    """Keep the bytes of those tokens only whose content all models of the sample predict.
 
     Those models are the student and the teachers that read the text: one where it is routed, else all. Whole tokens
     count: a stretch of text between two places where all of them cut it counts if each of them learns all of its tokens

@@ -25,7 +25,7 @@ UNSUSPICIOUS = 1 << 30
 """Bytes that any file may unpack to."""
 _MAX_EXPANSION = 200
 """Times its size that a file may unpack to beyond that. Logs reach 50, a bomb 1,000 and more."""
-PART = ".part"
+_PART = ".part"
 _ABANDONED_S = 3600.0
 SPARE = 1 << 30
 """Bytes of the disk that are left free."""
@@ -61,7 +61,7 @@ def uncompressed(path: Path, source: str) -> Path:
     if not target.exists():
         _remove_abandoned(folder)
         limit = max(UNSUSPICIOUS, _MAX_EXPANSION * status.st_size)
-        with writing(folder, "NEMO_OPD_CACHE"), NamedTemporaryFile(dir=folder, suffix=PART, delete=False) as unpacked:
+        with writing(folder, "NEMO_OPD_CACHE"), NamedTemporaryFile(dir=folder, suffix=_PART, delete=False) as unpacked:
             try:
                 with opener(path) as packed:
                     _copy(packed, unpacked, limit, source)
@@ -78,7 +78,7 @@ def uncompressed(path: Path, source: str) -> Path:
 
 def _remove_abandoned(folder: Path) -> None:
     """Remove what runs that were killed have begun; what is being unpacked grows all the time."""
-    for part in folder.glob(f"*{PART}"):
+    for part in folder.glob(f"*{_PART}"):
         with suppress(OSError):
             if time.time() - part.stat().st_mtime > _ABANDONED_S:
                 part.unlink()

@@ -47,7 +47,7 @@ class ContextLayout:
                 )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        """Raises DataError too where a row lacks a field."""
+        """Raise DataError where there is nothing to learn from, and where a row lacks a field."""
         self.documents.require_content(documents, source, origin)
         for name in dict.fromkeys(name for name, _ in self.named):
             whole_column(documents, self.columns[name], source, origin, name=repr(name))

@@ -25,10 +25,10 @@ from nemo_opd.errors import DataError
 _INFO = "dataset_info.json"
 _BEING_MADE = ".incomplete"
 """Ends the name of a folder that a process is still writing."""
-LOCK = "_builder.lock"
+_LOCK = "_builder.lock"
 """Ends the name of the file that it has locked meanwhile."""
 _VARIABLE = "HF_DATASETS_CACHE"
-Made = TypeVar("Made")
+_Made = TypeVar("_Made")
 Read = tuple[datasets.Dataset, Origin]
 
 _log = logging.getLogger(__name__)
@@ -56,9 +56,9 @@ def convert(
     """
     # `datasets` takes paths for patterns; these are files.
     files = {"train": [glob.escape(str(path)) for path in paths]}
-    with quiet(), writing(_cache_folder(), _VARIABLE):
+    with _quiet(), writing(_cache_folder(), _VARIABLE):
         builder = healed(partial(datasets.load_dataset_builder, format, data_files=files, **options), format)
-        await_turn(Path(f"{builder.cache_dir}{LOCK}"), _VARIABLE)
+        await_turn(Path(f"{builder.cache_dir}{_LOCK}"), _VARIABLE)
         mode = "reuse_dataset_if_exists"
         if Path(builder.cache_dir, _INFO).exists():
             if not _is_damaged(builder, checked):
@@ -77,8 +77,8 @@ def _cache_folder() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE)
 
 
-def healed(make: Callable[[], Made], below: str) -> Made:
-    """Return what `datasets` makes, without the parts of its cache that would keep it from being made.
+def healed(make: Callable[[], _Made], below: str) -> _Made:
+    """Return what `datasets` makes; where damaged parts of its cache prevent that, remove them and try again.
 
     below: pattern of the folders of the cache that it may be in.
     """
@@ -124,7 +124,7 @@ def _columns_of(dataset: datasets.Dataset, names: list[str]) -> pa.Table:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Silence `datasets` inside: its log of an error is in the error too."""
     level = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(logging.CRITICAL)

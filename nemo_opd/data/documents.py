@@ -33,18 +33,18 @@ class Conversation:
     """Values of the row that teachers' contexts are made of, by our names of their columns."""
 
 
-Content = str | Conversation
+_Content = str | Conversation
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
     """A document that is for one teacher alone."""
 
-    content: Content
+    content: _Content
     teacher: str
 
 
-Document = Content | Routed
+Document = _Content | Routed
 
 
 class Columns(Protocol):
@@ -56,7 +56,7 @@ class Columns(Protocol):
 
 
 def read_documents(columns: Columns, indices: list[int]) -> Sequence[Document]:
-    """Raises DataError for a conversation that is malformed JSON."""
+    """Read the documents of these rows. Raises DataError for a conversation that is malformed JSON."""
     rows = columns[indices]
     contents = _read_contents(rows, len(indices))
     if TEACHER not in rows:
@@ -64,7 +64,7 @@ def read_documents(columns: Columns, indices: list[int]) -> Sequence[Document]:
     return [Routed(content, teacher) for content, teacher in zip(contents, rows[TEACHER], strict=True)]
 
 
-def _read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[Content]:
+def _read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[_Content]:
     if TEXT in rows:
         return rows[TEXT]
     tools = rows.get(TOOLS, [None] * number)
@@ -77,10 +77,10 @@ def parsed(value: Any) -> Any:
 
     Arrow gives every message all keys that any message has; those that are null were not there.
     """
-    return _without_nulls(from_json(value) if isinstance(value, str) else value)
+    return _without_nulls(_from_json(value) if isinstance(value, str) else value)
 
 
-def from_json(text: str) -> Any:
+def _from_json(text: str) -> Any:
     try:
         value = json.loads(text)
         if "\\u" in text:

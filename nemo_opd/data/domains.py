@@ -15,7 +15,7 @@ from nemo_opd.types import Batch
 if TYPE_CHECKING:
     import datasets
 
-MOST_DOMAINS = 20
+_MOST_DOMAINS = 20
 _OTHERS, _WITHOUT = "others", "without"
 
 
@@ -24,7 +24,7 @@ class Domains:
     """Domains of documents, the most frequent first."""
 
     names: tuple[str, ...]
-    """`MOST_DOMAINS` at most, and `others` where there are more."""
+    """`_MOST_DOMAINS` at most, and `others` where there are more."""
     numbers: Tensor
     """int64: domain of each document."""
 
@@ -33,8 +33,8 @@ class Domains:
         """Name the domains of documents; one without a value is in the domain `without`."""
         given = [_WITHOUT if value is None else str(value) for value in values]
         ranked = [name for name, _ in Counter(sorted(given)).most_common()]
-        names = ranked[:MOST_DOMAINS] + [_OTHERS] * (len(ranked) > MOST_DOMAINS)
-        number = {name: min(i, MOST_DOMAINS) for i, name in enumerate(ranked)}
+        names = ranked[:_MOST_DOMAINS] + [_OTHERS] * (len(ranked) > _MOST_DOMAINS)
+        number = {name: min(i, _MOST_DOMAINS) for i, name in enumerate(ranked)}
         return Domains(tuple(names), torch.tensor([number[name] for name in given]))
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The whole of a text, before anything is cut."""
+    """Tokens of a whole text, before it is cut."""
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int64]
@@ -149,7 +149,7 @@ class ChatEncoder:
         return self.read(rendered, locate_tokens(self.tokenizer, rendered.text))
 
     def rendered(self, conversation: Conversation) -> RenderedChat:
-        """Raises AlignmentError where the template refuses it."""
+        """Render the conversation. Raises AlignmentError where the template refuses it."""
         return self.renderer.render(conversation.messages, conversation.tools)
 
     def read(self, rendered: RenderedChat, located: LocatedTokens) -> ChatTokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,30 +13,25 @@ from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_cha
 from nemo_opd.data.context import Content, Context, Fields, said_in
 from nemo_opd.data.continuation import TextContinuation
 from nemo_opd.data.leakage import leakage
-from nemo_opd.data.samples import Chunks, SameTokenizer, TeacherSample, Tokens, require_ids
+from nemo_opd.data.samples import Chunks, HasIdentity, SameTokenizer, TeacherSample, Tokens, require_ids
 from nemo_opd.errors import DataError
 from nemo_opd.types import NO_CHUNK, Alignment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Tools = Sequence[dict[str, Any]] | None
-Scalar = TypeVar("Scalar", bound=np.generic)
+_Tools = Sequence[dict[str, Any]] | None
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
-class HasIdentity(Protocol):
-    @property
-    def identity(self) -> object: ...
-
-
-Reader = TypeVar("Reader", bound=HasIdentity, covariant=True)
+_Reader = TypeVar("_Reader", bound=HasIdentity, covariant=True)
 
 
 @dataclass(frozen=True)
-class InContext(Generic[Reader]):
+class InContext(Generic[_Reader]):
     """A teacher with a context, and the reader that it would be without one."""
 
-    reader: Reader
+    reader: _Reader
     context: Context
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer | None
@@ -52,7 +47,7 @@ class InContext(Generic[Reader]):
         template = None if self.renderer is None else self.renderer.identity
         return self.reader.identity, self.context.identity, template, self.vocab_size, self.max_length
 
-    def prompt_ids(self, content: Content, tools: Tools = None, before: str = "") -> NDArray[np.int32]:
+    def prompt_ids(self, content: Content, tools: _Tools = None, before: str = "") -> NDArray[np.int32]:
         """Return the tokens of a prompt and of the text `before`, with which the response begins.
 
         Raises AlignmentError where the chat template refuses it, DataError for a token that the model cannot read, and
@@ -107,7 +102,7 @@ def verbatim(
     """Return the sample of a teacher that reads the student's tokens from `start` on after its own prompt."""
     response = reader.sample(student).tokens
 
-    def joined(before: NDArray[Scalar], values: NDArray[Scalar]) -> NDArray[Scalar]:
+    def joined(before: NDArray[_Scalar], values: NDArray[_Scalar]) -> NDArray[_Scalar]:
         return np.concatenate([before, values[start:]])[:max_length]
 
     nothing = np.zeros_like(prompt)

@@ -27,7 +27,7 @@ class _Damage:
 
 
 def require_intact(table: pa.Table, source: str, origin: Origin) -> None:
-    """Raises DataError, with the place of the first row, for a column that cannot be read safely."""
+    """Raise DataError, with the place of the first row, for a column that cannot be read safely."""
     if damage := first_damage(table):
         raise DataError(
             f"{source}: {origin(damage.row)} has a damaged {damage.column!r}: {damage.reason}; write or download the "
@@ -38,14 +38,14 @@ def require_intact(table: pa.Table, source: str, origin: Origin) -> None:
 def first_damage(table: pa.Table) -> _Damage | None:
     """Find the first damaged row of the first damaged column; None where all are sound."""
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-        return next(damaged(threads, table), None)
+        return next(_damaged(threads, table), None)
 
 
-def damaged(threads: ThreadPoolExecutor, table: pa.Table) -> Iterator[_Damage]:
+def _damaged(threads: ThreadPoolExecutor, table: pa.Table) -> Iterator[_Damage]:
     for name, column in zip(table.column_names, table.columns, strict=True):
-        chunks = [storage(chunk) for chunk in column.chunks]
+        chunks = [_storage(chunk) for chunk in column.chunks]
         groups = [chunks[i : i + _CHUNKS_AT_A_TIME] for i in range(0, len(chunks), _CHUNKS_AT_A_TIME)]
-        for group, bad in enumerate(threads.map(first_problem, groups)):
+        for group, bad in enumerate(threads.map(_first_problem, groups)):
             if bad is not None:
                 i = group * _CHUNKS_AT_A_TIME + bad
                 row = _first_bad(chunks[i])
@@ -53,12 +53,12 @@ def damaged(threads: ThreadPoolExecutor, table: pa.Table) -> Iterator[_Damage]:
                 yield _Damage(sum(map(len, chunks[:i])) + row, name, reason)
 
 
-def first_problem(chunks: list[pa.Array]) -> int | None:
+def _first_problem(chunks: list[pa.Array]) -> int | None:
     return next((i for i, chunk in enumerate(chunks) if problem(chunk) is not None), None)
 
 
 def problem(values: pa.Array) -> str | None:
-    """Why the values are not sound; None where they are."""
+    """Return why the values are not sound; None where they are."""
     try:
         values.validate(full=True)
     except pa.ArrowInvalid as error:
@@ -78,5 +78,5 @@ def _first_bad(values: pa.Array) -> int:
     return sound
 
 
-def storage(values: pa.Array) -> pa.Array:
+def _storage(values: pa.Array) -> pa.Array:
     return values.storage if isinstance(values, pa.ExtensionArray) else values

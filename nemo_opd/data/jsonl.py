@@ -50,7 +50,7 @@ def _with_lines(path: Path, key: str) -> Path | None:
 def _refuse_line(
     files: dict[Path, Path], key: str, problem: Callable[[bytes], str | None], cause: DataError | None = None
 ) -> None:
-    """Raises DataError for the first line with a problem."""
+    """Raise DataError for the first line with a problem."""
     for path, file in files.items():
         for number, line in numbered(file):
             if reason := problem(line):

@@ -25,10 +25,10 @@ class Layout(Protocol):
         ...
 
     def require_columns(self, schema: pa.Schema, source: str) -> None:
-        """Raises DataError where a column is missing or of another type."""
+        """Raise DataError where a column is missing or of another type."""
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        """Raises DataError where there is nothing to learn from."""
+        """Raise DataError where there is nothing to learn from."""
 
 
 def layout_of(data: Data) -> Layout:
@@ -121,7 +121,7 @@ class RoutedLayout:
             )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        """Raises DataError too where a row names a teacher that there is not."""
+        """Raise DataError where there is nothing to learn from, and where a row names an unknown teacher."""
         self.documents.require_content(documents, source, origin)
         names = whole_column(documents, TEACHER, source, origin)
         is_unknown = pc.invert(pc.is_in(names, value_set=pa.array(self.teachers, names.type)))

@@ -23,30 +23,30 @@ from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.types import Batch
 
-Made = TypeVar("Made")
+_Made = TypeVar("_Made")
 _AT_A_TIME = 16
 """Documents read at a time where all are."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class SampleSource(Generic[Made]):
+class SampleSource(Generic[_Made]):
     """Samples or windows of documents, by lists of their indices. Picklable: a copy is in every worker."""
 
     columns: Columns
-    make: Callable[[Document], Made]
+    make: Callable[[Document], _Made]
     """A SampleMaker or a WindowMaker."""
     files: MappedFiles
 
     @classmethod
-    def of(cls, columns: Columns, make: Callable[[Document], Made]) -> Self:
+    def of(cls, columns: Columns, make: Callable[[Document], _Made]) -> Self:
         return cls(columns, make, MappedFiles.of(columns))
 
-    def __getitems__(self, indices: list[int]) -> list[Made]:
+    def __getitems__(self, indices: list[int]) -> list[_Made]:
         return list(self.each(indices))
 
-    def each(self, indices: list[int]) -> Iterator[Made]:
-        """Made one by one, as they are asked for. Raises DataError, with the row, for what cannot be read or used."""
+    def each(self, indices: list[int]) -> Iterator[_Made]:
+        """Yield what is made of each document. Raises DataError, with the row, for one that cannot be read or used."""
         self.files.check(indices)
         for index, document in zip(indices, read_documents(self.columns, indices), strict=True):
             try:
@@ -58,7 +58,7 @@ class SampleSource(Generic[Made]):
 
 @contextmanager
 def lost_workers() -> Iterator[None]:
-    """Inside, a data worker that is killed is a DataError: torch raises its own wherever this process happens to be."""
+    """Raise DataError for a data worker that is killed inside: torch raises its own error wherever this process is."""
     try:
         yield
     except RuntimeError as error:
@@ -70,8 +70,8 @@ def lost_workers() -> Iterator[None]:
         ) from error
 
 
-class Order(Protocol[Made]):
-    """Makes batches of what is made of documents: a BatchOrder or a PackedOrder."""
+class Order(Protocol[_Made]):
+    """The order of batches: a BatchOrder or a PackedOrder."""
 
     @property
     def start(self) -> State: ...
@@ -82,10 +82,10 @@ class Order(Protocol[Made]):
 
     def reads(self, state: State) -> Iterator[list[int]]: ...
 
-    def draws(self, state: State, made: Iterator[list[Made]]) -> Iterator[Drawn]: ...
+    def draws(self, state: State, made: Iterator[list[_Made]]) -> Iterator[Drawn]: ...
 
 
-class TrainLoader(Generic[Made]):
+class TrainLoader(Generic[_Made]):
     """Training batches in their order, made ahead while the caller does other things.
 
     That is done by `num_workers` spawned processes, or by a thread where there are none. The order depends neither on
@@ -95,13 +95,13 @@ class TrainLoader(Generic[Made]):
     timed_as = "data_wait_s"
 
     def __init__(
-        self, documents: Columns, make: Callable[[Document], Made], order: Order[Made], num_workers: int
+        self, documents: Columns, make: Callable[[Document], _Made], order: Order[_Made], num_workers: int
     ) -> None:
         self._source = SampleSource.of(documents, make)
         self._order = order
         self._num_workers = num_workers
         self._state = order.start
-        self._reader: _Thread[Made] | _Workers[Made] | None = None
+        self._reader: _Thread[_Made] | _Workers[_Made] | None = None
 
     @property
     def epoch(self) -> int:
@@ -127,7 +127,7 @@ class TrainLoader(Generic[Made]):
         return dict(self._state)
 
     def load_state_dict(self, state: State) -> None:
-        """Go to where the state was taken.
+        """Go to the position at which the state was taken.
 
         Raises CheckpointError when that was with other data, batch size, seed, shuffling or packing.
         """
@@ -148,10 +148,10 @@ class TrainLoader(Generic[Made]):
         self.close()
 
 
-class _Thread(Generic[Made]):
+class _Thread(Generic[_Made]):
     """Makes a batch while the one before it is in use."""
 
-    def __init__(self, source: SampleSource[Made], order: Order[Made], state: State) -> None:
+    def __init__(self, source: SampleSource[_Made], order: Order[_Made], state: State) -> None:
         self._reading = _Reading(source)
         self._executor = ThreadPoolExecutor(1, "data")
         self._drawn = order.draws(state, map(self._reading, order.reads(state)))
@@ -163,30 +163,30 @@ class _Thread(Generic[Made]):
         return batch
 
     def close(self) -> None:
-        """Waits for the document that is being read."""
+        """Wait for the document that is being read, and end the thread."""
         self._reading.is_closed = True
         self._executor.shutdown(cancel_futures=True)
 
     def _make(self) -> tuple[Batch, State]:
         drawn = next(self._drawn)
-        return collated(drawn), drawn.state
+        return _collated(drawn), drawn.state
 
 
-class _Reading(Generic[Made]):
+class _Reading(Generic[_Made]):
     """Reads documents in another thread until it is closed."""
 
-    def __init__(self, source: SampleSource[Made]) -> None:
+    def __init__(self, source: SampleSource[_Made]) -> None:
         self._source = source
         self.is_closed = False
 
     @cached_property
-    def _own(self) -> SampleSource[Made]:
+    def _own(self) -> SampleSource[_Made]:
         """The source for that thread: tokenizers and database connections cannot be used by two at once."""
         return replace(self._source, make=pickle.loads(pickle.dumps(self._source.make)))
 
-    def __call__(self, indices: list[int]) -> list[Made]:
-        """Raises CancelledError when it is closed."""
-        made: list[Made] = []
+    def __call__(self, indices: list[int]) -> list[_Made]:
+        """Return what is made of the documents. Raises CancelledError when it is closed."""
+        made: list[_Made] = []
         for each in self._own.each(indices):
             if self.is_closed:
                 raise CancelledError
@@ -194,27 +194,27 @@ class _Reading(Generic[Made]):
         return made
 
 
-class _Workers(Generic[Made]):
+class _Workers(Generic[_Made]):
     """Makes batches of what processes read ahead."""
 
-    def __init__(self, source: SampleSource[Made], order: Order[Made], state: State, num_workers: int) -> None:
+    def __init__(self, source: SampleSource[_Made], order: Order[_Made], state: State, num_workers: int) -> None:
         self._reads = _WorkerReads(source, order.reads(state), num_workers)
         self._drawn = order.draws(state, self._reads)
 
     def next(self) -> tuple[Batch, State]:
         # Here and not in the workers: unpadded arrays go through a pipe, padded tensors would go through shared memory.
         drawn = next(self._drawn)
-        return collated(drawn), drawn.state
+        return _collated(drawn), drawn.state
 
     def close(self) -> None:
         self._reads.close()
 
 
-class _WorkerReads(Iterator[list[Made]]):
+class _WorkerReads(Iterator[list[_Made]]):
     """PyTorch's data workers, two reads each ahead."""
 
-    def __init__(self, source: SampleSource[Made], reads: Iterator[list[int]], num_workers: int) -> None:
-        loader: DataLoader[list[Made]] = DataLoader(
+    def __init__(self, source: SampleSource[_Made], reads: Iterator[list[int]], num_workers: int) -> None:
+        loader: DataLoader[list[_Made]] = DataLoader(
             source,  # type: ignore[arg-type]
             batch_sampler=reads,
             num_workers=num_workers,
@@ -228,7 +228,7 @@ class _WorkerReads(Iterator[list[Made]]):
         with _children_apart():
             self._iterator = iter(loader)
 
-    def __next__(self) -> list[Made]:
+    def __next__(self) -> list[_Made]:
         return next(self._iterator)
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class _WorkerReads(Iterator[list[Made]]):
             worker.join()
 
 
-def made_of_all(documents: Columns, make: Callable[[Document], Made], num_workers: int) -> Iterator[Made]:
+def made_of_all(documents: Columns, make: Callable[[Document], _Made], num_workers: int) -> Iterator[_Made]:
     """Yield what is made of each document, in order, by `num_workers` processes or in this one."""
     source = SampleSource.of(documents, make)
     rows = range(len(documents))
@@ -254,7 +254,7 @@ def made_of_all(documents: Columns, make: Callable[[Document], Made], num_worker
             yield from several
 
 
-def collated(drawn: Drawn) -> Batch:
+def _collated(drawn: Drawn) -> Batch:
     batch = collate(drawn.samples)
     if drawn.rows is None:
         return batch
@@ -271,7 +271,7 @@ def validation_batches(
         yield in_domains(collate(samples.__getitems__(list(range(start, stop)))), domains, start)
 
 
-def _unchanged(made: list[Made]) -> list[Made]:
+def _unchanged(made: list[_Made]) -> list[_Made]:
     return made
 
 
@@ -288,10 +288,10 @@ def _set_up_worker(worker_id: int) -> None:
 
 @contextmanager
 def _children_apart() -> Iterator[None]:
-    """Processes started inside are not reached by what a terminal or scheduler sends to the driver's process group.
+    """Keep signals that a terminal or scheduler sends to the driver's process group from processes started inside.
 
-    That is for the driver, who closes them. They block SIGINT for ever, and `_ENDING` until they have their own
-    session: then one of these is for them, as from `multiprocessing` at the end.
+    The driver handles these signals and closes the processes. Those block SIGINT for ever, and `_ENDING` until they
+    have their own session: a signal after that is sent to them alone, as by `multiprocessing` at the end.
     """
     # Started here, because its own start would unblock signals again before the workers start.
     resource_tracker.ensure_running()

@@ -17,7 +17,7 @@ from nemo_opd.errors import DataError
 
 _log = logging.getLogger(__name__)
 
-State = tuple[int, int, int]
+_State = tuple[int, int, int]
 """Inode, bytes, and time of the last change in ns."""
 
 
@@ -33,7 +33,7 @@ class MappedFiles:
     """None for rows in memory."""
     stops: list[int]
     """Row after the last of each table."""
-    states: dict[str, State] = field(default_factory=dict)
+    states: dict[str, _State] = field(default_factory=dict)
 
     @classmethod
     def of(cls, columns: Columns) -> Self:
@@ -73,7 +73,7 @@ def _tables_of(columns: Columns) -> list[Table]:
     return [row[0] for row in data.blocks] if isinstance(data, ConcatenationTable) else [data]
 
 
-def _state_of(path: str) -> State | None:
+def _state_of(path: str) -> _State | None:
     try:
         status = os.stat(path)
     except OSError:

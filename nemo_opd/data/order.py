@@ -12,12 +12,12 @@ from nemo_opd.data.samples import Sample
 from nemo_opd.errors import CheckpointError
 
 State = Mapping[str, int]
-"""A place between two batches of a run, with all that it depends on, to be stored."""
+"""Position between two batches of a run and the settings it depends on, for resuming."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A batch that is not collated."""
+    """Samples of a batch, before they are collated."""
 
     samples: list[Sample]
     rows: list[int] | None
@@ -25,7 +25,7 @@ class Drawn:
     epoch: int
     """Counted from 0."""
     state: State
-    """The next place."""
+    """Position after the batch."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class DocumentOrder(ABC):
 
     @property
     def settings(self) -> dict[str, int]:
-        """All that the batches depend on but the data."""
+        """Settings that the batches depend on, in addition to the data."""
         return {name: int(value) for name, value in asdict(self).items()}
 
     def require_same(self, state: State) -> None:
@@ -104,7 +104,7 @@ class BatchOrder(DocumentOrder):
             yield Drawn(samples, None, self.epoch_at(after), after)
 
     def starting_at(self, position: int) -> Iterator[list[int]]:
-        """Document indices of batch `position` and all that follow."""
+        """Yield the document indices of batch `position` and of all that follow."""
         epoch, step = divmod(position, self.steps_per_epoch)
         while True:
             order = self.of_epoch(epoch)

@@ -19,7 +19,7 @@ BLOCK_TOKENS, BLOCK_ROWS = 2**21, 64
 _AT_A_TIME = 16
 """Documents read at a time."""
 
-Windows = tuple[Sample, ...]
+_Windows = tuple[Sample, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PackedOrder(DocumentOrder):
                 yield order[begin : begin + _AT_A_TIME].tolist()
             epoch, first = epoch + 1, 0
 
-    def draws(self, state: State, made: Iterator[list[Windows]]) -> Iterator[Drawn]:
+    def draws(self, state: State, made: Iterator[list[_Windows]]) -> Iterator[Drawn]:
         """Yield the batches from a place on. made: the windows of each document of `reads`.
 
         While a block's rows are drawn, the next block is read at their pace.
@@ -109,7 +109,7 @@ class PackedOrder(DocumentOrder):
             **self.settings,
         }
 
-    def _read(self, block: _Block, documents: Iterator[Windows], share: float) -> None:
+    def _read(self, block: _Block, documents: Iterator[_Windows], share: float) -> None:
         """Read documents of a block until it is full to this share."""
         while (
             self._fullness(len(block.windows), block.num_tokens) < share

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from nemo_opd.config.data import Data
 from nemo_opd.data.documents import ANSWER, RESPONSE
-from nemo_opd.data.layout import Layout, is_string, layout_of, type_of
+from nemo_opd.data.layout import Layout, is_string, type_of
 from nemo_opd.data.origin import Origin
 from nemo_opd.errors import DataError
 
@@ -24,13 +23,14 @@ class PromptLayout:
 
     documents: Layout
     answer_key: str | None = None
+    """None where no reward reads an answer."""
     response_key: str | None = None
     reward: str = "reward"
     """The settings in which `answer_key` is."""
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Raises DataError where one column is to be two things."""
+        """The user's name of a column → ours. Raises DataError where one column has two uses."""
         columns = dict(self.documents.columns)
         for setting, name, ours in self._own:
             if name in columns:
@@ -57,11 +57,6 @@ class PromptLayout:
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
         self.documents.require_content(documents, source, origin)
-
-
-def prompt_layout(data: Data, answer_key: str | None = None, response_key: str | None = None) -> PromptLayout:
-    """Check the columns of prompts. answer_key: None where no reward reads an answer."""
-    return PromptLayout(layout_of(data), answer_key, response_key)
 
 
 def _is_answer(dtype: pa.DataType) -> bool:

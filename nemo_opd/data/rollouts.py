@@ -58,7 +58,7 @@ class CrossTokenizerText:
 
 
 CrossTokenizerReader = CrossTokenizerText | CrossTokenizerChat
-RolloutReader = SameTokenizer | CrossTokenizerReader
+_RolloutReader = SameTokenizer | CrossTokenizerReader
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,22 @@ class RolloutSampleMaker:
 
     lengths: NDArray[np.int32]
     """[V]: bytes of text per id of the student, 0 for special tokens."""
-    teachers: tuple[RolloutReader | InContext[RolloutReader], ...]
+    teachers: tuple[_RolloutReader | InContext[_RolloutReader], ...]
 
     def __call__(self, rollout: Rollout) -> Sample:
-        """Raises AlignmentError, naming the prompt's row, where a teacher's template refuses the conversation, and
+        """Make the sample.
+
+        Raises AlignmentError, naming the prompt's row, where a teacher's template refuses the conversation, and
         DataError for a token that a teacher cannot read, or a context that leaves no room for the response.
         """
         mask = rollout.loss_mask.copy()
         mask[:1] = False
         student = Tokens(rollout.ids, mask, self.lengths[rollout.ids])
-        return Sample(student, tuple(teacher_sample(rollout, student, teacher) for teacher in self.teachers))
+        return Sample(student, tuple(_teacher_sample(rollout, student, teacher) for teacher in self.teachers))
 
 
-def teacher_sample(
-    rollout: Rollout, student: Tokens, teacher: RolloutReader | InContext[RolloutReader]
+def _teacher_sample(
+    rollout: Rollout, student: Tokens, teacher: _RolloutReader | InContext[_RolloutReader]
 ) -> TeacherSample:
     if isinstance(teacher, SameTokenizer):
         return teacher.sample(student)
@@ -94,7 +96,7 @@ def teacher_sample(
         raise type(error)(f"prompt {rollout.prompt.index} (row), sample {rollout.sample}: {error}") from error
 
 
-def _in_context(rollout: Rollout, student: Tokens, teacher: InContext[RolloutReader]) -> TeacherSample:
+def _in_context(rollout: Rollout, student: Tokens, teacher: InContext[_RolloutReader]) -> TeacherSample:
     """Make the sample of a teacher with a context: of the response after its own prompt."""
     reader, prompt, start = teacher.reader, rollout.prompt, int(rollout.turns[0, 0])
 
@@ -128,7 +130,7 @@ def _text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText)
 
 
 def _text_after(
-    rollout: Rollout, student: Tokens, reader: CrossTokenizerText, teacher: InContext[RolloutReader], text: str
+    rollout: Rollout, student: Tokens, reader: CrossTokenizerText, teacher: InContext[_RolloutReader], text: str
 ) -> TeacherSample:
     """Make a sample of the response after another prompt, from the first place on at which both begin a token."""
     start = int(rollout.turns[0, 0])
@@ -159,7 +161,7 @@ def _chat_after(
     rollout: Rollout,
     student: Tokens,
     reader: CrossTokenizerChat,
-    teacher: InContext[RolloutReader],
+    teacher: InContext[_RolloutReader],
     prompt: Sequence[Message],
 ) -> TeacherSample:
     """Make a sample of the student's turns after another prompt in the teacher's template."""

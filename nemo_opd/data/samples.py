@@ -1,4 +1,4 @@
-"""A document as the student and every teacher see it: token ids, their bytes, and the alignment.
+"""A document's token ids for the student and every teacher, the bytes of each token, and the alignment.
 
 Positions are S for the student and T for a teacher, as in nemo_opd.types; a sample has no padding.
 """
@@ -161,27 +161,22 @@ class WindowMaker(Protocol):
     def __call__(self, document: Document, /) -> tuple[Sample, ...]: ...
 
 
-class _Encodes(Protocol):
-    """A side of a sample maker."""
+class HasIdentity(Protocol):
+    """The student's or a teacher's side of a sample maker."""
 
     @property
-    def identity(self) -> tuple[object, ...]: ...
+    def identity(self) -> object:
+        """Settings that decide what the side makes of a document, or None, with an exact `repr`."""
+        ...
 
 
-class _Reads(Protocol):
-    """A teacher of a sample maker."""
-
-    @property
-    def identity(self) -> tuple[object, ...] | None: ...
-
-
-def identity_of(kind: str, student: _Encodes, teachers: Sequence[_Reads]) -> str:
+def identity_of(kind: str, student: HasIdentity, teachers: Sequence[HasIdentity]) -> str:
     """Return the identity of a sample maker with these settings."""
     return repr((kind, student.identity, [teacher.identity for teacher in teachers]))
 
 
 def exact_length(alignment: Alignment) -> int:
-    """Tokens of the teacher through its last chunk that is exact: nothing after it is compared with the student.
+    """Return the number of the teacher's tokens through its last exact chunk: nothing after it is compared.
 
     Where both sides end differently, one of them cut, an inexact chunk reaches to both ends.
     """
@@ -218,7 +213,7 @@ def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens, equal_
 
 
 def require_ids(ids: NDArray[np.int32], vocab_size: int, tokenizer: PreTrainedTokenizerBase, content: str) -> None:
-    """Raises DataError for a document with a token that the model cannot read."""
+    """Raise DataError for a document with a token that the model cannot read."""
     if ids.max(initial=0) >= vocab_size:
         token = tokenizer.convert_ids_to_tokens(int(ids.max()))
         raise DataError(

@@ -42,7 +42,7 @@ def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
 
 
 def _require_json(kind: str, path: Path, layout: Layout, source: str) -> None:
-    """Raises DataError where the first conversation is a string that is no JSON list, as a column of texts is."""
+    """Raise DataError where the first conversation is a string that is no JSON list, as a column of texts is."""
     for name, ours in layout.columns.items():
         value = first_value(kind, path, name) if ours == MESSAGES else None
         if not isinstance(value, str):
@@ -57,7 +57,7 @@ def _require_json(kind: str, path: Path, layout: Layout, source: str) -> None:
 
 
 def require_source(source: Source, *, key: str) -> None:
-    """Raises DataError where the source names nothing."""
+    """Raise DataError where the source names nothing."""
     if not source.given:
         choices = ", ".join(f"{key}.{kind}" for kind in Source.model_fields)
         raise DataError(f"{key} names no data; set one of {choices}")
@@ -73,7 +73,10 @@ def _parquet_schema(path: Path) -> pa.Schema:
 
 
 def _json_schema(path: Path) -> pa.Schema | None:
-    """None where the first rows do not tell: the loader, which reads all of them, names a malformed line."""
+    """Return the schema of the first rows; None where they have none.
+
+    The loader, which reads all rows, names a malformed line.
+    """
     if path.suffix not in _PLAIN_JSON:
         return None
     with path.open("rb") as file:
@@ -125,7 +128,7 @@ def is_ipc_file(path: Path) -> bool:
 
 @contextmanager
 def reading(key: str, *value: object, way_out: str = "check that it is complete and of this format") -> Iterator[None]:
-    """Whatever a reader raises becomes a DataError: the libraries' errors share no base class."""
+    """Turn whatever a reader raises inside into a DataError: the libraries' errors share no base class."""
     try:
         yield
     except OPDError:

@@ -35,7 +35,7 @@ def is_seam(pieces: Pieces, ids: NDArray[np.int32], i: int) -> bool:
     left = b"".join(before)[-longest:]
     right = b"".join(spelled(pieces, ids[i : i + longest].tolist(), longest))[:longest]
     return bool(left and right) and not any(
-        spans(spellings, left[start:], right) for start in reversed(range(len(left)))
+        _spans(spellings, left[start:], right) for start in reversed(range(len(left)))
     )
 
 
@@ -51,7 +51,7 @@ def spelled(pieces: Pieces, ids: Iterable[int], num_bytes: int) -> list[bytes]:
     return found
 
 
-def spans(spellings: list[bytes], head: bytes, right: bytes) -> bool:
+def _spans(spellings: list[bytes], head: bytes, right: bytes) -> bool:
     """Return whether some token is all of `head` and a beginning of `right`."""
     for stop in range(1, len(right) + 1):
         wanted = head + right[:stop]

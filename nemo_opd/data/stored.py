@@ -23,7 +23,7 @@ def encoded(samples: Sequence[Sample]) -> bytes:
 
 
 def decoded(value: bytes) -> tuple[Sample, ...]:
-    """Raises zlib.error, SafetensorError, KeyError or ValueError for what `encoded` has not made."""
+    """Reverse `encoded`. Raises zlib.error, SafetensorError, KeyError or ValueError for other bytes."""
     by_sample: dict[int, dict[str, NDArray[Any]]] = defaultdict(dict)
     for path, array in load(zlib.decompress(value)).items():
         number, _, name = path.partition("/")

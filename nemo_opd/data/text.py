@@ -75,7 +75,7 @@ class TextSampleMaker:
             tuple(
                 teacher.sample(student)
                 if isinstance(teacher, SameTokenizer)
-                else teacher_sample(next(unread), student, is_cut, teacher)
+                else _teacher_sample(next(unread), student, is_cut, teacher)
                 for teacher in self.teachers
             ),
         )
@@ -119,7 +119,7 @@ class TextWindowMaker:
         return window_edges(places, limits, [len(encoder.opening.ids) for encoder in encoders])
 
 
-def teacher_sample(whole: Encoding, student: Tokens, is_cut: bool, teacher: CrossTokenizer) -> TeacherSample:
+def _teacher_sample(whole: Encoding, student: Tokens, is_cut: bool, teacher: CrossTokenizer) -> TeacherSample:
     """Make a teacher's sample. whole: the text of the student's tokens. Their bytes say nothing of the teacher's, whose
     tokenizer may rewrite the text in another way.
     """

@@ -24,8 +24,8 @@ from nemo_opd.paths import cache_dir
 OPERANDS = range(100, 1_000)
 _NUM_DRAWS = 20_000
 """Sums that are drawn for both splits together; one that was drawn before is left out."""
-VALIDATION_PERCENT = 3
-FORMAT_VERSION = 1
+_VALIDATION_PERCENT = 3
+_FORMAT_VERSION = 1
 """Names the cached files: raise it when a row changes."""
 
 _SCHEMA = pa.schema([("text", pa.string()), ("response", pa.string()), ("answer", pa.string())])
@@ -69,11 +69,6 @@ class Sum:
         return tuple(columns)
 
     @property
-    def num_carries(self) -> int:
-        """Columns that get a carry."""
-        return sum(column.carry for column in self.columns)
-
-    @property
     def prompt(self) -> str:
         return f"{self.left} + {self.right} = ?\n"
 
@@ -110,7 +105,7 @@ def arrow_file(split: Split) -> Path:
             f"data demo:arithmetic_{split} is no demo data; use one of demo:arithmetic_train, "
             "demo:arithmetic_validation"
         )
-    folder = cache_dir("demo", f"arithmetic-{FORMAT_VERSION}")
+    folder = cache_dir("demo", f"arithmetic-{_FORMAT_VERSION}")
     path = folder / f"{split}.arrow"
     if not path.exists():
         drawn = list(sums())
@@ -133,7 +128,7 @@ def sums() -> Iterator[Sum]:
 def split_of(question: Sum) -> Split:
     """Choose the split by a hash of the two numbers, so that a sum and its mirror image are in one."""
     low, high = sorted((question.left, question.right))
-    return "validation" if _hash(f"{low} {high}") % 100 < VALIDATION_PERCENT else "train"
+    return "validation" if _hash(f"{low} {high}") % 100 < _VALIDATION_PERCENT else "train"
 
 
 def _hash(text: str) -> int:

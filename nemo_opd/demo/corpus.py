@@ -24,14 +24,14 @@ Split = Literal["train", "validation"]
 
 DOCUMENT_CHARS = 1_000
 """Documents are about this long: a file is cut into equal parts of at most this many characters, at line boundaries."""
-VALIDATION_PERCENT = 3
+_VALIDATION_PERCENT = 3
 _VALIDATION_SALT = "nemo_opd/"
 """Hashed before the path. This one puts a mixture into validation that no single file dominates."""
 _EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
 )
 """Tests, what is installed, and `encodings`: generated character tables, a tenth of the bytes and no code."""
-FORMAT_VERSION = 1
+_FORMAT_VERSION = 1
 """Part of the cache key: raise it when the same sources give other documents or another split."""
 
 _ROWS_PER_BATCH = 1_000
@@ -75,13 +75,13 @@ def arrow_file(split: Split) -> Path:
 def build(root: Path, sources: list[_SourceFile], folder: Path) -> None:
     """Write `train.arrow` and `validation.arrow` into `folder`, each complete or absent; DataError for no rows."""
     for split in get_args(Split):
-        chosen = [source for source in sources if split_of(source.path) == split]
+        chosen = [source for source in sources if _split_of(source.path) == split]
         if not chosen:
             raise DataError(
                 f"data demo:{split} has no source files: {root} holds {len(sources)} usable *.py files;"
                 " install the interpreter's standard library as sources, or name your own files in data.*"
             )
-        table = _table(document for source in chosen for document in documents(root, source))
+        table = _table(document for source in chosen for document in _documents(root, source))
         write_stream(folder / f"{split}.arrow", table, _ROWS_PER_BATCH)
 
 
@@ -97,19 +97,19 @@ def source_files(root: Path) -> list[_SourceFile]:
 
 def cache_key(sources: list[_SourceFile]) -> str:
     """Names the interpreter and its sources: the same files give the same key on every machine."""
-    digest = hashlib.sha256(f"{FORMAT_VERSION} {DOCUMENT_CHARS} {VALIDATION_PERCENT}".encode())
+    digest = hashlib.sha256(f"{_FORMAT_VERSION} {DOCUMENT_CHARS} {_VALIDATION_PERCENT}".encode())
     for source in sources:
         digest.update(f"\n{source.path}\0{source.size}".encode("utf-8", "surrogateescape"))
     return f"python-{platform.python_version()}-{digest.hexdigest()[:12]}"
 
 
-def split_of(path: str) -> Split:
+def _split_of(path: str) -> Split:
     """Return the split of a source file, by a hash of its path below the root."""
     digest = hashlib.sha256((_VALIDATION_SALT + path).encode("utf-8", "surrogateescape")).digest()
-    return "validation" if int.from_bytes(digest[:4], "big") % 100 < VALIDATION_PERCENT else "train"
+    return "validation" if int.from_bytes(digest[:4], "big") % 100 < _VALIDATION_PERCENT else "train"
 
 
-def documents(root: Path, source: _SourceFile) -> Iterator[Document]:
+def _documents(root: Path, source: _SourceFile) -> Iterator[Document]:
     """Yield the documents of a file: every line in exactly one of them; none for a file that is blank or not UTF-8."""
     try:
         text = (root / source.path).read_bytes().decode("utf-8")

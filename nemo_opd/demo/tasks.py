@@ -16,7 +16,7 @@ from nemo_opd.demo.corpus import arrow_file
 from nemo_opd.files import write_atomically
 
 TASK = "next_line"
-NUM_QUESTIONS = 64
+_NUM_QUESTIONS = 64
 _NUM_CHOICES = 4
 _CONTEXT_CHARS, _LINE_CHARS = 160, range(24, 64)
 
@@ -44,7 +44,7 @@ metadata:
 def task_folder() -> Path:
     """Return the folder; builds it when absent. Raises DataError as `arrow_file` does. Safe in concurrent processes."""
     source = arrow_file("validation")
-    name = hashlib.sha256(f"1 {NUM_QUESTIONS} {source.parent.name}".encode()).hexdigest()[:12]
+    name = hashlib.sha256(f"1 {_NUM_QUESTIONS} {source.parent.name}".encode()).hexdigest()[:12]
     folder = source.parent / f"tasks-{name}"
     if not (folder / f"{TASK}.yaml").exists():
         with pa.memory_map(str(source)) as file:
@@ -64,8 +64,8 @@ def write_task(folder: Path, task: str, questions: Iterable[Mapping[str, Any]]) 
 def _questions(texts: list[str]) -> Iterator[dict[str, object]]:
     """Yield passages, each with the line that follows it among lines of other passages."""
     chosen = random.Random(0)
-    places = [place for place in map(_split, texts) if place is not None][: NUM_QUESTIONS * _NUM_CHOICES]
-    for context, line in places[:NUM_QUESTIONS]:
+    places = [place for place in map(_split, texts) if place is not None][: _NUM_QUESTIONS * _NUM_CHOICES]
+    for context, line in places[:_NUM_QUESTIONS]:
         others = chosen.sample([other for _, other in places if other != line], _NUM_CHOICES - 1)
         answer = chosen.randrange(_NUM_CHOICES)
         yield {"context": context, "choices": [*others[:answer], line, *others[answer:]], "answer": answer}

@@ -18,12 +18,12 @@ from nemo_opd.alignment.token_classes import CLASSES
 from nemo_opd.evaluation.token_losses import TokenLosses
 from nemo_opd.types import Batch, Mean, Metric, TeacherRows, TokenRows
 
-DOMAIN, CLASS, CHUNK = "domain", "class", "chunk"
-SHARE = "share"
+_DOMAIN, _CLASS, _CHUNK = "domain", "class", "chunk"
+_SHARE = "share"
 """Names of metrics: `<table>/<group>/<measure>`, and `chunk/<teacher>/<kind>/<measure>`."""
-CHUNK_KINDS = ("1:1", "1:n", "n:1", "n:m", "unaligned")
+_CHUNK_KINDS = ("1:1", "1:n", "n:1", "n:m", "unaligned")
 """Tokens of the student and of the teacher in a chunk; unaligned: in none that is compared."""
-_ONE_TO_ONE, _ONE_TO_N, _N_TO_ONE, _N_TO_M, _UNALIGNED = range(len(CHUNK_KINDS))
+_ONE_TO_ONE, _ONE_TO_N, _N_TO_ONE, _N_TO_M, _UNALIGNED = range(len(_CHUNK_KINDS))
 _NONE = -1
 
 
@@ -57,7 +57,7 @@ class TokenGroups:
             is_counted = student.loss_mask & (table.labels != _NONE)
             tokens = _sums(table, table.labels, is_counted, is_counted)
             nats = _sums(table, table.labels, is_counted, losses.nats)
-            found |= _means(table, SHARE, tokens, tokens.sum().expand_as(tokens))
+            found |= _means(table, _SHARE, tokens, tokens.sum().expand_as(tokens))
             found |= _means(table, "ce", nats, tokens)
             found |= _bits_per_byte(table, "bits_per_byte", table.labels, student, losses.nats)
             for (name, teacher), kd, is_unit in zip(self.parts, losses.kd, losses.is_unit, strict=True):
@@ -73,7 +73,7 @@ class TokenGroups:
         for table in self._tables(batch):
             for i in table.teachers:
                 rows = batch.teachers[i]
-                labels = at_teacher(table.labels, rows)
+                labels = _at_teacher(table.labels, rows)
                 found |= _bits_per_byte(table, f"bits_per_byte/{self.teachers[i]}", labels, rows.tokens, nats[i])
         return found
 
@@ -81,13 +81,13 @@ class TokenGroups:
         everyone = range(len(self.teachers))
         if batch.domain is not None:
             labels = batch.domain.unsqueeze(1).expand_as(batch.student.ids)
-            yield _Table(DOMAIN, self.domains, labels, everyone)
-        yield _Table(CLASS, CLASSES, self._classes_of_stretches(batch), everyone)
+            yield _Table(_DOMAIN, self.domains, labels, everyone)
+        yield _Table(_CLASS, CLASSES, self._classes_of_stretches(batch), everyone)
         for i, rows in enumerate(batch.teachers):
             if rows.chunks is not None:
-                labels = chunk_kinds(rows.chunks.student, rows.chunks.teacher)
+                labels = _chunk_kinds(rows.chunks.student, rows.chunks.teacher)
                 is_read = (rows.tokens.lengths > 0).unsqueeze(1)
-                yield _Table(f"{CHUNK}/{self.teachers[i]}", CHUNK_KINDS, labels.where(is_read, _NONE), (i,))
+                yield _Table(f"{_CHUNK}/{self.teachers[i]}", _CHUNK_KINDS, labels.where(is_read, _NONE), (i,))
 
     def _classes_of_stretches(self, batch: Batch) -> Tensor:
         """Return the class of the stretch that each token is in: int64 [B, S]."""
@@ -104,7 +104,7 @@ class TokenGroups:
         return lowest.gather(1, stretch)
 
 
-def chunk_kinds(student: Tensor, teacher: Tensor) -> Tensor:
+def _chunk_kinds(student: Tensor, teacher: Tensor) -> Tensor:
     """Return the kind of the chunk of each of the student's tokens: chunk ids [B, S] and [B, T] → int64 [B, S]."""
     m, n = _members(student, student), _members(teacher, student)
     kinds = torch.full_like(m, _N_TO_M)
@@ -123,7 +123,7 @@ def _members(chunks: Tensor, wanted: Tensor) -> Tensor:
     return counts.gather(1, wanted.long() + 1)
 
 
-def at_teacher(labels: Tensor, rows: TeacherRows) -> Tensor:
+def _at_teacher(labels: Tensor, rows: TeacherRows) -> Tensor:
     """Return labels [B, S] of the student's tokens at the teacher's: int64 [B, T], −1 where it reads another text."""
     width = rows.tokens.ids.shape[1]
     if rows.chunks is not None:
@@ -171,8 +171,8 @@ def without_empty(metrics: dict[str, Metric]) -> dict[str, Metric]:
     """Leave out the figures of groups that have no token."""
 
     def is_empty(name: str, metric: Metric) -> bool:
-        if not name.startswith((f"{DOMAIN}/", f"{CLASS}/", f"{CHUNK}/")) or not isinstance(metric, Mean):
+        if not name.startswith((f"{_DOMAIN}/", f"{_CLASS}/", f"{_CHUNK}/")) or not isinstance(metric, Mean):
             return False
-        return not (metric.total if name.endswith(f"/{SHARE}") else metric.count)
+        return not (metric.total if name.endswith(f"/{_SHARE}") else metric.count)
 
     return {name: metric for name, metric in metrics.items() if not is_empty(name, metric)}

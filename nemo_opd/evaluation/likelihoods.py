@@ -29,7 +29,7 @@ class Scored:
 Scorer = Callable[[Sequence[Scored]], list[tuple[float, bool]]]
 """Log-probability of what is scored of each sequence, in nats, and whether each of its tokens is the likeliest."""
 
-EMPTY = Scored(np.zeros(1, np.int32), 0)
+_EMPTY = Scored(np.zeros(1, np.int32), 0)
 """A sequence that costs one position."""
 
 
@@ -88,6 +88,6 @@ def batches(rows: Sequence[Scored], num_ranks: int, budget: int) -> Iterator[tup
     while start < len(order):
         each = max(1, budget // len(rows[order[start]].ids))
         numbers = order[start : start + each * num_ranks]
-        padded = [rows[i] for i in numbers] + [EMPTY] * (-len(numbers) % num_ranks)
+        padded = [rows[i] for i in numbers] + [_EMPTY] * (-len(numbers) % num_ranks)
         yield numbers, [padded[rank::num_ranks] for rank in range(num_ranks)]
         start += len(numbers)

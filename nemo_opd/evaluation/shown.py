@@ -25,13 +25,13 @@ def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str 
     ]
 
 
-def all_answers(result: EvaluationResult, step: int) -> Iterator[ShownAnswer]:
-    """Yield all answers, question by question."""
+def all_answers(result: EvaluationResult) -> Iterator[ShownAnswer]:
+    """Yield all answers, question by question, as of step 0."""
     for question in result.questions:
         if question.greedy is not None:
-            yield _shown(question, question.greedy, step, result.name, is_greedy=True)
+            yield _shown(question, question.greedy, 0, result.name, is_greedy=True)
         for answer in question.sampled:
-            yield _shown(question, answer, step, result.name, is_greedy=False)
+            yield _shown(question, answer, 0, result.name, is_greedy=False)
 
 
 def _shown(

@@ -91,22 +91,20 @@ def evaluate_task(
     prompts: Sequence[Prompt],
     reward: RewardFunction,
     settings: Questions,
-    step: int = 0,
     *,
     name: str = "",
     failures_are_wrong: bool = False,
 ) -> EvaluationResult:
     """Ask each question n times, and once more for the likeliest answer where there is a `collector_greedy`.
 
-    `step` is passed to the collectors: with the same one, evaluations differ by the model alone. name: of the set.
-    failures_are_wrong: count an answer whose reward fails as wrong, with reward 0, unless all do. Raises
-    DataError without prompts, and RolloutError where answers are missing or a reward fails.
+    name: of the set. failures_are_wrong: count an answer whose reward fails as wrong, with reward 0, unless all do.
+    Raises DataError without prompts, and RolloutError where answers are missing or a reward fails.
     """
     if not prompts:
         raise DataError("there are no questions to evaluate on; name some under evaluation.data")
     judge = _Judge(reward, failures_are_wrong)
-    sampled = _answers(collector_sampled, prompts, settings.n, step, judge)
-    greedy = {} if collector_greedy is None else _answers(collector_greedy, prompts, 1, step, judge)
+    sampled = _answers(collector_sampled, prompts, settings.n, judge)
+    greedy = {} if collector_greedy is None else _answers(collector_greedy, prompts, 1, judge)
     judge.require_some()
     questions = tuple(
         AnsweredQuestion(prompt, sampled[prompt.index], greedy[prompt.index][0] if greedy else None)
@@ -134,7 +132,7 @@ class _Judge:
         self._num_judged = 0
 
     def __call__(self, rollout: Rollout) -> Answer:
-        """Raises RolloutError where the reward fails, unless the answer is then wrong."""
+        """Judge an answer. Raises RolloutError where the reward fails, unless such answers count as wrong."""
         self._num_judged += 1
         try:
             return Answer(rollout, self.reward(rollout), self.reward.vote(rollout))
@@ -150,12 +148,11 @@ class _Judge:
             raise RolloutError(f"the reward failed for all {self._num_judged} answers; the first: {self.failures[0]}")
 
 
-def _answers(
-    collector: Collector, prompts: Sequence[Prompt], n: int, step: int, judge: _Judge
-) -> dict[int, tuple[Answer, ...]]:
+def _answers(collector: Collector, prompts: Sequence[Prompt], n: int, judge: _Judge) -> dict[int, tuple[Answer, ...]]:
     """Return the answers by the prompt's index."""
     answers: dict[int, list[Answer]] = {prompt.index: [] for prompt in prompts}
-    rollouts = collector.collect(prompts, n, step)
+    # Always step 0: with the same randomness, evaluations differ by the model alone.
+    rollouts = collector.collect(prompts, n, 0)
     judge.reward.begin()
     judge.reward.expect(rollouts)
     for rollout in tracked(rollouts, "judging answers", "answers"):

@@ -14,7 +14,7 @@ _KEY = re.compile(
 )
 _TITLES = {"domain": "by domain", "class": "by class of token", "chunk": "by aligned chunk, student : {}"}
 NOTHING = "-"
-Figures = Mapping[str, float]
+_Figures = Mapping[str, float]
 """Values by measure."""
 
 
@@ -47,7 +47,7 @@ def figures_by_table(record: Mapping[str, float]) -> dict[str, dict[str, dict[st
     return found
 
 
-def _table(name: str, before: Mapping[str, Figures], after: Mapping[str, Figures]) -> TextTable:
+def _table(name: str, before: Mapping[str, _Figures], after: Mapping[str, _Figures]) -> TextTable:
     teachers = _named(before.values(), "bits_per_byte/")
     distilled = _named(after.values(), "kd/")
     heads = ["", "share of tokens", "bits per byte before", "after", *(f"teacher {each}" for each in teachers)]
@@ -69,16 +69,16 @@ def title_of(table: str) -> str:
     return f"Validation {_TITLES[kind].format(teacher)}"
 
 
-def _named(groups: Iterable[Figures], prefix: str) -> list[str]:
+def _named(groups: Iterable[_Figures], prefix: str) -> list[str]:
     """Return the names that follow a prefix of measures, in order."""
     return list(dict.fromkeys(key.removeprefix(prefix) for group in groups for key in group if key.startswith(prefix)))
 
 
-def _number(figures: Figures, measure: str) -> str:
+def _number(figures: _Figures, measure: str) -> str:
     return figure(figures[measure]) if measure in figures else NOTHING
 
 
-def _bits(figures: Figures, measure: str, start: float | None) -> str:
+def _bits(figures: _Figures, measure: str, start: float | None) -> str:
     """Format bits per byte, with the change from the student's at the start."""
     value = figures.get(measure)
     if value is None:

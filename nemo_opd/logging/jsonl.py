@@ -14,7 +14,7 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.problems import first_problem
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _VALUES = TypeAdapter(dict[str, float | None])
 
@@ -27,7 +27,7 @@ def read(path: Path) -> list[dict[str, float]]:
     return parse_lines(path, path.read_bytes().splitlines(), _record, "not a metrics record")
 
 
-def parse_lines(path: Path, lines: Sequence[bytes], parse: Callable[[bytes], T], problem: str) -> list[T]:
+def parse_lines(path: Path, lines: Sequence[bytes], parse: Callable[[bytes], _T], problem: str) -> list[_T]:
     """Parse the lines of a file in JSON Lines format; the last is left out where it is torn.
 
     Raises DataError with the path, the line number, `problem` and the reason where `parse` raises ValueError elsewhere.

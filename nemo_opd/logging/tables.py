@@ -64,7 +64,7 @@ def closing_table(closing: ClosingTable) -> Table:
 def score_table(closing: ClosingTable) -> Table:
     """Return shares of questions with confidence intervals: of the student before and after, and of its teachers.
 
-    Beside each of the others: how much better the student is now, over the same questions.
+    The last column is the student's present gain over each of the others, on the same questions.
     """
     table = titled_table("Questions")
     table.add_column("measure, model", overflow="fold")

@@ -16,7 +16,7 @@ class RewardBySource(Compound):
         self._key, self._by_source = settings.key, by_source
 
     def score(self, rollout: Rollout) -> float:
-        """Raises RolloutError for a source without a reward."""
+        """Return the reward. Raises RolloutError for a source without one."""
         return self._of(rollout)(rollout)
 
     def expect(self, rollouts: Sequence[Rollout]) -> None:

@@ -22,7 +22,7 @@ class CodePasses(RewardFunction):
     """1 where the program of the last turn passes the tests of the row, else 0."""
 
     def __init__(self, settings: CodeReward) -> None:
-        """Raises ConfigError where no sandbox can be made."""
+        """Open the sandbox's workers. Raises ConfigError where no sandbox can be made."""
         super().__init__(settings)
         self._entry_point_key = settings.entry_point_key
         self._checker = Checker(settings.sandbox, "reward.sandbox")
@@ -49,7 +49,7 @@ class CodePasses(RewardFunction):
 
     def _submitted(self, rollout: Rollout) -> Future[Verdict]:
         """Return the verdict to come; a program runs once. Raises RolloutError for tests that name no function."""
-        entry_point = entry_point_of(rollout.prompt, self._entry_point_key)
+        entry_point = _entry_point_of(rollout.prompt, self._entry_point_key)
         try:
             tests = read_tests(self.answer(rollout), entry_point)
         except DataError as error:
@@ -57,7 +57,7 @@ class CodePasses(RewardFunction):
         return self._checker.submit(program_of(rollout, entry_point), tests)
 
 
-def entry_point_of(prompt: Prompt, key: str | None = None) -> str | None:
+def _entry_point_of(prompt: Prompt, key: str | None = None) -> str | None:
     """Return the function that a column of the row names, or without a key the last one that the question defines."""
     if key is not None:
         return str(prompt.row[key])

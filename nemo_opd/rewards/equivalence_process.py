@@ -23,7 +23,7 @@ from typing import Any
 import sympy
 from math_verify import parse, verify
 
-NUMBER = struct.Struct("q")
+_NUMBER = struct.Struct("q")
 _MAX_MEMORY = 4 << 30
 """Bytes of address space; a formula that needs more raises MemoryError instead of exhausting the machine."""
 
@@ -42,7 +42,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY if limit < 0 else min(_MAX_MEMORY, limit), limit))
     # What the libraries initialise at their first use takes longer than most comparisons; children inherit it.
     for task, formulas in (("equal", [r"\frac{1}{2}", "0.5"]), ("canonical", [r"\sin(x)^2+\cos(x)^2"])):
-        answered(task, formulas)
+        _answered(task, formulas)
     parent, open_question = os.getpid(), mmap.mmap(-1, 8)
     while True:
         if not (child := os.fork()):
@@ -51,8 +51,8 @@ def main() -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status >= 0:
             sys.exit(status)
-        if number := NUMBER.unpack_from(open_question)[0]:
-            NUMBER.pack_into(open_question, 0, _NONE)
+        if number := _NUMBER.unpack_from(open_question)[0]:
+            _NUMBER.pack_into(open_question, 0, _NONE)
             print(json.dumps({"number": number, "ended": -status}), flush=True)
 
 
@@ -67,26 +67,26 @@ def _answer_all(parent: int, open_question: mmap.mmap) -> None:
     # One request is read at a time, and the next comes after its answer: none is lost with a buffer.
     while line := sys.stdin.readline():
         request = json.loads(line)
-        NUMBER.pack_into(open_question, 0, request["number"])
+        _NUMBER.pack_into(open_question, 0, request["number"])
         signal.setitimer(signal.ITIMER_PROF, request["timeout_s"])
-        answer = answered(request["task"], request["formulas"])
+        answer = _answered(request["task"], request["formulas"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps({"number": request["number"], "answer": answer}), flush=True)
-        NUMBER.pack_into(open_question, 0, _NONE)
+        _NUMBER.pack_into(open_question, 0, _NONE)
 
 
-def answered(task: str, formulas: list[str]) -> Any:
+def _answered(task: str, formulas: list[str]) -> Any:
     try:
         parsed = [parse(f"${formula}$", parsing_timeout=None) for formula in formulas]
         if task == "canonical":
-            return canonical(parsed[0])
+            return _canonical(parsed[0])
         wanted, given = parsed
         return verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True)
     except (Exception, RecursionError, MemoryError):
         return None if task == "canonical" else False
 
 
-def canonical(parsed: list[Any]) -> str | None:
+def _canonical(parsed: list[Any]) -> str | None:
     """Return one text for all formulas that simplify to the same; 3 for x = 3."""
     if not parsed:
         return None

@@ -11,7 +11,7 @@ from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rewards.boxes import last_boxed
 from nemo_opd.users_code import UsersCodeError, called
 
-Extractor = Callable[[str], str | None]
+_Extractor = Callable[[str], str | None]
 """Map from a response to the answer in it; None where there is none. Raises RolloutError."""
 
 _EMPHASIS = " \t*_`$"
@@ -19,7 +19,7 @@ _MAX_READ = 10_000_000
 """Characters of what looks like the beginning of JSON and is none, after which no more are read."""
 
 
-def build_extractor(settings: Extraction) -> Extractor:
+def build_extractor(settings: Extraction) -> _Extractor:
     """Return the extractor. Raises ConfigError for a schema that cannot be read."""
     if isinstance(settings, LastTurn):
         return str.strip
@@ -110,7 +110,7 @@ def _json_value(key: str | None, validator: Any, text: str) -> str | None:
 
 
 def _is_valid(value: Any, validator: Any) -> bool:
-    """Raises RolloutError where a schema refers to what cannot be found."""
+    """Return whether a value matches the schema. Raises RolloutError for a reference in it that cannot be found."""
     if validator is None:
         return True
     from referencing.exceptions import Unresolvable

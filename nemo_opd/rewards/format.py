@@ -10,7 +10,7 @@ class FormatMatch(RewardFunction):
     """1 where the extraction finds something, else 0."""
 
     def __init__(self, settings: FormatReward) -> None:
-        """Raises ConfigError where the extraction cannot be made."""
+        """Build the extraction. Raises ConfigError where that is impossible."""
         super().__init__(settings)
         self._extract = build_extractor(settings.extract)
 

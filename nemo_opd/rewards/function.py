@@ -23,7 +23,7 @@ class UserFunction(RewardFunction):
         self._require_one_argument()
 
     def score(self, rollout: Rollout) -> float:
-        """Raises RolloutError for whatever the function raises, and where it does not return in time."""
+        """Call the function. Raises RolloutError for whatever it raises, and where it does not return in time."""
         try:
             return called(self._function, rollout, timeout_s=self._timeout_s, key="reward.call_timeout_s")
         except UsersCodeError as error:

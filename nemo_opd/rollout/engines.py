@@ -15,12 +15,12 @@ class EngineType:
     """Functions that open an engine, with its settings first."""
 
     for_student: Callable[[Any, EngineSpec, StudentModel, int], AbstractContextManager[Engine]]
-    """Maker of an engine for a run, with the student's present weights, of a version. Raises RolloutError where a
-    server does not start.
+    """Function that opens the engine of a run, with the student's present weights and their version. Raises
+    RolloutError where a server does not start.
     """
     for_model: Callable[[Any, EngineSpec, str, str], AbstractContextManager[Generator]]
-    """Maker of an engine for a model whose weights do not change, from a folder, hub name or `demo:NAME`, and a device:
-    auto, cuda or cpu.
+    """Function that opens the engine of a model with fixed weights, from a folder, hub name or `demo:NAME`, and a
+    device: auto, cuda or cpu.
 
     Raises ModelError where it cannot be loaded, ConfigError for a GPU that is not there, RolloutError where a server
     does not start.

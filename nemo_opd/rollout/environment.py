@@ -12,7 +12,7 @@ from nemo_opd.data.record import Message, Prompt
 from nemo_opd.errors import RolloutError
 from nemo_opd.users_code import LARGEST_REWARD, UsersCodeError, called, is_reward, shown
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class CheckedEnvironment:
             if message["role"] == "assistant":
                 self._refuse(f"it says {shown(message)} as the assistant, which is the student's role")
 
-    def _call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
+    def _call(self, name: str, function: Callable[..., _T], *arguments: Any) -> _T:
         try:
             return called(function, *arguments, timeout_s=self._timeout_s, key="environment.call_timeout_s")
         except UsersCodeError as error:

@@ -26,7 +26,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-WALL = 4
+_WALL = 4
 """Seconds that a program may take for each second of processor time that it has."""
 _GRACE_S = 30.0
 """Further time for the sandbox to be made, and to report."""
@@ -91,7 +91,7 @@ class SandboxedProcess:
             "isolation": isolation,
             "parent": os.getpid(),
             "cpu_s": settings.timeout_s,
-            "wall_s": WALL * settings.timeout_s,
+            "wall_s": _WALL * settings.timeout_s,
             "memory_bytes": settings.memory_mb << 20,
             "processes": settings.processes,
             "file_bytes": scratch_bytes,
@@ -117,7 +117,7 @@ class SandboxedProcess:
             self._process.stderr: _MESSAGE_BYTES,
         }
         read = {file: bytearray() for file in limits}
-        is_whole = _read_to_the_end(read, limits, WALL * self._settings.timeout_s + _GRACE_S)
+        is_whole = _read_to_the_end(read, limits, _WALL * self._settings.timeout_s + _GRACE_S)
         output, report, problem = map(bytes, read.values())
         if not is_whole:
             reason = "output" if len(output) >= limits[self._process.stdout] else "time"
@@ -177,7 +177,7 @@ def _read_to_the_end(read: Mapping[Any, bytearray], limits: Mapping[Any, int], s
 
 
 def _ending(output: bytes, state: bytes) -> Ending:
-    """Raises SandboxError where a limit could not be set."""
+    """Return how the program has ended. Raises SandboxError where a limit could not be set."""
     if not state:  # the supervisor was killed, as by the kernel where memory is short
         return Ending(output, "killed")
     report, _ = json.JSONDecoder().raw_decode(state.decode())

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_opd.errors import DataError
 
-CHECK = "check"
+_CHECK = "check"
 """Function of the tests that is called with the program's, as HumanEval has it."""
 
 
@@ -39,11 +39,11 @@ _COMPARISON = f"""
 import json
 def _plain(value):
     return json.loads(json.dumps(value))
-def {CHECK}(candidate):
+def {_CHECK}(candidate):
     for given, wanted in zip(json.loads(_given), json.loads(_wanted)):
         found = _plain(candidate(*given))
         assert found == wanted or [found] == wanted
-{CHECK}(candidate)
+{_CHECK}(candidate)
 """
 """Calls with JSON; APPS has each result in a list of one."""
 
@@ -83,16 +83,16 @@ def _assertions(source: str, entry_point: str | None) -> Assertions:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DataError(f"the tests {_shown(source)} are no Python code: {error}") from None
-    checks = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == CHECK]
-    if not checks or CHECK in _called(tree):
+    checks = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == _CHECK]
+    if not checks or _CHECK in _called(tree):
         calls = "" if any(map(_runs, tree.body)) else _calls_of_tests(source, tree)
         return Assertions(source + calls, entry_point if "candidate" in source else None)
     if entry_point is None:
         raise DataError(
-            f"the tests define {CHECK}(candidate) and do not say what to call it with, and the question defines no "
-            f"function; add a line such as `{CHECK}(my_function)`"
+            f"the tests define {_CHECK}(candidate) and do not say what to call it with, and the question defines no "
+            f"function; add a line such as `{_CHECK}(my_function)`"
         )
-    return Assertions(f"{source}\n{CHECK}(candidate)\n", entry_point)
+    return Assertions(f"{source}\n{_CHECK}(candidate)\n", entry_point)
 
 
 def _runs(statement: ast.stmt) -> bool:

@@ -11,7 +11,7 @@ from nemo_opd.config.sandbox import Isolation, SandboxSettings
 from nemo_opd.sandbox.process import Ending, SandboxedProcess
 from nemo_opd.sandbox.tests import Assertions, InputOutput, Tests
 
-PASSED = b"passed\n"
+_PASSED = b"passed\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def _by_assertions(isolation: Isolation, settings: SandboxSettings, program: str
         ours.close()
         theirs.close()
         ending = testing.wait()
-        is_right = ending.output == PASSED and ending.status == 0
+        is_right = ending.output == _PASSED and ending.status == 0
         if not is_right:
             candidate.terminate()
         its_ending = candidate.wait()

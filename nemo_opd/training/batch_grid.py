@@ -35,7 +35,7 @@ class BatchGrid:
 
     def dealt(self, batch: Batch) -> Batch:
         """Return the batch in an order in which all ranks of a group have about the same work; rows stay together."""
-        counts = row_of(batch).bincount().tolist()
+        counts = _row_of(batch).bincount().tolist()
         size = -(-len(counts) // self.unit)
         sizes = [max(0, min(size, len(counts) - part * size)) for part in range(self.unit)]
         lengths = [part.tolist() for part in batch.student.lengths.clamp(min=1).split(counts)]
@@ -61,7 +61,7 @@ class BatchGrid:
 
     def _places(self, batch: Batch) -> Tensor:
         """Return the sequence of the batch in each place of the padded batch, −1 for an empty one: int64 [padded B]."""
-        row = row_of(batch)
+        row = _row_of(batch)
         part = row // -(-int(row[-1] + 1) // self.unit)
         counts = part.bincount(minlength=self.unit).tolist()
         parts = torch.arange(len(batch)).split(counts)
@@ -73,7 +73,7 @@ class BatchGrid:
         return [parts[layout.coordinates(rank)[0]] for rank in range(layout.size)]
 
 
-def row_of(batch: Batch) -> Tensor:
+def _row_of(batch: Batch) -> Tensor:
     """Return the row of each sequence: int64 [B]."""
     return torch.arange(len(batch)) if batch.row is None else batch.row
 

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkedModel:
-    """A model as benchmarks ask it."""
+    """A model that benchmarks ask."""
 
     text: TextModel
     end_ids: frozenset[int]

@@ -61,7 +61,7 @@ class CacheForm:
 
     @classmethod
     def of(cls, manifest: CacheManifest) -> CacheForm:
-        """Return the form of a cache that is there."""
+        """Return the form of an existing cache."""
         if manifest.form == "hidden_states":
             return cls(None)
         return cls(manifest.top_k, manifest.value_bytes, manifest.handoff)
@@ -69,7 +69,7 @@ class CacheForm:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which of several workers this is; each takes the segments of which the key falls to it."""
+    """One of several workers; it takes the segments whose key falls to it."""
 
     index: int = 0
     number: int = 1
@@ -85,7 +85,7 @@ class CacheBuilt:
     segments: int
     tokens: int
     there: int
-    """Segments of its part that were there before."""
+    """Segments of its part that the cache had before."""
 
 
 def build_cache(

@@ -1,4 +1,4 @@
-"""The work of a training step that any implementation has to do, and so the MFU of one that took so long.
+"""FLOPs that a training step needs in any implementation, and the MFU of a step by its time.
 
 A token costs 2 FLOPs for each weight that it is multiplied by, and attention 4 · Q FLOPs for each score, with Q the
 width of all query heads: one product with the keys, one with the values. The backward pass costs twice the forward
@@ -52,20 +52,20 @@ class Flops:
 
 
 def forward_flops(size: ModelSize, lengths: Sequence[int], head_rows: int) -> Flops:
-    """Return those of a forward pass of texts with these numbers of tokens, of which `head_rows` need logits."""
+    """Return the FLOPs of a forward pass over texts of these lengths in tokens; head_rows: tokens that need logits."""
     weights = sum(layer.active_weights for layer in size.layers)
     attention = sum(layer.query_width * scores(length, layer.window) for layer in size.layers for length in lengths)
     return Flops(2 * weights * sum(lengths), 2 * size.hidden_size * size.vocab_size * head_rows, 4 * attention)
 
 
 def training_flops(size: ModelSize, lengths: Sequence[int]) -> Flops:
-    """Return those of a student's forward and backward pass."""
+    """Return the FLOPs of a student's forward and backward pass."""
     once, of_weights = forward_flops(size, lengths, sum(lengths)), 2 if size.adapters else 3
     return Flops(of_weights * once.matrices, of_weights * once.head, 3 * once.attention)
 
 
 def scores(length: int, window: int | None) -> int:
-    """Return the number that causal attention needs of one head."""
+    """Return the number of scores that causal attention computes in one head for a text of `length` tokens."""
     full = min(length, window or length)
     return full * (full + 1) // 2 + (length - full) * full
 
@@ -88,7 +88,7 @@ class Utilization:
     """FLOP/s of one device; None if unknown."""
 
     def values(self, batch: Batch, seconds: float) -> dict[str, float]:
-        """Return `perf/tflops_per_s` of a device in a step of so long, and `perf/mfu` where the peak is known."""
+        """Return `perf/tflops_per_s` of a device in a step of `seconds`, and `perf/mfu` where the peak is known."""
         total = training_flops(self.student, batch.student.lengths.tolist()).total
         for size, rows in zip(self.teachers, batch.teachers, strict=True):
             tokens = rows.tokens

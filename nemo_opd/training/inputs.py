@@ -10,7 +10,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher, ServedTeacher
 from nemo_opd.data.layout import Layout, RoutedLayout
 from nemo_opd.data.layout import layout_of as data_layout
-from nemo_opd.data.prompt_layout import prompt_layout
+from nemo_opd.data.prompt_layout import PromptLayout
 from nemo_opd.data.schema import require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets, with_columns
@@ -109,12 +109,12 @@ def layout_of(config: RunConfig, *, is_validation: bool = False) -> Layout:
     layout: Layout = data_layout(config.data)
     reward = config.reward if config.rollout is not None else None
     if config.rollout is not None:
-        layout = prompt_layout(config.data, reward.answer_column if reward else None, config.data.response_key)
+        layout = PromptLayout(layout, reward.answer_column if reward else None, config.data.response_key)
     if config.routing is not None:
         layout = RoutedLayout(layout, config.routing.key, config.active_names)
     named = [] if reward is None else [(name, f"reward.{setting}") for name, setting in reward.named_columns.items()]
     domain_key = config.data.domain_key if is_validation else None
-    return with_columns(layout, [*named, *context_fields(config)], reward, domain_key)
+    return with_columns(layout, [*named, *_context_fields(config)], reward, domain_key)
 
 
 def domain_column(config: RunConfig) -> str | None:
@@ -135,7 +135,7 @@ def has_contrast(config: RunConfig) -> bool:
     return any(context is not None and context.contrast for context in contexts)
 
 
-def context_fields(config: RunConfig) -> list[tuple[str, str]]:
+def _context_fields(config: RunConfig) -> list[tuple[str, str]]:
     """Return the columns that contexts of active teachers read, each with the setting that names it."""
     return [
         (name, f"teachers.{i}.context.{teacher.context.named_in(name)}")

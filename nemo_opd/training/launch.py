@@ -100,7 +100,7 @@ def _communicators(layout: Layout) -> int:
 
 
 def _compute_modes() -> list[str]:
-    """Return lines such as `0, Default`, one for each GPU; none where the driver's tool does not tell."""
+    """Return lines such as `0, Default`, one for each GPU; none where nvidia-smi fails."""
     command = ["nvidia-smi", "--query-gpu=index,compute_mode", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()

@@ -109,7 +109,7 @@ def has_configuration(settings: Student | Teacher) -> bool:
     return settings.cache is not None and not read_manifest(settings.cache).is_served
 
 
-def tokenizer_info(settings: Teacher, key: str, *, positions: int | None = None) -> ModelInfo:
+def tokenizer_info(settings: Teacher, key: str) -> ModelInfo:
     """Read the tokenizer of a teacher without a configuration; all of its ids are taken for the model's.
 
     Raises ModelError where it is not readable.
@@ -124,7 +124,7 @@ def tokenizer_info(settings: Teacher, key: str, *, positions: int | None = None)
             f"tokenizer as {key}.tokenizer"
         ) from error
     size = ModelSize(pieces.vocab_size, hidden_size=0, layers=(), rest=(), has_soft_cap=False)
-    return ModelInfo(size, tokenizer, pieces, pieces.vocab_size, positions=positions)
+    return ModelInfo(size, tokenizer, pieces, pieces.vocab_size)
 
 
 def _without_configuration(settings: Student | Teacher, key: str) -> ModelInfo:

@@ -215,7 +215,7 @@ def _largest_divisor(number: int, at_most: int) -> int:
 
 
 def require_batch_divides(config: RunConfig, num_ranks: int, teacher_ranks: Sequence[int] = ()) -> None:
-    """Require that a batch divides into the student's ranks, and into each teacher's.
+    """Check that a batch divides into the student's ranks, and into each teacher's.
 
     All counts are of data-parallel ranks. Raises ConfigError with a size that passes.
     """

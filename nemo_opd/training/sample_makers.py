@@ -13,9 +13,9 @@ from nemo_opd.data.cache import CachedSampleMaker, CachedWindowMaker
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
 from nemo_opd.data.context import Context
 from nemo_opd.data.encoders import ChatEncoder, Encoder
-from nemo_opd.data.in_context import HasIdentity, InContext
+from nemo_opd.data.in_context import InContext
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
-from nemo_opd.data.samples import SameTokenizer, SampleMaker, WindowMaker
+from nemo_opd.data.samples import HasIdentity, SameTokenizer, SampleMaker, WindowMaker
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
 from nemo_opd.training.inputs import layout_of
 from nemo_opd.training.model_info import ModelInfo

@@ -67,7 +67,7 @@ def _longest_answer(config: RunConfig) -> int:
 
 
 def _batch(config: RunConfig, rows: int, new: int, longest: int) -> SamplingBatch:
-    """Return a batch in tokens of which a sequence has at most `longest`.
+    """Return a batch whose sequences have at most `longest` of the model's tokens.
 
     A prompt's length is the student's times longest / `train.max_length`; the prompt of a later turn may leave only one
     token.

@@ -8,11 +8,11 @@ from nemo_opd.logging.base import STUDENT_BEFORE, Score, ScoreRow
 from nemo_opd.logging.question_values import QuestionValues
 from nemo_opd.logging.score_keys import PREFIX, score_keys
 
-Record = Mapping[str, float]
+_Record = Mapping[str, float]
 
 
 def scores(
-    records: Sequence[Record],
+    records: Sequence[_Record],
     teachers: Sequence[str],
     values: Sequence[QuestionValues],
     confidence: Callable[[str], float],
@@ -28,7 +28,7 @@ def scores(
 
 def _row(
     key: str,
-    records: Sequence[Record],
+    records: Sequence[_Record],
     teachers: Sequence[str],
     values: Sequence[QuestionValues],
     confidence: Callable[[str], float],
@@ -53,7 +53,7 @@ def _row(
     )
 
 
-def _score(record: Record, key: str, of: str = "") -> Score:
+def _score(record: _Record, key: str, of: str = "") -> Score:
     return Score(record[f"{key}{of}"], record[f"{key}_low{of}"], record[f"{key}_high{of}"])
 
 

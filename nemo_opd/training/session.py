@@ -300,7 +300,7 @@ class Session:
             yield batch
 
     def end_before_first_step(self) -> None:
-        """Raise _StoppedError, which `measure_start` awaits, where the run is interrupted before its first step."""
+        """Raise _StoppedError, which `measure_start` catches, where the run is interrupted before its first step."""
         if not self.step and self.interrupt.requested:
             raise _StoppedError
 

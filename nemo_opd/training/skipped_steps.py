@@ -17,7 +17,7 @@ class SkippedSteps:
         self.total = 0
         self.in_a_row = 0
         self._is_students = False
-        """Whether no term of the last one was finite, which the student's logits must have caused."""
+        """Whether no term of the last one was finite, so that the student's logits are the cause."""
         self._last = ""
 
     def observe(self, step: int, metrics: Metrics) -> str | None:

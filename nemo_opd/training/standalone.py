@@ -102,7 +102,7 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
             with busy(f"{resolved.label}: asking {len(kept.prompts):,} questions"):
                 results[resolved.name] = _ask(config, resolved, engine, renderer, kept, reward, positions)
             seconds[resolved.name] = time.monotonic() - start
-            samples = (each for found in results.values() for each in all_answers(found, 0))
+            samples = (each for found in results.values() for each in all_answers(found))
             write_samples(output_dir / "samples.jsonl", samples)
             _write_results(output_dir, config, results, dropped, seconds, scored)
         for result in _run_benchmarks(config, benchmarks, tokenizer, positions, engine) if benchmarks else ():
@@ -145,7 +145,7 @@ def _ask(
 
 
 def _load_benchmarks(config: EvaluationConfig) -> tuple[LoadedBenchmark, ...]:
-    """Raises ConfigError for a server, which does not say likelihoods of texts as they are."""
+    """Load the benchmarks. Raises ConfigError for a server, which gives no likelihoods of given texts."""
     if not config.benchmarks:
         return ()
     if not isinstance(config.rollout, HFRollout):
@@ -247,7 +247,7 @@ def _write_results(
 
 
 def _by_level(result: EvaluationResult) -> dict[str, Any]:
-    """Return the means of the questions of each level; nothing where no column says it."""
+    """Return the means of the questions of each level; nothing where no column names levels."""
     rows: dict[str, list[int]] = {}
     for row, level in enumerate(result.levels):
         rows.setdefault(level, []).append(row)

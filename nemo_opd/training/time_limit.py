@@ -28,7 +28,7 @@ class TimeLimit:
         """Longest time of each kind of evaluation."""
 
     def begin(self) -> None:
-        """Take note that the first step begins."""
+        """Start the time of the first step."""
         self._last = time.time()
 
     @contextmanager

@@ -74,7 +74,7 @@ def teacher_forward(key: str, name: str) -> Task:
     )
 
 
-def teacher_answers(key: str, name: str) -> Task:
+def _teacher_answers(key: str, name: str) -> Task:
     return Task(
         f"the answers of the teacher {name} to the questions",
         (
@@ -96,7 +96,7 @@ class FrozenTasks:
 
 
 def teacher_tasks(key: str, name: str) -> FrozenTasks:
-    return FrozenTasks(loading_teacher(key, name), teacher_forward(key, name), teacher_answers(key, name))
+    return FrozenTasks(loading_teacher(key, name), teacher_forward(key, name), _teacher_answers(key, name))
 
 
 _TP_OF_MODEL = "raise parallelism.tp, or use more ranks"

@@ -5,7 +5,6 @@ import fcntl
 import gzip
 import logging
 import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import ConfigError, StorageError
 from nemo_opd.paths import cache_dir
 from tests.data.test_sources import KINDS, Write, table, write_parquet
+from tests.full_disk import largest_file
 
 LINES = b'{"text": "%s"}\n' % (b"abc" * 99) * 50
 
@@ -50,10 +50,8 @@ def packed(tmp_path: Path) -> Source:
 @pytest.fixture
 def small_files() -> Iterator[None]:
     """No file may have more than 4 kB, which is refused as a full disk is."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with largest_file(4096):
+        yield
 
 
 def load(source: Source) -> datasets.Dataset:

@@ -62,12 +62,16 @@ def greedy_accuracy(name: str, questions: list[Sum], *, worked: bool = False) ->
     )
 
 
+def num_carries(question: Sum) -> int:
+    return sum(column.carry for column in question.columns)
+
+
 def test_a_sum_reads_as_it_is_documented() -> None:
     question = Sum(347, 585)
     assert question.prompt == "347 + 585 = ?\n"
     assert question.response == "7+5=12; 4+8+1=13; 3+5+1=9; 932"
     assert question.answer == "932"
-    assert question.num_carries == 2
+    assert num_carries(question) == 2
     assert Sum(5, 99).response == "5+9=14; 0+9+1=10; 104"
 
 
@@ -134,8 +138,8 @@ def test_teachers_are_right_and_the_student_lets_carries_slip() -> None:
     questions = validation(64)
     assert greedy_accuracy("arithmetic_teacher", questions) >= 0.98
     assert greedy_accuracy("arithmetic_teacher_cross", questions) >= 0.96
-    carrying = [question for question in questions if question.num_carries]
-    easy = [question for question in questions if not question.num_carries]
+    carrying = [question for question in questions if num_carries(question)]
+    easy = [question for question in questions if not num_carries(question)]
     for name in ("arithmetic_student", "arithmetic_reader"):
         assert greedy_accuracy(name, carrying) <= 0.2
         assert greedy_accuracy(name, easy) >= 0.9

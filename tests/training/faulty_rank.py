@@ -1,16 +1,14 @@
 """A worker that breaks as it is told. Its process has little to import, and so starts soon."""
 
 import os
-import resource
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from nemo_opd.handoff.transport import TRANSPORTS
+from tests.full_disk import largest_file
 
 HANG_S = 3.0
 
@@ -39,7 +37,7 @@ class Faulty:
 
     def finds_shared_memory_full(self) -> None:
         sender, _ = TRANSPORTS["shared_memory"]
-        with no_room_for_files():
+        with largest_file(1024):  # shared memory is a file
             sender().tensor((1 << 20,), torch.float32)
 
     def hangs(self) -> None:
@@ -55,14 +53,3 @@ class Faulty:
 def die() -> None:
     """As the kernel does it where memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-@contextmanager
-def no_room_for_files() -> Iterator[None]:
-    """The kernel refuses memory that is a file, as where shared memory is full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

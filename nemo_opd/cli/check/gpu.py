@@ -14,9 +14,9 @@ from nemo_opd.cli.command import Command
 from nemo_opd.commands import ending_on_signals
 from nemo_opd.paths import CHECKOUT
 
-RESULTS = Path() if CHECKOUT is None else CHECKOUT / "benchmarks" / "results"
-PARTS = ("machine", "ipc", "tests", "counts", "losses", "step")
-DEFAULTS: dict[str, tuple[Any, Any]] = {
+_RESULTS = Path() if CHECKOUT is None else CHECKOUT / "benchmarks" / "results"
+_PARTS = ("machine", "ipc", "tests", "counts", "losses", "step")
+_DEFAULTS: dict[str, tuple[Any, Any]] = {
     "student": ("llama_tiny", "llama_1b"),
     "teacher": ("qwen_tiny", "qwen_4b"),
     "length": (64, 2048),
@@ -37,21 +37,23 @@ examples:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument(
+        "--only", nargs="+", choices=_PARTS, default=list(_PARTS), metavar="PART", help=", ".join(_PARTS)
+    )
     sizes: dict[str, tuple[type, str]] = {
         "student": (str, "a preset of benchmarks/step.py, or a config.json"),
         "teacher": (str, "likewise"),
     }
     sizes |= {"length": (int, "tokens of a text of the measured step"), "rows": (int, "texts of a step")}
     for name, (kind, meaning) in sizes.items():
-        on_cpu, on_gpu = DEFAULTS[name]
+        on_cpu, on_gpu = _DEFAULTS[name]
         parser.add_argument(f"--{name}", type=kind, help=f"{meaning} (default {on_gpu}, without a GPU {on_cpu})")
     parser.add_argument("--micro", type=int, default=4, help="texts at a time")
     parser.add_argument("--mfu-floor", type=float, default=0.3, metavar="SHARE", help="least MFU of the step")
     parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="of which those marked gpu run")
     parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="for each part")
     parser.add_argument(
-        "--output", type=Path, default=RESULTS, help="folder of gpu_check.md and gpu_check.json (default %(default)s)"
+        "--output", type=Path, default=_RESULTS, help="folder of gpu_check.md and gpu_check.json (default %(default)s)"
     )
 
 
@@ -61,7 +63,7 @@ def check(options: Namespace, console: Console) -> int:
 
     from nemo_opd.cli.check.parts import CHECKS, Job
 
-    given = {name: getattr(options, name) or default[torch.cuda.is_available()] for name, default in DEFAULTS.items()}
+    given = {name: getattr(options, name) or default[torch.cuda.is_available()] for name, default in _DEFAULTS.items()}
     report = Report.begin(shlex.join(sys.argv), options.output)
     with ending_on_signals(), tempfile.TemporaryDirectory() as scratch:
         job = Job(

@@ -20,14 +20,14 @@ from nemo_opd.cli.check.report import Outcome, Part
 from nemo_opd.handoff.obstacle import obstacle
 from nemo_opd.paths import CHECKOUT
 
-WITHIN = 0.2
+_WITHIN = 0.2
 """Error that the memory estimate promises not to exceed."""
-MOST_WAITS = 2
+_MOST_WAITS = 2
 """Waits of the host for the device in a microbatch."""
-LEAST_SHARE = 0.6
+_LEAST_SHARE = 0.6
 """Share of the time of losses on a GPU that the products with their heads alone take."""
 _OF_THE_ROOFLINE = ("llama_1b", "qwen_4b")
-"""Student and teacher of its recipe `1B from 4B`."""
+"""Student and teacher of `benchmarks/roofline.py`'s recipe `1B from 4B`."""
 _NO_GPU = Part(Outcome.NOT_HERE, "PyTorch sees no GPU")
 _NO_CHECKOUT = Part(Outcome.NOT_HERE, "needs a checkout of the project: the package has no tests and no benchmarks")
 
@@ -70,7 +70,7 @@ def _timed(check: _Check) -> _Check:
 
 @_timed
 def machine(job: Job) -> Part:
-    """GPUs, driver, links between them, and memory that processes share."""
+    """Report the GPUs, their driver and links, and the memory that processes share."""
     shared = f"{disk_usage('/dev/shm').free / 2**30:.1f} GiB free"
     if not torch.cuda.is_available():
         return replace(_NO_GPU, facts={"/dev/shm": shared})
@@ -117,7 +117,7 @@ def ipc(job: Job) -> Part:
 
 @_timed
 def tests(job: Job) -> Part:
-    """Tests marked `gpu`. A test that is skipped is listed with its reason."""
+    """Run the tests marked `gpu`. A test that is skipped is listed with its reason."""
     if CHECKOUT is None:
         return _NO_CHECKOUT
     file = job.scratch / "tests.xml"
@@ -167,7 +167,7 @@ def read_tests(file: Path, end: str) -> Part:
 
 @_timed
 def losses(job: Job) -> Part:
-    """Time of cross-entropy, same_vocab and p_kl against that of their products (`benchmarks/losses_floor.py`)."""
+    """Time cross-entropy, same_vocab and p_kl against their products (`benchmarks/losses_floor.py`)."""
     if CHECKOUT is None:
         return _NO_CHECKOUT
     on_gpu = torch.cuda.is_available()
@@ -184,14 +184,14 @@ def read_losses(found: dict[str, Any], *, is_gpu: bool) -> Part:
     facts = {name: f"{1e3 * found[key]:.2f} ms" for name, key in (("losses", "losses_s"), ("products", "products_s"))}
     facts["widths and vocabularies divided by"] = str(found["divisor"])
     summary = f"products are {share:.0%} of the time of cross-entropy, same_vocab and p_kl"
-    if is_gpu and share < LEAST_SHARE:
-        return Part(Outcome.FAILED, f"{summary}, less than {LEAST_SHARE:.0%}", facts)
+    if is_gpu and share < _LEAST_SHARE:
+        return Part(Outcome.FAILED, f"{summary}, less than {_LEAST_SHARE:.0%}", facts)
     return Part(Outcome.PASSED, summary, facts)
 
 
 @_timed
 def step(job: Job) -> Part:
-    """Time, MFU and memory of a training step with random weights (`benchmarks/step.py`)."""
+    """Measure time, MFU and memory of a training step with random weights (`benchmarks/step.py`)."""
     if CHECKOUT is None:
         return _NO_CHECKOUT
     output = job.scratch / "step"
@@ -248,8 +248,8 @@ def read_step(found: dict[str, object], text: str, mfu_floor: float) -> Part:
             measured, estimated = one["measured_gib"], one["estimated_gib"]
             facts[f"{name}: {one['what']}"] = f"{measured:.2f} GiB measured, {estimated:.2f} GiB estimated"
             # The libraries of a CPU process are not in the estimate.
-            if torch.cuda.is_available() and abs(estimated / measured - 1) > WITHIN:
-                wrong.append(f"{name}: {one['what']}: the memory estimate is off by more than {WITHIN:.0%}")
+            if torch.cuda.is_available() and abs(estimated / measured - 1) > _WITHIN:
+                wrong.append(f"{name}: {one['what']}: the memory estimate is off by more than {_WITHIN:.0%}")
     if wrong:
         return Part(Outcome.FAILED, "; ".join(wrong), facts, text)
     return Part(Outcome.PASSED, "; ".join(f"{name}: {value}" for name, value in list(facts.items())[:1]), facts, text)
@@ -257,7 +257,7 @@ def read_step(found: dict[str, object], text: str, mfu_floor: float) -> Part:
 
 @_timed
 def counts(job: Job) -> Part:
-    """Kernels, copies and waits of a step of tiny models, by PyTorch's profiler."""
+    """Count kernels, copies and waits of a step of tiny models, by PyTorch's profiler."""
     if CHECKOUT is None:
         return _NO_CHECKOUT
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -275,7 +275,7 @@ def read_counts(found: dict[str, Any], device: str) -> Part:
     facts |= {f"copies, {name}": str(count) for name, count in found["copies"].items()}
     facts |= {f"waits at {place}": str(count) for place, count in found["waits"].items()}
     summary = f"{found['kernels'] / number:.0f} {noun} and {waits / number:.1f} waits in each of {number} microbatches"
-    return Part(Outcome.PASSED if waits <= MOST_WAITS * number else Outcome.FAILED, summary, facts)
+    return Part(Outcome.PASSED if waits <= _MOST_WAITS * number else Outcome.FAILED, summary, facts)
 
 
 CHECKS: dict[str, _Check] = {

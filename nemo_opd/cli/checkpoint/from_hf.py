@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nemo_opd.training.corpus import Corpus
     from nemo_opd.training.prompts import Prompts
 
-CHECKPOINTS = "checkpoints"
+_CHECKPOINTS = "checkpoints"
 FIRST = "step_000000"
 EPILOG = """\
 The optimizer and the data are at their beginning: a run that continues from the checkpoint starts with these weights in
@@ -50,12 +50,12 @@ def convert(arguments: Namespace, console: Console) -> None:
 
     output = arguments.output
     checkpoints = CheckpointManager(output.parent, keep_last=1)
-    require_first(output, checkpoints)
+    _require_first(output, checkpoints)
     run = run_directory(output)
     config = read_config(arguments.config, run)
-    require_zeros_at_first(config)
+    _require_zeros_at_first(config)
     model = trained_part(config.student)
-    data = read_data(config)
+    data = _read_data(config)
     weights = weights_to_start_from(arguments.model, config.student, model)
     total_steps = config.train.max_steps or sum(data.steps(config))
     progress = Progress(step=0, loader=data.start(config), settings=identity(config))
@@ -77,7 +77,7 @@ def convert(arguments: Namespace, console: Console) -> None:
     print(message)
 
 
-def require_zeros_at_first(config: RunConfig) -> None:
+def _require_zeros_at_first(config: RunConfig) -> None:
     """Raise CheckpointError for an optimizer whose state before the first step is not known to be zeros."""
     if (kind := config.student.optimizer.type) in ("adamw_8bit", "class"):
         raise CheckpointError(
@@ -86,12 +86,12 @@ def require_zeros_at_first(config: RunConfig) -> None:
         )
 
 
-def require_first(output: Path, checkpoints: CheckpointManager) -> None:
+def _require_first(output: Path, checkpoints: CheckpointManager) -> None:
     """Raise CheckpointError where a run in that directory would not continue from `output`."""
-    if output.name != FIRST or output.absolute().parent.name != CHECKPOINTS:
+    if output.name != FIRST or output.absolute().parent.name != _CHECKPOINTS:
         raise CheckpointError(
             f"--output={output}: a run finds its checkpoints by their names, and this is one before the first step; "
-            f"name RUN/{CHECKPOINTS}/{FIRST}, where RUN is to be run.output_dir"
+            f"name RUN/{_CHECKPOINTS}/{FIRST}, where RUN is to be run.output_dir"
         )
     from nemo_opd.checkpoint.convert import require_unused
 
@@ -103,7 +103,7 @@ def require_first(output: Path, checkpoints: CheckpointManager) -> None:
         )
 
 
-def read_data(config: RunConfig) -> Corpus | Prompts:
+def _read_data(config: RunConfig) -> Corpus | Prompts:
     """Return the run's documents or prompts. Raises what reading its tokenizers and its data raises."""
     from nemo_opd.training.corpus import load_corpus
     from nemo_opd.training.model_info import read_model_info

@@ -33,7 +33,7 @@ def upload(arguments: Namespace, console: Console) -> None:
     from nemo_opd.models.hub import push, require_hub
 
     folder, repo = arguments.model, arguments.repo
-    require_model(folder)
+    _require_model(folder)
     try:
         require_repo(repo)
     except ValueError as error:
@@ -44,7 +44,7 @@ def upload(arguments: Namespace, console: Console) -> None:
     print(f"pushed {folder} to {url}")
 
 
-def require_model(folder: Path) -> None:
+def _require_model(folder: Path) -> None:
     """Raise CheckpointError for what is no folder of a model or an adapter, with the folder that may be meant."""
     if any((folder / name).is_file() for name in _MODELS):
         return

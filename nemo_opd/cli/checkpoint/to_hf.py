@@ -12,7 +12,7 @@ from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import CheckpointError
 from nemo_opd.logging.busy import busy
 
-DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16")
 EPILOG = """\
 A checkpoint's `state` has the student's weights in fp32, cut over the ranks of the run. They are put together for
 AutoModelForCausalLM.from_pretrained, as the run does itself in the checkpoint's `student`; in another precision with
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="a new folder, or an empty one")
     parser.add_argument("--average", metavar="NAME", help="write the average of the teacher NAME, of weights: ema")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights written (default: that of student.model)")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights written (default: that of student.model)")
     add_config(parser)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nemo_opd.errors import ProjectionError
 
-SUFFIX = ".safetensors"
+_SUFFIX = ".safetensors"
 
 
 def add_file(parser: ArgumentParser, help: str = "a projection that another pass made") -> None:
@@ -21,7 +21,7 @@ def add_pair(parser: ArgumentParser, *, required: bool) -> None:
 
 
 def add_output(parser: ArgumentParser) -> None:
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=f"the {SUFFIX} file to write")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=f"the {_SUFFIX} file to write")
 
 
 def add_top_k(parser: ArgumentParser, default: int | None = 4) -> None:
@@ -54,8 +54,8 @@ def roles_of(pairs: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def check_output(path: Path) -> None:
     """Raise ProjectionError for what could not be written, before minutes are spent on it."""
-    if path.suffix != SUFFIX:
-        raise ProjectionError(f"--output {path}: a projection is a {SUFFIX} file; give it that suffix")
+    if path.suffix != _SUFFIX:
+        raise ProjectionError(f"--output {path}: a projection is a {_SUFFIX} file; give it that suffix")
     if path.is_dir():
         raise ProjectionError(f"--output {path}: it is a folder; name a file in it")
     blocking = next((parent for parent in path.absolute().parents if parent.exists()), None)

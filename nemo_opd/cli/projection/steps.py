@@ -25,7 +25,7 @@ class Steps:
         self._task: TaskID | None = None
 
     def begin(self, name: str) -> Counter:
-        """Ends the step before."""
+        """End the step before and begin one."""
         self.end()
         self._task = task = self._progress.add_task(name, total=None)
         return lambda done, total: self._progress.update(task, completed=done, total=total)

@@ -16,7 +16,7 @@ _CHECK_S = 0.2
 _TRY_AGAIN = {408, 409, 425, 429}
 """Statuses below 500 after which the same request may succeed."""
 
-Answer = TypeVar("Answer")
+_Answer = TypeVar("_Answer")
 _Body = dict[str, Any]
 
 
@@ -25,7 +25,7 @@ class _RefusedError(Exception):
 
 
 @dataclass(kw_only=True)
-class Client(Generic[Answer]):
+class Client(Generic[_Answer]):
     """Requests to servers of one model; each goes to the one that has fewest, and after a failure to another."""
 
     urls: Sequence[str]
@@ -51,8 +51,8 @@ class Client(Generic[Answer]):
         self._spread = Spread(self.urls)
 
     def complete(
-        self, bodies: Sequence[_Body], read: Callable[[int, Any], Answer], check: Callable[[], None] = lambda: None
-    ) -> list[Answer]:
+        self, bodies: Sequence[_Body], read: Callable[[int, Any], _Answer], check: Callable[[], None] = lambda: None
+    ) -> list[_Answer]:
         """Return one answer for each body, in order.
 
         read: makes one of a request's number and its reply; raises UnusableError, KeyError, TypeError, IndexError,
@@ -67,12 +67,12 @@ class Client(Generic[Answer]):
             raise first from first.__cause__
 
     async def _complete(
-        self, bodies: Sequence[_Body], read: Callable[[int, Any], Answer], check: Callable[[], None]
-    ) -> list[Answer]:
+        self, bodies: Sequence[_Body], read: Callable[[int, Any], _Answer], check: Callable[[], None]
+    ) -> list[_Answer]:
         limits = httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
         slots = asyncio.Semaphore(self.concurrency)
 
-        async def complete_one(number: int, body: _Body) -> Answer:
+        async def complete_one(number: int, body: _Body) -> _Answer:
             async with slots:
                 answer = await self._with_retries(http, number, body, read, check)
             work.advance()
@@ -99,9 +99,9 @@ class Client(Generic[Answer]):
         http: httpx2.AsyncClient,
         number: int,
         body: _Body,
-        read: Callable[[int, Any], Answer],
+        read: Callable[[int, Any], _Answer],
         check: Callable[[], None],
-    ) -> Answer:
+    ) -> _Answer:
         for attempt in range(self.retries + 1):
             if attempt:
                 self.retried += 1
@@ -119,8 +119,8 @@ class Client(Generic[Answer]):
         raise self.error(f"{address.url} gave no completion of prompt {number} in {tries}: {described(last)}") from last
 
     async def _try(
-        self, http: httpx2.AsyncClient, address: Address, number: int, body: _Body, read: Callable[[int, Any], Answer]
-    ) -> Answer:
+        self, http: httpx2.AsyncClient, address: Address, number: int, body: _Body, read: Callable[[int, Any], _Answer]
+    ) -> _Answer:
         try:
             async with asyncio.timeout(self.timeout_s):
                 reply = await fetch(http, "POST", address.url, body, self.max_bytes)

@@ -33,7 +33,7 @@ class Line:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> Any:
-        """Raises EOFError where the other side has ended, or sends too much."""
+        """Return the next message. Raises EOFError where the other side has ended, or sends too much."""
         line = self._file.readline(_LONGEST)
         if not line.endswith(b"\n"):
             raise EOFError
