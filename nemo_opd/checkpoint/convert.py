@@ -323,7 +323,7 @@ def save_start(
     build_optimizer: Callable[[PreTrainedModel], Optimizer],
     build_scheduler: Callable[[Optimizer], LRScheduler],
     *,
-    averages: Sequence[str] = (),
+    averages: Sequence[str],
 ) -> None:
     """Write the state of a run before its first step into the checkpoint `folder`, for any number of ranks.
 

@@ -161,7 +161,7 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 
 def not_finite_in(
-    weights: dict[str, Any], optimizer_state: dict[str, Any], averages: _Averages | None = None
+    weights: dict[str, Any], optimizer_state: dict[str, Any], averages: _Averages | None
 ) -> NotFinite | None:
     """Find values that are not finite in weights, moments and averages; counters of steps are left out."""
     moments = {

@@ -12,7 +12,7 @@ ARITHMETIC_MODEL_NAMES = ("arithmetic_student", "arithmetic_reader", "arithmetic
 
 
 def is_demo(ref: str) -> bool:
-    """True for a reference such as `demo:student` or `demo:train`."""
+    """Return whether a reference is the demo's, such as `demo:student` or `demo:train`."""
     return ref.startswith(DEMO_PREFIX)
 
 

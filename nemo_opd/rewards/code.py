@@ -57,7 +57,7 @@ class CodePasses(RewardFunction):
         return self._checker.submit(program_of(rollout, entry_point), tests)
 
 
-def _entry_point_of(prompt: Prompt, key: str | None = None) -> str | None:
+def _entry_point_of(prompt: Prompt, key: str | None) -> str | None:
     """Return the function that a column of the row names, or without a key the last one that the question defines."""
     if key is not None:
         return str(prompt.row[key])

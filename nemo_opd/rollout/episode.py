@@ -19,7 +19,7 @@ from nemo_opd.rollout.stops import text_before
 _CUT_MARK = " [cut: the response was too long]"
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """Consecutive tokens of a rollout: the prompt, a turn, or the tokens between turns; all arrays have its length."""
 
     ids: Ids
@@ -38,7 +38,7 @@ class Episode:
         self._opening: list[Message] = [] if isinstance(prompt.content, str) else list(prompt.content)
         self.messages = list(self._opening)
         """Messages, with the calls in the student's turns as `tool_calls`."""
-        self.parts: list[Part] = []
+        self.parts: list[_Part] = []
         self.num_cut_responses = 0
         self.is_over = False
         self.finish_reason: FinishReason = "stop"
@@ -59,12 +59,12 @@ class Episode:
     def add_unsampled(self, ids: Ids) -> None:
         """Add tokens that were not sampled."""
         nothing = np.zeros(len(ids), np.float32)
-        self.parts.append(Part(ids, np.zeros(len(ids), np.bool_), nothing, nothing))
+        self.parts.append(_Part(ids, np.zeros(len(ids), np.bool_), nothing, nothing))
 
-    def add_turn(self, completion: Completion, renderer: Renderer, stops: Sequence[str] = ()) -> None:
+    def add_turn(self, completion: Completion, renderer: Renderer, stops: Sequence[str]) -> None:
         """Add sampled tokens, with the one that ended the turn. stops: the response ends before the first of these."""
         start, ids = self.length, completion.ids
-        self.parts.append(Part(ids, np.ones(len(ids), np.bool_), completion.logprobs, completion.behaviour_logprobs))
+        self.parts.append(_Part(ids, np.ones(len(ids), np.bool_), completion.logprobs, completion.behaviour_logprobs))
         self.finish_reason, self._version = completion.finish_reason, completion.version
         self._turns.append((start, start + len(ids)))
         content_ids = ids[:-1] if completion.finish_reason == "stop" else ids

@@ -71,7 +71,6 @@ class Sampler(Generator):
         """end_ids: tokens that end a sequence. vocab_size: columns of the head that are tokens. batch_size,
         batch_tokens: as in `BatchLimit`. tokenizer: called for requests with stop texts.
         """
-        self.model = model
         self._tokenizer = tokenizer
         self._model: Any = model
         self._end_ids = np.array(sorted(end_ids), np.int32)

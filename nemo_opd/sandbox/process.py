@@ -94,7 +94,6 @@ class SandboxedProcess:
             "wall_s": _WALL * settings.timeout_s,
             "memory_bytes": settings.memory_mb << 20,
             "processes": settings.processes,
-            "file_bytes": scratch_bytes,
             "shown": seen,
             "links": linked,
             "scratch": self._scratch or "/tmp",

@@ -55,14 +55,11 @@ class HostCopy:
 
     def restore(self) -> None:
         """Allocate and fill the memory of all that is held."""
-        for slot in filter(_has_bytes, self._slots):
-            slot.storage.resize_(sum(map(len, slot.pieces)))
-            for piece, part in _pairs(slot):
-                part.copy_(piece, non_blocking=True)
-
-
-def _has_bytes(slot: _Slot) -> bool:
-    return bool(slot.pieces)
+        for slot in self._slots:
+            if slot.pieces:
+                slot.storage.resize_(sum(map(len, slot.pieces)))
+                for piece, part in _pairs(slot):
+                    part.copy_(piece, non_blocking=True)
 
 
 def _is_weight(tensor: Tensor) -> bool:

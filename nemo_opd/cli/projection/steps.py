@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-Counter = Callable[[int, int], None]
+_Counter = Callable[[int, int], None]
 """(done, in all)"""
 
 
@@ -24,7 +24,7 @@ class Steps:
         self._progress = progress
         self._task: TaskID | None = None
 
-    def begin(self, name: str) -> Counter:
+    def begin(self, name: str) -> _Counter:
         """End the step before and begin one."""
         self.end()
         self._task = task = self._progress.add_task(name, total=None)

@@ -16,6 +16,9 @@ from values import Line, decoded, encoded
 
 del sys.path[0]
 
+_NAME = "program.py"
+"""File of the program in tracebacks."""
+
 
 class _Objects:
     """Objects that are no plain values, by number."""
@@ -39,7 +42,7 @@ def main() -> None:
     module = types.ModuleType("program")
     sys.modules["program"] = module
     try:
-        exec(compiled(source, "program.py"), vars(module))
+        exec(compiled(source), vars(module))
     except Exception as error:
         line.send({"raised": described(error)})
         return
@@ -50,13 +53,13 @@ def main() -> None:
             line.send(answered(line.receive(), module, objects))
 
 
-def compiled(source: str, name: str) -> types.CodeType:
+def compiled(source: str) -> types.CodeType:
     """Compile the longest beginning, in lines, that is a program; a text that was cut ends within one."""
     lines = source.splitlines(keepends=True)
     for stop in range(len(lines), max(0, len(lines) - 200), -1):
         with contextlib.suppress(SyntaxError, ValueError):
-            return compile("".join(lines[:stop]), name, "exec")
-    return compile(source, name, "exec")
+            return compile("".join(lines[:stop]), _NAME, "exec")
+    return compile(source, _NAME, "exec")
 
 
 def answered(request: dict[str, Any], module: types.ModuleType, objects: _Objects) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def main() -> None:
         source = file.read()
     sys.argv = ["program.py"]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
-    exec(compiled(source, "program.py"), vars(module))
+    exec(compiled(source), vars(module))
 
 
 main()

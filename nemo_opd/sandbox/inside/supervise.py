@@ -43,7 +43,6 @@ class _Order:
     memory_bytes: int
     """Resident memory of all processes together, and address space of each."""
     processes: int
-    file_bytes: int
     shown: Sequence[str]
     links: Sequence[Sequence[str]]
     scratch: str
@@ -97,7 +96,7 @@ def _become(order: _Order, command: list[str]) -> None:
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_CPU, int(order.cpu_s) + 1),
             (resource.RLIMIT_AS, order.memory_bytes),
-            (resource.RLIMIT_FSIZE, order.file_bytes),
+            (resource.RLIMIT_FSIZE, order.scratch_bytes),
             (resource.RLIMIT_NOFILE, 256),
             (resource.RLIMIT_MSGQUEUE, 0),
             (resource.RLIMIT_MEMLOCK, 0),
