@@ -30,7 +30,7 @@ SHARE = "kd_share/"
 
 @dataclass(frozen=True, slots=True)
 class Divisor:
-    """Divisor of a part's sum over some rows: units / share."""
+    """Divisor of a part's sum over some rows: units / share (methods.md §6.5)."""
 
     units: float
     """Units of the part, or of all parts whose units count alike."""
@@ -54,7 +54,7 @@ class Part:
     term: TermLoss
     teacher: int
     """Index of the teacher whose rows of a batch it reads; the first where logits are averaged."""
-    speaker: Callable[[Sequence[LogitRows]], LogitRows]
+    logits_of: Callable[[Sequence[LogitRows]], LogitRows]
     """Function from the logits of all teachers to those that it reads."""
     overlap: Overlap | None = None
     """None without a map from its tokens to the student's."""
@@ -98,7 +98,7 @@ class Part:
         rows = batch.teachers[self.teacher]
         loss = self.term.plan(
             student_logits,
-            self.speaker(teacher_logits),
+            self.logits_of(teacher_logits),
             self.student_side(batch),
             rows,
             normalizer,
@@ -120,7 +120,7 @@ class Part:
 
         Empty where it is not defined: without exact pairs of tokens, or where the likeliest are not all known.
         """
-        teacher = logit_rows(self.speaker(teacher_logits))
+        teacher = logit_rows(self.logits_of(teacher_logits))
         if self.overlap is None or teacher.is_truncated:
             return []
         rows = batch.teachers[self.teacher]
@@ -141,8 +141,8 @@ class Parts:
 
     parts: tuple[Part, ...]
     count_together: bool
-    """Each text is of one part, and units of a kind count the same, whichever part they are of; kinds are means, which
-    count by their texts. Else each part is a separate mean.
+    """True: each text has one teacher, and KD is (6.2) of methods.md §6.5. False: KD is the sum of the parts, each of
+    which is a mean over its own units.
     """
 
     def counts(self, batch: Batch) -> list[float]:
@@ -260,11 +260,11 @@ def build_parts(
     teachers, aggregation = config.active_teachers, config.aggregation
     weights = [teacher.weight for teacher in teachers]
     rule = RULES[type(aggregation)]
-    if teachers and rule.speaks_as_one:
+    if teachers and rule.averages_logits:
         size = min(student_vocab_size, *teacher_vocab_sizes)
         term = build(config.term(0), student_vocab_size=size, teacher_vocab_size=size)
-        speaker, overlap = partial(AveragedLogits, weights=weights), Overlap(None, size, size)
-        return Parts((Part(None, 1.0, term, 0, speaker, overlap),), count_together=False)
+        averaged, overlap = partial(AveragedLogits, weights=weights), Overlap(None, size, size)
+        return Parts((Part(None, 1.0, term, 0, averaged, overlap),), count_together=False)
     factors = rule.factors(aggregation, weights, teacher_vocab_sizes)
     parts = []
     entries = zip(teachers, factors, projections, teacher_vocab_sizes, strict=True)

@@ -1,4 +1,4 @@
-"""The privilege gap: log-probability of a response with a teacher's context, less that without (methods.md §13)."""
+"""The privilege gap: log-probability of a response with a teacher's context, less that without (methods.md §13.1)."""
 
 import math
 

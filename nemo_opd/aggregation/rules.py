@@ -46,7 +46,7 @@ class Rule:
     """
     counts_together: bool = False
     """Each text is of one teacher, and units count the same, whichever teacher they are of."""
-    speaks_as_one: bool = False
+    averages_logits: bool = False
     """All teachers' logits are averaged, so there is one loss."""
 
 
@@ -71,7 +71,7 @@ def _chosen(settings: SelectTeacher, batch: Batch, scores: _Scores, priors: Sequ
 
 RULES: dict[type[AggregationBase], Rule] = {
     WeightedSum: Rule(factors=teacher_weights, share_out=_weighted_by_scores),
-    AveragedLogits: Rule(speaks_as_one=True),
+    AveragedLogits: Rule(averages_logits=True),
     SelectTeacher: Rule(share_out=_chosen, counts_together=True),
     Routed: Rule(counts_together=True),
 }

@@ -122,11 +122,9 @@ def build(
         if projection is None:
             raise ConfigError(f"loss.type={term.type} needs the projection of the teacher's tokenizer; give the matrix")
         plan = partial(plan, projection=projection)
-        count, covered = partial(count, projection=projection), partial(covered, projection=projection)
     if isinstance(term, StrictTerm):
-        has_continuation = term.continuation_weight > 0
-        count = partial(count, has_continuation=has_continuation)
-        covered = partial(covered, has_continuation=has_continuation)
+        of_pairs = {"projection": projection, "has_continuation": term.continuation_weight > 0}
+        count, covered = partial(count, **of_pairs), partial(covered, **of_pairs)
     unit: _Unit = "prompt" if isinstance(term, TCADTerm) and term.power_alpha is not None else entry.units.kind
     return TermLoss(plan, partial(entry.units.arguments, term.type), count, covered, unit)
 
@@ -194,13 +192,11 @@ def _count_scored_sequences(arguments: _Arguments) -> Tensor:
     return (_count_scored_tokens(arguments) > 0).long()
 
 
-def _count_chunks(arguments: _Arguments, projection: ProjectionMatrix | LearnedProjection | None = None) -> Tensor:
+def _count_chunks(arguments: _Arguments) -> Tensor:
     return count_chunks(arguments["student_chunk_id"], arguments["teacher_chunk_id"])
 
 
-def _count_tokens_in_chunks(
-    arguments: _Arguments, projection: ProjectionMatrix | LearnedProjection | None = None
-) -> Tensor:
+def _count_tokens_in_chunks(arguments: _Arguments) -> Tensor:
     student, teacher = arguments["student_chunk_id"], arguments["teacher_chunk_id"]
     has_no_predictor = (student == student[:, :1]) | (student == teacher[:, :1])
     return ((student >= 0) & ~has_no_predictor).sum(1)
@@ -230,9 +226,9 @@ class _Units:
     arguments: Callable[[str, TokenRows, TeacherRows, SampledRows | None], _Arguments]
     """Keyword arguments of the loss; the first argument is the term's type, for messages."""
     count: Callable[..., Tensor]
-    """Number of units among these, int64 [B]; given the projection where one is needed."""
+    """Number of units among these, int64 [B]."""
     covered: Callable[..., Tensor]
-    """The student's tokens in those units, int64 [B], likewise."""
+    """The student's tokens in those units, int64 [B]."""
     kind: _Unit = "place"
 
 

@@ -99,10 +99,9 @@ def byte_prefix(
     teacher tokens y_1..y_n, the chain-factorised bound of what the teacher gives x moves from φ(y_1) to x:
     q_1(y_1)···q_{n−1}(y_{n−1}) · Σ q_n over the tokens that begin with y_n. Cells are the student tokens that some
     teacher token reaches, x where it is none of them, and one for the rest where both sides have one; student and
-    teacher are renormalised on them. continuation_weight: of the chunk's `alm` term, added where it has several tokens
-    on a side.
-    Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without Φ and the
-    teacher's byte order.
+    teacher are renormalised on them. continuation_weight: factor of the chunk's `alm` term, added where it has several
+    tokens on a side. Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection
+    without Φ and the teacher's byte order.
     """
     inputs = ChunkInputs.of(
         student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared

@@ -11,7 +11,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.types import Mean, Metric
 
 LARGEST_LOG_RATIO = 20.0
-"""Beyond it, a factor of 5e8, ratios are cut and have no gradient: no number that a loss could be made of."""
+"""Ratios beyond it, a factor of 5e8, are cut and have no gradient: a loss of such numbers would mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)

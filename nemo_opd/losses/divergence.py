@@ -1,4 +1,4 @@
-"""Divergences of a student from a teacher distribution: the one home of methods.md §3.1.
+"""Divergences of a student from a teacher distribution: the formulas of methods.md §3.1.
 
 Values and gradients are closed forms, so that s = t gives exactly zero for both and a cell that is empty on both sides
 gives no NaN. The forward and reverse KL carry the term that makes them Bregman divergences (± Σ(s − t)): nothing for

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _FORM = "package.module:function"
 _LIVE_COPIES = 8
 """Tensors of the size of both sides' rows that a formula is taken to need at its peak."""
-_ASKED = ("student_ids", "teacher_ids", "projection")
-"""Parameters by which a function gets more than the logits."""
+_OPTIONAL = ("student_ids", "teacher_ids", "projection")
+"""Parameters that a function may have in addition to the logits."""
 
 
 @Loss
@@ -81,8 +81,8 @@ def chunk_function(
     teacher_next = next_tokens(inputs.teacher_ids, units.teacher_rows)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
-        asked = {"student_ids": student_next[part], "teacher_ids": teacher_next[part], "projection": projection}
-        return formula(student, teacher, **asked)
+        ids = {"student_ids": student_next[part], "teacher_ids": teacher_next[part]}
+        return formula(student, teacher, **ids, projection=projection)
 
     cells = _LIVE_COPIES * (inputs.student_size + inputs.teacher_size)
     term = first_position_term(inputs, unit_loss, cells_per_unit=cells)
@@ -90,14 +90,14 @@ def chunk_function(
 
 
 class _Formula:
-    """A user's function with its arguments, called with what it asks for."""
+    """A user's function with its arguments, called with the optional parameters that it has."""
 
     def __init__(self, reference: str, arguments: Mapping[str, Any]) -> None:
         self._reference, self._arguments = reference, arguments
-        self._function, self._asked = _users_function(reference)
+        self._function, self._optional = _users_function(reference)
         try:
-            asked = dict.fromkeys(self._asked)
-            inspect.signature(self._function).bind(None, None, **asked, **arguments)
+            optional = dict.fromkeys(self._optional)
+            inspect.signature(self._function).bind(None, None, **optional, **arguments)
         except TypeError as error:
             raise ConfigError(
                 f"loss.function={reference}: it is called with logits of student and teacher and loss.arguments="
@@ -105,8 +105,8 @@ class _Formula:
             ) from None
 
     def __call__(self, student: Tensor, teacher: Tensor, **available: Any) -> Tensor:
-        asked = {name: available.get(name) for name in self._asked}
-        losses = self._function(student, teacher, **asked, **self._arguments)
+        optional = {name: available.get(name) for name in self._optional}
+        losses = self._function(student, teacher, **optional, **self._arguments)
         shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if shape != [len(student)]:
             raise ConfigError(
@@ -118,7 +118,7 @@ class _Formula:
 
 @cache
 def _users_function(reference: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return the function that `package.module:function` names, and what it asks for in addition to the logits.
+    """Return the function that `package.module:function` names, and the optional parameters that it has.
 
     Raises ConfigError where it cannot be imported, or is no function.
     """
@@ -126,7 +126,7 @@ def _users_function(reference: str) -> tuple[Callable[..., Any], tuple[str, ...]
     if not inspect.isroutine(found):
         raise ConfigError(f"loss.function={reference}: it is a {type(found).__name__}; name a function")
     names = inspect.signature(found).parameters
-    return found, tuple(name for name in _ASKED if name in names)
+    return found, tuple(name for name in _OPTIONAL if name in names)
 
 
 def check_function(reference: str, arguments: Mapping[str, Any]) -> None:

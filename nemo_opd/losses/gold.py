@@ -57,7 +57,7 @@ def gold(
     of those others, each side sorted by probability, the shorter padded with 0. p and q are taken at the rows before a
     chunk's first tokens; for parity, merge=mean: they are geometric means over the rows of all its tokens;
     merge=observed: they are multiplied with the probabilities of its further tokens, and compared without rest cell or
-    renormalisation. Weights are 1 by default. continuation_weight: of the chunk's `alm` term, added where it has
+    renormalisation. Weights are 1 by default. continuation_weight: factor of the chunk's `alm` term, added where it has
     several tokens on a side. compat="nemo_rl": merge mean, pairs compared as with observed, both tails cut to the
     shorter. compat="trl": merge observed, whole tails, weighted by default by the share of the teacher's vocabulary in
     pairs and the share out of it, and nothing times τ². Raises ConfigError for shapes, sizes, weights or names that do

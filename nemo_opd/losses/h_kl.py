@@ -36,13 +36,13 @@ def h_kl(
     compat: str | None = None,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """Compute `gold`, which see, on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6, and `kd` (methods.md §5.5).
+    """Compute `gold` on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6, and `kd` (methods.md §5.5).
 
-    Of the student tokens that claim one teacher token an exact row wins, then the higher weight, then the lower id.
-    projection: a `LearnedProjection` gets a gradient too; pairs are those of R₀, and the student token of a learned row
-    gives its pair's cell R_st p_s, and the rest cell the remaining (1 − R_st) p_s (methods.md §2.8). Raises ConfigError
-    for shapes, sizes, weights or names that do not fit, ProjectionError for a projection without such pairs, or a
-    learned one without a row in one.
+    Arguments are those of `gold`. Of the student tokens that claim one teacher token an exact row wins, then the higher
+    weight, then the lower id. projection: a `LearnedProjection` gets a gradient too; pairs are those of R₀, and the
+    student token of a learned row gives its pair's cell R_st p_s, and the rest cell the remaining (1 − R_st) p_s
+    (methods.md §2.8). Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a
+    projection without such pairs, or a learned one without a row in one.
     """
     inputs = ChunkInputs.of(
         student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared

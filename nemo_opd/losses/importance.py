@@ -82,7 +82,7 @@ class Importance:
     ) -> Weighted:
         """Return the weights of units from their log-probabilities [u], without a gradient.
 
-        own: by the model as it is; proximal: by the one that ratios are formed to; behaviour: by the policy that
+        own: by the model as it is; proximal: by the one that the clipped ratio refers to; behaviour: by the policy that
         sampled. units: int64 [u], the sequence of each. The factor goes before r = exp(own − proximal) or its clipped
         form.
         """

@@ -1,4 +1,4 @@
-"""The tokens that teacher and student find likeliest, by turns (methods.md §10.2)."""
+"""The tokens that teacher and student find likeliest, taken alternately (methods.md §10.2)."""
 
 import torch
 from torch import Tensor

@@ -96,7 +96,7 @@ class KLEstimate:
             estimate = _estimated(self.estimator, s, t)
             weighted = self._weighted(chunks, s.detach(), part)
             found = self.clip(s - chunks.proximal(s, part), -estimate)
-            # Whatever is cut or dropped: what trains nothing must not look like no distance.
+            # Of cut and dropped units too: that they train nothing does not mean that the KL there is 0.
             kd = weighted.warp * _estimated("k3", s.detach(), t)
             of_ratio = torch.stack([kd, found.ratio, found.is_clipped.to(s.dtype)], 1)
             readings.put(part, torch.cat([of_ratio, weighted.readings()], 1))

@@ -55,10 +55,10 @@ def p_kl(
     q and p̃ renormalised on the covered columns of R. vocab_topk: q̂ and p̂ are compared on the covered columns with
     the largest teacher logits of this call and on one cell for the others, by default column by column. merge=mean, for
     parity: p is the arithmetic and q the geometric mean over the rows of all tokens of a chunk; by default "first".
-    coverage_coef: by default 1. continuation_weight: of the chunk's `alm` term, where it has several tokens on a side.
-    projection: a `LearnedProjection` gets a gradient too. compat="nemo_rl": merge "mean", no coverage term, and no
-    cell but those of the vocab_topk columns, which are chosen over all of the teacher's positions and normalised before
-    the mean. Raises ConfigError for shapes, sizes or names that do not fit.
+    coverage_coef: by default 1. continuation_weight: factor of the chunk's `alm` term, where it has several tokens on a
+    side. projection: a `LearnedProjection` gets a gradient too. compat="nemo_rl": merge "mean", no coverage term, and
+    no cell but those of the vocab_topk columns, which are chosen over all of the teacher's positions and normalised
+    before the mean. Raises ConfigError for shapes, sizes or names that do not fit.
     """
     check_compat(compat, ("nemo_rl",))
     how = Merge(fixed_by(compat, "merge", merge, "mean", "first"), arithmetic_student=True)

@@ -42,11 +42,10 @@ def grpo(
     settings of importance: as of `sampled_kl`, by default `logprobs` and no cut (methods.md §11).
 
     Unshifted logits [B, S, V]; ids, logprobs and mask [B, S]: token i is scored, by the logits at i−1; advantages [B].
-    normalizer: scored tokens of the global batch, by default of this call, so that every token counts the same
-    whatever the length of its sequence.
-    vocab_size: columns of the head that belong to the tokenizer, by default all. Metrics: the loss as a mean
-    (`policy/loss`), `policy/clip_fraction`, `policy/ratio` and those of `Importance.metrics`. Raises ConfigError for
-    shapes, sizes, names or bounds that do not fit.
+    normalizer: scored tokens of the global batch, by default of this call, so that every token counts the same whatever
+    the length of its sequence. vocab_size: columns of the head that belong to the tokenizer, by default all. Metrics:
+    the loss as a mean (`policy/loss`), `policy/clip_fraction`, `policy/ratio` and those of `Importance.metrics`. Raises
+    ConfigError for shapes, sizes, names or bounds that do not fit.
     """
     student, clip = trainable_rows(student_logits), Clip(clip_low, clip_high, dual_clip)
     importance = Importance(importance_level, importance_cap, importance_veto)

@@ -41,10 +41,8 @@ def shared_prefix(
 
     P(x) = Σ p over the student tokens that the longest shared token x begins, Q(x) likewise from the teacher; tokens
     that no shared token begins fall into one rest cell, which counts where both sides have such tokens.
-    continuation_weight: of the chunk's `alm` term, added where it has several tokens on a side. Unshifted logits [B, S,
-    V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with token 0 of
-    either side is no unit. Raises ConfigError for shapes, sizes or
-    names that do not fit, ProjectionError for a projection without the maps.
+    continuation_weight: factor of the chunk's `alm` term, added where it has several tokens on a side. Raises
+    ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without the maps.
     """
     inputs = ChunkInputs.of(
         student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared

@@ -49,9 +49,9 @@ def strict(
 
     q̂ and p̂ are q and p on the exact pairs of the projection, all or the `top_k` that the student finds likeliest,
     renormalised (normalization="support") or with one more cell for what each side has elsewhere ("rest"), which is
-    left out where only one side has other tokens. continuation_weight: of the `alm` term of every chunk of several
-    tokens on a side; with one above 0 these chunks are units as well. Raises
-    ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without exact pairs.
+    left out where only one side has other tokens. continuation_weight: factor of the `alm` term of every chunk of
+    several tokens on a side; with one above 0 these chunks are units as well. Raises ConfigError for shapes, sizes or
+    names that do not fit, ProjectionError for a projection without exact pairs.
     """
     _check(top_k, normalization)
     inputs = ChunkInputs.of(

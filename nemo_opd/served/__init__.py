@@ -1,1 +1,1 @@
-"""Served teachers: the requests, and rows of the answers (methods.md §13)."""
+"""Served teachers: the requests, and rows of the answers (methods.md §13.3)."""

@@ -1,4 +1,4 @@
-"""Rows of a server's answers about a prompt, checked (methods.md §13)."""
+"""Rows of a server's answers about a prompt, checked (methods.md §13.3)."""
 
 from __future__ import annotations
 

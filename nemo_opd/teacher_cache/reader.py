@@ -89,7 +89,7 @@ class CacheReader:
         return self.shards[self._shard[place]].segment(int(self._number[place]))
 
     def _beginning_with(self, ids: NDArray[np.integer[Any]]) -> Segment | None:
-        """Return a segment of which a sequence is the beginning: of a text that another student reads more of."""
+        """Return a stored segment that begins with a sequence, as where another student reads more of the text."""
         if len(ids) < OPENING:
             return None
         wanted = encoded_ids(ids, id_bytes(self.manifest.vocab_size))

@@ -22,7 +22,7 @@ from nemo_opd.files import write_atomically
 
 KEY_BYTES = 16
 OPENING = 16
-"""Tokens by which a segment is found that begins with a sequence."""
+"""First tokens by whose hash segments are found that begin with a sequence."""
 SUFFIX = ".safetensors"
 _INDEX = ("keys", "openings", "begins", "checksums")
 """Tensors that are read when a shard is opened."""
