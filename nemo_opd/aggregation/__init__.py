@@ -1,11 +1,18 @@
 """Aggregation of several teachers' losses into one (methods.md §6)."""
 
 from nemo_opd.aggregation.confidence import weighted_by_confidence
-from nemo_opd.aggregation.objective import TERMS, ObjectiveTerms, Term
+from nemo_opd.aggregation.objective import TERMS, ObjectiveTerms, TermName
 from nemo_opd.aggregation.parts import PART, SHARE, Divisor, Part, Parts, build_parts, kd_of
 from nemo_opd.aggregation.privilege import gap
 from nemo_opd.aggregation.rules import share_out
-from nemo_opd.aggregation.scores import TokenScore, joined, mean_logprob, nats_by_score, sequence_scores, token_nats
+from nemo_opd.aggregation.scores import (
+    TokenScore,
+    joined_scores,
+    mean_logprob,
+    nats_by_score,
+    sequence_scores,
+    token_nats,
+)
 from nemo_opd.aggregation.shares import coverage_metrics, density_metrics, leakage_metrics, share_metrics
 
 __all__ = [
@@ -16,13 +23,13 @@ __all__ = [
     "ObjectiveTerms",
     "Part",
     "Parts",
-    "Term",
+    "TermName",
     "TokenScore",
     "build_parts",
     "coverage_metrics",
     "density_metrics",
     "gap",
-    "joined",
+    "joined_scores",
     "kd_of",
     "leakage_metrics",
     "mean_logprob",

@@ -14,8 +14,8 @@ from nemo_opd.losses.policy_gradient import grpo
 from nemo_opd.losses.reduction import label_mask, sampled_mask
 from nemo_opd.types import Batch, Normalizers, SampledRows
 
-Term = Literal["ce", "kd", "policy"]
-TERMS: tuple[Term, ...] = ("ce", "kd", "policy")
+TermName = Literal["ce", "kd", "policy"]
+TERMS: tuple[TermName, ...] = ("ce", "kd", "policy")
 
 
 class ObjectiveTerms:
@@ -36,7 +36,7 @@ class ObjectiveTerms:
         normalizers: Normalizers,
         *,
         kd_scale: float = 1.0,
-        terms: Collection[Term] = TERMS,
+        terms: Collection[TermName] = TERMS,
     ) -> list[PlannedLoss]:
         """Plan these terms, multiplied by their weights: cross-entropy, each part of the KD, the policy gradient.
 

@@ -127,7 +127,7 @@ def nats_by_score(
     return teacher.reduce(nats).view(len(scores), *tokens.ids.shape)
 
 
-def joined(parts: Sequence[SequenceScores], is_given: Tensor | None = None) -> SequenceScores:
+def joined_scores(parts: Sequence[SequenceScores], is_given: Tensor | None = None) -> SequenceScores:
     """Return scores of consecutive sequences as those of all, on the host; of these only, where others are padding."""
     bits, num_bytes, num_tokens = torch.stack(
         [torch.cat(side).double() for side in zip(*map(sides, parts), strict=True)]

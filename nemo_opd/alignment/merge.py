@@ -41,7 +41,7 @@ class Spelling(NamedTuple):
     """[S]"""
 
 
-class Chunks(NamedTuple):
+class _Chunks(NamedTuple):
     """The fields of `types.Alignment`, in its order, but for the histories."""
 
     student_chunk_id: _Ints
@@ -71,7 +71,7 @@ def spell(ids: NDArray[np.int64], table: PieceTable) -> Spelling:
 
 
 @jit
-def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches: _Flags) -> Chunks:
+def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches: _Flags) -> _Chunks:
     """Merge two sequences into chunks, whose bytes are equal in `runs` (as `equal_runs` gives them).
 
     Between neighbouring cuts of one run the bytes are equal; the tokens from the last cut of a run to the first of a
@@ -81,7 +81,7 @@ def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches
     cuts = _common_cuts(student.edges, teacher.edges, runs)
     bounds, kinds = _between(cuts, student.classes, teacher.classes, matches)
     whitespace, digit = _byte_flags(bounds, kinds, student)
-    return Chunks(
+    return _Chunks(
         _chunk_ids(bounds[:, 0:2], len(student.classes)),
         _chunk_ids(bounds[:, 2:4], len(teacher.classes)),
         bounds,

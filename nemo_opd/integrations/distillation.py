@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nemo_opd.aggregation import ObjectiveTerms, build_parts, joined, sequence_scores, share_out
+from nemo_opd.aggregation import ObjectiveTerms, build_parts, joined_scores, sequence_scores, share_out
 from nemo_opd.distributed.transfer import moved
 from nemo_opd.errors import ModelError
 from nemo_opd.integrations.collator import Collator
@@ -134,7 +134,7 @@ class Distillation:
             sides = zip(teacher_logits, batch.teachers, self._teacher_vocab_sizes, strict=True)
             for logits, rows, size in sides:
                 tokens = moved(rows.tokens, self.device)
-                scores.append(joined([sequence_scores(logits, tokens, score=score, vocab_size=size)]))
+                scores.append(joined_scores([sequence_scores(logits, tokens, score=score, vocab_size=size)]))
         return share_out(aggregation, batch, scores, priors=[teacher.weight for teacher in teachers])
 
     def values(self, metrics: Metrics) -> dict[str, float]:

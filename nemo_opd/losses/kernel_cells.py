@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nemo_opd.kernels.cell_maps import Memberships, cell_map
 from nemo_opd.kernels.forms import CellMap
 from nemo_opd.losses.made_once import made_once
-from nemo_opd.losses.pairs import exact_pairs
+from nemo_opd.losses.pairs import pairs_within
 from nemo_opd.losses.sparse_projection import entries_within
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def pairs_and_rest(
     """Return the exact pairs as cells, and maybe one for all other tokens (methods.md §5.6)."""
 
     def make() -> CellMap:
-        own, others = exact_pairs(projection, students, teachers)
+        own, others = pairs_within(projection, students, teachers)
         of_student, of_teacher = np.full(students, _REST), np.full(teachers, _REST)
         of_student[own] = of_teacher[others] = np.arange(len(own))
         student, teacher = _all(of_student), _all(of_teacher)

@@ -46,7 +46,7 @@ class TokenPairs:
 
         Raises ProjectionError where no pair is left.
         """
-        return _cached(projection, exact_pairs, student_vocab_size, teacher_vocab_size, device)
+        return _cached(projection, pairs_within, student_vocab_size, teacher_vocab_size, device)
 
     @staticmethod
     def relaxed(
@@ -99,7 +99,7 @@ def _build(match: _Match, projection: ProjectionMatrix, students: int, teachers:
     return TokenPairs(*(torch.from_numpy(ids.astype(np.int64)) for ids in sides))
 
 
-def exact_pairs(projection: ProjectionMatrix, students: int, teachers: int) -> tuple[_Ids, _Ids]:
+def pairs_within(projection: ProjectionMatrix, students: int, teachers: int) -> tuple[_Ids, _Ids]:
     """Return the ids of the shared vocabulary within the given sizes, [X] of either side, by student id."""
     student, teacher = projection.shared_pairs.astype(np.int64).T
     kept = (student < students) & (teacher < teachers)

@@ -17,7 +17,7 @@ from nemo_opd.aggregation import (
     coverage_metrics,
     density_metrics,
     gap,
-    joined,
+    joined_scores,
     leakage_metrics,
     share_metrics,
     share_out,
@@ -179,7 +179,7 @@ class Models:
         scores: list[SequenceScores | None] = []
         for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
             given = [each for each in (by_rank[rank].scores for rank in leads(layout)) if each is not None]
-            scores.append(joined(given, self._grid.is_given(batch)) if given else None)
+            scores.append(joined_scores(given, self._grid.is_given(batch)) if given else None)
         return scores
 
     def train_step(self, scored: ScoredBatch, kd_scale: float, *, compare_gradients: bool = False) -> dict[str, Metric]:
@@ -266,7 +266,7 @@ class Models:
         by_teacher = self._cluster.gather(self._on_teachers("log_probability", batch, only=asked))
         is_given = self._grid.is_given(batch)
         return {
-            i: joined([by_rank[rank] for rank in leads(self._grid.teachers[i])], is_given)
+            i: joined_scores([by_rank[rank] for rank in leads(self._grid.teachers[i])], is_given)
             for i, by_rank in zip(asked, by_teacher, strict=True)
         }
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from nemo_opd.aggregation import TERMS, Divisor, ObjectiveTerms, Term, build_parts
+from nemo_opd.aggregation import TERMS, Divisor, ObjectiveTerms, TermName, build_parts
 from nemo_opd.checkpoint.background import BackgroundWriter
 from nemo_opd.checkpoint.state import load_state, read_state, save_state
 from nemo_opd.config.run import RunConfig
@@ -218,7 +218,7 @@ class StudentWorker:
         add_gradients(self.model, kd)
         return metrics
 
-    def _gradient(self, step: StudentStep, terms: Sequence[Term]) -> dict[str, Metric]:
+    def _gradient(self, step: StudentStep, terms: Sequence[TermName]) -> dict[str, Metric]:
         """Accumulate the gradient of these terms over all microbatches and return their metrics."""
         found, last = [], len(step.micro_batches) - 1
         for i, micro in enumerate(self._micro_batches(step)):
@@ -237,7 +237,7 @@ class StudentWorker:
             outermost.set_requires_all_reduce(is_last)
             outermost.set_reshard_after_backward(is_last or self.config.student.parallelism.frees_gathered)
 
-    def _accumulate(self, micro: _MicroBatch, step: StudentStep, terms: Sequence[Term]) -> dict[str, Metric]:
+    def _accumulate(self, micro: _MicroBatch, step: StudentStep, terms: Sequence[TermName]) -> dict[str, Metric]:
         with self.phases("forward"), needs_memory(FORWARD):
             made = self.logit_rows(micro.batch.student.ids, micro.packing)
         with self.phases("loss"), needs_memory(LOSS), compiling(self.config.train.compile_losses):

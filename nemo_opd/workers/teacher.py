@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_opd.aggregation import joined, sequence_scores, token_nats
+from nemo_opd.aggregation import joined_scores, sequence_scores, token_nats
 from nemo_opd.config.aggregation import Score
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.transfer import moved
@@ -127,7 +127,7 @@ class TeacherWorker(FrozenWorker):
                     scores.append(sequence_scores(whole, micro, score=self.score, vocab_size=self.vocab_size))
             # Waits for the device, so that the host's clock measures the device's work.
             handle = self.writer.handle()
-        return TeacherOutput(handle, joined(scores) if scores else None, time.perf_counter() - begin, positions)
+        return TeacherOutput(handle, joined_scores(scores) if scores else None, time.perf_counter() - begin, positions)
 
     def _packed(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Iterator[tuple[TokenRows, Packing]]:
         for sequences in micro_batches:
@@ -153,7 +153,7 @@ class TeacherWorker(FrozenWorker):
             for micro, packing in self._packed(tokens, micro_batches):
                 whole = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
                 found.append(sequence_scores(whole, micro, score="log_probability", vocab_size=self.vocab_size))
-        return joined(found)
+        return joined_scores(found)
 
     def join_link(self, rendezvous: Rendezvous) -> None:
         """Join the link to the student; all ranks of both must call it."""
