@@ -12,7 +12,7 @@ from losses_texts import logits
 from rich.progress import track
 
 from nemo_opd import losses
-from nemo_opd.losses.divergence import KINDS
+from nemo_opd.losses.divergence import DIVERGENCES
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import LossOutput
 
@@ -47,7 +47,7 @@ def _losses(
     positions: int, vocab: int, projection: ProjectionMatrix | None, device: torch.device
 ) -> Iterable[tuple[str, Loss, int, int]]:
     mask = torch.ones(1, positions, dtype=torch.bool, device=device)
-    for kind in KINDS:
+    for kind in DIVERGENCES:
         yield f"same_vocab, {kind}", _value(partial(losses.same_vocab, mask=mask, divergence=kind)), vocab, vocab
     if projection is not None:
         ids = torch.zeros(1, positions, dtype=torch.long, device=device)
@@ -61,7 +61,7 @@ def _losses(
             student_chunk_id=chunk_id,
             teacher_chunk_id=chunk_id,
         )
-        for kind in KINDS:
+        for kind in DIVERGENCES:
             yield f"p_kl, {kind}", _value(partial(of, divergence=kind)), *sizes
 
 

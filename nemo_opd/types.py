@@ -213,7 +213,8 @@ class TeacherRows(Rows):
         tokens, chunks, moved = self.tokens.rows(start, stop), own.chunks, own.moved
         if chunks is not None:
             width = tokens.ids.shape[1]
-            chunks = ChunkRows(chunks.student[:, :student_width], chunks.teacher[:, :width])
+            student, teacher = chunks.student[:, :student_width], chunks.teacher[:, :width]
+            chunks = replace(chunks, student=student, teacher=teacher, histories=None)
         if moved is not None:
             moved = moved.narrowed(student_width)
         return replace(own, tokens=tokens, chunks=chunks, moved=moved)
@@ -257,8 +258,10 @@ class Batch(Rows):
         """Return texts [start, stop), each side cut to its longest sequence among them."""
         student = self.student.rows(start, stop)
         width = student.ids.shape[1]
-        sampled = None if self.sampled is None else self.sampled.part(start, stop).narrowed(width)
-        return Batch(student, tuple(teacher.rows(start, stop, width) for teacher in self.teachers), sampled)
+        teachers = tuple(teacher.rows(start, stop, width) for teacher in self.teachers)
+        own = replace(self, teachers=(), row=None, domain=None).part(start, stop)
+        sampled = None if own.sampled is None else own.sampled.narrowed(width)
+        return replace(own, student=student, teachers=teachers, sampled=sampled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,14 @@ from nemo_opd.aggregation.select_teacher import select_teacher
 from nemo_opd.aggregation.weighted_sum import teacher_weights, weighted
 from nemo_opd.aggregation.weights import sequence_weights
 from nemo_opd.config.aggregation import (
+    Aggregation,
     AggregationBase,
     AveragedLogits,
     Routed,
     SelectTeacher,
     WeightedSum,
 )
+from nemo_opd.config.choices import choices, require_lines
 from nemo_opd.data.collate import only_chosen
 from nemo_opd.types import Batch, SequenceScores
 
@@ -75,6 +77,7 @@ RULES: dict[type[AggregationBase], Rule] = {
     SelectTeacher: Rule(share_out=_chosen, counts_together=True),
     Routed: Rule(counts_together=True),
 }
+require_lines(choices(Aggregation), RULES, "RULES in nemo_opd/aggregation/rules.py")
 
 
 def share_out(settings: AggregationBase, batch: Batch, scores: _Scores, *, priors: Sequence[float]) -> Batch:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from nemo_opd.config.aggregation import Score
+from nemo_opd.config.choices import require_lines
 from nemo_opd.distributed.transfer import planned
 from nemo_opd.logits.blocks import own_share, unit_parts
 from nemo_opd.logits.blockwise import compute_dtype
@@ -51,6 +52,8 @@ _NATS_KNOWN: dict[TokenScore, Callable[[SparseRows], Tensor]] = {
     "max_probability": lambda known: -known.log_p[:, 0],
 }
 """The same where the likeliest tokens alone are known, over the whole vocabulary."""
+require_lines(get_args(Score), NATS, "NATS in nemo_opd/aggregation/scores.py")
+require_lines(NATS, _NATS_KNOWN, "_NATS_KNOWN in nemo_opd/aggregation/scores.py")
 
 
 def sequence_scores(

@@ -1,6 +1,8 @@
 """Training and validation text."""
 
-from pydantic import Field, field_validator, model_validator
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from nemo_opd.config.base import Settings, is_blank
 
@@ -16,26 +18,28 @@ class HubDataset(Settings):
     """Split, or a part of it such as `train[:10%]`."""
 
 
+def _one_path_is_a_list_of_one(value: object) -> object:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) and not is_blank(value) else value
+
+
+Files = Annotated[tuple[str, ...], BeforeValidator(_one_path_is_a_list_of_one)]
+
+
 class Source(Settings):
     """Source of documents: one kind of file (paths or globs), or the hub."""
 
-    arrow_files: tuple[str, ...] = ()
+    arrow_files: Files = ()
     """Paths or globs of Arrow files, in the stream or the file format."""
-    parquet_files: tuple[str, ...] = ()
+    parquet_files: Files = ()
     """Paths or globs of Parquet files."""
-    jsonl_files: tuple[str, ...] = ()
+    jsonl_files: Files = ()
     """Paths or globs of files with a JSON object on each line, also compressed with gzip, zstd, bzip2 or xz."""
-    text_files: tuple[str, ...] = ()
+    text_files: Files = ()
     """Paths or globs of text files, each of which is one document."""
     hub: HubDataset | None = None
     """A dataset instead of files."""
-
-    @field_validator("arrow_files", "parquet_files", "jsonl_files", "text_files", mode="before")
-    @classmethod
-    def one_path_is_a_list_of_one(cls, value: object) -> object:
-        if value is None:
-            return ()
-        return (value,) if isinstance(value, str) and not is_blank(value) else value
 
     @property
     def given(self) -> dict[str, tuple[str, ...] | HubDataset]:

@@ -9,6 +9,8 @@ from nemo_opd.config.importance import ImportanceSettings
 
 _Value = TypeVar("_Value")
 
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"]
+
 
 def _refused_unless(has_effect: bool, value: _Value, info: ValidationInfo, of: type[Settings], reason: str) -> _Value:
     """Return the value. Raises ValueError, with `reason`, if it is not the default and has no effect."""
@@ -20,7 +22,7 @@ def _refused_unless(has_effect: bool, value: _Value, info: ValidationInfo, of: t
 class DivergenceTerm(Settings):
     """Settings of every term with a divergence (methods.md §3)."""
 
-    divergence: Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"] = "forward_kl"
+    divergence: DivergenceKind = "forward_kl"
     """forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: between the two, by `beta`; mixed:
     their weighted sum, by `mixed_weight`; tvd: half the L1 distance (methods.md §3.1).
     """
@@ -358,7 +360,7 @@ class GRPOLoss(Objective, DivergenceTerm, ImportanceSettings):
     """Weight of KD, the distillation loss; at 0 no teacher is loaded."""
     ce_weight: float = Field(0.0, ge=0)
     """Weight of CE, the cross-entropy of the dataset's tokens."""
-    divergence: Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"] = "reverse_kl"
+    divergence: DivergenceKind = "reverse_kl"
     """Divergence of KD, as in other losses (methods.md §3.1)."""
     policy_weight: float = Field(1.0, gt=0)
     """Weight of the policy gradient."""

@@ -14,6 +14,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from nemo_opd.config.choices import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.data.caches import writing
 from nemo_opd.data.conversations import require_conversations
@@ -163,3 +164,4 @@ READERS: dict[str, Callable[[list[Path], Layout, str], Read]] = {
     "jsonl_files": read_jsonl,
     "text_files": _read_text,
 }
+require_lines(Source.model_fields, {*READERS, "hub"}, "READERS in nemo_opd/data/sources.py")

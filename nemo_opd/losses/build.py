@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from nemo_opd.config.loss import FunctionTerm, LossTerm, Objective, StrictTerm, TCADTerm
+from nemo_opd.config.choices import choices, require_lines
+from nemo_opd.config.loss import DivergenceKind, FunctionTerm, LossTerm, Objective, StrictTerm, TCADTerm
 from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.alm import alm
 from nemo_opd.losses.byte_prefix import byte_prefix
+from nemo_opd.losses.divergence import DIVERGENCES
 from nemo_opd.losses.function import check_function, chunk_function, token_function
 from nemo_opd.losses.gold import gold
 from nemo_opd.losses.h_kl import h_kl
@@ -265,4 +267,7 @@ ACROSS_TOKENIZERS = LOSSES | {
     "sampled_kl": _Entry(sampled_chunk_kl, _SAMPLED_CHUNKS),
     "function": _Entry(chunk_function, _CHUNKS, needs_projection=True),
 }
+_TYPES = [str(term.model_fields["type"].default) for term in choices(LossTerm)]
+require_lines(_TYPES, LOSSES, "LOSSES in nemo_opd/losses/build.py")
+require_lines(get_args(DivergenceKind), DIVERGENCES, "DIVERGENCES in nemo_opd/losses/divergence.py")
 """The same for a teacher with another tokenizer."""

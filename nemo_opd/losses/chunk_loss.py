@@ -245,10 +245,12 @@ def first_position_term(
 
     def for_kernels(part: slice) -> CellComparison:
         assert on_cells is not None
-        return CellComparison(ahead.of(part), temperature, on_cells.of.measure, on_cells.cells(), on_cells.coverage)
+        assert measure is not None
+        return CellComparison(ahead.of(part), temperature, measure, on_cells.cells(), on_cells.coverage)
 
     cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
     closed = None if compare_onto is None else closed_form
-    row_loss = None if on_cells is None else RowLoss(CellComparison, for_kernels)
+    measure = None if on_cells is None else on_cells.of.measure
+    row_loss = None if measure is None else RowLoss(CellComparison, for_kernels)
     term = inputs.term(units.student_rows, loss_of, cells, ahead=ahead, closed_form=closed, row_loss=row_loss)
     return term.times(temperature**2)

@@ -5,6 +5,8 @@ gives no NaN. The forward and reverse KL carry the term that makes them Bregman 
 distributions of equal mass, and what makes every cell of the gradient vanish on its own at s = t.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,23 +22,22 @@ from nemo_opd.logits.term import Onto, UnitRows
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.softmax import softmax
 
-KINDS = ("forward_kl", "reverse_kl", "jsd", "mixed", "tvd")
-
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """Which divergence, with its parameters. Raises ConfigError for an unknown kind or a weight outside [0, 1]."""
 
     kind: str = "forward_kl"
-    """One of KINDS."""
+    """A key of DIVERGENCES."""
     beta: float = 0.5
     """jsd: weight of the teacher in the mixture; 0 is forward KL and 1 is reverse KL."""
     mixed_weight: float = 0.5
     """mixed: the share of forward KL."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"divergence={self.kind!r}: there is no such divergence; choose from {', '.join(KINDS)}")
+        if self.kind not in DIVERGENCES:
+            known = ", ".join(DIVERGENCES)
+            raise ConfigError(f"divergence={self.kind!r}: there is no such divergence; choose from {known}")
         for key, value in (("beta", self.beta), ("mixed_weight", self.mixed_weight)):
             if not 0 <= value <= 1:
                 raise ConfigError(f"{key}={value}: it is a share; give a number from 0 to 1")
@@ -54,12 +55,15 @@ class Divergence:
         return 0.0 if self.forward_share is None else 2 * self.forward_share - 1
 
     @property
-    def measure(self) -> Measure:
-        """The same for kernels."""
-        share = self.forward_share
-        if share is None:
-            return Measure(TVD) if self.kind == "tvd" else Measure(JSD, self.beta)
-        return Measure(MIXED, share) if 0 < share < 1 else Measure(FORWARD_KL if share == 1 else REVERSE_KL)
+    def form(self) -> DivergenceForm:
+        """The formula: at the ends of their range jsd and mixed are one KL, as 0 times the other could be NaN."""
+        share, at_end = self.forward_share, {0.0: "reverse_kl", 1.0: "forward_kl"}
+        return DIVERGENCES[self.kind if share is None else at_end.get(share, self.kind)]
+
+    @property
+    def measure(self) -> Measure | None:
+        """The same for kernels; None where they do not know it."""
+        return None if self.form.measure is None else self.form.measure(self)
 
     def __call__(self, log_t: Tensor, log_s: Tensor) -> Tensor:
         """Compare log-probabilities [..., X] and [..., X] of teacher and student → [...], in nats (methods.md §3.1).
@@ -103,7 +107,7 @@ class _DivergenceOfLogits(_Divergence):
 @fused
 def _compare(log_t: Tensor, log_s: Tensor, of: Divergence) -> tuple[Tensor, Tensor]:
     """Return the value [...], and its gradient with respect to log_s [..., X]."""
-    return _formula(of)(_Cells(log_t.exp(), log_s.exp(), log_t - log_s))
+    return of.form.formula(of, Cells(log_t.exp(), log_s.exp(), log_t - log_s))
 
 
 @fused
@@ -133,7 +137,7 @@ def compare_logits(teacher: Tensor, student: Tensor, of: Divergence) -> _Compare
     s, log_sum_s = softmax.function(student)
     # Rounded after the two are taken from each other, or its error would be that of every cell.
     shift = (log_sum_t - log_sum_s).to(student.dtype)
-    value, gradient = _formula(of)(_Cells(t, s, (teacher - student).sub_(shift)))
+    value, gradient = of.form.formula(of, Cells(t, s, (teacher - student).sub_(shift)))
     if of.forward_share != 1:  # There g is s − t, of sum 0.
         gradient.addcmul_(s, gradient.sum(-1, keepdim=True), value=-1)
     return _Compared(value, gradient, s, log_sum_s)
@@ -153,8 +157,8 @@ def _in_one_dtype(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cells:
-    """[..., X] each. A formula writes over `t` and `log_ratio`: few and reused tensors are most of the speed."""
+class Cells:
+    """[..., X] each. A formula may write over `t` and `log_ratio`: few and reused tensors are most of the speed."""
 
     t: Tensor
     s: Tensor
@@ -162,32 +166,19 @@ class _Cells:
     """log t − log s; NaN where both are empty."""
 
 
-_Formula = Callable[[_Cells], tuple[Tensor, Tensor]]
-"""Value [...], and gradient with respect to log s cell by cell."""
-
-
-def _formula(of: Divergence) -> _Formula:
-    """Choose the formula: at the ends of their range jsd and mixed are one KL, as 0 times the other could be NaN."""
-    share = of.forward_share
-    if share is None:
-        return _tvd if of.kind == "tvd" else lambda cells: _jsd(cells, of.beta)
-    if share in (0, 1):
-        return _forward_kl if share == 1 else _reverse_kl
-    return lambda cells: _mixed(cells, share)
-
-
-def _forward_kl(cells: _Cells) -> tuple[Tensor, Tensor]:
+def _forward_kl(of: Divergence, cells: Cells) -> tuple[Tensor, Tensor]:
     forward = _times(cells.log_ratio, cells.t)
     excess = _excess(cells)
     return forward.add_(excess).sum(-1), excess
 
 
-def _reverse_kl(cells: _Cells) -> tuple[Tensor, Tensor]:
+def _reverse_kl(of: Divergence, cells: Cells) -> tuple[Tensor, Tensor]:
     reverse = _times(cells.log_ratio, cells.s).neg_()
     return cells.t.sub_(cells.s).add_(reverse).sum(-1), reverse
 
 
-def _mixed(cells: _Cells, weight: float) -> tuple[Tensor, Tensor]:
+def _mixed(of: Divergence, cells: Cells) -> tuple[Tensor, Tensor]:
+    weight = of.mixed_weight
     forward = _times(cells.log_ratio.clone(), cells.t)
     reverse = _times(cells.log_ratio, cells.s).neg_()
     excess = _excess(cells)
@@ -195,24 +186,24 @@ def _mixed(cells: _Cells, weight: float) -> tuple[Tensor, Tensor]:
     return value, reverse.mul_(1 - weight).add_(excess, alpha=weight)
 
 
-def _jsd(cells: _Cells, beta: float) -> tuple[Tensor, Tensor]:
+def _jsd(of: Divergence, cells: Cells) -> tuple[Tensor, Tensor]:
     """Compute jsd: log m is formed from the larger side and expm1, so that m = t = s holds exactly where t = s."""
     log_ratio = cells.log_ratio.nan_to_num_()  # Finite, since it is multiplied by 0 where it is not.
     # As tensors: of two Python numbers torch.where makes fp32, also among fp64 cells.
-    of_student, of_teacher = cells.t.new_full((), 1 - beta), cells.t.new_full((), beta)
+    of_student, of_teacher = cells.t.new_full((), 1 - of.beta), cells.t.new_full((), of.beta)
     weight_of_smaller = torch.where(log_ratio >= 0, of_student, of_teacher)
     log_mixture_over_larger = log_ratio.abs().neg_().expm1_().mul_(weight_of_smaller).log1p_()
-    student = log_ratio.neg().clamp_(max=0).sub_(log_mixture_over_larger).mul_(cells.s).mul_(1 - beta)
-    teacher = log_ratio.clamp_(max=0).sub_(log_mixture_over_larger).mul_(cells.t).mul_(beta)
+    student = log_ratio.neg().clamp_(max=0).sub_(log_mixture_over_larger).mul_(cells.s).mul_(1 - of.beta)
+    teacher = log_ratio.clamp_(max=0).sub_(log_mixture_over_larger).mul_(cells.t).mul_(of.beta)
     return teacher.add_(student).sum(-1), student
 
 
-def _tvd(cells: _Cells) -> tuple[Tensor, Tensor]:
+def _tvd(of: Divergence, cells: Cells) -> tuple[Tensor, Tensor]:
     excess = _excess(cells)
     return excess.abs().sum(-1).div_(2), excess.sign_().mul_(cells.s).div_(2)
 
 
-def _excess(cells: _Cells) -> Tensor:
+def _excess(cells: Cells) -> Tensor:
     """Compute s − t, in place of t."""
     return torch.sub(cells.s, cells.t, out=cells.t)
 
@@ -220,3 +211,23 @@ def _excess(cells: _Cells) -> Tensor:
 def _times(log_ratio: Tensor, weight: Tensor) -> Tensor:
     """Compute weight · log_ratio, in place of log_ratio, with 0 for 0 · ±inf."""
     return log_ratio.mul_(weight).nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceForm:
+    """Formulas of a divergence."""
+
+    formula: Callable[[Divergence, Cells], tuple[Tensor, Tensor]]
+    """Value [...], and gradient with respect to log s cell by cell [..., X], which is 0 in a cell where s = t."""
+    measure: Callable[[Divergence], Measure] | None = None
+    """The same for kernels; None: PyTorch computes it on GPUs as well."""
+
+
+DIVERGENCES = {
+    "forward_kl": DivergenceForm(_forward_kl, lambda of: Measure(FORWARD_KL)),
+    "reverse_kl": DivergenceForm(_reverse_kl, lambda of: Measure(REVERSE_KL)),
+    "jsd": DivergenceForm(_jsd, lambda of: Measure(JSD, of.beta)),
+    "mixed": DivergenceForm(_mixed, lambda of: Measure(MIXED, of.mixed_weight)),
+    "tvd": DivergenceForm(_tvd, lambda of: Measure(TVD)),
+}
+"""Divergences by the setting `divergence`. A new one is its formula, its name in config/loss.py, and a line here."""

@@ -65,9 +65,10 @@ def same_vocab(
         return add_comparison(rows.over(temperature), teacher.over(temperature), of, onto.over(temperature))
 
     def for_kernels(part: slice) -> Comparison:
-        return Comparison(ahead.of(part), temperature, of.measure)
+        assert measure is not None
+        return Comparison(ahead.of(part), temperature, measure)
 
-    takes_all = columns.takes_all(size) and not is_truncated
+    takes_all, measure = columns.takes_all(size) and not is_truncated, of.measure
     extra = 0 if takes_all else _LIVE_ROWS * size
     cells = unit_cells(len(places), _LIVE_COPIES * columns.num_cells(size) + extra)
     term = Term(
@@ -80,6 +81,6 @@ def same_vocab(
         chunk_size=places.chunk_size,
         ahead=ahead,
         closed_form=closed_form if takes_all else None,
-        row_loss=RowLoss(Comparison, for_kernels) if takes_all else None,
+        row_loss=RowLoss(Comparison, for_kernels) if takes_all and measure is not None else None,
     )
     return PlannedLoss.of("kd", places.student, [term], len(places), places.normalizer)

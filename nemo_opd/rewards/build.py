@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from nemo_opd.config.choices import choices, require_lines
 from nemo_opd.config.reward import (
     AnswerReward,
     CodeReward,
@@ -38,7 +39,8 @@ REWARDS: dict[type[RewardBase], type[RewardFunction]] = {
     FunctionReward: UserFunction,
     FormatReward: FormatMatch,
 }
-"""Settings → reward that is made of no others. A test holds that every `reward.type` is here or in `build_reward`."""
+"""Settings → reward that is made of no others; those that are, are made in `build_reward`."""
+require_lines(choices(Reward), {*REWARDS, WeightedReward, SourceReward}, "REWARDS in nemo_opd/rewards/build.py")
 
 
 def build_reward(settings: RewardBase) -> RewardFunction:

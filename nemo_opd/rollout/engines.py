@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_opd.config.rollout import HFRollout, RolloutBase, ServerRollout
+from nemo_opd.config.choices import choices, require_lines
+from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts, ServerRollout
 from nemo_opd.rollout import hf
 from nemo_opd.rollout.base import Engine, EngineSpec, Generator, StudentModel
 
@@ -43,4 +44,5 @@ ENGINES: dict[type[RolloutBase], EngineType] = {
     HFRollout: EngineType(hf.for_student, hf.for_model),
     ServerRollout: EngineType(_server_for_student, _server_for_model),
 }
-"""Settings → engine. A test holds that every `rollout.type` is here."""
+"""Settings → engine."""
+require_lines(choices(Rollouts), ENGINES, "ENGINES in nemo_opd/rollout/engines.py")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from nemo_opd.config.choices import choices, require_lines
 from nemo_opd.config.environment import CalculatorEnvironment, EnvironmentBase, FunctionEnvironment
 from nemo_opd.config.environment import Environment as Settings
 from nemo_opd.errors import ConfigError
@@ -30,7 +31,8 @@ ENVIRONMENTS: dict[type[EnvironmentBase], Callable[[Any], Callable[[], Environme
     CalculatorEnvironment: lambda _: Calculator,
     FunctionEnvironment: _users_class,
 }
-"""Settings → function that returns the environment's class. A test holds that every `environment.type` is here."""
+"""Settings → function that returns the environment's class."""
+require_lines(choices(Settings), ENVIRONMENTS, "ENVIRONMENTS in nemo_opd/rollout/environments.py")
 
 
 def build_environment(settings: Settings) -> EnvironmentFactory:

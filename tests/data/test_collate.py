@@ -1,6 +1,7 @@
 """Padding, empty rows and shards keep every sample: the oracle is the list of samples itself."""
 
 import pickle
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from nemo_opd.data.collate import collate, only_chosen, placed, shards
 from nemo_opd.data.compared import compared
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
-from nemo_opd.types import Batch, TokenRows
+from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
 from tests.rows import pad_rows
 
 Row = list[list[int]]
@@ -166,3 +167,32 @@ def test_chunks_behind_other_contents_are_no_chunks_of_the_batch() -> None:
         assert chunks.histories.tolist() == [[3, 2]]
     assert skipped.student.num_bytes.equal(kept.student.num_bytes)
     assert only_chosen(skipped, torch.tensor([1])).teachers[0].chunks.histories.tolist() == [[0, 0]]  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOfMore(Batch):
+    more: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksOfMore(ChunkRows):
+    more: torch.Tensor | None = None
+
+
+def test_a_new_field_is_in_the_parts_of_a_batch() -> None:
+    """Bug: a field that is declared and filled, and that no worker sees."""
+    tokens = TokenRows(torch.zeros(3, 2).long(), torch.full((3,), 2), torch.ones(3, 2).bool(), torch.ones(3, 2).int())
+    chunks = ChunksOfMore(torch.zeros(3, 2).int(), torch.zeros(3, 2).int(), torch.ones(3, 2).long(), torch.arange(3))
+    batch = BatchOfMore(tokens, (TeacherRows(tokens, chunks),), row=torch.arange(3), more=torch.arange(3))
+
+    part = batch.rows(1, 3)
+
+    assert isinstance(part, BatchOfMore)
+    assert part.more is not None
+    assert part.more.tolist() == [1, 2]
+    assert part.row is None
+    (teacher,) = part.teachers
+    assert isinstance(teacher.chunks, ChunksOfMore)
+    assert teacher.chunks.more is not None
+    assert teacher.chunks.more.tolist() == [1, 2]
+    assert teacher.chunks.histories is None

@@ -29,7 +29,7 @@ from nemo_opd.losses import p_kl, same_vocab, sampled_chunk_kl, sampled_kl, tcad
 from nemo_opd.losses.build import ACROSS_TOKENIZERS, LOSSES, NOT_ARGUMENTS, build
 from nemo_opd.types import ChunkRows, LossOutput, SampledRows, TeacherRows, TokenRows
 
-from . import oracle, oracle_prefix
+from . import cases, oracle, oracle_prefix
 
 SUPPORT = {"support": "union", "top_k": 2, "normalization": "rest"}
 SETTINGS = {"divergence": "jsd", "beta": 0.2, "temperature": 1.5}
@@ -54,6 +54,13 @@ def test_every_term_of_the_config_has_a_loss():
     objectives = get_args(get_args(Loss)[0])
     assert {kind.model_fields["type"].default for kind in objectives} == types | {"grpo"}
     assert all(issubclass(kind, Objective) for kind in objectives)
+
+
+def test_every_loss_is_held_to_the_contract():
+    """Bug: a loss that no identity, gradient or cut of a batch is tried with. `function` computes what it is given."""
+    entries = [entry for table in (LOSSES, ACROSS_TOKENIZERS) for kind, entry in table.items() if kind != "function"]
+    missing = {entry.loss.__name__ for entry in entries} - {case.loss.__name__ for case in cases.LOSSES}
+    assert not missing, f"give it a line in LOSSES of tests/losses/cases.py: {missing}"
 
 
 def test_defaults_are_those_of_the_config():

@@ -1,14 +1,17 @@
 import math
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_opd.config.loss import DivergenceKind
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses import p_kl, same_vocab
+from nemo_opd.losses.divergence import DIVERGENCES, Cells, Divergence, DivergenceForm
 
-from . import oracle
+from . import cases, oracle
 
 logit = st.floats(-20, 20)
 
@@ -168,3 +171,28 @@ def test_wrong_choices_are_named(wrong):
     value = next(reversed(wrong.values()))
     with pytest.raises(ConfigError, match=str(value)):
         Divergence(**wrong)
+
+
+def test_every_divergence_has_a_setting_and_an_oracle():
+    assert DIVERGENCES.keys() == set(get_args(DivergenceKind)) == {kind for kind, _ in oracle.KINDS}
+
+
+def hellinger(of: Divergence, cells: Cells) -> tuple[torch.Tensor, torch.Tensor]:
+    common = (cells.t * cells.s).sqrt()
+    return ((cells.t + cells.s) / 2 - common).sum(-1), (cells.s - common) / 2
+
+
+@pytest.mark.parametrize("loss", [same_vocab, p_kl])
+def test_one_that_kernels_do_not_know_is_left_to_pytorch(loss, monkeypatch):
+    """Bug: kernels that compute another divergence in its place."""
+    (case,) = (case for case in cases.LOSSES if case.name == loss.__name__)
+    batch = case.batch().to(torch.float32)
+    arguments = case.arguments(batch)
+
+    def is_for_kernels(kind: str) -> list[bool]:
+        terms = loss.plan(batch.student, batch.teacher, **arguments, divergence=kind).terms
+        return [term.row_loss is not None for term in terms]
+
+    monkeypatch.setitem(DIVERGENCES, "hellinger", DivergenceForm(hellinger))
+    assert any(is_for_kernels("tvd"))
+    assert not any(is_for_kernels("hellinger"))

@@ -1,0 +1,58 @@
+"""Tables of code by a choice of the settings: one that lacks a line says so when it is imported."""
+
+import runpy
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Literal, Union, get_args
+
+import pytest
+from pydantic import Field
+
+from nemo_opd.config.base import Settings
+from nemo_opd.config.data import Files, Source
+
+PACKAGE = Path(__file__).parents[2] / "nemo_opd"
+
+
+class Added(Settings):
+    type: Literal["added"] = "added"
+
+
+class SourceOfMore(Source):
+    added_files: Files = ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "table", "file", "missing"),
+    [
+        ("loss", "LossTerm", "LOSSES", "losses/build.py", "added"),
+        ("loss", "DivergenceKind", "DIVERGENCES", "losses/divergence.py", "added"),
+        ("aggregation", "Aggregation", "RULES", "aggregation/rules.py", "Added"),
+        ("aggregation", "Score", "NATS", "aggregation/scores.py", "added"),
+        ("rollout", "Rollouts", "ENGINES", "rollout/engines.py", "Added"),
+        ("environment", "Environment", "ENVIRONMENTS", "rollout/environments.py", "Added"),
+        ("reward", "Reward", "REWARDS", "rewards/build.py", "Added"),
+        ("data", "Source", "READERS", "data/sources.py", "added_files"),
+    ],
+)
+def test_a_forgotten_line_is_named(
+    settings: str, name: str, table: str, file: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a KeyError in a run, or another choice's formula."""
+    module = import_module(f"nemo_opd.config.{settings}")
+    choice = getattr(module, name)
+    if name == "Source":
+        more: object = SourceOfMore
+    elif missing == "added" and name != "LossTerm":
+        more = Literal[(*get_args(choice), "added")]
+    else:
+        more = Annotated[Union[(*get_args(get_args(choice)[0]), Added)], Field(discriminator="type")]
+    monkeypatch.setattr(module, name, more)
+
+    where = PACKAGE / ("losses/build.py" if table == "DIVERGENCES" else file)
+    with pytest.raises(NotImplementedError, match=rf"^{table} in nemo_opd/{file} has no line for {missing}; add it"):
+        runpy.run_path(str(where))
+
+
+def test_a_kind_of_files_takes_one_path_as_it_is_declared() -> None:
+    assert SourceOfMore(added_files="a.csv").added_files == ("a.csv",)
