@@ -13,7 +13,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.integrations.distillation import Distillation
 from nemo_opd.logging.metrics import merge
 from nemo_opd.types import Batch, Metric, Normalizers
-from nemo_opd.workers.metrics import on_host
+from nemo_opd.workers.metrics import with_numbers
 
 
 class DistillationMixin:
@@ -124,6 +124,6 @@ class DistillationMixin:
 
     def _pooled(self, *, is_training: bool) -> dict[str, float]:
         """Return the values of the metrics since the last time, of all processes."""
-        found, self._found[is_training] = on_host(self._found[is_training]), {}
+        found, self._found[is_training] = with_numbers(self._found[is_training]), {}
         by_process = gather_object([found]) if self.accelerator.num_processes > 1 else [found]
         return self.distillation.values(merge(by_process)) if found else {}

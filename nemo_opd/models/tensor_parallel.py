@@ -16,7 +16,7 @@ from nemo_opd.models.tensor_styles import (
     Local,
     Mixture,
     Residual,
-    Rows,
+    RowParallel,
     VocabularyEmbedding,
     VocabularyHead,
     share_positions,
@@ -78,9 +78,9 @@ def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Residual) -
         case Style.COLUMNS_GATHERED:
             return ColwiseParallel(output_layouts=Replicate())
         case Style.ROWS:
-            return Rows(residual)
+            return RowParallel(residual)
         case Style.ROWS_SPLIT:
-            return Rows(residual, input_layouts=Replicate())
+            return RowParallel(residual, input_layouts=Replicate())
         case Style.OF_HEADS:
             return Local(Replicate(), Partial())
     in_layer = any(inside(name, layer) or name == layer for layer in plan.layers)

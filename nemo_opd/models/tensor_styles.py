@@ -159,7 +159,7 @@ class VocabularyHead(ParallelStyle):
         return module
 
 
-class Rows(ParallelStyle):
+class RowParallel(ParallelStyle):
     """Linear layer with a part of the input features, at the end of a block: its outputs are summed over the ranks.
 
     torch's style must know beforehand which ranks get the sum.

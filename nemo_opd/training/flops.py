@@ -54,7 +54,7 @@ class Flops:
 def forward_flops(size: ModelSize, lengths: Sequence[int], head_rows: int) -> Flops:
     """Return the FLOPs of a forward pass over texts of these lengths in tokens; head_rows: tokens that need logits."""
     weights = sum(layer.active_weights for layer in size.layers)
-    attention = sum(layer.query_width * scores(length, layer.window) for layer in size.layers for length in lengths)
+    attention = sum(layer.query_width * num_scores(length, layer.window) for layer in size.layers for length in lengths)
     return Flops(2 * weights * sum(lengths), 2 * size.hidden_size * size.vocab_size * head_rows, 4 * attention)
 
 
@@ -64,7 +64,7 @@ def training_flops(size: ModelSize, lengths: Sequence[int]) -> Flops:
     return Flops(of_weights * once.matrices, of_weights * once.head, 3 * once.attention)
 
 
-def scores(length: int, window: int | None) -> int:
+def num_scores(length: int, window: int | None) -> int:
     """Return the number of scores that causal attention computes in one head for a text of `length` tokens."""
     full = min(length, window or length)
     return full * (full + 1) // 2 + (length - full) * full

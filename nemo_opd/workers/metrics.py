@@ -8,7 +8,7 @@ from torch import Tensor
 from nemo_opd.types import Metric
 
 
-def on_host(metrics: dict[str, Metric]) -> dict[str, Metric]:
+def with_numbers(metrics: dict[str, Metric]) -> dict[str, Metric]:
     """Return the metrics with plain numbers instead of tensors, which the host waits for once."""
     values = {
         (name, field.name): getattr(metric, field.name) for name, metric in metrics.items() for field in fields(metric)

@@ -50,7 +50,7 @@ from nemo_opd.workers.memory import (
     needs_memory,
     peak_memory_gb,
 )
-from nemo_opd.workers.metrics import on_host
+from nemo_opd.workers.metrics import with_numbers
 from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
 from nemo_opd.workers.own_teachers import OwnTeachers
 from nemo_opd.workers.phases import Phases
@@ -196,7 +196,7 @@ class StudentWorker:
         metrics[IS_TAKEN] = Last(is_taken)
         metrics |= self.learned.metrics()
         # The host waits for the device here, once a step; IS_TAKEN is the same on all ranks.
-        metrics = on_host(metrics)
+        metrics = with_numbers(metrics)
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             if metrics[IS_TAKEN].value():
                 self.optimizer.step()
@@ -311,7 +311,7 @@ class StudentWorker:
                 tokens.append(TokenLosses.of(recorded))
             for unit in sharded_units(self.model):
                 unit.reshard()
-        return on_host(merge(parts)), joined_losses(tokens)
+        return with_numbers(merge(parts)), joined_losses(tokens)
 
     def _micro_batches(self, step: StudentStep) -> Iterator[_MicroBatch]:
         for sequences in step.micro_batches:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Pretra
 
 from nemo_opd.config.lora import Lora
 from nemo_opd.models.lora import Adapters
-from nemo_opd.training.flops import Utilization, forward_flops, peak_flops, scores, training_flops
+from nemo_opd.training.flops import Utilization, forward_flops, num_scores, peak_flops, training_flops
 from nemo_opd.training.model_size import model_size
 from nemo_opd.types import Batch, TeacherRows, TokenRows
 
@@ -47,7 +47,7 @@ def test_flops_are_those_that_pytorch_counts(make: type[PretrainedConfig], tied:
     rows, length = 2, 12
     size, lengths = model_size(config), (length,) * rows
     found = training_flops(size, lengths) if backward else forward_flops(size, lengths, rows * length)
-    of_all_scores = found.attention * length**2 // scores(length, None)
+    of_all_scores = found.attention * length**2 // num_scores(length, None)
     assert counted(config, rows, length, backward=backward) == found.matrices + found.head + of_all_scores
 
 
@@ -55,7 +55,7 @@ def test_flops_are_those_that_pytorch_counts(make: type[PretrainedConfig], tied:
 def test_scores_of_causal_attention(window: int | None) -> None:
     for length in (1, 5, 12):
         needed = sum(1 for i in range(length) for k in range(i + 1) if window is None or i - k < window)
-        assert scores(length, window) == needed
+        assert num_scores(length, window) == needed
 
 
 def test_frozen_weights_get_no_gradient() -> None:
