@@ -121,10 +121,8 @@ class FormatReward(SingleReward):
     """The form: an extraction that finds nothing in other texts, such as `{type: boxed}`."""
 
 
-_OneReward = Annotated[
-    ExactReward | NumericReward | MathReward | CodeReward | EnvironmentReward | FunctionReward | FormatReward,
-    Field(discriminator="type"),
-]
+_Single = ExactReward | NumericReward | MathReward | CodeReward | EnvironmentReward | FunctionReward | FormatReward
+_OneReward = Annotated[_Single, Field(discriminator="type")]
 
 
 class _CompoundReward(RewardBase):
@@ -198,18 +196,7 @@ class SourceReward(_CompoundReward):
         return self.rewards.get(source) or self.rewards["default"]
 
 
-Reward = Annotated[
-    ExactReward
-    | NumericReward
-    | MathReward
-    | CodeReward
-    | EnvironmentReward
-    | FunctionReward
-    | FormatReward
-    | WeightedReward
-    | SourceReward,
-    Field(discriminator="type"),
-]
+Reward = Annotated[_Single | WeightedReward | SourceReward, Field(discriminator="type")]
 
 
 def is_paid_by_environment(reward: RewardBase) -> bool:

@@ -35,7 +35,7 @@ def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
         named = f"{key}.{kind}"
         for path in resolve_files(value, key=named):
             with reading(named, path):
-                schema = _SCHEMAS[kind](path)
+                schema = _SCHEMAS[kind](path) if kind in _SCHEMAS else None
             if schema is not None:
                 layout.require_columns(plain(schema), f"{named}={shown(path)}")
                 _require_json(kind, path, layout, f"{named}={shown(path)}")
@@ -104,6 +104,7 @@ _SCHEMAS: dict[str, Callable[[Path], pa.Schema | None]] = {
     "jsonl_files": _json_schema,
     "text_files": _text_schema,
 }
+"""Function to the columns of a file; None where the loader alone can tell, as of formats that are not here."""
 
 
 def plain(schema: pa.Schema) -> pa.Schema:

@@ -6,6 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
@@ -13,9 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
+from nemo_opd.data.convert import Read, convert, selected
 from nemo_opd.data.documents import Conversation, read_documents
 from nemo_opd.data.layout import ChatLayout, TextLayout
-from nemo_opd.data.sources import load_documents
+from nemo_opd.data.origin import of_rows
+from nemo_opd.data.schema import require_suitable
+from nemo_opd.data.sources import READERS, load_documents
 from nemo_opd.errors import DataError
 
 TEXTS = ["one", "zwei", "三", ""]
@@ -326,3 +330,18 @@ def test_columns_that_hold_no_conversations(
     with pytest.raises(DataError) as caught:
         load_documents(source, layout, key="data.train")
     assert message in str(caught.value)
+
+
+def test_a_format_needs_a_reader_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a new format that the checks before the loader refuse with a KeyError."""
+
+    def read(paths: list[Path], layout: TextLayout, key: str) -> Read:
+        origin = of_rows(paths, [1])
+        return selected(convert("csv", paths, list(layout.columns), key, origin), layout, key, *paths), origin
+
+    monkeypatch.setitem(READERS, "csv_files", read)
+    (tmp_path / "a.csv").write_text("body\nOnce\n")
+    source = SimpleNamespace(given={"csv_files": (str(tmp_path / "a.csv"),)})
+
+    require_suitable(source, TextLayout("body"), key="data.train")
+    assert load_documents(source, TextLayout("body"), key="data.train")["text"][:] == ["Once"]
