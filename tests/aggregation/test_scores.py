@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_opd.aggregation import joined, mean_logprob, sequence_scores
+from nemo_opd.aggregation import joined_scores, mean_logprob, sequence_scores
 from nemo_opd.errors import ConfigError
 from nemo_opd.types import SequenceScores, TokenRows
 
@@ -66,7 +66,7 @@ def test_sizes_that_do_not_fit() -> None:
 
 def test_ranks_are_joined_in_order_and_padding_is_dropped() -> None:
     parts = [SequenceScores(torch.tensor([1.0, 2.0]), torch.tensor([3, 4]), torch.tensor([5, 6])) for _ in range(2)]
-    whole = joined(parts, torch.tensor([True, False, True, True]))
+    whole = joined_scores(parts, torch.tensor([True, False, True, True]))
     assert (whole.bits.tolist(), whole.num_bytes.tolist()) == ([1.0, 1.0, 2.0], [3, 3, 4])
     assert whole.num_tokens.tolist() == [5, 5, 6]
 
