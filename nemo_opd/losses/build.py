@@ -53,7 +53,7 @@ class TermLoss:
     plan_loss: Callable[..., PlannedLoss]
     """Everything but the batch is bound."""
     batch_arguments: Callable[[TokenRows, TeacherRows, SampledRows | None], _Arguments]
-    """_Arguments that it reads from a batch in addition to the logits, by keyword."""
+    """Arguments that it reads from a batch in addition to the logits, by keyword."""
     count: Callable[[_Arguments], Tensor]
     """Its units among such arguments, int64 [B]."""
     covered: Callable[[_Arguments], Tensor]
