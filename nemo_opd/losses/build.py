@@ -267,7 +267,7 @@ ACROSS_TOKENIZERS = LOSSES | {
     "sampled_kl": _Entry(sampled_chunk_kl, _SAMPLED_CHUNKS),
     "function": _Entry(chunk_function, _CHUNKS, needs_projection=True),
 }
+"""The same for a teacher with another tokenizer."""
 _TYPES = [str(term.model_fields["type"].default) for term in choices(LossTerm)]
 require_lines(_TYPES, LOSSES, "LOSSES in nemo_opd/losses/build.py")
 require_lines(get_args(DivergenceKind), DIVERGENCES, "DIVERGENCES in nemo_opd/losses/divergence.py")
-"""The same for a teacher with another tokenizer."""
