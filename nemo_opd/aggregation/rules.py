@@ -61,8 +61,8 @@ def _weighted_by_scores(settings: WeightedSum, batch: Batch, scores: _Scores, pr
 def _chosen(settings: SelectTeacher, batch: Batch, scores: _Scores, priors: Sequence[float]) -> Batch:
     """Return the batch of which each sequence is taught by one teacher.
 
-    A teacher whose score is NaN cannot be compared: it is given the sequence with a weight of NaN, so that the loss
-    names it, and the step is not taken (methods.md §12).
+    A teacher whose score is NaN cannot be compared: it is given the sequence with a weight of NaN, so that the
+    metrics name it, and the step is not taken (methods.md §12).
     """
     taught = only_chosen(batch, select_teacher(scores, per=settings.per))
     is_nan = bits_per_byte(scores).isnan()

@@ -52,7 +52,7 @@ class JointTerms:
 
 def _groups(terms: Sequence[Term]) -> list[list[int]]:
     groups: list[dict[type, int]] = []
-    """By kind, the term of it."""
+    """Index of the term of each kind."""
     for i, term in enumerate(terms):
         if term.row_loss is None:
             continue

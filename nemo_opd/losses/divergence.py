@@ -25,7 +25,7 @@ from nemo_opd.losses.softmax import softmax
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Which divergence, with its parameters. Raises ConfigError for an unknown kind or a weight outside [0, 1]."""
+    """Kind and parameters of a divergence. Raises ConfigError for an unknown kind or a weight outside [0, 1]."""
 
     kind: str = "forward_kl"
     """A key of DIVERGENCES."""
@@ -158,7 +158,10 @@ def _in_one_dtype(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """[..., X] each. A formula may write over `t` and `log_ratio`: few and reused tensors are most of the speed."""
+    """Probabilities t of the teacher and s of the student, and log(t / s), [..., X] each.
+
+    A formula may write over `t` and `log_ratio`, and not over `s`: few and reused tensors are most of the speed.
+    """
 
     t: Tensor
     s: Tensor

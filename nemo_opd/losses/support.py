@@ -27,11 +27,11 @@ class Support:
     """Which columns of a vocabulary are compared, chosen unit by unit."""
 
     kind: str = "full"
-    """One of _SUPPORTS: every column, the `top_k` most likely of one side, or of either."""
+    """full: every column; teacher_topk, student_topk: the `top_k` likeliest of that side; union: those of either."""
     top_k: int | None = None
     """Every column where there are no more than that."""
     normalization: str = "rest"
-    """One of _NORMALIZATIONS, which are all the same where every column is chosen.
+    """rest, support or full, which are all the same where every column is chosen.
 
     rest: probabilities over the vocabulary, with one more cell for the mass that each side has elsewhere. From 0, where
     all cells agree, to the divergence over the vocabulary.

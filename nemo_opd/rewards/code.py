@@ -22,7 +22,7 @@ class CodePasses(RewardFunction):
     """1 where the program of the last turn passes the tests of the row, else 0."""
 
     def __init__(self, settings: CodeReward) -> None:
-        """Open the sandbox's workers. Raises ConfigError where no sandbox can be made."""
+        """Prepare the checker of programs. Raises ConfigError where no sandbox can be made."""
         super().__init__(settings)
         self._entry_point_key = settings.entry_point_key
         self._checker = Checker(settings.sandbox, "reward.sandbox")

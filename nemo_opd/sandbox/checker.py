@@ -23,7 +23,7 @@ class Checker:
     """Judges programs, as many at a time as there are workers; equal ones once. Leaving the `with` ends what runs."""
 
     def __init__(self, settings: SandboxSettings, key: str) -> None:
-        """Start the workers. key: of the settings. Raises ConfigError where no sandbox can be made."""
+        """Choose the isolation. key: of the settings. Raises ConfigError where no sandbox can be made."""
         self._settings = settings
         self._isolation = isolation_of(settings, key)
         self._known: OrderedDict[bytes, Future[Verdict]] = OrderedDict()
