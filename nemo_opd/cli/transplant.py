@@ -1,20 +1,16 @@
 """Gives a model another tokenizer: new rows of its embeddings and head, made of the old ones."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from nemo_opd.cli.command import Command
 from nemo_opd.cli.projection.arguments import add_roles, roles_of
-from nemo_opd.config.data import Source
+from nemo_opd.config.data import source_of
 from nemo_opd.config.run_fields import LARGEST_SEED
 from nemo_opd.errors import ConfigError
 
-_KINDS = {".arrow": "arrow_files", ".parquet": "parquet_files", ".jsonl": "jsonl_files"}
-"""Suffix of a file with a column of texts → its kind in the settings; any other file is one text."""
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 EPILOG = """\
 A token with the bytes of an old one has its row, to the bit; a special token that of the old one with its role; any
 other token a weighted sum of the rows of the old tokens that spell its bytes. What no old token reaches gets the mean
@@ -77,7 +73,7 @@ def run(arguments: Namespace, console: Console) -> None:
     if arguments.seed > LARGEST_SEED:
         raise ConfigError(f"--seed={arguments.seed}: must be {LARGEST_SEED} at most")
     roles = roles_of(arguments.roles)
-    source = _source(arguments.text)
+    source = source_of(arguments.text, key="--text", otherwise="text_files") if arguments.text else None
     from nemo_opd.data.documents import TEXT
     from nemo_opd.data.layout import TextLayout
     from nemo_opd.data.sources import load_documents
@@ -104,25 +100,6 @@ def run(arguments: Namespace, console: Console) -> None:
     for note in result.notes():
         print(note)
     print(f"wrote {arguments.output}: {arguments.model} with the tokenizer of {arguments.tokenizer}")
-
-
-def _source(files: Sequence[str]) -> Source | None:
-    """Return the source of texts; None without files. Raises ConfigError for files of several kinds."""
-    if not files:
-        return None
-    kinds = {_kind(file) for file in files}
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"--text: these files are of several kinds ({', '.join(sorted(kinds))}); give files of one kind"
-        )
-    return Source.model_validate({kinds.pop(): tuple(files)})
-
-
-def _kind(file: str) -> str:
-    if file.startswith("demo:"):
-        return "arrow_files"
-    path = Path(file)
-    return _KINDS.get(path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix, "text_files")
 
 
 COMMAND = Command(__doc__, EPILOG, add_arguments, run)

@@ -1,10 +1,13 @@
 """Training and validation text."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from nemo_opd.config.base import Settings, is_blank
+from nemo_opd.errors import ConfigError
 
 
 class HubDataset(Settings):
@@ -25,6 +28,7 @@ def _one_path_is_a_list_of_one(value: object) -> object:
 
 
 Files = Annotated[tuple[str, ...], BeforeValidator(_one_path_is_a_list_of_one)]
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 
 class Source(Settings):
@@ -61,6 +65,27 @@ def _first(value: tuple[str, ...] | HubDataset) -> str:
     if isinstance(value, HubDataset):
         return value.path
     return value[0] + (f" and {len(value) - 1} more" if len(value) > 1 else "")
+
+
+def source_of(files: Sequence[str], *, key: str, otherwise: str) -> Source:
+    """Return the source of these files, whose kind their suffix names, also of compressed ones; `otherwise` if unknown.
+
+    Raises ConfigError, naming `key`, for files of several kinds.
+    """
+    kinds = {_kind_of(file, otherwise) for file in files}
+    if len(kinds) > 1:
+        given = ", ".join(sorted(kinds))
+        raise ConfigError(f"{key}: these files are of several kinds ({given}); give files of one kind")
+    return Source.model_validate({kinds.pop(): tuple(files)})
+
+
+def _kind_of(file: str, otherwise: str) -> str:
+    if file.startswith("demo:"):
+        return "arrow_files"
+    path = Path(file)
+    suffix = (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
+    kind = "text_files" if suffix == ".txt" else f"{suffix.removeprefix('.')}_files"
+    return kind if kind in Source.model_fields else otherwise
 
 
 class ValidationSource(Source):

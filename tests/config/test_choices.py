@@ -9,7 +9,8 @@ import pytest
 from pydantic import Field
 
 from nemo_opd.config.base import Settings
-from nemo_opd.config.data import Files, Source
+from nemo_opd.config.data import Files, Source, source_of
+from nemo_opd.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[2] / "nemo_opd"
 
@@ -56,3 +57,24 @@ def test_a_forgotten_line_is_named(
 
 def test_a_kind_of_files_takes_one_path_as_it_is_declared() -> None:
     assert SourceOfMore(added_files="a.csv").added_files == ("a.csv",)
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("texts/*.parquet", "parquet_files"),
+        ("a.jsonl.gz", "jsonl_files"),
+        ("a.txt", "text_files"),
+        ("demo:train", "arrow_files"),
+        ("a.json", "jsonl_files"),
+        ("a", "jsonl_files"),
+    ],
+)
+def test_a_files_kind_is_that_of_its_suffix(file: str, kind: str) -> None:
+    """Bug: tables of suffixes, which did not know compressed files or a new kind."""
+    assert source_of([file, file], key="--data", otherwise="jsonl_files").given == {kind: (file, file)}
+
+
+def test_files_of_several_kinds_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--data: these files are of several kinds \(arrow_files, text_files\)"):
+        source_of(["a.arrow", "b.txt"], key="--data", otherwise="jsonl_files")

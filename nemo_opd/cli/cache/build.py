@@ -9,6 +9,7 @@ from rich.console import Console
 
 from nemo_opd.cli.command import Command
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.data import source_of
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.load import compose, from_dict
 from nemo_opd.config.run import RunConfig
@@ -25,8 +26,6 @@ _OF_FILES: dict[str, Any] = {
     "device": "auto",
 }
 """Options in place of the settings of a run, by name, and their defaults."""
-_KINDS = {".arrow": "arrow_files", ".parquet": "parquet_files", ".txt": "text_files"}
-"""Suffix → setting; any other file is one of JSON lines."""
 EPILOG = """\
 A position takes 399 bytes with --top-k 64 (a vocabulary above 65,535; 271 below), and with --hidden-states the width
 of the model times the bytes of --dtype. Hidden states are exact. Of the likeliest tokens the losses compare what is
@@ -178,11 +177,9 @@ def _of_files(arguments: Namespace) -> RunConfig:
         raise ConfigError("give --model and --data, or --config with the settings of a run")
     if arguments.settings:
         raise ConfigError(f"{arguments.settings[0]}: settings are changed with --config alone")
-    suffixes = {Path(each).suffix for each in arguments.data}
-    if len(suffixes) > 1:
-        raise ConfigError(f"--data: files of one kind at a time, not {' and '.join(sorted(suffixes))}")
+    source = source_of(arguments.data, key="--data", otherwise="jsonl_files")
     model, served = {"model": arguments.model}, _served(arguments)
-    data: dict[str, Any] = {"train": {_KINDS.get(suffixes.pop(), "jsonl_files"): arguments.data}, "cache": False}
+    data: dict[str, Any] = {"train": source.model_dump(exclude_unset=True), "cache": False}
     if arguments.messages_key:
         data |= {"messages_key": arguments.messages_key}
     else:
