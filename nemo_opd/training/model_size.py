@@ -15,6 +15,7 @@ from nemo_opd.models.decoder_layers import decoder_layers
 from nemo_opd.models.fused_layers import is_known, is_norm
 from nemo_opd.models.head import SOFT_CAPS
 from nemo_opd.models.lora import NAME, Adapters, adapter_parameters, lora_layers
+from nemo_opd.models.tensor_plan import tensor_parts
 
 Shape = tuple[int, ...]
 
@@ -30,8 +31,6 @@ class LayerSize:
     """Query heads × head width."""
     key_width: int
     """Key-value heads × head width."""
-    key_heads: int
-    """Number of key-value heads."""
     num_experts: int
     """Experts per token; 0 for a dense layer."""
     window: int | None
@@ -69,6 +68,8 @@ class ModelSize:
     """Shapes of the parameters outside the layers: embedding, final norm and, unless tied, the head."""
     has_soft_cap: bool
     """The model caps its logits."""
+    tensor_parts: int = 1
+    """Number of parts into which tensor parallelism can cut the model: `tp` divides it."""
     adapters: tuple[Shape, ...] = ()
     """Shapes of all adapters; where there are any, nothing else is trained."""
 
@@ -116,7 +117,7 @@ def model_size(config: PretrainedConfig, adapters: Adapters | None = None) -> Mo
 
 def size_of(model: Any, adapters: Adapters | None = None) -> ModelSize:
     """Return the size of a model on meta, to which `adapters` are attached. Raises ModelError if they do not fit."""
-    text = model.config.get_text_config()
+    text, parts = model.config.get_text_config(), tensor_parts(model)
     if adapters is not None:
         adapters.attach(model)
     layers = _decoder_layers(model)
@@ -127,6 +128,7 @@ def size_of(model: Any, adapters: Adapters | None = None) -> ModelSize:
         layers=tuple(_layer_size(layer, i, model.config) for i, layer in enumerate(layers)),
         rest=tuple(tuple(p.shape) for p in _own_parameters(model) if id(p) not in in_layers),
         has_soft_cap=any(getattr(text, name, None) for name in SOFT_CAPS),
+        tensor_parts=parts,
         adapters=_adapter_shapes(model),
     )
 
@@ -166,7 +168,6 @@ def _layer_size(layer: nn.Module, index: int, config: Any) -> LayerSize:
         hidden_size=text.hidden_size,
         query_width=heads * width,
         key_width=key_heads * width,
-        key_heads=key_heads,
         num_experts=_number(text, "num_experts_per_tok", "moe_topk", "top_k_experts", default=1) if is_routed else 0,
         window=_window(text, index),
         norms=sum(numbers for numbers in norms if numbers == text.hidden_size) + of_heads,

@@ -13,7 +13,7 @@ from transformers import (
 
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.errors import ModelError
-from nemo_opd.models.tensor_plan import Style, tensor_plan
+from nemo_opd.models.tensor_plan import Style, tensor_parts, tensor_plan
 from tests.models.families import FAMILIES, MIXTURES, SIZES
 
 KEY = "student.parallelism.tp"
@@ -60,6 +60,27 @@ def test_sizes_that_cannot_be_cut(change: dict[str, int], tp: int, message: str)
     model = on_meta(LlamaConfig(**{**SIZES, **change}))
     with pytest.raises(ModelError, match=rf"^student\.parallelism\.tp.*{message}"):
         tensor_plan(model, tp, sequence_parallel=False, key=KEY)
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        (LlamaConfig(**SIZES), 2),
+        (LlamaConfig(**{**SIZES, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6}), 6),
+        (LlamaConfig(**{**SIZES, "intermediate_size": 25}), 1),
+        (MIXTURES["mixtral, all layers"], 2),
+        (GPT2Config(n_layer=1, n_embd=8, n_head=2), 1),
+    ],
+)
+def test_a_model_is_cut_by_the_divisors_of_its_parts_alone(config: PretrainedConfig, parts: int) -> None:
+    model = on_meta(config)
+    assert tensor_parts(model) == parts
+    for tp in range(2, 9):
+        if parts % tp:
+            with pytest.raises(ModelError):
+                tensor_plan(model, tp, sequence_parallel=False, key=KEY)
+        else:
+            tensor_plan(model, tp, sequence_parallel=False, key=KEY)
 
 
 def test_models_that_transformers_cuts_otherwise_or_not_at_all() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from transformers import LlamaConfig, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from nemo_opd.config import RunConfig
 from nemo_opd.config.rollout import ServerRollout
@@ -214,6 +214,34 @@ def test_what_is_advised_is_not_refused(sizes: list[ModelSize]) -> None:
     assert "student.parallelism.tp=2" in settings
     _, made = settle_memory(config, replace(around, student=student))
     assert not any(each.setting.startswith("student.parallelism.tp") for each in made.advice)
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        ("student.optimizer.type=muon", "student.parallelism.tp"),
+        ("student.compile=true", "student.parallelism.tp"),
+        ("student.lora={rank: 8, alpha: 16}", "student.parallelism.tp"),
+        ("teachers.0.compile=true", "teachers.0.parallelism.tp"),
+    ],
+)
+def test_layouts_are_advised_as_the_settings_allow(sizes: list[ModelSize], override: str, refused: str) -> None:
+    """Bug: tensor parallelism, which Muon, compiled layers and adapters refuse."""
+    around = situation(sizes, gib=4, ranks=4)
+    plain, restricted = (
+        {setting.rpartition("=")[0] for setting, _, _ in variants(configure(*overrides), around)}
+        for overrides in ([], [override])
+    )
+    assert plain - restricted == {refused}
+
+
+def test_no_layout_is_advised_that_a_model_cannot_have(sizes: list[ModelSize]) -> None:
+    """Bug: `tp` for a family that transformers has no plan for."""
+    settings = {"vocab_size": 128, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    uncut = model_size(GPT2Config(**settings))
+    found = {setting for setting, _, _ in variants(configure(), situation([uncut, *sizes[1:]], gib=4, ranks=4))}
+    assert "teachers.0.parallelism.tp=2" in found
+    assert "student.parallelism.tp=2" not in found
 
 
 def test_advice_leaves_room_for_questions(sizes: list[ModelSize]) -> None:

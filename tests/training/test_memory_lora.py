@@ -12,7 +12,6 @@ from nemo_opd.errors import ModelError
 from nemo_opd.models.lora import Adapters
 from nemo_opd.training.memory import Machine, ModelSetup, Phase, Situation, estimate
 from nemo_opd.training.memory.formulas import Work, saved_activations
-from nemo_opd.training.memory.offload import advice
 from nemo_opd.training.model_size import model_size
 from tests.composition import compose
 
@@ -72,13 +71,6 @@ def test_only_adapters_have_gradients_and_moments(config: RunConfig) -> None:
     assert by_name["gradient of the head"].at(Phase.BACKWARD) == 0
     widest = max(sum(a * b for a, b in layer.trained_shapes) for layer in found.student.size.layers)
     assert by_name["unsharded gradients"].at(Phase.BACKWARD) <= 6 * widest
-
-
-def test_tensor_parallelism_is_no_advice(config: RunConfig) -> None:
-    with_lora = config.model_copy(update={"student": config.student.model_copy(update={"lora": Lora()})})
-    for own, is_said in ((config, True), (with_lora, False)):
-        found = situation(None, ranks=2)
-        assert any("student.parallelism.tp" in each.setting for each in advice(own, found)) == is_said
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

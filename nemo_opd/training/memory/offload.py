@@ -142,17 +142,16 @@ def _changed(config: RunConfig, key: str, value: object) -> RunConfig | None:
 
 
 def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
-    """Yield a single copy of each model, and twice its tensor parallelism where ranks and heads are left for it."""
+    """Yield a single copy of each model, and twice its tensor parallelism where ranks and the model divide into it."""
     for i, setup in enumerate((situation.student, *situation.teachers)):
         if i and not config.active_teachers[i - 1].has_model:
             continue
         layout, found = setup.layout, {}
-        divides = layout.dp // layout.replicas % 2 == 0
-        divides = divides and all(layer.key_heads % (2 * layout.tp) == 0 for layer in setup.size.layers)
         if layout.replicas > 1:
-            found["replicas=1"] = replace(layout, replicas=1)
-        if divides and (i or config.student.lora is None):
-            found[f"tp={2 * layout.tp}"] = replace(layout, dp=layout.dp // 2, tp=2 * layout.tp)
-        for setting, other in found.items():
-            changed = situation.with_layouts({i: other}, config)
-            yield f"{f'teachers.{i - 1}' if i else 'student'}.parallelism.{setting}", config, changed
+            found["replicas"] = replace(layout, replicas=1)
+        if layout.dp // layout.replicas % 2 == 0 and setup.size.tensor_parts % (2 * layout.tp) == 0:
+            found["tp"] = replace(layout, dp=layout.dp // 2, tp=2 * layout.tp)
+        for name, other in found.items():
+            key, value = f"{f'teachers.{i - 1}' if i else 'student'}.parallelism.{name}", getattr(other, name)
+            if (run := _changed(config, key, value)) is not None:
+                yield f"{key}={value}", run, situation.with_layouts({i: other}, config)
