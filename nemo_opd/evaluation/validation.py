@@ -5,8 +5,8 @@ from typing import Protocol
 
 from nemo_opd.evaluation.groups import without_empty
 from nemo_opd.logging.metrics import merge
-from nemo_opd.losses.accuracy import CALIBRATION_GAP, calibration_error
-from nemo_opd.types import Batch, Last, Metric
+from nemo_opd.losses.accuracy import with_calibration_error
+from nemo_opd.types import Batch, Metric
 
 
 class _Evaluated(Protocol):
@@ -19,9 +19,7 @@ class _Evaluated(Protocol):
 
 def validate(models: _Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:
     """Return the student's metrics over all batches, each reduced by its own rule."""
-    found = without_empty(merge(models.evaluate(batch) for batch in batches))
-    whole = {name: metric for name, metric in found.items() if not name.startswith(CALIBRATION_GAP)}
-    return whole if len(whole) == len(found) else whole | {"calibration_error": Last(calibration_error(found))}
+    return with_calibration_error(without_empty(merge(models.evaluate(batch) for batch in batches)))
 
 
 def validate_teachers(models: _Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:

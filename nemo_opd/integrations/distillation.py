@@ -17,7 +17,7 @@ from nemo_opd.integrations.collator import Collator
 from nemo_opd.integrations.settings import read_settings
 from nemo_opd.logits.planned import compute_together
 from nemo_opd.logits.rows import logit_rows
-from nemo_opd.losses.accuracy import plan_accuracy
+from nemo_opd.losses.accuracy import plan_accuracy, with_calibration_error
 from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
 from nemo_opd.models.load import compute_dtype, load_model
 from nemo_opd.training.findings import check_positions
@@ -139,5 +139,5 @@ class Distillation:
 
     def values(self, metrics: Metrics) -> dict[str, float]:
         """Return merged metrics as they are logged: `loss`, `ce`, `kd`, `kd/<teacher>` and others."""
-        named = objective_values(self.config, metrics, 1.0, "")
+        named = objective_values(self.config, with_calibration_error(metrics), 1.0, "")
         return {name.removeprefix("/"): value for name, value in named.items()}

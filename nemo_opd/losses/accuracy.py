@@ -9,11 +9,11 @@ from nemo_opd.logits.rows import LogitRows, trainable_rows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.reduction import label_rows, next_tokens
-from nemo_opd.types import Mean, Metric, Metrics, TokenRows
+from nemo_opd.types import Last, Mean, Metric, Metrics, TokenRows
 
 _LIVE_COPIES = 3
 """Tensors of a chunk's size alive at its peak: the rows as they come, in fp32, and less their logarithm."""
-CALIBRATION_GAP = "calibration_gap/"
+_CALIBRATION_GAP = "calibration_gap/"
 """Prefix of a metric for each bin of confidence, of which `calibration_error` is made."""
 _NUM_BINS = 15
 
@@ -47,7 +47,7 @@ def _metrics(found: Tensor) -> dict[str, Metric]:
     bins = (confidence * _NUM_BINS).ceil().long().clamp(1, _NUM_BINS) - 1
     gaps = torch.zeros(_NUM_BINS, dtype=found.dtype, device=found.device).index_add_(0, bins, confidence - hits)
     number = found.shape[1]
-    in_bins = {f"{CALIBRATION_GAP}{i}": Mean(gap, number) for i, gap in enumerate(gaps)}
+    in_bins = {f"{_CALIBRATION_GAP}{i}": Mean(gap, number) for i, gap in enumerate(gaps)}
     return {"accuracy": Mean(hits.sum(), number), **in_bins}
 
 
@@ -57,4 +57,10 @@ def calibration_error(metrics: Metrics) -> float:
     The confidence is the probability of the likeliest token; the bins are equally wide. metrics: those of
     `plan_accuracy`, of all batches together. Source: Guo et al. 2017, "On Calibration of Modern Neural Networks".
     """
-    return sum(abs(metric.value()) for name, metric in metrics.items() if name.startswith(CALIBRATION_GAP))
+    return sum(abs(metric.value()) for name, metric in metrics.items() if name.startswith(_CALIBRATION_GAP))
+
+
+def with_calibration_error(metrics: Metrics) -> dict[str, Metric]:
+    """Return merged metrics with `calibration_error` in place of its bins, where they have any."""
+    whole = {name: metric for name, metric in metrics.items() if not name.startswith(_CALIBRATION_GAP)}
+    return whole if len(whole) == len(metrics) else whole | {"calibration_error": Last(calibration_error(metrics))}
