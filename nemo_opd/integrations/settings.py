@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.run import RunConfig
@@ -38,12 +40,16 @@ def read_settings(given: Mapping[str, Any]) -> RunConfig:
 
 
 def _without_effect(given: Mapping[str, Any]) -> Iterator[str]:
-    for section, values in given.items():
+    """Yield the keys of a run that have no effect here; misspelled ones are left to validation."""
+    for section in (each for each in given if each in RunConfig.model_fields):
         keys = _READ.get(section, set())
         if section not in _READ:
             yield section
-        elif keys is not None and isinstance(values, Mapping):
-            yield from (f"{section}.{key}" for key in values if key not in keys)
+        elif keys is not None and isinstance(given[section], Mapping):
+            model = RunConfig.model_fields[section].annotation
+            assert isinstance(model, type)
+            assert issubclass(model, BaseModel)
+            yield from (f"{section}.{key}" for key in given[section] if key in model.model_fields.keys() - keys)
 
 
 def _beyond_reach(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -224,11 +224,12 @@ def evaluated(distillation: Distillation, rows: list[dict[str, str]], folder: Pa
         ({"teachers": [{"offload": "layers"}]}, "teachers.0.offload=layers: teachers are transformers' own models"),
         ({"teachers": [{"projection_lr": 0.1}]}, "teachers.0.projection_lr=0.1: the trainer's optimizer has"),
         ({"teachers": [{"parallelism": {"tp": 2}}]}, "teachers.0.parallelism: each process has whole teachers"),
-        ({"los": {}}, "los: the trainer's own arguments"),
+        ({"los": {}}, "los={}: there is no such key; did you mean loss?"),
+        ({"train": {"max_len": 5}}, "train.max_len=5: there is no such key; did you mean train.max_length?"),
     ],
 )
 def test_what_needs_our_own_loop_is_refused(tiny: Tiny, given: dict[str, Any], message: str) -> None:
-    """Bug: a setting that is accepted and ignored."""
+    """Bugs: a setting that is accepted and ignored, and a misspelled one that the trainer is said to decide."""
     teacher = {"name": "cross", "type": "cross_tokenizer", "model": str(tiny.teacher_cross)}
     if (teachers := given.get("teachers")) and teachers[0].get("weights"):
         teacher = {"name": "same", "type": "same_tokenizer", "loss": {"type": "same_vocab"}}
