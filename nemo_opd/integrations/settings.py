@@ -31,8 +31,11 @@ def read_settings(given: Mapping[str, Any]) -> RunConfig:
     """
     for key in _without_effect(given):
         raise ConfigError(f"{key}: the trainer's own arguments, model and datasets decide this here; leave it out")
-    train = {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1, **given.get("train", {})}
-    data = {**given.get("data", {}), "packing": False, "cache": False}
+    train, data = given.get("train", {}), given.get("data", {})
+    if isinstance(train, Mapping):  # validation tells what is no section
+        train = {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1, **train}
+    if isinstance(data, Mapping):
+        data = {**data, "packing": False, "cache": False}
     config = from_dict({**given, "train": train, "data": data})
     for key, reason in _beyond_reach(config):
         raise ConfigError(f"{key}: {reason}; leave it out, or use nemo_opd.distil")

@@ -241,6 +241,13 @@ def test_what_needs_our_own_loop_is_refused(tiny: Tiny, given: dict[str, Any], m
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("section", ["train", "data", "student"])
+def test_a_section_that_is_none_is_told(section: str) -> None:
+    """Bug: a TypeError."""
+    with pytest.raises(ConfigError, match=f"{section}=3: "):
+        read_settings({"student": {"model": "a"}, section: 3})
+
+
 def test_a_row_without_text_is_told(distillation: Distillation) -> None:
     """Bug: an assertion without a message."""
     with pytest.raises(DataError, match=r"a row's text is None \(NoneType\); correct it, or leave the row out"):
