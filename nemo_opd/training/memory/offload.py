@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from math import lcm
 from typing import Any, TypeVar
 
@@ -93,10 +94,10 @@ def advice(config: RunConfig, situation: Situation) -> list[Advice]:
 
 def variants(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
     """Yield settings to write, and the run with each."""
-    for key, value in _changes(config, situation):
+    alone = ((key, value, situation) for key, value in _changes(config, situation))
+    for key, value, around in chain(alone, _other_layouts(config, situation)):
         if (run := _changed(config, key, value)) not in (None, config):
-            yield f"{key}={'null' if value is None else str(value).lower()}", run, situation
-    yield from _other_layouts(config, situation)
+            yield f"{key}={'null' if value is None else str(value).lower()}", run, around
 
 
 def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, object]]:
@@ -141,7 +142,7 @@ def _changed(config: RunConfig, key: str, value: object) -> RunConfig | None:
         return None
 
 
-def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
+def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, object, Situation]]:
     """Yield a single copy of each model, and twice its tensor parallelism where ranks and the model divide into it."""
     for i, setup in enumerate((situation.student, *situation.teachers)):
         if i and not config.active_teachers[i - 1].has_model:
@@ -152,6 +153,5 @@ def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[st
         if layout.dp // layout.replicas % 2 == 0 and setup.size.tensor_parts % (2 * layout.tp) == 0:
             found["tp"] = replace(layout, dp=layout.dp // 2, tp=2 * layout.tp)
         for name, other in found.items():
-            key, value = f"{f'teachers.{i - 1}' if i else 'student'}.parallelism.{name}", getattr(other, name)
-            if (run := _changed(config, key, value)) is not None:
-                yield f"{key}={value}", run, situation.with_layouts({i: other}, config)
+            key = f"{f'teachers.{i - 1}' if i else 'student'}.parallelism.{name}"
+            yield key, getattr(other, name), situation.with_layouts({i: other}, config)
