@@ -1,6 +1,7 @@
-"""NCCL is told its GPU, and gloo none."""
+"""NCCL is told its GPU, and gloo none; a store that has ended is known at once."""
 
 import os
+import socket
 from typing import Any
 
 import pytest
@@ -51,3 +52,14 @@ def test_a_rank_of_torchrun_takes_its_gpu_before_it_joins(monkeypatch: pytest.Mo
     _World(Processes(rank=3, size=4, local_rank=1), dist.HashStore(), "cuda", 60.0)
 
     assert calls == [1, "joined"]
+
+
+def test_a_store_that_has_ended_is_refused_without_a_stack(capfd: pytest.CaptureFixture[str]) -> None:
+    """Bug: PyTorch tries for seconds, and prints C++ after the last line of a run that a signal has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+    with pytest.raises(dist.DistNetworkError, match=f"no store answers at 127.0.0.1:{port}: .*refused"):
+        process_group.connect_store("127.0.0.1", port, 60.0)
+
+    assert capfd.readouterr().err == ""
