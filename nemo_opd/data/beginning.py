@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nemo_opd.data.encoders import Encoder, Encoding
 from nemo_opd.data.seams import find_seam
@@ -20,36 +21,45 @@ EDGE = 64
 def encode_beginning(student: Encoder, teachers: Sequence[Encoder], text: str, length: int) -> list[Encoding]:
     """Encode as much of a text as a sample of `length` tokens of the student needs: for the student, then each teacher.
 
-    The student's first `length` tokens are those of the whole text, with more after them where that has more. So are
-    each teacher's for the same characters: a seam follows in either, and MARGIN characters after it. What is read
-    grows with `length` and with the distance to the next seam, not with the text. A text without seams, such as one
-    letter millions of times, is read whole.
+    The student's first `length` tokens are those of the whole text, with more after them where that has more; the
+    teachers' are then those of the whole text that start up to EDGE characters after them. Both are so because a seam
+    follows, and MARGIN characters after it. What is read grows with `length` and with the distance to the next seam,
+    not with the text. A text without seams, such as one letter millions of times, is read whole.
 
     Raises DataError for a text with a token that a model cannot read.
     """
     size = CHARACTERS_A_TOKEN * length + MARGIN
     while size < len(text):
-        if (encodings := _settled(student, teachers, text[:size], length)) is not None:
+        if (encodings := _encodings(student, teachers, text[:size], length, is_whole=False)) is not None:
             return encodings
         size *= 2
-    return [encode(text) for encode in (student, *teachers)]
+    encodings = _encodings(student, teachers, text, length, is_whole=True)
+    assert encodings is not None
+    return encodings
 
 
-def _settled(student: Encoder, teachers: Sequence[Encoder], part: str, length: int) -> list[Encoding] | None:
+def _encodings(
+    student: Encoder, teachers: Sequence[Encoder], part: str, length: int, is_whole: bool
+) -> list[Encoding] | None:
     """Encode a part of a text; None where more text might change tokens that the sample has."""
-    encodings = []
-    needed, latest = 0, min(len(part) - MARGIN, last_run(part))
-    for side in (student, *teachers):
-        encoding, starts = side.located(part)
-        # Of the student by number, as a sample is cut; of teachers by place.
-        first = length if side is student else int(np.searchsorted(starts, needed, "right"))
+    latest = min(len(part) - MARGIN, last_run(part))
+
+    def is_settled(side: Encoder, encoding: Encoding, starts: NDArray[np.int64], num_tokens: int) -> bool:
         last = int(np.searchsorted(starts, latest, "right"))
-        seam = find_seam(side.pieces, encoding.ids, first, last)
-        if seam is None:
+        return is_whole or find_seam(side.pieces, encoding.ids, num_tokens, last) is not None
+
+    ours, starts = student.located(part)
+    if not is_settled(student, ours, starts, length + 1):
+        return None
+    encodings = [ours]
+    stop = starts[length] + EDGE if length < len(starts) else len(part)
+    for side in teachers:
+        theirs, starts = side.located(part)
+        # What follows must not be read: where both sides differ, it would decide what is aligned.
+        num_tokens = int(np.searchsorted(starts, stop, "right"))
+        if not is_settled(side, theirs, starts, num_tokens):
             return None
-        if side is student:
-            needed = int(starts[seam]) + EDGE
-        encodings.append(encoding)
+        encodings.append(theirs.cut(num_tokens))
     return encodings
 
 

@@ -28,9 +28,17 @@ def locate_beginning(side: ChatEncoder, rendered: RenderedChat, length: int) -> 
 
 
 def locate_up_to(side: ChatEncoder, rendered: RenderedChat, place: int) -> LocatedTokens:
-    """Tokenize the characters before a place of the rendered text, and those by which tokens may miss it, likewise."""
+    """Tokenize the characters before a place of the rendered text, and those by which tokens may miss it.
+
+    What follows is not read: where a student that is cut differs, it would decide what is aligned.
+    """
     stop = rendered.settled(place + EDGE)
-    return _to_a_seam(side, rendered.text, stop + MARGIN, lambda part: int(np.searchsorted(part.starts, stop, "right")))
+
+    def num_tokens(part: LocatedTokens) -> int:
+        return int(np.searchsorted(part.starts, stop, "right"))
+
+    located = _to_a_seam(side, rendered.text, stop + MARGIN, num_tokens)
+    return located.cut(num_tokens(located))
 
 
 def _to_a_seam(

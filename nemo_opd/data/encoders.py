@@ -92,7 +92,7 @@ class Encoder:
         """Tokenize, and locate the first character of each token, [S], which do not decrease."""
         encoded = self._encoded(text, return_offsets_mapping=True)
         encoding = self._encoding(encoded, text)
-        starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
+        starts = np.fromiter((start for start, _ in encoded["offset_mapping"]), np.int64)
         appended = np.full(len(encoding.ids) - len(starts), len(text), np.int64)
         return encoding, np.maximum.accumulate(np.concatenate((starts, appended)))
 
