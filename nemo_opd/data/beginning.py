@@ -15,34 +15,35 @@ MARGIN = 1024
 CHARACTERS_A_TOKEN = 8
 """Estimate for a first try."""
 EDGE = 64
-"""Characters by which tokenizers may misplace a token that trims spaces or composes marks."""
+"""Characters by which tokenizers may misplace a token that trims spaces or composes marks.
+
+A teacher is aligned so far after a student's cut and no further: where the bytes of the two differ, what follows would
+decide what is aligned before it.
+"""
 
 
 def encode_beginning(student: Encoder, teachers: Sequence[Encoder], text: str, length: int) -> list[Encoding]:
     """Encode as much of a text as a sample of `length` tokens of the student needs: for the student, then each teacher.
 
-    The student's first `length` tokens are those of the whole text, with more after them where that has more; the
-    teachers' are then those of the whole text that start up to EDGE characters after them. Both are so because a seam
-    follows, and MARGIN characters after it. What is read grows with `length` and with the distance to the next seam,
-    not with the text. A text without seams, such as one letter millions of times, is read whole.
+    The student's first `length` tokens are those of the whole text, and more follow where it has more. A teacher's are
+    then those of the whole text that start at most EDGE characters after the first token that the student does not
+    read; else all. This holds of a part because a seam follows these tokens, and MARGIN characters after it. What is
+    tokenized grows with `length` and with the distance to the next seam, not with the text. A text without seams, such
+    as one letter millions of times, is tokenized whole.
 
     Raises DataError for a text with a token that a model cannot read.
     """
     size = CHARACTERS_A_TOKEN * length + MARGIN
-    while size < len(text):
-        if (encodings := _encodings(student, teachers, text[:size], length, is_whole=False)) is not None:
-            return encodings
+    while (found := _encodings(student, teachers, text[:size], length, is_whole=size >= len(text))) is None:
         size *= 2
-    encodings = _encodings(student, teachers, text, length, is_whole=True)
-    assert encodings is not None
-    return encodings
+    return found
 
 
 def _encodings(
     student: Encoder, teachers: Sequence[Encoder], part: str, length: int, is_whole: bool
 ) -> list[Encoding] | None:
-    """Encode a part of a text; None where more text might change tokens that the sample has."""
-    latest = min(len(part) - MARGIN, last_run(part))
+    """Encode a text, or the first part of it: None where more of it might change tokens of the sample."""
+    latest = len(part) if is_whole else min(len(part) - MARGIN, last_run(part))
 
     def is_settled(side: Encoder, encoding: Encoding, starts: NDArray[np.int64], num_tokens: int) -> bool:
         last = int(np.searchsorted(starts, latest, "right"))
@@ -55,7 +56,6 @@ def _encodings(
     stop = starts[length] + EDGE if length < len(starts) else len(part)
     for side in teachers:
         theirs, starts = side.located(part)
-        # What follows must not be read: where both sides differ, it would decide what is aligned.
         num_tokens = int(np.searchsorted(starts, stop, "right"))
         if not is_settled(side, theirs, starts, num_tokens):
             return None

@@ -22,7 +22,7 @@ from nemo_opd.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 6
+_VERSION = 7
 """Raised when a sample is stored, or made from the same settings, in another way than before."""
 WAIT_S = 60.0
 """Seconds for another process to finish writing."""

@@ -28,10 +28,7 @@ def locate_beginning(side: ChatEncoder, rendered: RenderedChat, length: int) -> 
 
 
 def locate_up_to(side: ChatEncoder, rendered: RenderedChat, place: int) -> LocatedTokens:
-    """Tokenize the characters before a place of the rendered text, and those by which tokens may miss it.
-
-    What follows is not read: where a student that is cut differs, it would decide what is aligned.
-    """
+    """Tokenize the characters before a place of the rendered text, and those by which tokens may miss it (EDGE)."""
     stop = rendered.settled(place + EDGE)
 
     def num_tokens(part: LocatedTokens) -> int:

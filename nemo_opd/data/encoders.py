@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Tokens of a whole text, before it is cut."""
+    """Tokens of a text."""
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int64]
@@ -92,7 +92,9 @@ class Encoder:
         """Tokenize, and locate the first character of each token, [S], which do not decrease."""
         encoded = self._encoded(text, return_offsets_mapping=True)
         encoding = self._encoding(encoded, text)
-        starts = np.fromiter((start for start, _ in encoded["offset_mapping"]), np.int64)
+        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        # Special tokens that the tokenizer puts after a text are at (0, 0), as those before it.
+        starts = np.where((ends == 0) & (np.maximum.accumulate(ends) > 0), len(text), starts)
         appended = np.full(len(encoding.ids) - len(starts), len(text), np.int64)
         return encoding, np.maximum.accumulate(np.concatenate((starts, appended)))
 

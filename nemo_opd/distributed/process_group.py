@@ -28,7 +28,7 @@ def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     """Connect to a store that is served already. Raises DistNetworkError where it has ended or does not answer."""
     try:
-        # TCPStore would try again, and print a C++ stack for each refusal.
+        # TCPStore would try again, and print a C++ stack each time; it still does where the store ends after this.
         socket.create_connection((host, port), timeout_s).close()
     except OSError as error:
         raise dist.DistNetworkError(f"no store answers at {host}:{port}: {error}") from error
