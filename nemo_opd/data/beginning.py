@@ -15,7 +15,8 @@ MARGIN = 1024
 CHARACTERS_A_TOKEN = 8
 """Estimate for a first try."""
 EDGE = 64
-"""Characters by which tokenizers may misplace a token that trims spaces or composes marks.
+"""Characters by which tokenizers may misplace a token that trims spaces or composes marks, or that follows characters
+which a SentencePiece normaliser deletes at the beginning of a text.
 
 A teacher is aligned so far after a student's cut and no further: where the bytes of the two differ, what follows would
 decide what is aligned before it.

@@ -28,7 +28,9 @@ def locate_beginning(side: ChatEncoder, rendered: RenderedChat, length: int) -> 
 
 
 def locate_up_to(side: ChatEncoder, rendered: RenderedChat, place: int) -> LocatedTokens:
-    """Tokenize the characters before a place of the rendered text, and those by which tokens may miss it (EDGE)."""
+    """Tokenize the characters before a place of the rendered text, those by which tokens may miss it (EDGE), and on to
+    the next place that is settled.
+    """
     stop = rendered.settled(place + EDGE)
 
     def num_tokens(part: LocatedTokens) -> int:

@@ -153,6 +153,7 @@ def test_sigterm_ends_what_runs_and_says_where_the_rest_is(tmp_path: Path) -> No
     assert not list(tmp_path.glob("tmp*"))
 
 
+@pytest.mark.nightly
 @pytest.mark.world
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU, for which the tool itself is the check")
 def test_without_a_gpu_all_that_can_be_done_is_done(tmp_path: Path) -> None:

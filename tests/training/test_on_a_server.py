@@ -29,6 +29,7 @@ def stopped(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = start(
         folder / "run",
         [
+            "cluster.launcher=local",
             f"student.model={student}",
             f"++student.chat_template={folder / 'student.jinja'}",
             "teachers=arithmetic_multi",

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -75,8 +76,17 @@ def damaged(reference: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def killed_runs() -> Iterator[list[Run]]:
+    """Nothing of them stays, once all tests are done: Ray's agents try for a minute to report that a raylet is dead."""
+    runs: list[Run] = []
+    yield runs
+    for run in runs:
+        assert run.leftovers(is_killed=True, within_s=ENOUGH_S) == []
+
+
 @pytest.fixture(scope="module")
-def killed(reference: Run, damaged: Path) -> Run:
+def killed(reference: Run, damaged: Path, killed_runs: list[Run]) -> Run:
     """By SIGKILL, the driver in the middle of a step."""
     run = resumed(reference, damaged, script=FAULTY, arguments=["student_hangs", "3"])
     run.wait_for_hang()
@@ -85,6 +95,7 @@ def killed(reference: Run, damaged: Path) -> Run:
     assert run.end() == -signal.SIGKILL
     wait_until(lambda: not run.workers(), "end of the workers")
     assert run.ray_folders
+    killed_runs.append(run)
     (damaged / "checkpoints" / f".incomplete_step_{STEPS:06d}").mkdir()
     return run
 
@@ -225,8 +236,3 @@ def test_signal_to_all_processes_ends_the_run_soon(reference: Run, tmp_path: Pat
     run = resumed(reference, folder, WITHOUT_LOADER_WORKERS, script=FAULTY, arguments=["student_hangs", "3"])
     run.wait_for_hang()
     assert_a_signal_to_all_ends(run)
-
-
-def test_nothing_of_a_killed_run_stays(killed: Run) -> None:
-    """Last, as Ray's agents try for a minute to report that the raylet has died."""
-    assert killed.leftovers(is_killed=True, within_s=ENOUGH_S) == []
