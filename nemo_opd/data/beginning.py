@@ -34,7 +34,7 @@ def encode_beginning(student: Encoder, teachers: Sequence[Encoder], text: str, l
 
     Raises DataError for a text with a token that a model cannot read.
     """
-    size = CHARACTERS_A_TOKEN * length + MARGIN
+    size = CHARACTERS_A_TOKEN * length + EDGE + MARGIN
     while (found := _encodings(student, teachers, text[:size], length, is_whole=size >= len(text))) is None:
         size *= 2
     return found

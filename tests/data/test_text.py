@@ -228,12 +228,12 @@ def test_of_a_long_text_the_beginning_is_read(coarse: Any, fine: Any, length: in
     aligner, long = TokenAligner(coarse, fine), TEXT * 200
     cut, whole = sample_of(long), coarse(long)["input_ids"][:length]
     assert cut.student.ids.tolist() == whole
-    assert 0 < sum(read) < len(long)
+    assert 0 < sum(read) < len(long) / 2
     read.clear()
     longer = sample_of(long * 30)
     assert longer.student.ids.tolist() == whole
     assert longer.teachers[0].tokens.ids.tolist() == cut.teachers[0].tokens.ids.tolist()
-    assert 0 < sum(read) < len(long), "not with the text"
+    assert 0 < sum(read) < len(long) / 2, "not with the text"
     assert b"".join(piece(fine, i) for i in cut.teachers[0].tokens.ids.tolist()) == b"".join(
         piece(coarse, i) for i in whole
     ), "the teacher has a token for a byte"
