@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nemo_opd.alignment.backend import name_of
 from nemo_opd.alignment.chat import ChatTokens
 from nemo_opd.alignment.chat_messages import Message, plain_messages, said_by
-from nemo_opd.alignment.chat_spans import ContentSpan, common_prefix, locate_contents
 from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
+from nemo_opd.alignment.chat_turns import TurnTokens, locate_messages
 from nemo_opd.alignment.rendered_chat import RenderedChat
 from nemo_opd.alignment.roles import roles_of
+from nemo_opd.alignment.template_roles import stop_ids
 from nemo_opd.errors import AlignmentError
 
 if TYPE_CHECKING:
@@ -49,7 +47,8 @@ class ChatRenderer:
             )
         if taken := [key for key in _OWN_ARGUMENTS if key in self._template_kwargs]:
             raise AlignmentError(f"template_kwargs sets {', '.join(taken)}, which rendering sets itself; remove it")
-        self._turn_ends = frozenset(i for i, roles in roles_of(tokenizer).items() if _ENDS_A_TURN & set(roles))
+        self._added = frozenset(tokenizer.added_tokens_decoder)
+        self._turn_tokens = _turn_tokens(tokenizer)
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -69,12 +68,12 @@ class ChatRenderer:
         """Render messages, and find each content in the text. Raises AlignmentError as a call does."""
         plain = plain_messages(messages)
         text = self._rendered(plain, tools)
-        contents = locate_contents(lambda changed: self._rendered_or_none(changed, tools), plain, text)
-        turns = _assistant_turns(plain, contents, text, self._generation_prompt(plain, tools, text))
-        for k, written in turns.items():
-            span = contents[k]
-            if span is not None and span.fills_template:
-                contents[k] = replace(span, start=written)
+        contents, turns = locate_messages(
+            lambda some, add_generation_prompt: self._rendered_or_none(some, tools, add_generation_prompt),
+            plain,
+            text,
+            self._turn_tokens,
+        )
         return RenderedChat(text, plain, contents, turns)
 
     def prompt(self, messages: Sequence[Message], tools: _Tools = None) -> str:
@@ -82,26 +81,13 @@ class ChatRenderer:
         return self._rendered(plain_messages(messages), tools, add_generation_prompt=True)
 
     def tokens(self, rendered: RenderedChat, located: LocatedTokens) -> ChatTokens:
-        """Find messages in tokens. located: of the rendered text, all or the first, to a `rendered.settled` place."""
-        spans = located.spans(rendered.contents)
+        """Find messages in tokens. located: of the rendered text, all or the first."""
         mask = np.zeros(len(located.ids), np.bool_)
-        for k, written in rendered.turns.items():
-            has_calls = bool(rendered.messages[k].get("tool_calls"))
-            spans[k, 1], end = self._turn_end(located, spans, k, calls=has_calls)
-            mask[located.at(written) : end] = True
+        for turn in rendered.turns.values():
+            for span in turn.spans:
+                mask[located.inside(span, self._added)] = True
+        spans = located.spans(rendered.contents)
         return ChatTokens(located.ids, mask, spans, tuple(map(said_by, rendered.messages)))
-
-    def _turn_end(self, tokens: LocatedTokens, spans: NDArray[np.int32], k: int, calls: bool) -> tuple[int, int]:
-        """Find the ends of the content and of the turn of assistant message k.
-
-        A template may end calls with a special token, as Llama's `<|eom_id|>`: what changes with the message then
-        includes the end. It may also close calls with its own text.
-        """
-        start, stop = spans[k].tolist()
-        if calls and stop > start and int(tokens.ids[stop - 1]) in self._turn_ends:
-            stop -= 1
-        limit = int(spans[k + 1, 0]) if k + 1 < len(spans) else len(tokens.ids)
-        return stop, tokens.turn_end(stop, limit, self._turn_ends, past_text=calls)
 
     def _render(self, messages: Sequence[Message], tools: _Tools, add_generation_prompt: bool = False) -> str:
         return str(
@@ -114,10 +100,12 @@ class ChatRenderer:
             )
         )
 
-    def _rendered_or_none(self, messages: Sequence[Message], tools: _Tools) -> str | None:
+    def _rendered_or_none(
+        self, messages: Sequence[Message], tools: _Tools, add_generation_prompt: bool = False
+    ) -> str | None:
         """Render a conversation, or return None: a template is a program that may fail with any exception."""
         try:
-            return self._render(messages, tools)
+            return self._render(messages, tools, add_generation_prompt)
         except Exception:
             return None
 
@@ -136,32 +124,8 @@ class ChatRenderer:
         stops = range(1, len(messages))
         return next((stop - 1 for stop in stops if self._rendered_or_none(messages[:stop], tools) is None), len(stops))
 
-    def _generation_prompt(self, messages: Sequence[Message], tools: _Tools, text: str) -> str:
-        """Return the template's text for the model to continue; empty where it has none."""
-        if not any(message["role"] == "assistant" for message in messages):
-            return ""
-        prompted = self._render(messages, tools, add_generation_prompt=True)
-        return prompted[common_prefix(prompted, text) :]
 
-
-def _assistant_turns(
-    messages: Sequence[Message], contents: Sequence[ContentSpan | None], text: str, prompt: str
-) -> dict[int, int]:
-    """Find, by assistant message, the character at which the model takes over from the generation prompt.
-
-    Searched backwards in the template's text before the content. Where that has not all of the prompt (earlier turns
-    do not repeat Qwen's empty thinking block, a turn with thinking fills it), the prompt's first line, its header.
-    """
-    lines = accumulate(prompt.splitlines(keepends=True))
-    header = next((line for line in lines if line.strip()), prompt)
-    heads = (prompt, header) if prompt else ()
-    turns: dict[int, int] = {}
-    previous = 0
-    for k, (message, span) in enumerate(zip(messages, contents, strict=True)):
-        if span is None:
-            continue
-        if message["role"] == "assistant":
-            found = ((text.rfind(head, previous, span.start), len(head)) for head in heads)
-            turns[k] = next((at + length for at, length in found if at >= 0), span.start)
-        previous = span.stop
-    return turns
+def _turn_tokens(tokenizer: PreTrainedTokenizerBase) -> TurnTokens:
+    added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
+    turn_ends = [added[i] for i, roles in roles_of(tokenizer).items() if _ENDS_A_TURN & set(roles) and i in added]
+    return TurnTokens.of(added.values(), [added[i] for i in stop_ids(tokenizer) if i in added], turn_ends)

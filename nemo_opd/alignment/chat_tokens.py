@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.alignment.chat_spans import ContentSpan
+from nemo_opd.alignment.chat_turns import Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ class LocatedTokens:
         """Return the first token with text at or after a character."""
         return int(np.searchsorted(self.ends, character, "right"))
 
-    def spans(self, contents: Sequence[ContentSpan | None]) -> NDArray[np.int32]:
+    def spans(self, contents: Sequence[Span | None]) -> NDArray[np.int32]:
         """Return token spans [M, 2]. A token across an edge is of the content; between two contents, of the first."""
         spans = np.zeros((len(contents), 2), np.int32)
         previous = 0
@@ -49,14 +49,16 @@ class LocatedTokens:
             previous = stop
         return spans
 
-    def turn_end(self, start: int, limit: int, turn_ends: Collection[int], past_text: bool) -> int:
-        """Return the place after the end of turn in [start, limit), after white space only unless `past_text`."""
-        for position in range(start, limit):
-            if int(self.ids[position]) in turn_ends:
-                return position + 1
-            if not past_text and self.text[self.starts[position] : self.ends[position]].strip():
-                break
-        return start
+    def inside(self, span: Span, added: Collection[int]) -> slice:
+        """Return the tokens of a span of what a model writes.
+
+        A token across the beginning is the model's, unless it is an added one: a header's last token may take the
+        white space after it.
+        """
+        first = self.at(span.start)
+        if first < len(self.ids) and self.starts[first] < span.start and int(self.ids[first]) in added:
+            first += 1
+        return slice(first, int(np.searchsorted(self.starts, span.stop, "left")))
 
 
 def locate_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> LocatedTokens:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_opd.alignment.chat_messages import Message
-from nemo_opd.alignment.chat_spans import ContentSpan
+from nemo_opd.alignment.chat_turns import Span, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,24 +15,15 @@ class RenderedChat:
 
     text: str
     messages: Sequence[Message]
-    contents: Sequence[ContentSpan | None]
-    """Spans of contents by message; None where the template leaves one out."""
-    turns: Mapping[int, int]
-    """Assistant message → the place at which the model takes over from the generation prompt."""
+    contents: Sequence[Span | None]
+    """Contents by message; None: the template leaves the message out."""
+    turns: Mapping[int, Turn]
+    """By assistant message."""
 
     def after(self, first: int) -> RenderedChat:
         """Return the same text as a rendering of the messages from `first` on."""
-        turns = {k - first: place for k, place in self.turns.items() if k >= first}
+        turns = {k - first: turn for k, turn in self.turns.items() if k >= first}
         return RenderedChat(self.text, self.messages[first:], self.contents[first:], turns)
-
-    def settled(self, place: int) -> int:
-        """Return the first place from `place` on up to which text tells where contents and turns before `place` end.
-
-        Inside a content that is `place` itself. Between two contents a turn may end anywhere, so it is where the next
-        one starts, or the end of the text.
-        """
-        starts = (span.start for span in self.contents if span is not None and span.stop > place)
-        return max(place, next(starts, len(self.text)))
 
     def counterpart(self, place: int, other: RenderedChat) -> int:
         """Return the place of `other`, another rendering of the conversation, up to which it says what this one does to

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from nemo_opd.alignment.chat_turns import TurnTokens, any_of
+from nemo_opd.alignment.generation_config import generation_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -13,48 +14,65 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _QUESTION, _ANSWER, _NEXT = "FirstQuestion", "FirstAnswer", "SecondQuestion"
+_MESSAGES = [
+    {"role": "user", "content": _QUESTION},
+    {"role": "assistant", "content": _ANSWER},
+    {"role": "user", "content": _NEXT},
+]
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that end a sampled sequence: the tokenizer's EOS, its generation config's, and the token by
+    which the chat template ends a turn.
+    """
+    turn_ends = [content for content, role in template_roles(tokenizer).items() if role == "end_of_turn"]
+    ends = [*generation_ids(tokenizer).eos, tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, turn_ends)]
+    return frozenset(token_id for token_id in ends if isinstance(token_id, int))
 
 
 def template_roles(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Map special tokens to end_of_turn, start_of_turn or end_of_header; to nothing where no template renders.
+    """Map special tokens to end_of_turn, start_of_turn or end_of_header; to nothing if no template renders.
 
     In `<|a|>user<|b|>…<|z|>` a turn starts with a, its header ends with b, and z, which no header holds, ends the turn.
     """
-    text = _rendered(tokenizer)
+    text = _rendered(tokenizer, 3)
     first, answer, second = (text.find(word) for word in (_QUESTION, _ANSWER, _NEXT))
     if not 0 <= first < answer < second:
         return {}
-    specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content]
-    header = _split(text[:first], specials)[1::2]
-    between = _split(text[answer + len(_ANSWER) : second], specials)
+    added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    specials = any_of(added.values())
+    stops = [added.get(i, "") for i in (tokenizer.eos_token_id, *generation_ids(tokenizer).eos)]
+    tokens = TurnTokens.of(added.values(), stops)
+    between, last = text[answer + len(_ANSWER) : second], _rendered(tokenizer, 2).partition(_ANSWER)[2]
+    header = specials.findall(text[:first])
+    closing = between[: tokens.shared(between, last)]
     roles: dict[str, str] = {}
-    if len(between) > 1 and not between[0].strip() and between[1] not in header:
-        roles[between[1]] = "end_of_turn"
-        between = between[2:]
-    # What is left reads: text, start, the role's name, then either the message or the header's end and the message.
-    if len(between) >= 3 and between[1] in header and between[2].strip():
-        roles[between[1]] = "start_of_turn"
-        if len(between) == 5 and not between[4].strip():
-            roles[between[3]] = "end_of_header"
+    if specials.search(closing):
+        end = tokens.end(closing)[1]
+    else:
+        # If more messages follow, the template closes the turn with another token, or not at all.
+        end = tokens.end(last)[1]
+        match = specials.match(between.lstrip())
+        if end and match and match.group() not in header:
+            closing, between = match.group(), between.lstrip()
+            roles[closing] = "end_of_message"
+    if end:
+        roles[end] = "end_of_turn"
+    # The opening of the next turn reads: text, start, the role's name, then the message or the header's end and it.
+    opening = specials.split(between[len(closing) :])
+    if len(opening) >= 3 and opening[1] in header and opening[2].strip():
+        roles[opening[1]] = "start_of_turn"
+        if len(opening) == 5 and not opening[4].strip():
+            roles[opening[3]] = "end_of_header"
     return roles
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase) -> str:
+def _rendered(tokenizer: PreTrainedTokenizerBase, num_messages: int) -> str:
+    """Render the beginning of a plain conversation; return "" if there is no template, or it refuses."""
     if not tokenizer.chat_template:
         return ""
-    conversation = [
-        {"role": "user", "content": _QUESTION},
-        {"role": "assistant", "content": _ANSWER},
-        {"role": "user", "content": _NEXT},
-    ]
     try:
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False))
+        return str(tokenizer.apply_chat_template(_MESSAGES[:num_messages], tokenize=False))
     except Exception as error:  # a template is a foreign program, which may raise anything
         logger.debug("the chat template does not render a plain conversation: %s", error)
         return ""
-
-
-def _split(text: str, specials: Iterable[str]) -> list[str]:
-    """Split into text and special tokens in turn: text, token, text, …, text."""
-    longest_first = sorted(specials, key=len, reverse=True)
-    return re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if longest_first else [text]

@@ -143,7 +143,7 @@ def _verbatim(
 
     A token across the edge is the prompt's: the teacher reads its text there.
     """
-    written, located = student.rendered.turns[first], student.located
+    written, located = student.rendered.turns[first].start, student.located
     start = int(np.searchsorted(located.starts, written, "left"))
     before = student.rendered.text[written : located.starts[start]] if start < len(located.starts) else ""
     ids = teacher.prompt_ids(prompt, student.conversation.tools, before)
@@ -164,7 +164,7 @@ def _after(
     if len(prompt) not in theirs.turns:
         raise DataError(f"{teacher.context.key}: the teacher's chat template leaves out the assistant's message")
     located = _as_far(student, reader, student.rendered.after(first), theirs.after(len(prompt)))
-    starts = student.located.at(student.rendered.turns[first]), located.at(theirs.turns[len(prompt)])
+    starts = student.located.at(student.rendered.turns[first].start), located.at(theirs.turns[len(prompt)].start)
     teacher.require_room(starts[1])
     whole = reader.encoder.read(theirs, located)
     whole = replace(whole, assistant_mask=whole.assistant_mask & (np.arange(len(whole.ids)) >= starts[1]))

@@ -13,25 +13,17 @@ from nemo_opd.data.seams import find_seam
 
 
 def locate_beginning(side: ChatEncoder, rendered: RenderedChat, length: int) -> LocatedTokens:
-    """Tokenize as much as tells the first `length` tokens, which of them are to be learned, and whether more follow.
+    """Tokenize as much of a conversation as tells its first `length` tokens and whether more follow.
 
-    Whatever is returned is so in the whole conversation. As encode_beginning, this reads on to a seam.
+    As encode_beginning, this reads on to a seam.
     """
 
-    def first_end(part: LocatedTokens) -> int:
-        if len(part.ids) <= length:
-            return len(part.ids)
-        place = rendered.settled(int(part.starts[length]))
-        return max(length + 1, int(np.searchsorted(part.starts, place, "right")))
-
-    return _to_a_seam(side, rendered.text, CHARACTERS_A_TOKEN * length, first_end)
+    return _to_a_seam(side, rendered.text, CHARACTERS_A_TOKEN * length, lambda part: min(len(part.ids), length + 1))
 
 
 def locate_up_to(side: ChatEncoder, rendered: RenderedChat, place: int) -> LocatedTokens:
-    """Tokenize the characters before a place of the rendered text, those by which tokens may miss it (EDGE), and on to
-    the next place that is settled.
-    """
-    stop = rendered.settled(place + EDGE)
+    """Tokenize the characters before a place of the rendered text, and those by which tokens may miss it (EDGE)."""
+    stop = min(place + EDGE, len(rendered.text))
 
     def num_tokens(part: LocatedTokens) -> int:
         return int(np.searchsorted(part.starts, stop, "right"))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nemo_opd.alignment import ChatRenderer, roles_of
-from nemo_opd.alignment.chat_spans import common_prefix
 from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
+from nemo_opd.alignment.chat_turns import common_prefix
 from nemo_opd.data.continuation import Continued, Ids
 from nemo_opd.data.record import Message, Prompt
 from nemo_opd.errors import AlignmentError, DataError, RolloutError

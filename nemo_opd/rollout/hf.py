@@ -21,8 +21,7 @@ from transformers import (
 )
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
-from nemo_opd.alignment.generation_config import generation_ids
-from nemo_opd.alignment.template_roles import template_roles
+from nemo_opd.alignment.template_roles import stop_ids
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.models.generation import generating
@@ -216,14 +215,11 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationCon
     chat template ends a turn.
     """
     configured: Any = None if generation_config is None else generation_config.eos_token_id
-    turn_ends = [content for content, role in template_roles(tokenizer).items() if role == "end_of_turn"]
-    ids: list[Any] = [
-        *([configured] if isinstance(configured, int) else configured or ()),
-        *generation_ids(tokenizer).eos,
-        tokenizer.eos_token_id,
-        *map(tokenizer.convert_tokens_to_ids, turn_ends),
-    ]
-    return frozenset(int(each) for each in ids if each is not None)
+    return (
+        stop_ids(tokenizer) | {configured}
+        if isinstance(configured, int)
+        else stop_ids(tokenizer).union(configured or ())
+    )
 
 
 class _StudentWorkers:

@@ -41,7 +41,7 @@ def turns(tokenizer: Any, tokens: ChatTokens) -> list[str]:
         (False, assistant("yes"), "yes", "yes"),
         (None, assistant(THOUGHT + "yes"), THOUGHT + "yes", THOUGHT + "yes"),
         (True, assistant("yes", reasoning_content="why"), THOUGHT + "yes", THOUGHT + "yes"),
-        (False, assistant("yes", reasoning_content="why"), THOUGHT + "yes", THOUGHT + "yes"),
+        (False, assistant("yes", reasoning_content="why"), "why\n</think>\n\nyes", "why\n</think>\n\nyes"),
         (False, assistant(""), "", ""),
     ],
 )
@@ -113,11 +113,16 @@ def test_text_parts_and_no_content() -> None:
 
 
 def test_a_turn_without_an_end() -> None:
-    """The next turn's text must not be searched for an end; catches a mask over the user's words."""
-    template = "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}{{ eos_token }}"
-    tokenizer = with_template(byte_level(), template)
-    tokens = ChatRenderer(tokenizer)([user("a"), assistant("b"), user("c"), assistant("d")])
-    assert turns(tokenizer, tokens) == ["b", "d\n<|eot_id|>"]
+    """The next turn's text must not be searched for an end; catches a mask over the user's words.
+
+    Without a generation prompt the model writes its turn's header, too.
+    """
+    template = "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    tokenizer = with_template(byte_level(), template + "{{ eos_token }}")
+    assert turns(tokenizer, ChatRenderer(tokenizer)(messages)) == ["assistant:b", "assistant:d\n<|eot_id|>"]
+    tokenizer = with_template(byte_level(), template + "{{ 'assistant:' if add_generation_prompt else eos_token }}")
+    assert turns(tokenizer, ChatRenderer(tokenizer)(messages)) == ["b", "d\n<|eot_id|>"]
 
 
 def test_calls_with_an_end_of_their_own() -> None:

@@ -1,0 +1,253 @@
+"""Marks inside the messages of a conversation, which show where a chat template writes them.
+
+A template may trim a content, quote it as JSON, parse thinking out of it, write calls around it or move it. So messages
+are not searched for in the rendered text: a private-use character is put at both ends of all that a message says, and
+the conversation is rendered again. Marks leave the form of a message as it is, so a template that looks for a call
+or a tag such as `</think>` still finds it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from typing import Any, Literal
+
+from nemo_opd.alignment.chat_messages import THINKING, Message
+from nemo_opd.errors import AlignmentError
+
+Render = Callable[[Sequence[Message], bool], str | None]
+"""Renders messages, with or without the generation prompt; returns None if the template refuses them."""
+
+_Kind = Literal["edge", "inner", "other"]
+"""edge: the first and the last mark of a content; inner: a mark between them; other: a mark in thinking or a call."""
+_KINDS: tuple[_Kind, ...] = ("edge", "inner", "other")
+_PRIVATE_USE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
+_IS_PRIVATE = re.compile("([\U000f0000-\U000ffffd\U00100000-\U0010fffd])")
+_TAG = re.compile(r"(<[^<>\s]{1,64}>|\[/?[A-Z_]{2,}\])")
+"""Words of a content that a template may look for. They get no marks inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    position: int
+    """Character of the text without marks."""
+    message: int
+    kind: _Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive marks of one message. `start` and `stop` are characters of the text without marks."""
+
+    message: int
+    start: int
+    stop: int
+    first: _Kind
+    last: _Kind
+    has_content: bool
+    has_other: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """A content's text before its first mark and after its last one: white space and tags."""
+
+    lead: str = ""
+    trail: str = ""
+
+
+class MarkedConversation:
+    """Messages with marks, and the marks' places in the rendered text."""
+
+    def __init__(self, render: Render, messages: Sequence[Message], text: str) -> None:
+        """Mark all messages whose marks change nothing else in `text`, the rendered messages.
+
+        Takes one rendering if all can be marked, and one more if a content begins or ends with white space.
+        Raises AlignmentError for more messages than there are marks.
+        """
+        self._render, self._text = render, text
+        self._characters = _characters(text, len(messages))
+        self._meanings = {
+            c: (k, kind) for k, row in enumerate(self._characters) for c, kind in zip(row, _KINDS, strict=True)
+        }
+        marked = [self._marked(k, message) for k, message in enumerate(messages)]
+        self.messages, self._marks = self._fitting(list(messages), [], marked, range(len(messages)))
+        """Messages, with marks if these change nothing else."""
+        self._is_marked = [before != after for before, after in zip(messages, self.messages, strict=True)]
+        silent = [k for k, message in enumerate(messages) if marked[k] == message]
+        if silent:
+            empty = [{**message, "content": self._characters[k][0]} for k, message in enumerate(messages)]
+            self.messages, self._marks = self._replaced(self.messages, empty, silent) or (self.messages, self._marks)
+        self.runs = [_run(list(marks)) for _, marks in groupby(self._marks, key=lambda mark: mark.message)]
+        """Marked texts, in the order of the rendered text."""
+        self.edges = self._written_edges(marked)
+        """By message, as the template writes them."""
+
+    def is_marked(self, k: int) -> bool:
+        """Return whether message k has marks, also if the template leaves them out."""
+        return self._is_marked[k]
+
+    def tail(self, rendered: str) -> str:
+        """Return the text after the last mark of a rendering."""
+        ends = (match.end() for match in _IS_PRIVATE.finditer(rendered) if match.group() in self._meanings)
+        return rendered[max(ends, default=0) :]
+
+    def _marked(self, k: int, message: Message) -> Message:
+        edge, inner, other = self._characters[k]
+        marked = dict(message)
+        if isinstance(message.get("content"), str):
+            marked["content"] = _marked_text(message["content"], edge, inner)
+        for key in THINKING:
+            if isinstance(message.get(key), str):
+                marked[key] = _marked_text(message[key], other, other)
+        if message.get("tool_calls"):
+            marked["tool_calls"] = [_marked_call(call, other) for call in message["tool_calls"]]
+        return marked
+
+    def _fitting(
+        self, messages: list[Message], marks: list[Mark], marked: Sequence[Message], indices: range
+    ) -> tuple[list[Message], list[Mark]]:
+        """Replace the messages at `indices` by marked ones, or some of them if a mark there changes other text.
+
+        messages, marks: so far. Some templates count or compare what a message says.
+        """
+        if fitting := self._replaced(messages, marked, indices):
+            return fitting
+        if len(indices) == 1:
+            return messages, marks
+        half = len(indices) // 2
+        return self._fitting(*self._fitting(messages, marks, marked, indices[:half]), marked, indices[half:])
+
+    def _replaced(
+        self, messages: Sequence[Message], marked: Sequence[Message], indices: Sequence[int]
+    ) -> tuple[list[Message], list[Mark]] | None:
+        """Replace messages by marked ones, and find the marks; return None if that changes other text."""
+        attempt = list(messages)
+        for k in indices:
+            attempt[k] = marked[k]
+        text, marks = self._read(self._render(attempt, False) or "")
+        return (attempt, marks) if text == self._text else None
+
+    def _read(self, rendered: str) -> tuple[str, list[Mark]]:
+        """Return a rendering without its marks, and the marks."""
+        texts, marks, position = [], [], 0
+        for part in _IS_PRIVATE.split(rendered):
+            if part in self._meanings:
+                marks.append(Mark(position, *self._meanings[part]))
+            else:
+                texts.append(part)
+                position += len(part)
+        return "".join(texts), marks
+
+    def _written_edges(self, marked: Sequence[Message]) -> list[Edges]:
+        """Return each content's edges with as much white space as the template writes.
+
+        That is known from a rendering of the contents without it: what the texts between marks lose by that.
+        """
+        edges = [self._edges(k, message.get("content")) for k, message in enumerate(marked)]
+        written = [Edges(edge.lead.lstrip(), edge.trail.rstrip()) for edge in edges]
+        if written == edges:
+            return edges
+        text, marks = self._read(self._render(list(map(_stripped, self.messages)), False) or "")
+        if [(mark.message, mark.kind) for mark in marks] != [(mark.message, mark.kind) for mark in self._marks]:
+            return written
+        for i in range(len(marks) + 1):
+            left, right = (marks[i - 1] if i else None), (marks[i] if i < len(marks) else None)
+            if left and right and left.message == right.message:
+                continue
+            trail, lead = _shared_white_space(
+                _between(self._text, self._marks, i),
+                _between(text, marks, i),
+                edges[left.message] if left and left.kind == "edge" else Edges(),
+                edges[right.message] if right and right.kind == "edge" else Edges(),
+            )
+            if left and left.kind == "edge":
+                written[left.message] = replace(written[left.message], trail=trail)
+            if right and right.kind == "edge":
+                written[right.message] = replace(written[right.message], lead=lead)
+        return written
+
+    def _edges(self, k: int, content: object) -> Edges:
+        mark = self._characters[k][0]
+        parts = content.split(mark) if isinstance(content, str) else []
+        return Edges(parts[0], parts[-1]) if len(parts) > 1 else Edges()
+
+
+def _characters(text: str, num_messages: int) -> list[tuple[str, ...]]:
+    """Choose a private-use character that the text has not for each message and kind of mark."""
+    used, number = set(text), len(_KINDS) * num_messages
+    free = list(islice((c for c in map(chr, _PRIVATE_USE) if c not in used), number))
+    if len(free) < number:
+        raise AlignmentError(f"a conversation of {num_messages:,} messages is too long; split it into several rows")
+    return list(zip(*[iter(free)] * len(_KINDS), strict=True))
+
+
+def _marked_text(text: str, edge: str, inner: str) -> str:
+    """Put marks around each part of a text between tags, inside the white space at its ends."""
+    parts = _TAG.split(text)
+    spoken = [i for i in range(0, len(parts), 2) if parts[i].strip()]
+    if not spoken:
+        return _between_marks(text, edge, edge) if text else text
+    for i in spoken:
+        parts[i] = _between_marks(parts[i], edge if i == spoken[0] else inner, edge if i == spoken[-1] else inner)
+    return "".join(parts)
+
+
+def _between_marks(text: str, first: str, last: str) -> str:
+    core = text.strip() or text
+    lead, _, trail = text.partition(core)
+    return f"{lead}{first}{core}{last}{trail}"
+
+
+def _marked_call(call: Message, mark: str) -> Message:
+    """Mark the names and values of a call's arguments. A function's name may be written by its answer, too."""
+    if "function" in call:
+        return {**call, "function": _marked_call(call["function"], mark)}
+    return {**call, "arguments": _marked_value(call.get("arguments"), mark)}
+
+
+def _marked_value(value: Any, mark: str) -> Any:
+    if isinstance(value, Mapping):
+        return {f"{mark}{key}": _marked_value(item, mark) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_marked_value(item, mark) for item in value]
+    return _between_marks(value, mark, mark) if isinstance(value, str) and value.strip() else value
+
+
+def _stripped(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": content.strip()} if isinstance(content, str) else message
+
+
+def _run(marks: Sequence[Mark]) -> Run:
+    kinds = {mark.kind for mark in marks}
+    first, last = marks[0], marks[-1]
+    has_content, has_other = bool(kinds - {"other"}), "other" in kinds
+    return Run(first.message, first.position, last.position, first.kind, last.kind, has_content, has_other)
+
+
+def _between(text: str, marks: Sequence[Mark], i: int) -> str:
+    """Return the text from the mark before number i, or the beginning, to it, or the end."""
+    start = marks[i - 1].position if i else 0
+    return text[start : marks[i].position if i < len(marks) else len(text)]
+
+
+def _shared_white_space(gap: str, bare: str, before: Edges, after: Edges) -> tuple[str, str]:
+    """Return the trail of one content and the lead of the next with the white space that `gap` has of theirs.
+
+    bare: the same gap between contents without white space at their ends.
+    """
+    trail, lead = before.trail.rstrip(), after.lead.lstrip()
+    following, leading = before.trail[len(trail) :], after.lead[: len(after.lead) - len(lead)]
+    more = len(gap) - len(bare)
+    if bare.startswith(trail) and bare.endswith(lead):
+        for a in range(min(more, len(following)), -1, -1):
+            b = more - a
+            written = (
+                trail + following[:a] + bare[len(trail) : len(bare) - len(lead)] + leading[len(leading) - b :] + lead
+            )
+            if b <= len(leading) and gap == written:
+                return trail + following[:a], leading[len(leading) - b :] + lead
+    return trail, lead

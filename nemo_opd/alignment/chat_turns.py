@@ -1,0 +1,286 @@
+"""What a model writes of a rendered conversation: turns from the generation prompt through the token that ends them.
+
+The turn of assistant message k is the rendering of messages 0 … k after that of messages 0 … k − 1 with the generation
+prompt, through its end token (methods.md §1.5). Rendering all these beginnings would take a time quadratic in the
+number of messages. The text around a message repeats, so it is rendered once and then recognised.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, Self
+
+from nemo_opd.alignment.chat_marks import MarkedConversation, Render, Run
+from nemo_opd.alignment.chat_messages import Message
+
+
+class Span(NamedTuple):
+    """Characters [start, stop) of a rendered conversation."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the model writes of one assistant message."""
+
+    spans: tuple[Span, ...]
+    """More than one if the template puts another message's text inside the turn."""
+    is_ended: bool
+    """Whether the last one ends with a token that ends a turn."""
+
+    @property
+    def start(self) -> int:
+        """The place at which the model takes over from the generation prompt."""
+        return self.spans[0].start
+
+
+@dataclass(frozen=True)
+class TurnTokens:
+    """Added tokens of a tokenizer, as they are spelled."""
+
+    added: re.Pattern[str]
+    stops: Collection[str]
+    """Tokens that end a sampled sequence."""
+    turn_ends: Collection[str] = ()
+    """These, and tokens that end a turn or a message by their role."""
+
+    @classmethod
+    def of(cls, added: Collection[str], stops: Collection[str], turn_ends: Collection[str] = ()) -> Self:
+        return cls(any_of(added), frozenset(stops), frozenset(turn_ends) | frozenset(stops))
+
+    def end(self, closing: str) -> tuple[int, str]:
+        """Find the end of a turn in the text after its message: its place, and the token that ends there.
+
+        That is the first stop token, else the last added token. Without any, the end of the text and "".
+        """
+        tokens = [(match.end(), match.group()) for match in self.added.finditer(closing)]
+        stop = next((token for token in tokens if token[1] in self.stops), None)
+        return stop or (tokens[-1] if tokens else (len(closing.rstrip()), ""))
+
+    def shared(self, a: str, b: str) -> int:
+        """Return the length of the common beginning of two texts that cuts no added token of either."""
+        length = common_prefix(a, b)
+        matches = (match for text in (a, b) for match in self.added.finditer(text))
+        return min((match.start() for match in matches if match.start() < length < match.end()), default=length)
+
+
+def common_prefix(a: str, b: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """Return a pattern of tokens, of which the longest counts, as in tokenizers. No tokens: it matches nothing."""
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def locate_messages(
+    render: Render, messages: Sequence[Message], text: str, tokens: TurnTokens
+) -> tuple[list[Span | None], dict[int, Turn]]:
+    """Find each message's content, and the turns of assistant messages, in `text`, the rendered messages.
+
+    Contents are disjoint and in order; None: not rendered. An assistant's content has its thinking and calls. Takes two
+    renderings of the conversation, one more if contents have white space at their ends, and a few of its beginning.
+    """
+    return _Locator(render, messages, text, tokens).located()
+
+
+class _Locator:
+    def __init__(self, render: Render, messages: Sequence[Message], text: str, tokens: TurnTokens) -> None:
+        self._render, self._messages, self._text, self._tokens = render, messages, text, tokens
+        self._marked = MarkedConversation(render, messages, text)
+        self._runs = self._marked.runs
+        self._runs_of: dict[int, list[int]] = defaultdict(list)
+        for i, run in enumerate(self._runs):
+            self._runs_of[run.message].append(i)
+        self._last_messages = list(accumulate((run.message for run in self._runs), max))
+        self._prompts: dict[tuple[object, ...], list[str]] = defaultdict(list)
+        """Text between a message and the model's turn, by the kind of message."""
+        self._cut_prompts: dict[tuple[object, ...], int | None] = {}
+        """Length of the part of such a text that is there, by kind and the text that is there instead."""
+        self._ends: dict[tuple[object, ...], str] = {}
+        """Token that ends a turn, by the kind of turn."""
+        self._closings: dict[tuple[object, ...], list[str]] = defaultdict(list)
+        """Text after a message's turn that has no end token."""
+        self._reached = 0
+        """End of the last turn."""
+
+    def located(self) -> tuple[list[Span | None], dict[int, Turn]]:
+        contents: list[Span | None] = []
+        turns: dict[int, Turn] = {}
+        previous = 0
+        for k, message in enumerate(self._messages):
+            if message["role"] == "assistant":
+                content, turn = self._assistant(k)
+                if turn is not None:
+                    turns[k] = turn
+                    self._reached = turn.spans[-1].stop
+            else:
+                content = self._content(k)
+            if content is not None:
+                start = max(previous, content.start)
+                content = Span(start, max(start, content.stop))
+                previous = content.stop
+            contents.append(content)
+        return contents, turns
+
+    def _content(self, k: int) -> Span | None:
+        """Find a content by its first marks; by its text if it can have no marks."""
+        if self._runs_of[k]:
+            run, edges = self._runs[self._runs_of[k][0]], self._marked.edges[k]
+            lead = edges.lead if run.first == "edge" and self._text.endswith(edges.lead, 0, run.start) else ""
+            return Span(run.start - len(lead), run.stop + len(self._trail(run)))
+        if self._marked.is_marked(k):
+            return None
+        start, stop = self._gap(k)
+        core = (self._messages[k].get("content") or "").strip()
+        at = self._text.find(core, start, stop)
+        return None if at < 0 else Span(at, at + len(core))
+
+    def _assistant(self, k: int) -> tuple[Span | None, Turn | None]:
+        """Find the content and the turn of assistant message k."""
+        content, start = self._content(k), self._takeover(k)
+        if start is None:
+            if content is None or content.stop == content.start:
+                return None, None
+            start = content.start
+        numbers = self._runs_of[k]
+        spans = [Span(self._runs[i].start, self._first_added_after(i)) for i in numbers[:-1]]
+        closed, end = self._closed(k, start)
+        spans.append(Span(self._runs[numbers[-1]].start if numbers else start, closed))
+        start = min(start, spans[0].start)
+        spans[0] = spans[0]._replace(start=start)
+        turn = Turn(tuple(spans), end in self._tokens.turn_ends)
+        runs = [self._runs[i] for i in numbers]
+        has_calls = bool(self._messages[k].get("tool_calls")) and not any(run.has_content for run in runs)
+        if has_calls or any(run.has_other for run in runs):
+            return Span(start, spans[0].stop - (len(end) if len(spans) == 1 else 0)), turn
+        if content is None or content.stop == content.start:
+            return Span(start, start), turn
+        # A template that parses thinking out of a content may write its tags in another way.
+        has_other_tags = (
+            runs and runs[0].first == "edge" and self._marked.edges[k].lead.strip() and content.start == runs[0].start
+        )
+        return Span(start if has_other_tags else max(start, content.start), content.stop), turn
+
+    def _gap(self, k: int) -> tuple[int, int]:
+        """Return the edges of the text between marks in which the turn of message k begins."""
+        i = self._next_run(k)
+        return self._runs[i - 1].stop if i else 0, self._start_of_run(i)
+
+    def _next_run(self, k: int) -> int:
+        """Return the first run of a message from k on."""
+        return bisect_left(self._last_messages, k)
+
+    def _start_of_run(self, i: int) -> int:
+        return self._runs[i].start if i < len(self._runs) else len(self._text)
+
+    def _trail(self, run: Run | None) -> str:
+        """Return what follows a run's last mark of its content."""
+        trail = self._marked.edges[run.message].trail if run is not None and run.last == "edge" else ""
+        return trail if run is not None and self._text.startswith(trail, run.stop) else ""
+
+    def _first_added_after(self, i: int) -> int:
+        """Return the end of the first added token after a run and before the next one, else the end of the run."""
+        match = self._tokens.added.search(self._text, self._runs[i].stop, self._start_of_run(i + 1))
+        return match.end() if match else self._runs[i].stop
+
+    def _takeover(self, k: int) -> int | None:
+        """Return the place at which the model takes over for message k; None if the template writes no turn."""
+        i = self._next_run(k)
+        before = self._runs[i - 1] if i else None
+        start, stop = self._gap(k)
+        start += len(self._trail(before))
+        gap = self._text[start:stop]
+        earlier = self._messages[k - 1] if k else {}
+        kind = earlier.get("role"), bool(earlier.get("tool_calls")), before is not None and before.message == k - 1
+        for prompt in sorted(self._prompts[kind], key=len, reverse=True):
+            if gap.startswith(prompt) and start + len(prompt) >= self._reached:
+                return start + len(prompt)
+        if (*kind, gap) not in self._cut_prompts:
+            rendered = self._prompt(k)
+            prompt = (rendered or "").removeprefix(self._trail(before))
+            if k and rendered is not None and gap.startswith(prompt):
+                self._prompts[kind].append(prompt)
+                return start + len(prompt)
+            self._cut_prompts[(*kind, gap)] = self._cut_prompt(prompt, gap)
+        length = self._cut_prompts[(*kind, gap)]
+        if length is None and before is not None and self._messages[before.message]["role"] == "assistant":
+            length = 0  # the turn goes on
+        if length is not None:
+            return start + length
+        return self._runs[i].start if self._runs_of[k] else None
+
+    def _prompt(self, k: int) -> str | None:
+        """Return the text after the last mark of the messages before k, with the generation prompt.
+
+        Before the first message it is the generation prompt alone. None if the template refuses the messages.
+        """
+        rendered = self._render(self._marked.messages[: k or 1], True)
+        if rendered is None:
+            return None
+        start = 0 if k else common_prefix(rendered, self._render(self._marked.messages[:1], False) or "")
+        return self._marked.tail(rendered[start:])
+
+    def _cut_prompt(self, prompt: str, gap: str) -> int | None:
+        """Return the length of the part of the generation prompt with which the text before a turn begins.
+
+        It ends with white space or an added token. None if the template writes none of the prompt there.
+        """
+        shared = self._tokens.shared(prompt, gap)
+        tokens = list(self._tokens.added.finditer(prompt))
+        places = {match.end() for match in tokens} | {i + 1 for i, c in enumerate(prompt) if c.isspace()}
+        if length := max((place for place in places if place <= shared), default=0):
+            return length
+        headers = [prompt, *(prompt[match.start() :] for match in tokens)] if prompt else []
+        return next((at + len(header) for header in headers if (at := gap.rfind(header)) >= 0), None)
+
+    def _closed(self, k: int, takeover: int) -> tuple[int, str]:
+        """Return the end of the turn of message k, and the token that ends it."""
+        i = self._runs_of[k][-1] + 1 if self._runs_of[k] else self._next_run(k)
+        before = self._runs[i - 1] if i else None
+        has_marks = before is not None and before.message == k
+        start = before.stop + len(self._trail(before)) if before is not None and has_marks else takeover
+        gap = self._text[start : self._start_of_run(i)]
+        kind = bool(self._messages[k].get("tool_calls")), before.last if before and has_marks else None
+        is_last = k == len(self._messages) - 1
+        if not is_last:
+            token = self._ends.get(kind, "")
+            if token and (at := gap.find(token)) >= 0:
+                return start + at + len(token), token
+            for closing in self._closings[kind]:
+                if gap.startswith(closing):
+                    return start + len(closing), ""
+        length, token = self._tokens.end(
+            gap if is_last else self._closing(k, gap, start - (before.stop if before else 0))
+        )
+        if token and not is_last:
+            self._ends[kind] = token
+        elif not is_last:
+            self._closings[kind].append(gap[:length])
+        return start + length, token
+
+    def _closing(self, k: int, gap: str, offset: int) -> str:
+        """Return the text that closes message k, with which `gap` begins.
+
+        offset: its place after the last mark of messages 0 … k. A template may close a turn in another way if more
+        messages follow: then that is up to the first token that ends a turn, if the last message has an end.
+        """
+        rendered = self._render(self._marked.messages[: k + 1], False)
+        tail = None if rendered is None else self._marked.tail(rendered)[offset:]
+        if tail is not None and gap.startswith(tail):
+            return tail
+        if tail is None or self._tokens.added.search(tail):
+            matches = self._tokens.added.finditer(gap)
+            end = next((match.end() for match in matches if match.group() in self._tokens.turn_ends), None)
+            if end is not None:
+                return gap[:end]
+        return gap[: self._tokens.shared(tail or "", gap)]
