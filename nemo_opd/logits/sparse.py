@@ -134,6 +134,16 @@ class SparseLogits(LogitRows):
         """Return what is known of rows [R] of the flattened [B·T]."""
         return self.layout.decode(self._own(rows))
 
+    def next_beyond_likeliest(self, rows: Tensor) -> Tensor:
+        """Return the column of the next token of rows [R] if it is not among the k likeliest, else the last column.
+
+        The result is int64 [R].
+        """
+        stored = self._own(rows)
+        following = self.layout.next_ids(stored)
+        is_likeliest = (self.layout.decode(stored).ids == following.unsqueeze(1)).any(1)
+        return following.clamp(max=self._size).masked_fill(is_likeliest, self._size)
+
     def _own(self, rows: Tensor) -> Tensor:
         return self.rows.index_select(0, self._places.flatten()[rows])
 
