@@ -201,8 +201,8 @@ class SampledKLTerm(ImportanceSettings):
     """Estimator of the KL of a token or chunk, with d = log p − log q: d, d²/2, or exp(−d) − 1 + d."""
     update: Literal["policy_gradient", "direct"] = "policy_gradient"
     """policy_gradient: the negative estimate is the advantage of the token or chunk, in a clipped policy gradient;
-    direct: the estimate is differentiated, which with k2 is the gradient of the reverse KL and with k3 that of the
-    forward KL.
+    direct: the estimate is differentiated and multiplied by its importance weight, which in expectation is the gradient
+    of the reverse KL with k2 and of the forward KL with k3, also for samples of older weights.
     """
     clip_low: float = Field(0.2, ge=0, lt=1)
     """policy_gradient: the ratio to the model that sampled, at temperature 1, is clipped below at 1 − clip_low."""
