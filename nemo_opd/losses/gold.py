@@ -91,6 +91,8 @@ class PairedOptions:
             weight = getattr(self, key)
             if weight is not None and not weight >= 0:
                 raise ConfigError(f"{key}={weight}: a term that is maximised teaches nothing; give 0 or more")
+        if self.common_weight == self.uncommon_weight == self.continuation_weight == 0:
+            raise ConfigError("common_weight=0 and uncommon_weight=0: nothing is learned; raise one of them")
         if self.uncommon_topk is not None and self.uncommon_topk < 1:
             raise ConfigError(
                 f"uncommon_topk={self.uncommon_topk}: it is a number of tokens; give 1 or more, "
