@@ -58,8 +58,7 @@ def check_agreement(
             raise EndpointError(
                 f"{key}.urls.{i}={url} gives a token of the same text another log-probability alone than in a batch, "
                 f"by {difference:.3g} nats, and rounding explains {LARGEST_DISAGREEMENT:g}; likely its prefix cache or "
-                "a kernel for batches is at fault: start it without prefix cache, with another attention backend, or in "
-                "another version"
+                "a kernel for batches is at fault: start it without a prefix cache, or with another attention backend"
             )
     for i, (url, difference) in enumerate(zip(endpoint.urls, between, strict=True)):
         if difference > LARGEST_DISAGREEMENT:
