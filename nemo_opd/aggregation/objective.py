@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor
 
 from nemo_opd.aggregation.parts import Divisor, Parts
-from nemo_opd.config.loss import GRPOLoss, Objective
+from nemo_opd.config.objective import GRPOLoss, Objective
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.cross_entropy import cross_entropy

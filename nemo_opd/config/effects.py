@@ -5,7 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nemo_opd.config.loss import ChunkTerm, DivergenceTerm, Objective, TCADTerm
+from nemo_opd.config.loss import ChunkTerm, DivergenceTerm, TCADTerm
+from nemo_opd.config.objective import Objective
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run_fields import RunFields

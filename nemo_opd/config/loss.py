@@ -1,4 +1,4 @@
-"""Losses: what is compared with a teacher, and the objective it is part of."""
+"""Terms of losses: what is compared with a teacher."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -61,6 +61,16 @@ class SameVocabTerm(DivergenceTerm):
         is_truncated = info.data.get("support") != "full"
         return _refused_unless(is_truncated, normalization, info, cls, "support=full; choose another support")
 
+    @field_validator("normalization")
+    @classmethod
+    def one_token_is_not_renormalised(cls, normalization: str, info: ValidationInfo) -> str:
+        if normalization == "support" and info.data.get("top_k") == 1 and info.data.get("support") != "union":
+            raise ValueError(
+                "support with top_k=1: one token renormalised has the probability 1 on both sides, so the loss is "
+                "constant; raise top_k, or write normalization=rest"
+            )
+        return normalization
+
     @field_validator("top_k")
     @classmethod
     def truncated_support_needs_top_k(cls, top_k: int | None, info: ValidationInfo) -> int | None:
@@ -112,6 +122,16 @@ class PKLTerm(ChunkTerm):
 
     _preset = field_validator("merge", "coverage_coef")(_fixed_by_compat)
 
+    @field_validator("vocab_topk")
+    @classmethod
+    def one_column_is_not_renormalised(cls, vocab_topk: int | None, info: ValidationInfo) -> int | None:
+        if vocab_topk == 1 and info.data.get("compat") == "nemo_rl":
+            raise ValueError(
+                "1 with compat=nemo_rl: one column renormalised has the probability 1 on both sides, so the loss is "
+                "constant; raise vocab_topk, or leave compat out, which compares the other columns as one cell"
+            )
+        return vocab_topk
+
 
 class PairedTerm(ChunkTerm):
     """Settings of terms that compare matched tokens cell by cell and the others by rank."""
@@ -130,6 +150,13 @@ class PairedTerm(ChunkTerm):
     """Others that are compared on either side, the likeliest; 8192 when not given."""
 
     _preset = field_validator("merge")(_fixed_by_compat)
+
+    @field_validator("uncommon_weight")
+    @classmethod
+    def one_of_the_weights_is_above_0(cls, uncommon_weight: float | None, info: ValidationInfo) -> float | None:
+        if uncommon_weight == info.data.get("common_weight") == info.data.get("continuation_weight") == 0:
+            raise ValueError("0 with common_weight=0: nothing is compared, so the loss is constant; raise one of them")
+        return uncommon_weight
 
     @field_validator("uncommon_topk")
     @classmethod
@@ -158,6 +185,16 @@ class StrictTerm(ChunkTerm):
     normalization: Literal["support", "rest"] = "support"
     """support: renormalised on the pairs; rest: with one more cell for all other tokens."""
 
+    @field_validator("normalization")
+    @classmethod
+    def one_pair_is_not_renormalised(cls, normalization: str, info: ValidationInfo) -> str:
+        if normalization == "support" and info.data.get("top_k") == 1:
+            raise ValueError(
+                "support with top_k=1: one pair renormalised has the probability 1 on both sides, so the loss is "
+                "constant; raise top_k, or write normalization=rest"
+            )
+        return normalization
+
 
 class SharedPrefixTerm(ChunkTerm):
     """Both sides pushed onto the vocabulary they share (methods.md §5.8)."""
@@ -185,10 +222,21 @@ class TCADTerm(DivergenceTerm):
     """
     coverage_coef: float = Field(1.0, ge=0)
     """Weight of −log of the student's mass on those tokens."""
+
     power_alpha: float | None = Field(1.0, ge=0)
     """Rollouts of a prompt are weighted by softmax(power_alpha · the teacher's mean log-probability a token); null: all
     the same.
     """
+
+    @field_validator("coverage_coef")
+    @classmethod
+    def one_token_needs_its_coverage(cls, coverage_coef: float, info: ValidationInfo) -> float:
+        if coverage_coef == 0 and info.data.get("support_size") == 1 and info.data.get("support") == "interleaved":
+            raise ValueError(
+                "0 with support_size=1: one token renormalised has the probability 1 on both sides, so the loss is "
+                "constant; raise support_size or coverage_coef"
+            )
+        return coverage_coef
 
 
 class SampledKLTerm(ImportanceSettings):
@@ -201,8 +249,8 @@ class SampledKLTerm(ImportanceSettings):
     """Estimator of the KL of a token or chunk, with d = log p − log q: d, d²/2, or exp(−d) − 1 + d."""
     update: Literal["policy_gradient", "direct"] = "policy_gradient"
     """policy_gradient: the negative estimate is the advantage of the token or chunk, in a clipped policy gradient;
-    direct: the estimate is differentiated, which with k2 is the gradient of the reverse KL and with k3 that of the
-    forward KL.
+    direct: the estimate is differentiated and multiplied by its importance weight, which in expectation is the gradient
+    of the reverse KL with k2 and of the forward KL with k3, also for samples of older weights.
     """
     clip_low: float = Field(0.2, ge=0, lt=1)
     """policy_gradient: the ratio to the model that sampled, at temperature 1, is clipped below at 1 − clip_low."""
@@ -283,110 +331,5 @@ LossTerm = Annotated[
     | ALMTerm
     | ULDTerm
     | FunctionTerm,
-    Field(discriminator="type"),
-]
-
-
-class Objective(Settings):
-    """kd_weight · KD + ce_weight · CE (methods.md §7.3)."""
-
-    kd_weight: float = Field(1.0, ge=0)
-    """Weight of KD, the distillation loss; at 0 no teacher is loaded."""
-    ce_weight: float = Field(1.0, ge=0)
-    """Weight of CE, the cross-entropy of the dataset's tokens."""
-    scaling: Literal["fixed", "dynamic"] = "fixed"
-    """dynamic: KD is also scaled by EMA(CE)/EMA(KD), over the steps before that had both."""
-    scaling_decay: float = Field(0.99, gt=0, lt=1)
-    """dynamic: decay of these moving averages."""
-    scaling_cap: float = Field(100.0, gt=0, allow_inf_nan=False)
-    """dynamic: largest scale. A KD below 1/scaling_cap of CE has next to nothing left to teach, and to bring that up to
-    CE would multiply noise.
-    """
-
-
-class SameVocabLoss(Objective, SameVocabTerm):
-    """same_vocab for every teacher without its own loss."""
-
-
-class PKLLoss(Objective, PKLTerm):
-    """p_kl for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
-
-
-class GoldLoss(Objective, GoldTerm):
-    """gold for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
-
-
-class HKLLoss(Objective, HKLTerm):
-    """h_kl for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
-
-
-class StrictLoss(Objective, StrictTerm):
-    """strict for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
-
-
-class BytePrefixLoss(Objective, BytePrefixTerm):
-    """byte_prefix for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
-
-
-class SharedPrefixLoss(Objective, SharedPrefixTerm):
-    """shared_prefix for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
-
-
-class ALMLoss(Objective, ALMTerm):
-    """alm for every cross-tokenizer teacher without its own loss; the others have forward KL."""
-
-
-class ULDLoss(Objective, ULDTerm):
-    """uld for every cross-tokenizer teacher without its own loss; the others have forward KL."""
-
-
-class TCADLoss(Objective, TCADTerm):
-    """tcad for every teacher without its own loss."""
-
-
-class SampledKLLoss(Objective, SampledKLTerm):
-    """sampled_kl for every teacher without its own loss."""
-
-
-class FunctionLoss(Objective, FunctionTerm):
-    """Your own formula for every teacher without its own loss."""
-
-
-class GRPOLoss(Objective, DivergenceTerm, ImportanceSettings):
-    """Rewards compared within the rollouts of a prompt; teachers with a weight add a KL."""
-
-    type: Literal["grpo"] = "grpo"
-    kd_weight: float = Field(0.0, ge=0)
-    """Weight of KD, the distillation loss; at 0 no teacher is loaded."""
-    ce_weight: float = Field(0.0, ge=0)
-    """Weight of CE, the cross-entropy of the dataset's tokens."""
-    divergence: DivergenceKind = "reverse_kl"
-    """Divergence of KD, as in other losses (methods.md §3.1)."""
-    policy_weight: float = Field(1.0, gt=0)
-    """Weight of the policy gradient."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    """The ratio to the model that sampled is clipped below at 1 − clip_low."""
-    clip_high: float = Field(0.28, ge=0)
-    """The ratio is clipped above at 1 + clip_high."""
-    dual_clip: float | None = Field(3.0, gt=1)
-    """Upper bound of the ratio where the advantage is negative; null: no bound."""
-    scale_advantages: bool = True
-    """Divide by the standard deviation of the rewards within a prompt."""
-
-
-Loss = Annotated[
-    SameVocabLoss
-    | TCADLoss
-    | SampledKLLoss
-    | GRPOLoss
-    | PKLLoss
-    | GoldLoss
-    | HKLLoss
-    | StrictLoss
-    | BytePrefixLoss
-    | SharedPrefixLoss
-    | ALMLoss
-    | ULDLoss
-    | FunctionLoss,
     Field(discriminator="type"),
 ]

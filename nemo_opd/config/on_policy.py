@@ -2,7 +2,8 @@
 
 from nemo_opd.config.aggregation import SelectTeacher, WeightedSum
 from nemo_opd.config.environment import CalculatorEnvironment
-from nemo_opd.config.loss import GRPOLoss, SampledKLTerm, TCADTerm
+from nemo_opd.config.loss import SampledKLTerm, TCADTerm
+from nemo_opd.config.objective import GRPOLoss
 from nemo_opd.config.reward import is_paid_by_environment
 from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.config.run_fields import RunFields

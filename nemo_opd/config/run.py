@@ -8,7 +8,7 @@ from nemo_opd.config.aggregation import AveragedLogits, Routed, SelectTeacher, W
 from nemo_opd.config.chosen_metrics import check_chosen_metrics
 from nemo_opd.config.contexts import check_contexts
 from nemo_opd.config.effects import check_effects
-from nemo_opd.config.loss import GRPOLoss
+from nemo_opd.config.objective import GRPOLoss
 from nemo_opd.config.on_policy import check_off_policy, check_on_policy
 from nemo_opd.config.run_fields import ONE_VOCABULARY_TERMS, RunFields
 from nemo_opd.config.teacher import CrossTokenizerTeacher, OwnIdsTeacher, Teacher

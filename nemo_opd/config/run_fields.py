@@ -15,18 +15,9 @@ from nemo_opd.config.handoff import Handoff, HiddenStatesHandoff
 from nemo_opd.config.health import Health
 from nemo_opd.config.hub import require_repo
 from nemo_opd.config.logging import Logging
-from nemo_opd.config.loss import (
-    DivergenceTerm,
-    FunctionTerm,
-    GRPOLoss,
-    Loss,
-    LossTerm,
-    PKLLoss,
-    SameVocabTerm,
-    SampledKLTerm,
-    TCADTerm,
-)
+from nemo_opd.config.loss import DivergenceTerm, FunctionTerm, LossTerm, SameVocabTerm, SampledKLTerm, TCADTerm
 from nemo_opd.config.model import Student
+from nemo_opd.config.objective import GRPOLoss, Loss, PKLLoss
 from nemo_opd.config.reward import Reward
 from nemo_opd.config.rollout import Rollouts
 from nemo_opd.config.teacher import Teacher

@@ -23,7 +23,7 @@ class SparseRows:
     log_p: Tensor
     """fp32 [R, k]; −inf for no token."""
     log_p_next: Tensor
-    """fp32 [R]: of the next token; 0 after the last of a segment."""
+    """fp32 [R]: of the next token; 0 after the last of a segment, NaN if a server has not answered at this position."""
     log_rest: Tensor
     """fp32 [R]: log of the mass of all tokens but these and the next one; −inf where there are no others."""
     entropy: Tensor
@@ -133,6 +133,22 @@ class SparseLogits(LogitRows):
     def known(self, rows: Tensor) -> SparseRows:
         """Return what is known of rows [R] of the flattened [B·T]."""
         return self.layout.decode(self._own(rows))
+
+    @property
+    def is_answered(self) -> Tensor:
+        """Whether the teacher's answer has the log-probability of each token, given those before it: bool [B, T]."""
+        log_p_next = self.layout.decode(self.rows).log_p_next[self._places]
+        return torch.nn.functional.pad(~log_p_next[:, :-1].isnan(), (1, 0), value=True)
+
+    def next_beyond_likeliest(self, rows: Tensor) -> Tensor:
+        """Return the column of the next token of rows [R] if it is not among the k likeliest, else the last column.
+
+        The result is int64 [R].
+        """
+        stored = self._own(rows)
+        following = self.layout.next_ids(stored)
+        is_likeliest = (self.layout.decode(stored).ids == following.unsqueeze(1)).any(1)
+        return following.clamp(max=self._size).masked_fill(is_likeliest, self._size)
 
     def _own(self, rows: Tensor) -> Tensor:
         return self.rows.index_select(0, self._places.flatten()[rows])

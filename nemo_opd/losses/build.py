@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nemo_opd.config.choices import choices, require_lines
-from nemo_opd.config.loss import DivergenceKind, FunctionTerm, LossTerm, Objective, StrictTerm, TCADTerm
+from nemo_opd.config.loss import DivergenceKind, FunctionTerm, LossTerm, StrictTerm, TCADTerm
+from nemo_opd.config.objective import Objective
 from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
@@ -262,7 +263,7 @@ LOSSES = {
     "uld": _Entry(uld, _CHUNKS),
     "function": _Entry(token_function, replace(_TOKENS, arguments=_scored_tokens_with_ids)),
 }
-"""Losses by the `type` of a term. A new loss is its file, its settings in config/loss.py, and a line here."""
+"""Losses by the `type` of a term. A new loss is its file, its settings in config/, and a line here."""
 ACROSS_TOKENIZERS = LOSSES | {
     "sampled_kl": _Entry(sampled_chunk_kl, _SAMPLED_CHUNKS),
     "function": _Entry(chunk_function, _CHUNKS, needs_projection=True),

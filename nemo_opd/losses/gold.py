@@ -23,7 +23,7 @@ from nemo_opd.losses.paired_comparison import add_comparison_of_pairs
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.softmax import softmax
 from nemo_opd.losses.support import log_rest, partial_divergence, with_rest
-from nemo_opd.losses.truncated import joined, reached_and_rest, require_temperature_1, split
+from nemo_opd.losses.truncated import joined, of_likeliest, reached_and_rest, require_temperature_1, split
 
 if TYPE_CHECKING:
     from nemo_opd.losses.learned_projection import LearnedShares
@@ -91,6 +91,8 @@ class PairedOptions:
             weight = getattr(self, key)
             if weight is not None and not weight >= 0:
                 raise ConfigError(f"{key}={weight}: a term that is maximised teaches nothing; give 0 or more")
+        if self.common_weight == self.uncommon_weight == self.continuation_weight == 0:
+            raise ConfigError("common_weight=0 and uncommon_weight=0: nothing is learned; raise one of them")
         if self.uncommon_topk is not None and self.uncommon_topk < 1:
             raise ConfigError(
                 f"uncommon_topk={self.uncommon_topk}: it is a number of tokens; give 1 or more, "
@@ -128,10 +130,18 @@ def paired_loss(
 ) -> PlannedLoss:
     """Plan `gold` on the given pairs, of some of which the share that the student gives is learned."""
     require_temperature_1(inputs.teacher, inputs.temperature)
-    compare = replace(options.comparison(divergence, pairs, shares), top_k=inputs.teacher.top_k)
+    compare = options.comparison(divergence, pairs, shares)
+
+    def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
+        if not inputs.is_truncated:
+            return compare(student, teacher)
+        log_q = teacher.log_softmax(-1)
+        ranked = of_likeliest(inputs.teacher, inputs.units.teacher_rows[part], log_q)
+        return compare.truncated(student.log_softmax(-1), *split(log_q), ranked)
+
     term = options.merges.term(
         inputs,
-        lambda student, teacher, part: compare(student, teacher),
+        unit_loss,
         cells_per_unit=_cells_per_unit(inputs, compare),
         compare_onto=compare.onto if compare.has_closed_form else None,
     )
@@ -160,13 +170,9 @@ class _PairedDivergence:
     """Tokens of no pair whose probabilities are compared by rank, on either side."""
     is_distribution: bool
     """Whether inputs are normalised and get a rest cell; otherwise they are compared as given, on the pairs alone."""
-    top_k: int | None = None
-    """Tokens of the teacher that are known, where it is truncated."""
 
     def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Compare logits/τ or log-probabilities [U, V] and [U, W] → [U]; a truncated teacher's are [U, W + 1]."""
-        if self.top_k is not None:
-            return self._truncated(student.log_softmax(-1), *split(teacher.log_softmax(-1)), self.top_k)
+        """Compare logits/τ or log-probabilities [U, V] and [U, W] → [U]."""
         if self.is_distribution:
             # Not logits − logsumexp: at logits of 150 that rounds log-probabilities near 0 to 1e-5.
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
@@ -178,10 +184,11 @@ class _PairedDivergence:
         tails = (side.largest(self.num_ranks) for side in (log_q, log_p))
         return common + self.uncommon_weight * _by_rank(*tails).abs().sum(-1)
 
-    def _truncated(self, student: Tensor, log_q: Tensor, rest: Tensor, top_k: int) -> Tensor:
+    def truncated(self, student: Tensor, log_q: Tensor, rest: Tensor, ranked: Tensor) -> Tensor:
         """Compare log-probabilities [U, V] and [U, W], with what is in no pair, or in none that is known, in the rest.
 
-        Ranks of the tails are compared as far as the teacher's are known.
+        Ranks of the tails are compared as far as the teacher's are known: those of the finite columns of `ranked`,
+        [U, W].
         """
         p = _Split.of(student, self.pairs.student, self.pairs.student_rest, self.shares)
         q = _Split.of(log_q, self.pairs.teacher, self.pairs.teacher_rest)
@@ -191,11 +198,8 @@ class _PairedDivergence:
         common = self.divergence.of_logits(*reached_and_rest(q.paired, p.paired, *rests))
         if not self.uncommon_weight:
             return self.common_weight * common
-        # The next token is known too, whatever its rank.
-        least = log_q.topk(top_k, dim=-1).values[:, -1:]
-        is_known = (q.others >= least) & (q.others > -torch.inf)
-        num_known = is_known.sum(-1, keepdim=True)
-        q = replace(q, others=q.others.masked_fill(~is_known, -torch.inf))
+        q = replace(q, others=ranked.index_select(1, self.pairs.teacher_rest))
+        num_known = (q.others > -torch.inf).sum(-1, keepdim=True)
         differences = _by_rank(*(side.largest(self.num_ranks) for side in (q, p))).abs()
         ranks = torch.arange(differences.shape[-1], device=differences.device)
         is_compared = (ranks < num_known) | (num_known == q.others.shape[-1])

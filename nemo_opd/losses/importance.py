@@ -105,8 +105,8 @@ class Importance:
         if sequences is not None:
             is_kept = ~sequences.is_vetoed.index_select(0, units)
             factor, used = factor * is_kept, used * is_kept
-        warp = _bounded(proximal - behaviour).exp()
-        return Weighted(factor, warp, _bounded(log_weight).exp(), used, log_weight > limit)
+        of_unit = _bounded(own - behaviour).exp()
+        return Weighted(factor, of_unit, _bounded(log_weight).exp(), used, log_weight > limit)
 
     def metrics(self, readings: Tensor, sequences: SequenceImportance | None) -> dict[str, Metric]:
         """Return metrics of all units from their readings [NUM_READINGS, U] in float64."""
@@ -144,13 +144,13 @@ class Weighted:
     """Weights of units; all [u]."""
 
     factor: Tensor
-    """Factor of the clipped ratio."""
-    warp: Tensor
-    """π_old / π_behaviour of each unit, before any cut."""
+    """Factor of the clipped ratio, which has π_train / π_old itself."""
+    of_unit: Tensor
+    """π_train / π_behaviour of each unit, before any cut."""
     weight: Tensor
     """π_train / π_behaviour of the unit or its sequence."""
     used: Tensor
-    """The weight that counts: cut, and 0 for a sequence that was dropped."""
+    """The weight that counts: cut, and 0 for a sequence that was dropped. Factor of a loss without a ratio."""
     is_truncated: Tensor
     """bool"""
 

@@ -97,10 +97,10 @@ class KLEstimate:
             weighted = self._weighted(chunks, s.detach(), part)
             found = self.clip(s - chunks.proximal(s, part), -estimate)
             # Of cut and dropped units too: that they train nothing does not mean that the KL there is 0.
-            kd = weighted.warp * _estimated("k3", s.detach(), t)
+            kd = weighted.of_unit * _estimated("k3", s.detach(), t)
             of_ratio = torch.stack([kd, found.ratio, found.is_clipped.to(s.dtype)], 1)
             readings.put(part, torch.cat([of_ratio, weighted.readings()], 1))
-            return weighted.factor * (estimate if self.update == "direct" else found.loss)
+            return weighted.used * estimate if self.update == "direct" else weighted.factor * found.loss
 
         def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
             (kd, ratio, is_clipped), of_weights = readings.found().tensor_split([3])

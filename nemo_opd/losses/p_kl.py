@@ -67,6 +67,11 @@ def p_kl(
         raise ConfigError("merge=observed: p_kl compares distributions, which it is not; use first or mean")
     if vocab_topk is not None and vocab_topk < 1:
         raise ConfigError(f"vocab_topk={vocab_topk}: it is a number of teacher tokens; give 1 or more, or none for all")
+    if vocab_topk == 1 and compat == "nemo_rl":
+        raise ConfigError(
+            "vocab_topk=1 with compat=nemo_rl: one column renormalised is 1 on both sides, and nothing is learned; "
+            "give a larger number, or leave compat out"
+        )
     inputs = ChunkInputs.of(
         student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
     )

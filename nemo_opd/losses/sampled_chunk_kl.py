@@ -41,17 +41,17 @@ def sampled_chunk_kl(
     r = exp(s − Σ logprobs) is the ratio of the whole chunk, the importance weight of that action. With chunks of one
     token a side it is `sampled_kl`.
 
-    In expectation, at r = 1: let P(a|h) be the probability that the student writes the tokens a after h, Q(a|h) that of
-    the teacher's tokens for the same bytes, and ρ(a|h) the probability that a, once written, is a unit. With ρ, Q and
-    the probability of h as constants, k1 by policy gradient and k2 by direct have the gradient of E_h Σ_a ρ [P log(P/Q)
-    − P + Q], which is 0 or more and estimated by the metric `kd`; k3 by direct has that of E_h Σ_a ρ [Q log(Q/P) − Q +
-    P]. Where every token of the student is a chunk, ρ is 1 and these are the gradients of the KL of its next tokens,
-    reverse and forward. P is of the tokens that were sampled, not of all that spell the bytes, and Q of the teacher's
-    own tokens for them; see docs/losses.md. logprobs [B, S]: of the sampled tokens by the model that sampled them, by
-    default this one; behaviour_logprobs and the settings of importance: as of `sampled_kl`, w being the product over
-    the tokens of the chunk. mask [B, S]: the sampled tokens, by which sequences are weighed and dropped; by default
-    those of chunks. Metrics: as of `sampled_kl`, by chunk. Raises ConfigError for shapes, sizes, names or bounds that
-    do not fit.
+    In expectation, unless a ratio is clipped: let P(a|h) be the probability that the student writes the tokens a after
+    h, Q(a|h) that of the teacher's tokens for the same bytes, and ρ(a|h) the probability that a, once written, is a
+    unit. With ρ, Q and the probability of h as constants, k1 by policy gradient and k2 by direct have the gradient of
+    E_h Σ_a ρ [P log(P/Q) − P + Q], which is 0 or more and estimated by the metric `kd`; k3 by direct has that of E_h
+    Σ_a ρ [Q log(Q/P) − Q + P]. Where every token of the student is a chunk, ρ is 1 and these are the gradients of the
+    KL of its next tokens, reverse and forward. P is of the tokens that were sampled, not of all that spell the bytes,
+    and Q of the teacher's own tokens for them; see docs/losses.md. logprobs [B, S]: of the sampled tokens by the model
+    that sampled them, by default this one; behaviour_logprobs and the settings of importance: as of `sampled_kl`, W
+    being the product over the tokens of the chunk. mask [B, S]: the sampled tokens, by which sequences are weighed and
+    dropped; by default those of chunks. Metrics: as of `sampled_kl`, by chunk. Raises ConfigError for shapes, sizes,
+    names or bounds that do not fit.
     """
     importance = Importance(importance_level, importance_cap, importance_veto)
     estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)

@@ -46,15 +46,16 @@ def sampled_kl(
     sampled them, by default this one, so that r = 1; dual_clip: tokens of a negative A count dual_clip · A at most.
 
     behaviour_logprobs [B, S] (methods.md §11): by the policy that sampled them, after temperature, top-k and top-p, by
-    default `logprobs`. The loss of a token is multiplied by w = exp(logprobs − behaviour_logprobs), so that r · w is
-    its weight p / π_behaviour, while the clip sees only what the student has moved. The statement about expectations
-    then holds for every temperature; with top-k or top-p, for the generalised KL over the tokens S that can be
-    sampled, Σ_S [p log(p/q) − p + q], with S as a constant. importance_cap=C: weights r · w count for C at most;
+    default `logprobs`. The weight of a token is W = p / π_behaviour, a constant. update="direct" multiplies the
+    estimate by W, update="policy_gradient" its loss by W / r, so that the clip sees only what the student has moved.
+    The statement about expectations then holds for every temperature and for samples of older weights, unless a ratio
+    is clipped; with top-k or top-p, for the generalised KL over the tokens S that can be sampled,
+    Σ_S [p log(p/q) − p + q], with S as a constant. importance_cap=C: weights count for C at most;
     importance_level="sequence": each token has the product of its sequence's weights, cut at C, in place of its weight;
     importance_veto: a sequence with a token of a smaller weight is dropped, and stays in the normalizer.
 
     Unshifted logits [B, S, V] of one vocabulary; ids and mask [B, S]: token i is scored, by the logits at i−1. Metrics:
-    `kd`, the mean of w · k3 in nats a token, which is 0 or more whatever the estimator; with update="policy_gradient"
+    `kd`, the mean of W · k3 in nats a token, which is 0 or more whatever the estimator; with update="policy_gradient"
     also `policy/clip_fraction` and `policy/ratio`; and those of `Importance.metrics`. Raises ConfigError for shapes,
     sizes, names or bounds that do not fit. Across tokenizers: `sampled_chunk_kl`.
     """

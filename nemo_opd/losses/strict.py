@@ -179,6 +179,11 @@ class _SharedVocabulary:
 def _check(top_k: int | None, normalization: str) -> None:
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k={top_k}: strict compares at least 1 pair; give a larger number, or none for all")
+    if top_k == 1 and normalization == "support":
+        raise ConfigError(
+            "top_k=1 with normalization=support: one pair renormalised is 1 on both sides, and nothing is learned; "
+            "give a larger number, or normalization=rest"
+        )
     if normalization not in _NORMALIZATIONS:
         raise ConfigError(
             f"normalization={normalization!r}: strict has no such normalization; "

@@ -54,6 +54,11 @@ class Support:
             )
         if self.kind != "full" and self.top_k is None:
             raise ConfigError(f"support={self.kind} needs top_k; give the number of columns to take from a side")
+        if self.top_k == 1 and self.normalization == "support" and self.kind != "union":
+            raise ConfigError(
+                "top_k=1 with normalization=support: one column renormalised is 1 on both sides, and nothing is "
+                "learned; give a larger number, or normalization=rest"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k={self.top_k}: a support has at least 1 column; give a larger number")
 

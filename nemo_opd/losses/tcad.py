@@ -57,6 +57,11 @@ def tcad(
     check_support(support, support_size)
     if not coverage_coef >= 0:
         raise ConfigError(f"coverage_coef={coverage_coef}: it is a weight; give 0 or more")
+    if support_size == 1 and coverage_coef == 0 and support == "interleaved":
+        raise ConfigError(
+            "support_size=1 with coverage_coef=0: one token renormalised is 1 on both sides, and nothing is learned; "
+            "raise one of them"
+        )
     places = LabelPositions.of(student_logits, teacher_logits, **shared)
     compared = _Comparison(Divergence(divergence, beta, mixed_weight), support, support_size, coverage_coef)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.sparse import SparseLogits
 from nemo_opd.losses.softmax import log_sum_exp
 
 
@@ -28,6 +29,15 @@ def require_temperature_1(teacher: LogitRows, temperature: float) -> None:
 def split(teacher: Tensor) -> tuple[Tensor, Tensor]:
     """Return the columns of the vocabulary [U, W] and of the rest [U, 1], of a truncated teacher's [U, W + 1]."""
     return teacher[:, :-1], teacher[:, -1:]
+
+
+def of_likeliest(teacher: LogitRows, rows: Tensor, log_q: Tensor) -> Tensor:
+    """Mask the next token if it is not among the k likeliest: log-probabilities [U, W + 1] of rows [U] → [U, W].
+
+    Its rank is not known, since tokens between the k-th and it may be missing. All finite columns have known ranks.
+    """
+    assert isinstance(teacher, SparseLogits)
+    return log_q.scatter(1, teacher.next_beyond_likeliest(rows).unsqueeze(1), -torch.inf)[:, :-1]
 
 
 def joined(*log_masses: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.compat import check_compat
 from nemo_opd.losses.merge import Merge
-from nemo_opd.losses.truncated import require_temperature_1
+from nemo_opd.losses.truncated import of_likeliest, require_temperature_1
 
 
 @Loss
@@ -40,7 +40,8 @@ def uld(
         if compat is None:
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
         if inputs.teacher.top_k is not None:
-            return _known_ranks(student, teacher, inputs.teacher.top_k)
+            ranked = of_likeliest(inputs.teacher, inputs.units.teacher_rows[part], teacher)
+            return _known_ranks(student, teacher, ranked, inputs.teacher.top_k)
         return (_ranked(student, ranks) - _ranked(teacher, ranks)).abs().sum(-1)
 
     merge = Merge("first" if compat is None else "observed")
@@ -50,14 +51,16 @@ def uld(
     return inputs.planned([term])
 
 
-def _known_ranks(log_p: Tensor, log_q: Tensor, top_k: int) -> Tensor:
-    """Compare the ranks that are known of the teacher, [U, V] and [U, W + 1], and all others as one cell: [U].
+def _known_ranks(log_p: Tensor, log_q: Tensor, ranked: Tensor, top_k: int) -> Tensor:
+    """Compare the teacher's known ranks one by one and all others as one cell: [U, V] and [U, W + 1] → [U].
 
-    These are fewer than `top_k` where a server names rows of its head that are no tokens.
+    ranked: [U, W], log-probabilities of the tokens whose ranks are known, −inf of all others. They are fewer than
+    `top_k` if a server names rows of its head that are not tokens.
     """
-    known = log_q[:, :-1].topk(top_k, dim=-1)
+    known = ranked.topk(top_k, dim=-1)
     is_unknown = known.values == -torch.inf
-    others = log_q.scatter(1, known.indices, -torch.inf).exp().sum(-1)
+    is_ranked = F.pad(ranked > -torch.inf, (0, 1))
+    others = log_q.masked_fill(is_ranked, -torch.inf).exp().sum(-1)
     ranked = _ranked(log_p, max(top_k, log_p.shape[-1]))
     leading = ranked[:, :top_k]
     by_rank = (leading - known.values.exp()).abs().masked_fill(is_unknown, 0).sum(-1)

@@ -1,6 +1,8 @@
-"""A check of servers before a run: that they serve the model, and answer what is needed about a prompt."""
+"""A check of servers before a run: that they serve the model, answer what is needed about a prompt, and agree."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import httpx2
 import numpy as np
@@ -8,6 +10,7 @@ import numpy as np
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.errors import EndpointError
 from nemo_opd.rollout.server.http import Http, UnansweredError
+from nemo_opd.served.agreement import check_agreement
 from nemo_opd.served.answers import EndpointAnswers, served_layout
 from nemo_opd.served.programs import PROGRAMS
 from nemo_opd.users_code import shown
@@ -16,17 +19,25 @@ _LISTED_S = 30.0
 """Limit of the answer to what a server serves."""
 
 
-def check_endpoint(endpoint: Endpoint, model: str, *, key: str, vocab_size: int, token: int) -> int | None:
-    """Ask each server what it serves, and about a prompt of two tokens.
+def check_endpoint(
+    endpoint: Endpoint, model: str, *, key: str, vocab_size: int, token: int, texts: Sequence[Sequence[int]]
+) -> int | None:
+    """Ask each server what it serves, about a prompt of two tokens, and about `texts`, alone and in a batch.
 
-    key: of the teacher's settings. token: one of its tokenizer's highest ids. Returns the longest sequence that all
-    servers can be asked about; None where they do not say. Raises EndpointError, naming the address, where one does not
-    answer, serves another model, or gives no or too few log-probabilities, or those of other tokens.
+    key: of the teacher's settings. token: one of its tokenizer's highest ids. texts: ids of a few texts, of which each
+    server reads what fits. Prints the largest disagreement. Returns the longest sequence that all servers can be asked
+    about; None where they do not say. Raises EndpointError, naming the address, where one does not answer, serves
+    another model, gives no or too few log-probabilities or those of other tokens, or where answers about a text
+    disagree by more than rounding explains.
     """
     limits = [_longest(endpoint, i, model, key) for i in range(len(endpoint.urls))]
     for i in range(len(endpoint.urls)):
         _try(endpoint, i, model, key, vocab_size, token)
-    return min((limit for limit in limits if limit is not None), default=None)
+    longest = min((limit for limit in limits if limit is not None), default=None)
+    sequences = [np.array(ids[:longest], np.int32) for ids in texts if len(ids[:longest]) > 1]
+    if sequences:
+        check_agreement(endpoint, model, sequences, key=key, vocab_size=vocab_size)
+    return longest
 
 
 def _longest(endpoint: Endpoint, i: int, model: str, key: str) -> int | None:

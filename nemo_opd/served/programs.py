@@ -12,6 +12,7 @@ from nemo_opd.rollout.server.vllm import sampled_with
 from nemo_opd.users_code import shown
 
 _Json = dict[str, Any]
+_MISSING: _Json = {"logprob": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class PromptLogprobs:
     """Answer of a server about a prompt of N tokens, unchecked."""
 
     realised: list[Any]
-    """[N − 1]: log-probability of each token but the first."""
+    """[N − 1]: log-probability of each token but the first; None if it is missing."""
     counts: list[int]
     """[N]: number of tokens that are named as likeliest after each token."""
     ids: list[Any]
@@ -77,12 +78,12 @@ class VLLM(ServerProgram):
         positions = choice.get("prompt_logprobs")
         if not positions:
             raise UnusableError("it has no log-probabilities of the prompt (prompt_logprobs)")
-        known = positions[1:]
+        known = [each or {} for each in positions[1:]]
         last = choice["logprobs"]["top_logprobs"][0]
         if len(positions) != len(ids):
             raise UnusableError(f"it has log-probabilities of {len(positions)} tokens, and {len(ids)} were sent")
         return PromptLogprobs(
-            realised=[each[str(token)]["logprob"] for each, token in zip(known, ids[1:], strict=True)],
+            realised=[each.get(str(token), _MISSING)["logprob"] for each, token in zip(known, ids[1:], strict=True)],
             counts=[*map(len, known), len(last)],
             ids=[*(int(token) for each in known for token in each), *map(_number, last)],
             log_p=[*(entry["logprob"] for each in known for entry in each.values()), *last.values()],
@@ -150,7 +151,7 @@ class OpenAI(ServerProgram):
         if not found:
             raise UnusableError("it has no log-probabilities (logprobs)")
         _require_echo([_number(token) for token in found["tokens"]][: len(ids)], ids)
-        named = found["top_logprobs"][1 : len(ids) + 1]
+        named = [each or {} for each in found["top_logprobs"][1 : len(ids) + 1]]
         return PromptLogprobs(
             realised=found["token_logprobs"][1 : len(ids)],
             counts=[len(each) for each in named],

@@ -18,6 +18,7 @@ from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.models.stored_weights import check_weights
 from nemo_opd.rollout.hf import max_positions
+from nemo_opd.served.agreement import TEXTS
 from nemo_opd.served.check import check_endpoint
 from nemo_opd.teacher_cache.manifest import read_manifest
 from nemo_opd.training.model_size import ModelSize, size_of
@@ -135,7 +136,14 @@ def _without_configuration(settings: Student | Teacher, key: str) -> ModelInfo:
         return replace(info, positions=read_manifest(settings.cache).positions)
     ordinary = np.flatnonzero(~info.pieces.is_special & (info.pieces.origin != HOLE))
     token = int(ordinary[-1])
-    limit = check_endpoint(settings.served, settings.reference, key=key, vocab_size=info.vocab_size, token=token)
+    limit = check_endpoint(
+        settings.served,
+        settings.reference,
+        key=key,
+        vocab_size=info.vocab_size,
+        token=token,
+        texts=[info.tokenizer(text)["input_ids"] for text in TEXTS],
+    )
     return replace(info, positions=limit)
 
 

@@ -39,6 +39,7 @@ from nemo_opd.training.links import Links
 from nemo_opd.training.model_group import ModelGroup
 from nemo_opd.training.own_teacher import OwnTeacher
 from nemo_opd.training.plan import Plan
+from nemo_opd.training.unanswered import only_answered
 from nemo_opd.types import Batch, Mean, Metric, Metrics, SequenceScores
 from nemo_opd.workers.student import StudentStep
 from nemo_opd.workers.teacher import TeacherOutput
@@ -73,7 +74,9 @@ class ScoredBatch:
     positions: tuple[int, ...]
     """Positions, padding included, that each teacher has read."""
     retried: dict[str, int]
-    """Requests sent again for each served teacher, by its name."""
+    """Requests sent again for each served teacher, keyed by its name."""
+    unanswered: dict[str, int]
+    """Tokens without a log-probability, keyed by the name of each teacher of likeliest tokens."""
     about: str
 
 
@@ -151,7 +154,8 @@ class Models:
         as_read = self._grid.padded(in_flight.batch)
         scores = self._scores(by_teacher, in_flight.batch)
         given = [each for each in scores if each is not None]
-        batch = share_out(self._aggregation, in_flight.batch, given, priors=self._priors)
+        batch, unanswered = only_answered(in_flight.batch, by_teacher, self._grid)
+        batch = share_out(self._aggregation, batch, given, priors=self._priors)
         batch = weighted_by_confidence(batch, scores, self._alphas)
         by_teacher_and_reader = [
             windows([output.handle for output in by_rank], delivery.sides, rows.tokens.packed_lengths)
@@ -165,7 +169,16 @@ class Models:
             for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True)
         )
         retried = _retried(dict(zip(self._names, by_teacher, strict=True)))
-        return ScoredBatch(batch, in_flight.slot, by_student_rank, seconds, positions, retried, in_flight.about)
+        return ScoredBatch(
+            batch,
+            in_flight.slot,
+            by_student_rank,
+            seconds,
+            positions,
+            retried,
+            {name: number for name, number in zip(self._names, unanswered, strict=True) if number is not None},
+            in_flight.about,
+        )
 
     def _outputs(self, in_flight: InFlightBatch) -> list[list[TeacherOutput]]:
         """Return the output of every teacher, by rank; those with the student's weights read the batch now."""

@@ -89,5 +89,6 @@ def train_step(session: Session) -> dict[str, float]:
         **useful_positions(scored, positions, session.config.active_names),
         **times,
         **{f"perf/retried/{name}": number for name, number in scored.retried.items()},
+        **{f"perf/unanswered/{name}": number for name, number in scored.unanswered.items()},
         "perf/peak_memory_gb": peak_memory,
     }

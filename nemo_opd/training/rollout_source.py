@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 
-from nemo_opd.config.loss import GRPOLoss
+from nemo_opd.config.objective import GRPOLoss
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.collate import collate
 from nemo_opd.data.order import BatchOrder

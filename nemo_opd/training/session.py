@@ -27,6 +27,7 @@ from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.engines import open_engine
 from nemo_opd.training.evaluator import Evaluator
 from nemo_opd.training.exports import export_best, export_models, push_export, write_cards
+from nemo_opd.training.first_kd import first_kd_warnings
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.launch import open_cluster
 from nemo_opd.training.lookahead import BatchSource, Lookahead
@@ -208,6 +209,9 @@ class Session:
         Raises NotFiniteError after too many skipped steps.
         """
         self.skipped.require_progress()
+        if self.step == 1:
+            for warning in first_kd_warnings(self.config, self.plan.student_vocab_size, self.plan.device, record):
+                self.loggers.warn(f"step 1: {warning}")
         self._is_best = self.best.observe(self.step, record)
         self.patience.observe(record)
         if self.callbacks.on_step(self.step, record):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from nemo_opd.aggregation import PART, SHARE, kd_of
-from nemo_opd.config.loss import GRPOLoss, Objective
+from nemo_opd.config.objective import GRPOLoss, Objective
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.metrics import values
 from nemo_opd.logging.step_time import OTHER, step_parts

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import OutputHandle
 from nemo_opd.handoff.writer import NewSender
 from nemo_opd.logits.packed import Packing
+from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.sparse import SparseLogits
 from nemo_opd.models.head import Headless
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.types import SequenceScores, TokenRows
@@ -44,6 +47,8 @@ class TeacherOutput:
     """Positions, padding included, that the model has read."""
     retried: int | None = None
     """Requests sent again; None without servers."""
+    is_answered: Tensor | None = None
+    """bool [b, T], on the host: tokens whose log-probability is known; None if that is so of all."""
 
 
 Writer = HiddenStatesWriter | LogitsWriter
@@ -113,6 +118,7 @@ class TeacherWorker(FrozenWorker):
         """Run the model on `tokens`, a microbatch after the other; the output replaces the slot's."""
         begin = time.perf_counter()
         scores: list[SequenceScores] = []
+        answered: list[Tensor] = []
         with needs_memory(self._tasks.reading), self._own.use():
             with needs_memory(self._buffer_task):
                 self.writer.begin(sum(tokens.packed_lengths), slot)
@@ -120,14 +126,28 @@ class TeacherWorker(FrozenWorker):
             for micro, packing in self._packed(tokens, micro_batches):
                 made = self.logit_rows(micro.ids, packing)
                 self.writer.write(written, made)
+                if isinstance(made, SparseLogits):
+                    answered.append(F.pad(made.is_answered, (0, tokens.ids.shape[1] - micro.ids.shape[1]), value=True))
                 written += len(packing.tokens)
                 positions += self.logit_rows.num_positions(packing)
                 if self.score is not None:
-                    whole = self.logit_rows.whole(made, packing)
+                    whole, micro = self._whole(made, micro, packing)
                     scores.append(sequence_scores(whole, micro, score=self.score, vocab_size=self.vocab_size))
             # Waits for the device, so that the host's clock measures the device's work.
             handle = self.writer.handle()
-        return TeacherOutput(handle, joined_scores(scores) if scores else None, time.perf_counter() - begin, positions)
+        return TeacherOutput(
+            handle,
+            joined_scores(scores) if scores else None,
+            time.perf_counter() - begin,
+            positions,
+            is_answered=torch.cat(answered).cpu() if answered else None,
+        )
+
+    def _whole(self, made: Any, micro: TokenRows, packing: Packing) -> tuple[LogitRows | Tensor, TokenRows]:
+        """Return the logits [b, T, W], and the tokens, of which those that are not answered are not scored."""
+        if isinstance(made, SparseLogits):
+            micro = replace(micro, loss_mask=micro.loss_mask & made.is_answered)
+        return self.logit_rows.whole(made, packing), micro
 
     def _packed(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Iterator[tuple[TokenRows, Packing]]:
         for sequences in micro_batches:
@@ -140,7 +160,7 @@ class TeacherWorker(FrozenWorker):
         width, found = tokens.ids.shape[1], []
         with self._own.use():
             for micro, packing in self._packed(tokens, micro_batches):
-                whole = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
+                whole, micro = self._whole(self.logit_rows(micro.ids, packing), micro, packing)
                 nats = token_nats(whole, micro, score="bits_per_byte", vocab_size=self.vocab_size)
                 found.append(F.pad(nats, (0, width - nats.shape[1])))
         return torch.cat(found).cpu()
@@ -151,7 +171,7 @@ class TeacherWorker(FrozenWorker):
         found = []
         with needs_memory(self._tasks.reading), self._own.use():
             for micro, packing in self._packed(tokens, micro_batches):
-                whole = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
+                whole, micro = self._whole(self.logit_rows(micro.ids, packing), micro, packing)
                 found.append(sequence_scores(whole, micro, score="log_probability", vocab_size=self.vocab_size))
         return joined_scores(found)
 

@@ -172,6 +172,8 @@ def term(pick: random.Random, kind: str) -> dict[str, Any]:
             "top_k": pick.choice((1, 8, 100, 1000)),
             "normalization": pick.choice(("full", "support", "rest", "rest")),
         }
+        if found["normalization"] == "support":
+            found["top_k"] = max(found["top_k"], 2)  # one column renormalised is refused
     if kind == "tcad":
         found |= {
             "support_size": pick.choice((1, 8, 100, 1000)),
@@ -179,6 +181,8 @@ def term(pick: random.Random, kind: str) -> dict[str, Any]:
             "coverage_coef": pick.choice((0.0, 0.5, 1.0)),
             "power_alpha": pick.choice((None, 1.0, 3.0)),
         }
+        if found["coverage_coef"] == 0:
+            found["support_size"] = max(found["support_size"], 2)
     if kind in CROSS:
         found["continuation_weight"] = pick.choice((0.0, 0.0, 0.7))
     if kind == "p_kl":

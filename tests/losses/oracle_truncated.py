@@ -21,11 +21,17 @@ class Known:
     rest: float
 
     @staticmethod
-    def of(logits: list[float], top_k: int, following: int | None) -> Known:
+    def of(logits: list[float], top_k: int, following: int | None, num_tokens: int) -> Known:
+        """logits: of a head whose rows beyond `num_tokens` are not tokens; they take places among the likeliest."""
         q = oracle.softmax(logits, 1)
-        top = sorted(range(len(q)), key=lambda t: -q[t])[:top_k]
+        likeliest = sorted(range(len(q)), key=lambda t: -q[t])[:top_k]
+        top = [t for t in likeliest if t < num_tokens]
         kept = {*top} if following is None else {*top, following}
-        return Known({t: q[t] for t in kept}, top, math.fsum(x for t, x in enumerate(q) if t not in kept))
+        rest = math.fsum(x for t, x in enumerate(q) if t not in kept)
+        if len(q) > num_tokens:  # (13.3)
+            in_padding = math.fsum(q[t] for t in likeliest if t >= num_tokens)
+            rest = min(rest, (num_tokens - len(kept)) * q[likeliest[-1]] + in_padding)
+        return Known({t: q[t] for t in kept}, top, rest)
 
 
 @dataclass(frozen=True)
@@ -38,13 +44,13 @@ class Unit:
     y: list[int]
 
 
-def units(batch: cases.Batch, top_k: int) -> list[Unit]:
+def units(batch: cases.Batch, top_k: int, num_tokens: int) -> list[Unit]:
     teacher, ids = batch.teacher.tolist(), (batch.student_ids.tolist(), batch.teacher_ids.tolist())
     chunks = batch.student_chunk_id.tolist(), batch.teacher_chunk_id.tolist()
     found = []
     for chunk in oracle_prefix.chunks_of(*chunks):
         own, theirs = ids[0][chunk.b], ids[1][chunk.b]
-        known = [Known.of(teacher[chunk.b][j - 1], top_k, theirs[j]) for j in chunk.teacher]
+        known = [Known.of(teacher[chunk.b][j - 1], top_k, theirs[j], num_tokens) for j in chunk.teacher]
         p = oracle.softmax(batch.student[chunk.b][chunk.student[0] - 1].tolist(), 1)
         found.append(Unit(p, known[0], known, [own[i] for i in chunk.student], [theirs[j] for j in chunk.teacher]))
     return found
@@ -158,8 +164,9 @@ ORACLES = {
 }
 
 
-def value(case: cases.Case, batch: cases.Batch, top_k: int) -> float:
-    """Mean over the units."""
-    found = [ORACLES[case.loss](unit, **case.options) for unit in units(batch, top_k)]
+def value(case: cases.Case, batch: cases.Batch, top_k: int, padding: int = 0) -> float:
+    """Mean over the units. padding: last columns of the teacher that are not tokens."""
+    num_tokens = batch.teacher.shape[2] - padding
+    found = [ORACLES[case.loss](unit, **case.options) for unit in units(batch, top_k, num_tokens)]
     counted = [each for each in found if not math.isnan(each)]
     return math.fsum(counted) / len(counted)

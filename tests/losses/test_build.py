@@ -11,12 +11,8 @@ from nemo_opd.config.loss import (
     BytePrefixTerm,
     GoldTerm,
     HKLTerm,
-    Loss,
     LossTerm,
-    Objective,
-    PKLLoss,
     PKLTerm,
-    SameVocabLoss,
     SameVocabTerm,
     SampledKLTerm,
     SharedPrefixTerm,
@@ -24,6 +20,7 @@ from nemo_opd.config.loss import (
     TCADTerm,
     ULDTerm,
 )
+from nemo_opd.config.objective import Loss, Objective, PKLLoss, SameVocabLoss
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses import p_kl, same_vocab, sampled_chunk_kl, sampled_kl, tcad
 from nemo_opd.losses.build import ACROSS_TOKENIZERS, LOSSES, NOT_ARGUMENTS, build

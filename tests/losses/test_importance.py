@@ -34,9 +34,14 @@ def warped(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, t
     return cut
 
 
-def expectation(student: Tensor, teacher: Tensor, behaviour: Tensor, **options) -> tuple[Tensor, float]:
-    """Over the token ~ behaviour, of the gradient [V] at the position that predicts it, and of the metric `kd`."""
-    log_p, gradient, kd = student.log_softmax(0), torch.zeros(V, dtype=torch.float64), 0.0
+def expectation(
+    student: Tensor, teacher: Tensor, behaviour: Tensor, old: Tensor | None = None, **options
+) -> tuple[Tensor, float]:
+    """Over the token ~ behaviour, of the gradient [V] at the position that predicts it, and of the metric `kd`.
+
+    old: logits of the weights that sampled; None: the student's.
+    """
+    log_p, gradient, kd = (student if old is None else old).log_softmax(0), torch.zeros(V, dtype=torch.float64), 0.0
     for token in behaviour.nonzero().flatten().tolist():
         leaf = torch.stack([student, student])[None].requires_grad_()
         out = sampled_kl(
@@ -64,11 +69,12 @@ def objective(student: Tensor, teacher: Tensor, on: Tensor, *, forward: bool = F
 SIDES = [(random_logits(1, 1, V, seed, 1.5)[0, 0], random_logits(1, 1, V, seed + 50, 1.5)[0, 0]) for seed in range(5)]
 
 
+EXPECTED = [("k1", "policy_gradient", False), ("k2", "direct", False), ("k3", "direct", True)]
+"""Estimator, update, and whether the gradient is that of the forward KL."""
+
+
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
-@pytest.mark.parametrize(
-    ("estimator", "update", "forward"),
-    [("k1", "policy_gradient", False), ("k2", "direct", False), ("k3", "direct", True)],
-)
+@pytest.mark.parametrize(("estimator", "update", "forward"), EXPECTED)
 def test_at_any_temperature_the_gradient_is_that_of_the_kl(temperature, estimator, update, forward):
     """Bugs: a ratio to the raw log-probability, which at 0.6 is off by half of the gradient."""
     for student, teacher in SIDES:
@@ -78,6 +84,37 @@ def test_at_any_temperature_the_gradient_is_that_of_the_kl(temperature, estimato
         expected, _ = objective(student, teacher, everything, forward=forward)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
         assert kd == pytest.approx(objective(student, teacher, everything)[1], rel=1e-10)
+
+
+@pytest.mark.parametrize("temperature", [0.8, 1.0])
+@pytest.mark.parametrize(("estimator", "update", "forward"), EXPECTED)
+def test_samples_of_older_weights_have_the_gradient_and_the_metric_of_the_student(
+    temperature, estimator, update, forward
+):
+    """Bugs: an estimate that is differentiated with the weight π_old / π_behaviour: the gradient was off by a third."""
+    everything, unclipped = torch.ones(V, dtype=torch.bool), {"clip_low": 0.999, "clip_high": 1e9}
+    for seed, (student, teacher) in enumerate(SIDES):
+        old = student + random_logits(1, 1, V, seed + 90, 0.4)[0, 0]
+        options = {"estimator": estimator, "update": update} | (unclipped if update == "policy_gradient" else {})
+        found, kd = expectation(student, teacher, warped(old, temperature), old, **options)
+        expected, _ = objective(student, teacher, everything, forward=forward)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
+        assert kd == pytest.approx(objective(student, teacher, everything)[1], rel=1e-10)
+
+
+@pytest.mark.parametrize("cap", [0.7, 1.2])
+def test_a_differentiated_estimate_is_weighed_by_what_the_cap_leaves(cap):
+    """Bugs: a cap that bounds the weight divided by the ratio, so that stale tokens count for more than the cap."""
+    student, teacher = SIDES[0]
+    old = student + random_logits(1, 1, V, 90, 0.4)[0, 0]
+    behaviour = warped(old)
+    weight = student.softmax(0) / behaviour
+    assert 0 < (weight > cap).sum() < V
+    found, _ = expectation(student, teacher, behaviour, old, estimator="k2", update="direct", importance_cap=cap)
+    leaf = student.detach().requires_grad_()
+    estimates = (leaf.log_softmax(0) - teacher.log_softmax(0)).square() / 2
+    (expected,) = torch.autograd.grad((behaviour * weight.clamp(max=cap) * estimates).sum(), leaf)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), CUTS)

@@ -90,10 +90,10 @@ class ByLoops:
     def _add(self, d: float, ratio: float, weight: float, estimator: str, update: str) -> float:
         """The derivative by s."""
         estimate = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
-        self.kd += math.exp(-d) - 1 + d
+        self.kd += ratio * (math.exp(-d) - 1 + d)
         if update == "direct":
-            self.total += weight * estimate
-            return weight * {"k2": d, "k3": 1 - math.exp(-d)}[estimator]
+            self.total += weight * ratio * estimate
+            return weight * ratio * {"k2": d, "k3": 1 - math.exp(-d)}[estimator]
         advantage = -estimate
         gain = min(ratio * advantage, min(max(ratio, 0.8), 1.3) * advantage)
         gain = max(gain, 1.5 * advantage) if advantage < 0 else gain
@@ -317,13 +317,16 @@ def test_where_every_token_is_a_chunk_it_is_the_kl_of_next_tokens(estimator, upd
     torch.testing.assert_close(*(torch.autograd.grad(v, table)[0] for v in (found, wanted)), rtol=1e-10, atol=1e-14)
 
 
-def test_samples_of_another_policy_are_weighed_by_the_ratio_of_the_chunk():
-    """With the ratio of each token alone, the other tokens of its chunk would be those of the old policy."""
+@pytest.mark.parametrize(("estimator", "update", "kind"), EXPECTED)
+def test_samples_of_another_policy_are_weighed_by_the_ratio_of_the_chunk(estimator, update, kind):
+    """With the ratio of each token alone, the other tokens of its chunk would be those of the old policy; without one,
+    as `direct` was, all of them.
+    """
     language = Language(LOOKS_AHEAD, seed=0)
     old = language.table + random_logits(1, *language.table.shape, 7, 0.5)[0]
     table = language.table.requires_grad_()
-    found = language.expected_loss(table, old)
-    wanted = generalised_kl(language, table, old)["reverse"]
+    found = language.expected_loss(table, old, estimator=estimator, update=update)
+    wanted = generalised_kl(language, table, old)[kind]
     torch.testing.assert_close(*(torch.autograd.grad(v, table)[0] for v in (found, wanted)), rtol=1e-10, atol=1e-14)
 
 

@@ -34,6 +34,8 @@ def of(kind) -> Divergence:
 @pytest.mark.parametrize("top_k", [1, 3, 6])
 def test_value_equals_the_loop(kind, support, normalization, top_k):
     """A column counted twice in a union, a rest taken from the wrong side, a partition over the wrong columns."""
+    if top_k == 1 and normalization == "support" and support != "union":
+        pytest.skip("it is constant, and refused")
     teacher, student = pair()
     value = Support(support, top_k, normalization).compare(of(kind), teacher, student)
     expected = [

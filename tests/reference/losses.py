@@ -213,27 +213,26 @@ def sampled_kl(term: Dict, one: Dict, own: Dict) -> Iterator[Unit]:
         s, t = likelihood(z, x), likelihood(w, y)
         k3 = torch.exp(t - s) - 1 + s - t
         estimate = {"k1": s - t, "k2": (s - t) ** 2 / 2, "k3": k3}[term["estimator"]]
-        is_direct, log_warp = term["update"] == "direct", sum(one["behaviour"][i] - one["drawn"][i] for i in ours)
+        is_direct, weight = term["update"] == "direct", math.exp(s.item() - sum(one["drawn"][i] for i in ours))
         trained = importance(term, one, ours) * estimate if is_direct else policy(term, one, ours, -estimate.item())
-        yield trained, math.exp(log_warp) * k3.detach()
+        yield trained, weight * k3.detach()
 
 
 def policy(term: Dict, one: Dict, tokens: list[int], advantage: float) -> Tensor:
-    """−min(r A, clip(r) A), of a negative A dual_clip · |A| at most, times the importance of the tokens."""
+    """−min(r A, clip(r) A), of a negative A dual_clip · |A| at most, times the importance of the tokens / r."""
     log_p = likelihood(*predicted(one["z"], one["ids"], tokens))
     r = torch.exp(log_p - sum(one["behaviour"][i] for i in tokens))
     gain = torch.minimum(r * advantage, r.clamp(1 - term["clip_low"], 1 + term["clip_high"]) * advantage)
     if term["dual_clip"] is not None and advantage < 0:
         gain = gain.clamp(min=term["dual_clip"] * advantage)
-    return -importance(term, one, tokens) * gain
+    return -importance(term, one, tokens) / r.item() * gain
 
 
 def importance(term: Dict, one: Dict, tokens: list[int]) -> float:
-    """min(W, cap) / r, W of the tokens or their whole sequence; 0 where a weight in that is below the veto."""
+    """min(W, cap), W of the tokens or their whole sequence; 0 where a weight in that is below the veto."""
     log_p = {i: likelihood(*predicted(one["z"], one["ids"], [i])).item() for i in scored(one)}
     log_w = {i: log_p[i] - one["drawn"][i] for i in log_p}
     if min(log_w.values()) < math.log(term["importance_veto"] or 1e-300):
         return 0.0
     weight = math.exp(sum(log_w[i] for i in (log_w if term["importance_level"] == "sequence" else tokens)))
-    r = math.exp(sum(log_p[i] - one["behaviour"][i] for i in tokens))
-    return min(weight, term["importance_cap"] or math.inf) / r
+    return min(weight, term["importance_cap"] or math.inf)

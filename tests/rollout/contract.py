@@ -290,7 +290,7 @@ def asked_as_a_teacher(subject: Subject, given: Endpoint, last: int | None = Non
     last: id of each sequence's end; by default they begin with 5.
     """
     size = subject.folders.vocab_size
-    longest = check_endpoint(given, "student", key="teachers.0", vocab_size=size, token=size - 1)
+    longest = check_endpoint(given, "student", key="teachers.0", vocab_size=size, token=size - 1, texts=[range(3, 30)])
     assert longest == MAX_POSITIONS - 1
     layout = served_layout(given, size)
     answers = EndpointAnswers(given, "student", layout, key="teachers.0")

@@ -146,10 +146,10 @@ def test_a_teacher_is_asked_about_sequences(subject: Subject) -> None:
     with pytest.raises(EndpointError, match=r"refused prompt 0: status 400"):
         answers.segments([np.arange(5, 6 + longest, dtype=np.int32)])
     with pytest.raises(EndpointError, match=r"serves student and not teacher"):
-        check_endpoint(given, "teacher", key="teachers.0", vocab_size=size, token=5)
+        check_endpoint(given, "teacher", key="teachers.0", vocab_size=size, token=5, texts=[])
     many = given.model_copy(update={"logprobs": 30})
     with pytest.raises(EndpointError, match=r"teachers.0.logprobs.*--max-logprobs"):
-        check_endpoint(many, "student", key="teachers.0", vocab_size=size, token=5)
+        check_endpoint(many, "student", key="teachers.0", vocab_size=size, token=5, texts=[])
 
 
 class TestVLLM(ServerContract):

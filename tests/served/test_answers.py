@@ -23,6 +23,7 @@ VOCAB = 50
 IDS = np.array([3, 1, 40, 7], np.int32)
 LAST = np.array([3, 49, 0, 49, 7], np.int32)
 """With the last id of the vocabulary."""
+TEXTS = [range(1, 9), range(20, 40)]
 fine = answering(of_uniform(VOCAB))
 
 
@@ -65,7 +66,7 @@ def test_the_longest_sequence_is_what_the_program_leaves(program: str, longest: 
     """Catches sequences that a SGLang refuses in the middle of a run: it keeps 6 positions more than others."""
     with endpoint(fine, limit=100) as (url, _):
         given = Endpoint(urls=(url,), program=program, logprobs=4)
-        assert check_endpoint(given, MODEL, key="teachers.0", vocab_size=VOCAB, token=VOCAB - 1) == longest
+        assert check_endpoint(given, MODEL, key="teachers.0", vocab_size=VOCAB, token=VOCAB - 1, texts=TEXTS) == longest
 
 
 def test_a_rest_that_is_not_known_from_the_sum_is_not_0() -> None:
@@ -153,6 +154,70 @@ def test_an_answer_that_cannot_be_used_is_one_message(says: Says, reason: str) -
     with endpoint(says) as (url, _), pytest.raises(EndpointError, match=f"teachers.0: {url}.*{reason}") as caught:
         asked(url)
     assert "\n" not in str(caught.value)
+
+
+def without_one(program: str, value: float | None) -> Says:
+    """An answer whose second token has no log-probability, or is NaN."""
+
+    def change(reply: Json) -> None:
+        if program == "vllm":
+            position = reply["choices"][0]["prompt_logprobs"][2]
+            of_token = next(each for each in position if each == "40")
+            position[of_token]["logprob"] = value
+        elif program == "sglang":
+            reply["meta_info"]["input_token_logprobs"][2][0] = value
+        else:
+            reply["choices"][0]["logprobs"]["token_logprobs"][2] = value
+
+    return changed(change)
+
+
+@pytest.mark.parametrize("value", [None, math.nan])
+@pytest.mark.parametrize("program", ["vllm", "sglang", "openai"])
+def test_a_missing_log_probability_costs_one_token(program: str, value: float | None) -> None:
+    """Catches a run that ends with a NaN of a server, or a row that is made of it, or shifted by it."""
+    with endpoint(fine) as (url, _):
+        (whole,) = asked(url, program=program)
+    with endpoint(without_one(program, value)) as (url, _):
+        (found,) = asked(url, program=program)
+    assert found.log_p_next.isnan().tolist() == [False, True, False, False]
+    for name in ("ids", "log_p", "log_p_next", "log_rest"):
+        ours, theirs = (getattr(rows, name)[[0, 2, 3]] for rows in (found, whole))
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda reply: reply["choices"][0]["prompt_logprobs"].__setitem__(2, None),
+        lambda reply: reply["choices"][0]["prompt_logprobs"][2].pop("40"),
+        lambda reply: next(iter(reply["choices"][0]["prompt_logprobs"][2].values())).update(logprob=math.nan),
+    ],
+)
+def test_a_position_without_likeliest_tokens_costs_one_token(change: Callable[[Json], object]) -> None:
+    """Catches likeliest tokens of a position that are made of those of the next."""
+    with endpoint(changed(change)) as (url, _):
+        (found,) = asked(url)
+    assert found.log_p_next.isnan().tolist() == [False, True, False, False]
+    assert (found.ids[[0, 2, 3]] == torch.arange(4)).all()
+    assert (found.log_p[1] == -math.inf).all()
+
+
+@pytest.mark.parametrize(("missing", "length", "is_refused"), [(2, 4, True), (2, 199, True), (2, 200, False)])
+def test_more_than_a_hundredth_is_an_error(missing: int, length: int, is_refused: bool) -> None:
+    """Catches a server whose log-probabilities are mostly gone, which a run would learn little from and not say."""
+
+    def change(reply: Json) -> None:
+        for position in reply["choices"][0]["prompt_logprobs"][1 : 1 + missing]:
+            position.clear()
+
+    sequence = np.arange(length, dtype=np.int32) % VOCAB
+    with endpoint(changed(change)) as (url, _):
+        if not is_refused:
+            assert asked(url, sequences=[sequence])[0].log_p_next.isnan().sum() == missing
+            return
+        with pytest.raises(EndpointError, match="0 likeliest tokens of position 0"):
+            asked(url, sequences=[sequence])
 
 
 @pytest.mark.parametrize(
@@ -255,7 +320,7 @@ def test_a_server_that_failed_gets_a_single_request_after_its_rest(monkeypatch: 
 
 def checked(*urls: str, model: str = MODEL, **settings: Any) -> int | None:
     given = Endpoint(**{"urls": urls, "logprobs": 4, **settings})
-    return check_endpoint(given, model, key="teachers.0", vocab_size=VOCAB, token=VOCAB - 1)
+    return check_endpoint(given, model, key="teachers.0", vocab_size=VOCAB, token=VOCAB - 1, texts=TEXTS)
 
 
 def test_every_server_is_looked_at_before_a_run() -> None:
@@ -320,7 +385,8 @@ def test_the_key_is_sent() -> None:
     with endpoint(fine, handler=Noting) as (url, _):
         checked(url, api_key="a-key")
         checked(url)
-    assert seen == ["Bearer a-key", "Bearer a-key", None, None]
+    assert seen == ["Bearer a-key"] * (len(seen) // 2) + [None] * (len(seen) // 2)
+    assert len(seen) == 2 * (2 + 2 * len(TEXTS))  # its models, two tokens, and each text alone and in a batch
 
 
 def test_nobody_there() -> None:

@@ -1,9 +1,10 @@
 """Runs whose teachers are served, against the same runs with the teachers themselves and with their caches."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight
 from nemo_opd.types import Batch
 from tests.composition import compose
-from tests.rollout.fake_server import Json
+from tests.rollout.fake_server import Json, Says
 from tests.served.endpoint import answering, endpoint, scores_of
 from tests.tiny import Tiny
 from tests.workers import on_policy
@@ -206,6 +207,35 @@ def test_a_server_that_goes_wrong_ends_the_run(servers: Servers, tmp_path: Path)
             off_policy(from_dict(settings))
     assert "teachers.0.retries=1" in str(caught.value)
     assert "with other teachers.0.urls" in str(caught.value)
+
+
+def test_a_nan_of_a_server_costs_a_token_and_not_the_run(servers: Servers, tmp_path: Path) -> None:
+    """Catches a NaN that reaches a loss or a score, or that nobody counts."""
+    names = {teacher.name: f"the {teacher.name}" for teacher in servers.live.teachers}
+
+    def with_nan(right: Says) -> Says:
+        def says(body: Json) -> tuple[int, Json]:
+            status, reply = right(body)
+            if len(body["prompt"]) > 10:
+                next(iter(reply["choices"][0]["prompt_logprobs"][5].values()))["logprob"] = math.nan
+            return status, reply
+
+        return says
+
+    with ExitStack() as stack:
+        urls = {}
+        for teacher in servers.live.teachers:
+            right = answering(scores_of(teacher.reference), names[teacher.name])
+            urls[teacher.name], _ = stack.enter_context(endpoint(with_nan(right), names[teacher.name]))
+        train = servers.live.train.model_dump() | {"max_steps": 1, "validate_every": 1}
+        aggregation = {"type": "weighted_sum", "weights": "bits_per_byte"}
+        run = {"output_dir": str(tmp_path / "run")}
+        given = {"train": train, "run": run, "aggregation": aggregation, "cluster": {"launcher": "local"}}
+        distil(replace(servers, urls=urls).served(8, **given))
+    records = read(tmp_path / "run" / "metrics.jsonl")
+    for name in names:
+        assert records[-1][f"perf/unanswered/{name}"] > 0
+    assert all(math.isfinite(value) for record in records for value in record.values())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from nemo_opd.aggregation import PART
-from nemo_opd.config.loss import PKLLoss
+from nemo_opd.config.objective import PKLLoss
 from nemo_opd.training.step_metrics import KDScale, objective_values
 from nemo_opd.types import Mean
 from tests.composition import compose

@@ -1,0 +1,62 @@
+"""Tokens whose log-probability a teacher's servers have not given: no loss compares them (methods.md §13.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.training.batch_grid import BatchGrid, leads
+from nemo_opd.types import NO_CHUNK, Batch, TeacherRows
+from nemo_opd.workers.teacher import TeacherOutput
+
+
+def only_answered(
+    batch: Batch, by_teacher: Sequence[Sequence[TeacherOutput]], grid: BatchGrid
+) -> tuple[Batch, list[int | None]]:
+    """Return the batch without targets that are not answered, and their number for each teacher that can have some.
+
+    by_teacher: output of each teacher, by rank, for the padded batch. A target is a token, or an aligned chunk of which
+    a token is not answered. Units are counted after it, so the normalizer is that of what is compared.
+    """
+    teachers = list(batch.teachers)
+    numbers: list[int | None] = []
+    for i, (by_rank, layout) in enumerate(zip(by_teacher, grid.teachers, strict=True)):
+        is_answered = _of_batch(batch, i, by_rank, layout, grid)
+        numbers.append(None if is_answered is None else int((~is_answered).sum()))
+        if is_answered is not None and not is_answered.all():
+            teachers[i] = _answered(batch.teachers[i], is_answered)
+    return replace(batch, teachers=tuple(teachers)), numbers
+
+
+def _of_batch(batch: Batch, i: int, by_rank: Sequence[TeacherOutput], layout: Layout, grid: BatchGrid) -> Tensor | None:
+    """Join the ranks' `is_answered` to that of the batch, bool [B, T]; None if all is known."""
+    parts = [by_rank[rank].is_answered for rank in leads(layout)]
+    width = batch.teachers[i].tokens.ids.shape[1]
+    padded = [F.pad(part, (0, width - part.shape[1]), value=True) for part in parts if part is not None]
+    return torch.cat(padded)[grid.is_given(batch)] if padded else None
+
+
+def _answered(rows: TeacherRows, is_answered: Tensor) -> TeacherRows:
+    """Return the rows of a teacher without targets that are not answered: bool [B, T]."""
+    if rows.chunks is not None:
+        # Sequence by sequence, as chunks of each are counted from 0.
+        lost = [chunks[~known] for chunks, known in zip(rows.chunks.teacher, is_answered, strict=True)]
+        student, teacher = (_without(side, lost) for side in (rows.chunks.student, rows.chunks.teacher))
+        return replace(rows, chunks=replace(rows.chunks, student=student, teacher=teacher))
+    if rows.moved is not None:
+        width = rows.moved.loss_mask.shape[1]
+        places = (torch.arange(width) + rows.moved.by.unsqueeze(1)).clamp(0, is_answered.shape[1] - 1)
+        mask = rows.moved.loss_mask & is_answered.gather(1, places)
+        return replace(rows, moved=replace(rows.moved, loss_mask=mask))
+    return replace(rows, tokens=replace(rows.tokens, loss_mask=rows.tokens.loss_mask & is_answered))
+
+
+def _without(chunk_ids: Tensor, lost: Sequence[Tensor]) -> Tensor:
+    """Return chunk ids [B, S], NO_CHUNK for the lost ones of each sequence."""
+    is_lost = torch.stack([torch.isin(ids, own) for ids, own in zip(chunk_ids, lost, strict=True)])
+    return chunk_ids.masked_fill(is_lost, NO_CHUNK)

@@ -1,0 +1,92 @@
+"""What a teacher's servers say of the same texts before a run."""
+
+import threading
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from nemo_opd.config.endpoint import Endpoint
+from nemo_opd.errors import EndpointError
+from nemo_opd.served.agreement import LARGEST_DISAGREEMENT, check_agreement
+from tests.rollout.fake_server import Json, Says
+from tests.served.endpoint import MODEL, answering, endpoint, of_uniform
+
+VOCAB = 50
+SEQUENCES = [np.arange(first, first + 12, dtype=np.int32) for first in (1, 5, 30)]
+
+
+def shifted_by(nats: float) -> Says:
+    """What a server says that finds token 9 likelier by so much after one position."""
+
+    def scores(ids: list[int]) -> Tensor:
+        logits = of_uniform(VOCAB)(ids).clone()
+        logits[7, 9] += nats
+        return logits.log_softmax(1)
+
+    return answering(scores)
+
+
+def checked(*urls: str) -> None:
+    settings = Endpoint(urls=urls, logprobs=20, retries=0)
+    check_agreement(settings, MODEL, SEQUENCES, key="teachers.0", vocab_size=VOCAB)
+
+
+def test_servers_that_agree_are_told_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a bound that rounding of bfloat16 is above, and a figure of tokens that only one of them names."""
+    with endpoint(shifted_by(0.0)) as (first, _), endpoint(shifted_by(0.3)) as (second, _):
+        checked(first, second)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == (
+        "teachers.0: log-probabilities of its servers differ by at most 0 nats between a text alone and in a batch, "
+        "0.3 between servers"
+    )
+
+
+def test_servers_of_different_models_are_refused_by_name() -> None:
+    """Catches a second server with another revision, which answers half of the texts: one position is enough."""
+    other = shifted_by(1.2 + LARGEST_DISAGREEMENT)
+    with (
+        endpoint(shifted_by(0.0)) as (first, _),
+        endpoint(other) as (second, _),
+        pytest.raises(EndpointError, match=r"nats in the log-probability of a token of the same text") as caught,
+    ):
+        checked(first, second)
+    said = f"teachers.0.urls: {first} and {second} differ by 2."
+    for part in (said, "revisions or quantisations of big", "leave teachers.0.urls.1 out"):
+        assert part in str(caught.value)
+
+
+def test_a_server_that_answers_otherwise_in_a_batch_is_refused_by_name() -> None:
+    """Catches a comparison of answers to single requests only, or of a batch with itself."""
+    together, lock, asked = threading.Barrier(len(SEQUENCES), timeout=30), threading.Lock(), [0]
+    right, wrong = shifted_by(0.0), shifted_by(4.0)
+
+    def says(body: Json) -> tuple[int, Json]:
+        with lock:
+            asked[0] += 1
+            is_alone = asked[0] <= len(SEQUENCES)
+        if is_alone:
+            return right(body)
+        together.wait()  # until all of them are there
+        return wrong(body)
+
+    refused = r"teachers.0.urls.0=http\S+ gives .* alone than in a batch.*prefix cache"
+    with endpoint(says) as (url, _), pytest.raises(EndpointError, match=refused):
+        checked(url)
+
+
+def test_a_missing_log_probability_is_no_disagreement() -> None:
+    """Catches a NaN that makes every comparison false."""
+
+    def says(body: Json) -> tuple[int, Json]:
+        status, reply = shifted_by(0.0)(body)
+        reply["choices"][0]["prompt_logprobs"][4].clear()
+        return status, reply
+
+    with (
+        endpoint(says) as (first, _),
+        endpoint(shifted_by(3.0)) as (second, _),
+        pytest.raises(EndpointError, match=r"differ by \d"),
+    ):
+        checked(first, second)
