@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,9 +37,15 @@ def require_causal(config: PretrainedConfig, reference: str, *, key: str) -> Non
         )
 
 
-def depends_on_padding(config: PretrainedConfig) -> bool:
-    """Return whether a model continues a prompt differently after padding on its left; True if it cannot be tried."""
-    return _verdict(_Described.of(config), _continues_differently, if_untried=True)
+def batching(config: PretrainedConfig) -> Literal["any", "equal_lengths", "alone"]:
+    """Return which prompts a model continues in one batch, padded on the left, as it continues each alone.
+
+    A model that cannot be tried samples each alone.
+    """
+    described = _Described.of(config)
+    if not _verdict(described, _differs_beside_longer, if_untried=True):
+        return "any"
+    return "alone" if _verdict(described, _differs_beside_equal, if_untried=True) else "equal_lengths"
 
 
 @dataclass(frozen=True)
@@ -90,13 +96,22 @@ def _sees_later_tokens(model: PreTrainedModel) -> bool:
     return False
 
 
-def _continues_differently(model: PreTrainedModel) -> bool:
-    """Return whether the logits after a short prompt change if a longer prompt is sampled beside it."""
-    longer = _text(model, _LENGTH - _NEW)
-    short = longer[:, -_SHORT:]
-    alone = _continued(model, [short[0]])
-    beside = _continued(model, [short[0], longer[0]])
-    return bool((alone[0] - beside[0]).abs().max() > _NEGLIGIBLE * alone.abs().max())
+def _differs_beside_longer(model: PreTrainedModel) -> bool:
+    """Return whether a short prompt and a longer one are continued differently in one batch."""
+    (longer,) = _text(model, _LENGTH - _NEW)
+    return _differs(model, [longer[-_SHORT:], longer])
+
+
+def _differs_beside_equal(model: PreTrainedModel) -> bool:
+    """Return whether prompts of one length are continued differently in one batch, as by RWKV's state."""
+    (text,) = _text(model, _LENGTH - _NEW)
+    return _differs(model, [text[:_SHORT], text[-_SHORT:]])
+
+
+def _differs(model: PreTrainedModel, prompts: list[Tensor]) -> bool:
+    alone = torch.cat([_continued(model, [prompt]) for prompt in prompts])
+    difference = (_continued(model, prompts) - alone).abs().max()
+    return bool(difference > _NEGLIGIBLE * alone.abs().max())
 
 
 def _text(model: PreTrainedModel, length: int) -> Tensor:

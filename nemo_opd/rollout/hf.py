@@ -27,7 +27,7 @@ from nemo_opd.config.rollout import HFRollout
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.models.generation import generating
 from nemo_opd.models.load import load_model, load_tokenizer
-from nemo_opd.models.token_trials import depends_on_padding
+from nemo_opd.models.token_trials import batching
 from nemo_opd.progress import Work, working
 from nemo_opd.rollout.base import (
     BatchLimit,
@@ -57,8 +57,8 @@ class Sampler(Generator):
     transformers' continuous batching does not fit: it draws all requests' tokens from one generator, and returns
     log-probabilities of the warped distribution only.
 
-    Prompts are padded on the left. A model whose continuations depend on padding samples prompts of one length at a
-    time (`depends_on_padding`).
+    Prompts are padded on the left. A model that continues them differently then samples prompts of one length at a
+    time, or one prompt (`batching`).
     """
 
     def __init__(
@@ -97,22 +97,20 @@ class Sampler(Generator):
         return [completions[i] for i in range(len(requests))]
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
-        """Yield the numbers of requests of similar cost, within the limits.
-
-        If the model depends on padding, the prompts of a batch have one length.
-        """
+        """Yield the numbers of requests of similar cost, within the limits, that the model may sample together."""
         lengths = [len(request.prompt_ids) for request in requests]
         # By the limit first, which sets the steps, then by the prompt, which sets the padding.
         order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, lengths[i]))
-        pads = len(set(lengths)) == 1 or not depends_on_padding(self._model.config)
-        if not pads:
+        together = batching(self._model.config) if len(requests) > 1 and self._limit.sequences > 1 else "any"
+        if together == "equal_lengths":
             order.sort(key=lambda i: lengths[i])
+        most = 1 if together == "alone" else self._limit.sequences
         rows, prompt = list[int](), 0
         for i in order:
             longest = max(prompt, lengths[i])
             tokens = (len(rows) + 1) * (longest + requests[i].max_new_tokens)
-            is_full = len(rows) == self._limit.sequences or tokens > (self._limit.tokens or tokens)
-            if rows and (is_full or (not pads and lengths[i] != prompt)):
+            is_full = len(rows) == most or tokens > (self._limit.tokens or tokens)
+            if rows and (is_full or (together == "equal_lengths" and lengths[i] != prompt)):
                 yield rows
                 rows, longest = [], lengths[i]
             rows, prompt = [*rows, i], longest
