@@ -12,7 +12,7 @@ VOCABULARY = 256
 FIRST_ORDINARY = 16
 """First id that is not a special token in a miniature."""
 _FACTORS = (32, 16, 8, 4, 2, 1)
-"""Divisors of all widths, tried in turn: a width that is derived from others stays what they make of it."""
+"""Divisors of all widths, tried in turn."""
 _NARROWEST = 16
 """Smallest width of hidden states; a norm of very few numbers leaves nothing of them."""
 _LAYERS = 8

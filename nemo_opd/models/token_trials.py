@@ -121,7 +121,9 @@ def _text(model: PreTrainedModel, length: int) -> Tensor:
     longest = limit if limit > 0 else length  # XLNet's is -1
     vocabulary = min(VOCABULARY, config.vocab_size)
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(FIRST_ORDINARY, vocabulary - 1, (1, min(length, longest)), generator=generator)
+    return torch.randint(
+        min(FIRST_ORDINARY, vocabulary // 2), vocabulary - 1, (1, min(length, longest)), generator=generator
+    )
 
 
 def _logits(model: Any, ids: Tensor) -> Tensor:

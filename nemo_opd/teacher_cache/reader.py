@@ -151,17 +151,15 @@ class CacheReader:
             place += 1
 
     def _missing(self, key: bytes, ids: NDArray[np.integer[Any]]) -> DataError:
-        longer = ""
+        cut = ""
         if self.rotary is not None:
-            longer = (
-                f" (a text of more than {self.rotary.length} tokens, read with other rotary factors, has no part in it)"
-            )
+            cut = f", or from texts of more than {self.rotary.length} tokens, whose rotary factors are others"
         return DataError(
             f"{self.folder} holds no answers of {self.manifest.teacher} to segment {key.hex()}, which has {len(ids)} "
             f"of its tokens and begins with the ids {ids[:8].tolist()}; the cache was built from other texts, or with "
-            "other data.packing, train.max_length, data.append_eos, chat template or context{longer}. To add what is missing, "
-            "write on_missing: ask, or run nemo-opd cache build with --config of this run's settings and with --model "
-            "of the teacher"
+            f"other data.packing, train.max_length, data.append_eos, chat template or context{cut}. To add what is "
+            "missing, write on_missing: ask, or run nemo-opd cache build with --config of this run's settings and with "
+            "--model of the teacher"
         )
 
 
