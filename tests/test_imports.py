@@ -14,7 +14,7 @@ import nemo_opd
 
 PACKAGE = Path(nemo_opd.__file__).parent
 ORDER = (
-    "errors types paths progress problems disk files commands",
+    "errors types paths progress problems disk files commands rotary",
     "config",
     "extras",
     "teacher_cache",

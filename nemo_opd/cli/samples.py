@@ -14,6 +14,7 @@ from nemo_opd.config.rollout import HFRollout
 from nemo_opd.data.record import Message, Prompt, Rollout
 from nemo_opd.errors import ConfigError
 from nemo_opd.models.load import load_config, load_tokenizer
+from nemo_opd.models.token_trials import require_causal
 from nemo_opd.rollout.base import EngineSpec, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.conversation import build_renderer
@@ -29,6 +30,7 @@ def show(arguments: Namespace, console: Console) -> None:
     if not prompts:
         raise ConfigError("--prompt: there is none, and stdin has no line; give one")
     config = load_config(arguments.model, key="--model")
+    require_causal(config, arguments.model, key="--model")
     key, source = ("--model", arguments.model) if arguments.tokenizer is None else ("--tokenizer", arguments.tokenizer)
     tokenizer = load_tokenizer(source, key=key)
     ends, positions = end_ids(tokenizer, GenerationConfig.from_model_config(config)), max_positions(config)

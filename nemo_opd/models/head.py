@@ -26,6 +26,7 @@ from nemo_opd.models.context_parallel import RingAttention, gather_positions
 from nemo_opd.models.packed_attention import bounds, is_packable, packed_attention
 from nemo_opd.models.parallelize import is_compiled_in_place
 from nemo_opd.models.tensor_styles import own_part
+from nemo_opd.rotary import RotaryLimit, rotary_limit
 
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Names of the soft-cap in configurations."""
@@ -49,6 +50,8 @@ class _LogitSource(ABC):
     """Columns of the vocabulary that this rank computes."""
     reads_packed: bool
     """Whether the model reads the sequences of a call in one row, without padding."""
+    rotary: RotaryLimit | None
+    """Limit of rotary factors that depend on the longest sequence of a call."""
     block_bytes: int | None = None
     """Budget for a block of the logits, the same on all ranks; None: the least of the device."""
 
@@ -66,6 +69,7 @@ class _LogitSource(ABC):
         # Compiled code for a CPU cannot loop over sequences.
         is_compiled = mesh is not None and mesh.device_type == "cpu" and is_compiled_in_place(model)
         self.reads_packed = self._ring is None and not is_compiled and is_packable(model)
+        self.rotary = rotary_limit(model.config.get_text_config().to_dict())
         self.columns = range(width) if self._tensor is None else range(*own_part(width, self._tensor))
 
     @abstractmethod

@@ -95,6 +95,7 @@ class StoredOutput(ABC):
     """Rows of a cache or of servers, by the ids that the teacher reads; called as a model is (`Headless`)."""
 
     reads_packed = True
+    rotary = None
     columns: range
 
     def __init__(self, answers: Answers, device: str) -> None:

@@ -26,6 +26,7 @@ from nemo_opd.config.rollout import HFRollout
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.models.generation import generating
 from nemo_opd.models.load import load_model, load_tokenizer
+from nemo_opd.models.token_trials import batching
 from nemo_opd.progress import Work, working
 from nemo_opd.rollout.base import (
     BatchLimit,
@@ -54,6 +55,9 @@ class Sampler(Generator):
 
     transformers' continuous batching does not fit: it draws all requests' tokens from one generator, and returns
     log-probabilities of the warped distribution only.
+
+    Prompts are padded on the left. A model that continues them differently then samples prompts of one length at a
+    time, or one prompt (`batching`).
     """
 
     def __init__(
@@ -92,16 +96,22 @@ class Sampler(Generator):
         return [completions[i] for i in range(len(requests))]
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
-        """Yield the numbers of requests of similar cost, within the limits."""
+        """Yield the numbers of requests of similar cost, within the limits, that the model may sample together."""
+        lengths = [len(request.prompt_ids) for request in requests]
         # By the limit first, which sets the steps, then by the prompt, which sets the padding.
-        order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, len(requests[i].prompt_ids)))
+        order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, lengths[i]))
+        together = batching(self._model.config) if len(requests) > 1 and self._limit.sequences > 1 else "any"
+        if together == "equal_lengths":
+            order.sort(key=lambda i: lengths[i])
+        most = 1 if together == "alone" else self._limit.sequences
         rows, prompt = list[int](), 0
         for i in order:
-            longest = max(prompt, len(requests[i].prompt_ids))
+            longest = max(prompt, lengths[i])
             tokens = (len(rows) + 1) * (longest + requests[i].max_new_tokens)
-            if rows and (len(rows) == self._limit.sequences or tokens > (self._limit.tokens or tokens)):
+            is_full = len(rows) == most or tokens > (self._limit.tokens or tokens)
+            if rows and (is_full or (together == "equal_lengths" and lengths[i] != prompt)):
                 yield rows
-                rows, longest = [], len(requests[i].prompt_ids)
+                rows, longest = [], lengths[i]
             rows, prompt = [*rows, i], longest
         if rows:
             yield rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.errors import DataError
+from nemo_opd.rotary import RotaryLimit, rotary_limit
 from nemo_opd.teacher_cache.manifest import CacheManifest, read_manifest
 from nemo_opd.teacher_cache.shard import (
     KEY_BYTES,
@@ -28,6 +30,7 @@ from nemo_opd.teacher_cache.shard import (
 )
 
 SHARDS = "shards"
+_CONFIG = "config.json"
 _KEPT_TABLES = 64
 
 
@@ -38,6 +41,7 @@ class CacheReader:
         """Open the shards that are there now. Raises DataError for a folder that is no cache, or a damaged shard."""
         self.folder = Path(folder)
         self.manifest: CacheManifest = read_manifest(folder)
+        self.rotary = _rotary_limit(self.folder)
         self.shards = [Shard(path) for path in shard_files(self.folder)]
         keys = [shard.keys for shard in self.shards]
         every = np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *keys]).view(f"V{KEY_BYTES}").reshape(-1)
@@ -71,7 +75,8 @@ class CacheReader:
     def segment(self, ids: NDArray[np.integer[Any]]) -> Segment:
         """Return what is stored of a sequence of ids, or of one that begins with it, as views of the mapping.
 
-        Raises DataError, naming the segment, where it is missing, or damaged wherever it is stored.
+        A longer one counts only if the teacher reads both with the same rotary factors. Raises DataError, naming the
+        segment, where it is missing, or damaged wherever it is stored.
         """
         key = key_of(ids)
         stored, damage = self._stored(key)
@@ -95,7 +100,10 @@ class CacheReader:
         wanted = encoded_ids(ids, id_bytes(self.manifest.vocab_size))
         length = 2 ** (len(ids).bit_length() - 1)
         for place in self._of_beginnings(opening_of(ids), length).get(hash(wanted[:length].tobytes()), ()):
-            if np.array_equal(self._tokens(place)[: len(ids)], wanted):
+            tokens = self._tokens(place)
+            if self.rotary is not None and not self.rotary.reads_alike(len(ids), len(tokens)):
+                continue
+            if np.array_equal(tokens[: len(ids)], wanted):
                 with suppress(DataError):  # it may be stored again
                     return self._segment(place)
         return None
@@ -143,13 +151,28 @@ class CacheReader:
             place += 1
 
     def _missing(self, key: bytes, ids: NDArray[np.integer[Any]]) -> DataError:
+        cut = ""
+        if self.rotary is not None:
+            cut = f", or from texts of more than {self.rotary.length} tokens, whose rotary factors are others"
         return DataError(
             f"{self.folder} holds no answers of {self.manifest.teacher} to segment {key.hex()}, which has {len(ids)} "
             f"of its tokens and begins with the ids {ids[:8].tolist()}; the cache was built from other texts, or with "
-            "other data.packing, train.max_length, data.append_eos, chat template or context. To add what is missing, "
-            "write on_missing: ask, or run nemo-opd cache build with --config of this run's settings and with --model "
-            "of the teacher"
+            f"other data.packing, train.max_length, data.append_eos, chat template or context{cut}. To add what is "
+            "missing, write on_missing: ask, or run nemo-opd cache build with --config of this run's settings and with "
+            "--model of the teacher"
         )
+
+
+def _rotary_limit(folder: Path) -> RotaryLimit | None:
+    """Return the limit of the teacher's rotary factors; None for servers' answers, which come without configuration.
+
+    Raises DataError for a configuration that cannot be read.
+    """
+    path = folder / _CONFIG
+    try:
+        return rotary_limit(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{path} cannot be read ({error}); build the cache again") from error
 
 
 def shard_files(folder: Path) -> list[Path]:

@@ -33,6 +33,7 @@ from nemo_opd.models.fingerprint import weights_fingerprint
 from nemo_opd.models.load import compute_dtype, load_config, load_tokenizer
 from nemo_opd.models.stored_output import lacks_head
 from nemo_opd.progress import tracked
+from nemo_opd.rotary import RotaryLimit
 from nemo_opd.teacher_cache.manifest import CacheManifest, has_manifest, write_manifest
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.teacher_cache.shard import key_of
@@ -130,7 +131,7 @@ def build_cache(
     _describe(folder, manifest, config, i, student, teachers[i])
     reader = CacheReader(folder)
     missing, tokens = Missing(corpus, config, i, reader, part), 0
-    groups = _grouped(missing, _tokens_at_a_time(settings))
+    groups = _grouped(missing, _tokens_at_a_time(settings), reader.rotary)
     needs_head = lacks_head(reader)
     first = next(groups, None)
     if first is None and not needs_head:
@@ -298,11 +299,12 @@ class Missing:
             yield from tracked(texts, "asking about validation", "texts", len(corpus.validation))
 
 
-def _grouped(segments: Iterator[_Ids] | Missing, budget: int) -> Iterator[list[_Ids]]:
-    """Group consecutive segments of up to `budget` tokens, or one that is longer."""
+def _grouped(segments: Iterator[_Ids] | Missing, budget: int, rotary: RotaryLimit | None) -> Iterator[list[_Ids]]:
+    """Group consecutive segments of up to `budget` tokens, or one that is longer, on one side of a rotary limit."""
     group: list[_Ids] = []
     for ids in segments:
-        if group and sum(map(len, group)) + len(ids) > budget:
+        crosses = group and rotary is not None and rotary.is_beyond(len(ids)) != rotary.is_beyond(len(group[0]))
+        if crosses or (group and sum(map(len, group)) + len(ids) > budget):
             yield group
             group = []
         group.append(ids)

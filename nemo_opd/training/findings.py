@@ -6,9 +6,10 @@ from transformers import GenerationConfig
 
 from nemo_opd.alignment.template_roles import template_roles
 from nemo_opd.config.data import HubDataset
+from nemo_opd.config.model import Student
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CrossTokenizerTeacher
+from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.files import resolve_files
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.models.load import load_config
@@ -25,31 +26,69 @@ def check_positions(config: RunConfig, student: ModelInfo, teachers: Sequence[Mo
 
     Raises ConfigError where a model has no more positions, or the student would sample beyond its positions.
     """
-    warnings = []
-    if config.rollout is not None and student.positions is not None:
-        require_room_to_sample(config, student.positions)
-    lengths = [("train.max_length", config.train.max_length, config.student.model, student)]
+    warnings: list[str] = []
+    if config.rollout is not None:
+        if student.positions is not None:
+            require_room_to_sample(config, student.positions)
+        warnings += _warn_of_crossing_samples(config, student)
+    lengths: list[tuple[str, int, Student | Teacher, ModelInfo]] = []
+    lengths.append(("train.max_length", config.train.max_length, config.student, student))
     for i, (settings, info) in enumerate(zip(config.active_teachers, teachers, strict=True)):
         if settings.served is not None:
             _check_served(config, i, info)
         elif not isinstance(settings, CrossTokenizerTeacher):
-            lengths.append(("train.max_length", config.train.max_length, settings.reference, info))
+            lengths.append(("train.max_length", config.train.max_length, settings, info))
         elif settings.max_length is not None:
-            lengths.append((f"teachers.{i}.max_length", settings.max_length, settings.reference, info))
+            lengths.append((f"teachers.{i}.max_length", settings.max_length, settings, info))
     for key, length, model, info in lengths:
+        warnings += _warn_of_growing_factors(key, length, model, info)
         if info.positions is None or length <= info.positions:
             continue
         if not info.has_rotary_positions:
             raise ConfigError(
-                f"{key}={length}: {model} has a table of {info.positions} positions (max_position_embeddings) and can "
-                f"read no more; write {key}={info.positions} or less"
+                f"{key}={length}: {model.reference} has a table of {info.positions} positions "
+                f"(max_position_embeddings) and can read no more; write {key}={info.positions} or less"
             )
         warnings.append(
-            f"{key}={length}: {model} is made for {info.positions} positions (max_position_embeddings in its "
-            f"config.json), and its predictions beyond them are poor; write {key}={info.positions} or less, or correct "
-            "config.json where the model was trained on longer texts"
+            f"{key}={length}: {model.reference} is made for {info.positions} positions (max_position_embeddings in "
+            f"its config.json), and its predictions beyond them are poor; write {key}={info.positions} or less, or "
+            "correct config.json where the model was trained on longer texts"
         )
     return warnings
+
+
+def _warn_of_growing_factors(key: str, length: int, model: Student | Teacher, info: ModelInfo) -> Iterator[str]:
+    """Yield a warning for texts whose results depend on the texts that are read before and beside them.
+
+    Raises ConfigError if context parallelism would give the ranks different factors.
+    """
+    rotary = info.rotary
+    if rotary is None or not rotary.is_beyond(length):
+        return
+    if model.parallelism.cp > 1:
+        raise ConfigError(
+            f"{key}={length}: {model.reference} reads texts of more than {rotary.length} tokens with other rotary "
+            "factors (longrope or dynamic in its config.json), of which context-parallel ranks would choose different "
+            f"ones; write {key}={rotary.length} or less, or parallelism.cp=1 for this model"
+        )
+    if rotary.grows:
+        yield (
+            f"{key}={length}: the rotary factors of {model.reference} (rope_type dynamic) for texts of more than "
+            f"{rotary.length} tokens are those of the longest text that was read with them or before, so results "
+            f"depend on the order of texts; write {key}={rotary.length} or less"
+        )
+
+
+def _warn_of_crossing_samples(config: RunConfig, student: ModelInfo) -> Iterator[str]:
+    """Yield a warning for samples that begin with other rotary factors than the whole is trained on with."""
+    rotary, needed = student.rotary, _longest_sample(config)
+    if rotary is not None and rotary.is_beyond(needed):
+        yield (
+            f"train.max_length={config.train.max_length}: {config.student.model} reads texts of more than "
+            f"{rotary.length} tokens with other rotary factors (longrope or dynamic in its config.json), so a sample "
+            "that grows beyond is trained on with other probabilities than it was sampled with; write "
+            f"train.max_length={rotary.length} or less, or watch train/mismatch"
+        )
 
 
 def _check_served(config: RunConfig, i: int, info: ModelInfo) -> None:
@@ -68,17 +107,23 @@ def _check_served(config: RunConfig, i: int, info: ModelInfo) -> None:
 
 def require_room_to_sample(config: RunConfig, positions: int) -> None:
     """Raise ConfigError where a prompt and its response may need more positions than the student has."""
-    rollout, longest = config.rollout, config.train.max_length
-    assert rollout is not None
-    answer = 0 if config.evaluation is None else config.evaluation.max_new_tokens or 0
-    new = max(rollout.max_new_tokens, answer)
-    needed = longest if config.environment is not None else min(longest, longest_prompt(config) + new)
+    assert config.rollout is not None
+    needed = _longest_sample(config)
     if needed > positions:
         raise ConfigError(
-            f"train.max_length={longest}: prompts and what is sampled (rollout.max_new_tokens={rollout.max_new_tokens})"
-            f" may have {needed} tokens, and {config.student.model} has {positions} positions "
-            f"(max_position_embeddings); write train.max_length={positions} or less"
+            f"train.max_length={config.train.max_length}: prompts and what is sampled "
+            f"(rollout.max_new_tokens={config.rollout.max_new_tokens}) may have {needed} tokens, and "
+            f"{config.student.model} has {positions} positions (max_position_embeddings); "
+            f"write train.max_length={positions} or less"
         )
+
+
+def _longest_sample(config: RunConfig) -> int:
+    """Return the largest number of tokens of a prompt and what the student samples after it."""
+    assert config.rollout is not None
+    answer = 0 if config.evaluation is None else config.evaluation.max_new_tokens or 0
+    new, longest = max(config.rollout.max_new_tokens, answer), config.train.max_length
+    return longest if config.environment is not None else min(longest, longest_prompt(config) + new)
 
 
 def warn_of_other_ends(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Iterator[str]:

@@ -52,7 +52,8 @@ SIGNS = (
         "train/mismatch",
         lambda now, first, limits: now > limits.max_mismatch,
         "engine and trainer disagree on the sampled tokens by {now:.2g} nats on average; check that the engine runs "
-        "the student's weights in its precision, or lower rollout.staleness",
+        "the student's weights in its precision, lower rollout.staleness, or raise health.max_mismatch for an engine "
+        "in fp8 or int4",
     ),
 )
 

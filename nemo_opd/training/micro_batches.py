@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
+from nemo_opd.rotary import RotaryLimit
+
 _EQUAL_COST = 24_576
 """Tokens of a sequence whose attention costs as much as all else: 12 times a model's width, here of 2,048."""
 _MOST_POSITIONS = 16
@@ -33,13 +35,16 @@ def _cost(length: int) -> float:
     return length + length**2 / _EQUAL_COST
 
 
-def micro_batches(by_rank: Sequence[Sequence[int]], budget: int, *, is_packed: bool) -> list[list[slice]]:
+def micro_batches(
+    by_rank: Sequence[Sequence[int]], budget: int, *, is_packed: bool, rotary: RotaryLimit | None = None
+) -> list[list[slice]]:
     """Cut the sequences of each rank, of these lengths, into consecutive microbatches of no more tokens than `budget`.
 
-    A longer sequence is alone, an empty one has length 0. is_packed: padding does not count. All ranks have
-    the same number of sequences and get the same number of microbatches.
+    A longer sequence is alone, an empty one has length 0. is_packed: padding does not count. rotary: limit on one
+    side of which all sequences of a microbatch are. All ranks have the same number of sequences and get the same number
+    of microbatches.
     """
-    found = [_cut(lengths, budget, is_packed) for lengths in by_rank]
+    found = [_cut(lengths, budget, is_packed, rotary) for lengths in by_rank]
     number = max(map(len, found))
     for cuts in found:
         while len(cuts) < number:
@@ -47,12 +52,14 @@ def micro_batches(by_rank: Sequence[Sequence[int]], budget: int, *, is_packed: b
     return found
 
 
-def _cut(lengths: Sequence[int], budget: int, is_packed: bool) -> list[slice]:
+def _cut(lengths: Sequence[int], budget: int, is_packed: bool, rotary: RotaryLimit | None) -> list[slice]:
     cuts, start, tokens, longest = [], 0, 0, 0
     for end, length in enumerate(lengths):
         tokens, longest = tokens + length, max(longest, length)
         positions = (end + 1 - start) * longest
-        if end > start and ((tokens if is_packed else positions) > budget or positions > _MOST_POSITIONS * budget):
+        is_over = (tokens if is_packed else positions) > budget or positions > _MOST_POSITIONS * budget
+        crosses = rotary is not None and rotary.is_beyond(length) != rotary.is_beyond(lengths[end - 1])
+        if end > start and (is_over or crosses):
             cuts.append(slice(start, end))
             start, tokens, longest = end, length, length
     return [*cuts, slice(start, len(lengths))]

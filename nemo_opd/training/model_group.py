@@ -10,6 +10,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.evaluation.likelihoods import Scored, answers, batches, token_rows
 from nemo_opd.progress import working
 from nemo_opd.rollout.base import Completion, Request
+from nemo_opd.rotary import RotaryLimit
 from nemo_opd.training.batch_grid import leads, shared_out
 from nemo_opd.training.micro_batches import micro_batches
 from nemo_opd.types import TokenRows
@@ -25,11 +26,12 @@ class ModelGroup:
         """budget: tokens of a microbatch of a rank."""
         self._group, self._layout, self._budget = group, layout, budget
         self._is_packed = all(group.call("reads_packed"))
+        self._rotary: RotaryLimit | None = group.call("rotary_limit")[0]
 
     def micro_batches(self, by_rank: Sequence[TokenRows]) -> list[tuple[slice, ...]]:
         """Cut the sequences of each rank into microbatches."""
         lengths = [tokens.lengths.tolist() for tokens in by_rank]
-        found = micro_batches(lengths, self._budget, is_packed=self._is_packed)
+        found = micro_batches(lengths, self._budget, is_packed=self._is_packed, rotary=self._rotary)
         return [tuple(cuts) for cuts in found]
 
     def likelihoods(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:

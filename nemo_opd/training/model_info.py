@@ -17,7 +17,9 @@ from nemo_opd.models.load import build_on_meta, load_config, tokenizer_of
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.models.stored_weights import check_weights
+from nemo_opd.models.token_trials import require_causal
 from nemo_opd.rollout.hf import max_positions
+from nemo_opd.rotary import RotaryLimit, rotary_limit
 from nemo_opd.served.agreement import TEXTS
 from nemo_opd.served.check import check_endpoint
 from nemo_opd.teacher_cache.manifest import read_manifest
@@ -45,6 +47,8 @@ class ModelInfo:
     """Length of the longest sequence that the model is made for; None where its configuration has no limit."""
     has_rotary_positions: bool = False
     """Whether the model runs beyond its positions, with poor predictions; a table of positions has no more rows."""
+    rotary: RotaryLimit | None = None
+    """Limit of rotary factors that depend on the longest text of a forward pass."""
 
     def ids_missing_in(self, other: "ModelInfo") -> NDArray[np.int64]:
         """Return the ids that the other tokenizer does not have, or the other model has no embedding for."""
@@ -63,8 +67,8 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
     """Read a model's configuration and tokenizer.
 
     A served teacher has a tokenizer alone, and what its servers report. Raises ModelError where either
-    is not readable, the two do not belong together, or `parallelism`, `attn_implementation` or `fused_layers` does not
-    fit, and EndpointError as `check_endpoint` does.
+    is not readable, the two do not belong together, the model is not causal, or `parallelism`, `attn_implementation` or
+    `fused_layers` does not fit, and EndpointError as `check_endpoint` does.
     """
     if not has_configuration(settings):
         return _without_configuration(settings, key)
@@ -76,6 +80,7 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
     model = build_on_meta(
         config, settings.reference, key=f"{key}.model", attn_implementation=settings.attn_implementation
     )
+    require_causal(config, settings.reference, key=f"{key}.model")
     if isinstance(settings, Student) or settings.is_computed:
         check_fused_layers(model, settings.fused_layers, device, key=key)
         check_weights(model, settings.reference, key=f"{key}.model")
@@ -92,14 +97,15 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
             f"{key}.{name}={source}: its tokenizer has ids up to {pieces.vocab_size - 1}, but {settings.reference} has "
             f"{size.vocab_size} token embeddings; name the tokenizer of the model as {key}.tokenizer"
         )
-    rotary = getattr(config.get_text_config(), "rope_parameters", None)
+    text = config.get_text_config()
     return ModelInfo(
         size,
         tokenizer,
         pieces,
         min(pieces.vocab_size, size.vocab_size),
         positions=max_positions(config),
-        has_rotary_positions=bool(rotary),
+        has_rotary_positions=bool(getattr(text, "rope_parameters", None)),
+        rotary=rotary_limit(text.to_dict()),
     )
 
 

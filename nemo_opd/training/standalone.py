@@ -34,6 +34,7 @@ from nemo_opd.logging.formats import figure, is_share, share
 from nemo_opd.logging.samples import write_samples
 from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
+from nemo_opd.models.token_trials import require_causal
 from nemo_opd.rewards import RewardFunction
 from nemo_opd.rollout.base import EngineSpec, Generator
 from nemo_opd.rollout.conversation import build_renderer
@@ -79,6 +80,7 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
         rewards = [stack.enter_context(build_set_reward(resolved)) for resolved in sets]
         questions = [read_questions(resolved) for resolved in sets]
         model, tokenizer = load_config(config.model, key="model"), _load_tokenizer(config)
+        require_causal(model, config.model, key="model")
         positions = max_positions(model)
         renderers = [build_renderer(tokenizer, resolved.is_chat, config.chat_template_kwargs) for resolved in sets]
         fitting = [_fitting(*each, config, positions) for each in zip(sets, questions, renderers, strict=True)]

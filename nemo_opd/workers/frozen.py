@@ -20,6 +20,7 @@ from nemo_opd.models.head import ReadingModel, reading_model
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
+from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.layer_stream import LayerStream
 from nemo_opd.workers.memory import FrozenTasks, Task, needs_memory
@@ -119,6 +120,10 @@ class FrozenWorker:
     def reads_packed(self) -> bool:
         """Return whether padding costs the model nothing."""
         return self.logit_rows.reads_packed
+
+    def rotary_limit(self) -> RotaryLimit | None:
+        """Return the limit of the model's rotary factors."""
+        return self.logit_rows.rotary
 
     @torch.no_grad()
     def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:

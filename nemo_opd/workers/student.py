@@ -37,6 +37,7 @@ from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
+from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum, TokenRows
 from nemo_opd.workers.exports import Exports
 from nemo_opd.workers.learned_projections import LearnedProjections
@@ -169,6 +170,10 @@ class StudentWorker:
     def reads_packed(self) -> bool:
         """Return whether padding costs the model nothing."""
         return self.logit_rows.reads_packed
+
+    def rotary_limit(self) -> RotaryLimit | None:
+        """Return the limit of the model's rotary factors."""
+        return self.logit_rows.rotary
 
     def as_teacher(self, teacher: int, method: str, arguments: tuple[Any, ...]) -> Any:
         """Call a method of a teacher that has this student's weights."""

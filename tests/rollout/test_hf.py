@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    RecurrentGemmaConfig,
+    RwkvConfig,
+)
 
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.demo import model_path
@@ -45,6 +52,36 @@ def of_family(count: int, max_new_tokens: int = 12) -> list[Request]:
         Request(each.prompt_ids % VOCABULARY, max_new_tokens, each.seed)
         for each in requests(count, max_new_tokens=max_new_tokens)
     ]
+
+
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2}
+READ_PADDING = {
+    "rwkv, which mixes rows too": RwkvConfig(**SIZES),
+    "recurrent_gemma": RecurrentGemmaConfig(
+        **SIZES, intermediate_size=48, num_attention_heads=4, lru_width=32, head_dim=8, pad_token_id=0
+    ),
+}
+
+
+@pytest.mark.parametrize("family", READ_PADDING)
+def test_a_model_that_reads_padding_samples_prompts_of_different_lengths_rightly(family: str) -> None:
+    """Catches states that begin with the padding on the left of a shorter prompt, or that rows of a batch share."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(READ_PADDING[family]).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    draw = np.random.default_rng(0)
+    lengths = (20, 2, 9, 2, 20)
+    asked = [Request(draw.integers(3, 40, n).astype(np.int32), 5 + n % 3, seed) for seed, n in enumerate(lengths)]
+
+    for request, made in zip(asked, sampler(model).generate(asked, Sampling()), strict=True):
+        ids = torch.from_numpy(np.concatenate([request.prompt_ids, made.ids]).astype(np.int64))
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        start = len(request.prompt_ids)
+        expected = logits.log_softmax(-1)[start - 1 : -1].gather(1, ids[start:, None])[:, 0]
+        # float32 rounding of logits of about 10, through three layers.
+        np.testing.assert_allclose(made.logprobs, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama, tied", "qwen3, norms of heads", "gemma3, two rotary embeddings"])

@@ -1,5 +1,6 @@
 """Shards: whole or absent, found by the ids that a teacher reads, and refused where they are damaged."""
 
+import json
 import os
 import signal
 import stat
@@ -36,6 +37,26 @@ def filled(folder: Path, numbers: range, shard_bytes: int = 200) -> Path:
         for number in numbers:
             writer.add(text(number, 3 + number % 5), answers(text(number, 3 + number % 5)))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "alike"), [("longrope", {(20, 30), (40, 45)}), ("dynamic", {(20, 30)}), ("default", {(20, 40)})]
+)
+def test_the_beginning_of_a_text_with_other_rotary_factors_is_not_there(
+    tmp_path: Path, kind: str, alike: set[tuple[int, int]]
+) -> None:
+    """Catches a cut text that is answered with the states of a longer one, whose rotary factors are others."""
+    rope = {"rope_type": kind, "original_max_position_embeddings": 32}
+    config = {"rope_parameters": rope, "max_position_embeddings": 32 if kind == "dynamic" else 128}
+    for cut, whole in [(20, 30), (20, 40), (40, 45)]:
+        folder = tmp_path / str(whole)
+        write_manifest(folder, MANIFEST)
+        (folder / "config.json").write_text(json.dumps(config))
+        with CacheWriter(folder, MANIFEST.vocab_size) as writer:
+            writer.add(text(0, whole), answers(text(0, whole)))
+        reader = CacheReader(folder)
+        assert reader.has(text(0, whole))
+        assert reader.has(text(0, cut)) == ((cut, whole) in alike or kind == "default")
 
 
 def test_every_segment_comes_back(tmp_path: Path) -> None:

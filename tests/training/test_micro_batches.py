@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_opd.rotary import RotaryLimit
 from nemo_opd.training.micro_batches import dealt, micro_batches
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=24)
@@ -68,6 +69,14 @@ def test_microbatches_are_consecutive_fit_and_are_equally_many(
 def test_padding_counts_where_it_is_read(is_packed: bool, number: int) -> None:
     (cuts,) = micro_batches([[100, 20, 20, 20, 20, 20]], 200, is_packed=is_packed)
     assert len(cuts) == number
+
+
+def test_sequences_of_one_microbatch_are_on_one_side_of_a_rotary_limit() -> None:
+    """Catches short texts that are read with the rotary factors of a long one beside them."""
+    limit = RotaryLimit(30, grows=False)
+    cuts, other = micro_batches([[40, 31, 30, 5], [9, 9, 9, 9]], 1_000, is_packed=True, rotary=limit)
+    assert cuts == [slice(0, 2), slice(2, 4)]
+    assert len(other) == 2
 
 
 def test_indices_of_many_short_sequences_stay_small() -> None:

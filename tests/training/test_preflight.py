@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -30,11 +31,13 @@ from nemo_opd.config.train import Train
 from nemo_opd.data.files import resolve_files
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.rollout.server.gpus import server_gpus
+from nemo_opd.rotary import RotaryLimit
 from nemo_opd.training import ranks as module
 from nemo_opd.training import run_directory
 from nemo_opd.training.corpus import Corpus
-from nemo_opd.training.findings import require_room_to_sample
+from nemo_opd.training.findings import check_positions, require_room_to_sample
 from nemo_opd.training.memory import Phase
+from nemo_opd.training.model_info import read_model_info
 from nemo_opd.training.off_policy import distil
 from nemo_opd.training.preflight import preflight
 from nemo_opd.training.ranks import require_batch_divides, reserved_gpus, resolve_device, resolve_ranks
@@ -508,6 +511,36 @@ def test_there_is_room_to_sample() -> None:
     require_room_to_sample(
         compose("train.max_length=600", "rollout.max_prompt_length=99", config_name="on_policy_demo"), 512
     )
+
+
+@pytest.mark.parametrize(
+    ("setting", "rotary", "expected"),
+    [
+        ("train.max_length=160", RotaryLimit(160, grows=False), []),
+        ("train.max_length=161", RotaryLimit(160, grows=False), ["trained on with other probabilities"]),
+        (
+            "train.max_length=161",
+            RotaryLimit(160, grows=True),
+            ["trained on with other probabilities", "depend on the order of texts"],
+        ),
+    ],
+)
+def test_lengths_with_other_rotary_factors_are_said(setting: str, rotary: RotaryLimit, expected: list[str]) -> None:
+    """Catches samples that begin with the factors of short texts, and texts whose factors depend on earlier ones."""
+    config = compose(setting, "rollout.max_new_tokens=100", config_name="on_policy_demo")
+    student = replace(read_model_info(config.student, "student", "cpu"), rotary=rotary)
+    teachers = [replace(student, rotary=None)] * len(config.active_teachers)
+    warnings = check_positions(config, student, teachers)
+    assert [next(text for text in expected if text in warning) for warning in warnings] == expected
+
+
+def test_context_parallel_ranks_do_not_choose_different_rotary_factors() -> None:
+    """Catches ranks that read parts of one text with the factors of long and of short texts."""
+    config = compose("student.parallelism.cp=2", "train.max_length=64")
+    info = read_model_info(config.student, "student", "cuda")
+    teachers = [info] * len(config.active_teachers)
+    with pytest.raises(ConfigError, match=r"train\.max_length=64: .*more than 63 tokens.*context-parallel.*cp=1"):
+        check_positions(config, replace(info, rotary=RotaryLimit(63, grows=False)), teachers)
 
 
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|stop|>{% endfor %}"
