@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nemo_opd.alignment.history import chunk_histories, run_histories
-from nemo_opd.alignment.merge import PieceTable, Spelling, merge, spell
+from nemo_opd.alignment.history import ReadText, chunk_histories, run_histories
+from nemo_opd.alignment.merge import TEXT, PieceTable, Spelling, merge, spell
 from nemo_opd.alignment.pieces import Pieces, pieces_of
 from nemo_opd.alignment.resync import equal_runs
 from nemo_opd.alignment.roles import RoleOverrides, pair_special_tokens
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_VERSION = 2
+_VERSION = 3
 """Raised when the same ids are aligned in another way than before."""
 
 
@@ -66,7 +66,11 @@ class TokenAligner:
         student, teacher = self.student_spelling(student_ids), self.teacher_spelling(teacher_ids)
         runs = equal_runs(student.data, teacher.data)
         chunks = merge(student, teacher, runs, self._matches)
-        histories = run_histories(student.data, teacher.data, runs)
+        histories = run_histories(
+            _read_text(student_ids, student, self.student_pieces, chunks.student_chunk_id),
+            _read_text(teacher_ids, teacher, self.teacher_pieces, chunks.teacher_chunk_id),
+            runs,
+        )
         history = chunk_histories(chunks.bounds, (student.edges, teacher.edges), runs, histories)
         return Alignment(**chunks._asdict(), history=history)
 
@@ -94,6 +98,13 @@ class TokenAligner:
 
 def _table(classes: NDArray[np.int32], pieces: Pieces) -> PieceTable:
     return PieceTable(_for_kernel(classes), _for_kernel(pieces.offsets), _for_kernel(pieces.buffer))
+
+
+def _read_text(ids: ArrayLike, spelling: Spelling, pieces: Pieces, chunk_id: NDArray[np.int32]) -> ReadText:
+    special = np.flatnonzero(spelling.classes != TEXT)
+    contents = [pieces.content_of(token) for token in np.asarray(ids)[special].tolist()]
+    is_outside = (chunk_id[special] >= 0) | (special == 0)
+    return ReadText(spelling.data.tobytes(), spelling.edges[special], contents, is_outside.tolist())
 
 
 def _for_kernel(array: NDArray[Any]) -> NDArray[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import AnyStr
 
 import numpy as np
@@ -13,31 +14,61 @@ from numpy.typing import NDArray
 from nemo_opd.alignment.backend import META_SPACE
 from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME
 
-_Bytes = NDArray[np.uint8]
+
+@dataclass(frozen=True, slots=True)
+class ReadText:
+    """Text that one side has read, with the special tokens in it."""
+
+    data: bytes
+    """Without special tokens."""
+    places: NDArray[np.int64]
+    """[N]: bytes of `data` before each special token; they do not decrease."""
+    contents: Sequence[bytes]
+    """[N]: the bytes of a text that spells it."""
+    is_outside: Sequence[bool]
+    """[N]: whether it begins the sequence, or is aligned with a special token of the other side."""
+
+    def spellings(self, start: int, stop: int) -> set[str]:
+        """Return the plain text of data[start:stop] without special tokens, with those that are not outside, and with
+        all, also those at either end.
+        """
+        first, last = np.searchsorted(self.places, start, "left"), np.searchsorted(self.places, stop, "right")
+        without, inside, whole = bytearray(), bytearray(), bytearray()
+        at = start
+        for n in range(first, last):
+            for text in (without, inside, whole):
+                text += self.data[at : self.places[n]]
+            at = int(self.places[n])
+            whole += self.contents[n]
+            if not self.is_outside[n]:
+                inside += self.contents[n]
+        return {_plain_text(bytes(text) + self.data[at:stop]) for text in (without, inside, whole)}
 
 
-def run_histories(student: _Bytes, teacher: _Bytes, runs: NDArray[np.int64]) -> NDArray[np.int8]:
+def run_histories(student: ReadText, teacher: ReadText, runs: NDArray[np.int64]) -> NDArray[np.int8]:
     """Classify what both sides have read before each run of equal bytes of `equal_runs`: [R].
 
-    HISTORY_REWRITTEN where the regions between runs say the same but for white space and Unicode form.
+    HISTORY_REWRITTEN if the regions between runs say the same up to white space, Unicode form, and special tokens that
+    one side has read as such and the other letter by letter.
     """
     histories = np.full(len(runs), HISTORY_SAME, np.int8)
     if len(runs) > 1:
         histories[1:] = HISTORY_REWRITTEN
-        changed = _first_changed(student.tobytes(), teacher.tobytes(), runs)
+        changed = _first_changed(student, teacher, runs)
         histories[changed:] = HISTORY_CHANGED
     return histories
 
 
-def _first_changed(student: bytes, teacher: bytes, runs: NDArray[np.int64]) -> int:
+def _first_changed(student: ReadText, teacher: ReadText, runs: NDArray[np.int64]) -> int:
     """Return the first run after a region of other text; the number of runs for none."""
-    if _plain_text(student) == _plain_text(teacher):
+    if _plain_text(student.data) == _plain_text(teacher.data):
         return len(runs)
     for r, ((a, b, length), (a_next, b_next, _)) in enumerate(zip(runs[:-1].tolist(), runs[1:].tolist(), strict=True)):
         a_start, b_start = a + length, b + length
-        while _continues(student, a_start) or _continues(teacher, b_start):  # only the first run ends in a character
+        # Only the first run ends in a character.
+        while _continues(student.data, a_start) or _continues(teacher.data, b_start):
             a_start, b_start = a_start - 1, b_start - 1
-        if _plain_text(student[a_start:a_next]) != _plain_text(teacher[b_start:b_next]):
+        if student.spellings(a_start, a_next).isdisjoint(teacher.spellings(b_start, b_next)):
             return r + 1
     return len(runs)
 

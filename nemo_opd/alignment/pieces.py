@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -54,6 +55,8 @@ class Pieces:
     """[V]: marked special by the tokenizer, or its unknown token."""
     origin: NDArray[np.uint8]
     """[V]: HOLE, ORDINARY, BYTE_FALLBACK or ADDED."""
+    special_contents: Mapping[int, bytes]
+    """Special id → the bytes of a text that spells it."""
     fingerprint: str
 
     @property
@@ -66,6 +69,10 @@ class Pieces:
         if not 0 <= token_id < self.vocab_size:
             raise AlignmentError(f"token id {token_id} is outside the vocabulary of size {self.vocab_size}")
         return self.buffer[self.offsets[token_id] : self.offsets[token_id + 1]].tobytes()
+
+    def content_of(self, token_id: int) -> bytes:
+        """Return the bytes of a text that spells the id, also if it is special; none for the unknown token."""
+        return self.special_contents.get(token_id) or self.bytes_of(token_id)
 
     def as_list(self) -> list[bytes]:
         """Return the bytes of ids 0, 1, …, V−1."""
@@ -110,12 +117,13 @@ def _build(backend: Backend) -> Pieces:
         is_special[added.id] = added.special
     if backend.unk_token in backend.vocab:
         is_special[backend.vocab[backend.unk_token]] = True
+    special_contents = {added.id: _added(added, backend) for added in backend.added if added.special}
     for token_id in np.flatnonzero(is_special).tolist():
         pieces[token_id] = b""
     lengths = np.fromiter(map(len, pieces), np.int32, size)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     buffer = np.frombuffer(b"".join(pieces), np.uint8).copy()  # writable: Numba compiles anew for read-only arrays
-    return Pieces(buffer, offsets, lengths, is_special, origin, backend.fingerprint)
+    return Pieces(buffer, offsets, lengths, is_special, origin, special_contents, backend.fingerprint)
 
 
 def _ordinary(token: str, backend: Backend) -> tuple[bytes, int]:

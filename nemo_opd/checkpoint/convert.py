@@ -29,7 +29,7 @@ from nemo_opd.distributed.finite import find_not_finite_here
 from nemo_opd.errors import CheckpointError
 from nemo_opd.files import settle, sync
 from nemo_opd.models.export import stored
-from nemo_opd.models.folder import first_line, resolve
+from nemo_opd.models.folder import demo_folder, first_line
 from nemo_opd.models.load import build_on_meta, load_config, load_model, stored_dtype, tokenizer_of
 from nemo_opd.models.lora import NAME, PEFT_PREFIX, Adapters, adapter_parameters, keep_adapters_only
 
@@ -264,7 +264,7 @@ def weights_to_start_from(reference: str, student: Student, model: PreTrainedMod
     """
     what, expected = f"--model={reference}", _shapes_of(model)
     if student.lora is not None:
-        weights = _adapter_weights(Path(resolve(reference)), student.lora, model)
+        weights = _adapter_weights(Path(demo_folder(reference)), student.lora, model)
         _require_fit({name: value.shape for name, value in weights.items()}, expected, what=what, student=student)
         return weights
     _require_fit(_shapes_of(_on_meta(reference, key="--model")), expected, what=what, student=student)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -119,6 +119,10 @@ class Data(Settings):
     """The column that names the domain of a validation text, by which its figures are shown too."""
     append_eos: bool = True
     """End each text that is not cut with the end-of-sequence token, on every side."""
+    special_tokens: Literal["read", "text"] = "read"
+    """Reading of special tokens that a text spells, such as `<s>` in HTML. read: as the special tokens; text: as plain
+    text, letter by letter. For plain texts off-policy; a conversation's are its template's.
+    """
     shuffle: bool = True
     """A new order each epoch, drawn from `run.seed`."""
     packing: bool = True

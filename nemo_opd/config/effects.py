@@ -83,10 +83,12 @@ def _of_data(config: RunFields) -> _Ignored:
     if is_chat:
         yield "data.text_key", "data.messages_key names the column of conversations instead; leave one of the two out"
         yield "data.append_eos", "the chat template writes what ends a conversation; leave it out"
+        yield "data.special_tokens", "the chat template writes special tokens, which have to be read; leave it out"
     if is_chat or is_on_policy:
         what = "a conversation" if is_chat else "a prompt with its response"
         yield "data.packing", f"{what} is one sequence, which models read without padding in any case; leave it out"
     if is_on_policy:
+        yield "data.special_tokens", "prompts are read with special tokens; leave it out"
         yield "data.append_eos", "a response ends where the student ends it; leave it out"
     else:
         yield "data.response_key", "the student learns from data.text_key whole; add rollout=hf, or leave it out"

@@ -256,7 +256,7 @@ class EvaluationConfig(QuestionSets):
     """Evaluation of an existing model: all settings of `nemo-opd evaluate`."""
 
     model: str
-    """A Hugging Face folder, hub name, or `demo:arithmetic_student`."""
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:arithmetic_student`."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default that of the model."""
     chat_template: str | None = None

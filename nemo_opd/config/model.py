@@ -15,7 +15,7 @@ class Model(Settings):
     """Settings that student and teachers have in common."""
 
     model: str | None = None
-    """A Hugging Face folder, hub name, or `demo:student`."""
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:student`."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default that of the model."""
     chat_template: str | None = None
@@ -85,7 +85,7 @@ class Student(Model):
     """The model that learns."""
 
     model: str
-    """A Hugging Face folder, hub name, or `demo:student`."""
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:student`."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision; master weights are fp32 in any case. auto: bfloat16 on GPU, float32 on CPU."""
     offload: Literal[True, False, "auto"] = "auto"

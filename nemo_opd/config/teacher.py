@@ -21,7 +21,9 @@ _TEMPLATE = ("chat_template", "chat_template_kwargs")
 
 class TeacherBase(Model):
     model: str | None = None
-    """A Hugging Face folder, hub name, or `demo:teacher_same`; none where `weights` are the student's."""
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:teacher_same`; none where `weights`
+    are the student's.
+    """
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Short and unique; it names the teacher in metrics."""
     weight: float = Field(1.0, ge=0)

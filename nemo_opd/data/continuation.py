@@ -41,6 +41,8 @@ class TextContinuation:
     def __call__(self, prompt: str, response: str, *, is_ended: bool) -> Continued:
         """Return all tokens, with the tokenizer's end-of-sequence token, where it has one, if `is_ended`.
 
+        A text that spells the tokens at its beginning or end does not get them a second time.
+
         The continuation starts with the first token without characters of the prompt.
         """
         text = prompt + response
@@ -48,9 +50,12 @@ class TextContinuation:
         start = int(np.searchsorted(tokens.starts, len(prompt), "left"))
         stop = int(tokens.starts[start]) if start < len(tokens.starts) else len(text)
         eos = self._tokenizer.eos_token_id if is_ended else None
-        end = np.array([] if eos is None else [eos], np.int32)
-        ids = np.concatenate([self._lead, tokens.ids, end])
-        return Continued(ids, len(self._lead) + start, eos is not None, text[len(prompt) : stop])
+        spells_end = len(tokens.ids) > 0 and tokens.ids[-1] == eos
+        end = np.array([] if eos is None or spells_end else [eos], np.int32)
+        spells_lead = np.array_equal(tokens.ids[: len(self._lead)], self._lead)
+        lead = self._lead[:0] if spells_lead else self._lead
+        ids = np.concatenate([lead, tokens.ids, end])
+        return Continued(ids, len(lead) + start, eos is not None, text[len(prompt) : stop])
 
 
 def _special_tokens_in_front(tokenizer: PreTrainedTokenizerBase) -> Ids:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +26,9 @@ from nemo_opd.data.samples import Tokens, require_ids
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+_VERSION = 2
+"""Raised when the same text is encoded in another way than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,10 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer's view of a text: its default special tokens, and the end-of-sequence token at the end."""
+    """A tokenizer's view of a text: its default special tokens, and the end-of-sequence token at the end.
+
+    Neither is added a second time to a text that spells it there, as a rendered conversation does.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     pieces: Pieces
@@ -59,21 +66,32 @@ class Encoder:
     """[V]: bytes of text per id that the model can read, 0 for special tokens (methods.md §1.1)."""
     max_length: int
     append_eos: bool
+    reads_special: bool = True
+    """Whether a special token that a text spells is read as one, and not as its characters."""
 
     @classmethod
     def of(
-        cls, tokenizer: PreTrainedTokenizerBase, max_length: int, append_eos: bool, vocab_size: int | None = None
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        append_eos: bool,
+        vocab_size: int | None = None,
+        *,
+        reads_special: bool = True,
     ) -> Self:
         """Make an encoder. vocab_size: ids that the model can read, by default all. Raises AlignmentError for
         tokens without exact bytes.
         """
         pieces = pieces_of(tokenizer)
-        return cls(tokenizer, pieces, pieces.lengths[:vocab_size], max_length, append_eos)
+        if not reads_special:
+            tokenizer = deepcopy(tokenizer)  # conversations, which other threads tokenize, need the original
+            tokenizer.split_special_tokens = True
+        return cls(tokenizer, pieces, pieces.lengths[:vocab_size], max_length, append_eos, reads_special)
 
     @property
     def identity(self) -> tuple[object, ...]:
         eos = self.tokenizer.eos_token_id if self.append_eos else None
-        return fingerprint(self.tokenizer), eos, self.max_length, len(self.lengths)
+        return fingerprint(self.tokenizer), eos, self.max_length, len(self.lengths), self.reads_special, _VERSION
 
     def __call__(self, text: str) -> Encoding:
         """Tokenize the text, uncut. A tokenizer without an end-of-sequence token appends none.
@@ -92,7 +110,7 @@ class Encoder:
         """Tokenize, and locate the first character of each token, [S], which do not decrease."""
         encoded = self._encoded(text, return_offsets_mapping=True)
         encoding = self._encoding(encoded, text)
-        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[self._once(encoded, text)].T
         # Special tokens that the tokenizer puts after a text are at (0, 0), as those before it.
         starts = np.where((ends == 0) & (np.maximum.accumulate(ends) > 0), len(text), starts)
         appended = np.full(len(encoding.ids) - len(starts), len(text), np.int64)
@@ -103,13 +121,32 @@ class Encoder:
         return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
 
     def _encoding(self, encoded: BatchEncoding, text: str) -> Encoding:
-        ids: list[int] = list(encoded["input_ids"])
+        ids: list[int] = list(encoded["input_ids"])[self._once(encoded, text)]
         eos = self.tokenizer.eos_token_id
-        if self.append_eos and eos is not None and (not ids or ids[-1] != eos):
+        if self.append_eos and eos is not None and (not ids or ids[-1] != eos) and not self._spells_end(text):
             ids.append(eos)
         array = np.asarray(ids, dtype=np.int32)
         require_ids(array, len(self.lengths), self.tokenizer, text)
         return Encoding(array, np.cumsum(self.lengths[array], dtype=np.int64))
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer itself puts before and after each text."""
+        ids = list(self._encoded("a")["input_ids"])
+        text = np.flatnonzero(self.pieces.lengths[ids])
+        return (ids[: text[0]], ids[text[-1] + 1 :]) if len(text) else (ids, [])
+
+    def _once(self, encoded: BatchEncoding, text: str) -> slice:
+        """Return which tokens to use: without those around the text that it spells itself."""
+        ids, (before, after) = encoded["input_ids"], self._around
+        count = len(before)
+        is_twice = self.reads_special and count > 0 and ids[count : 2 * count] == before
+        return slice(count if is_twice else 0, len(ids) - (len(after) if self._spells_end(text) else 0))
+
+    def _spells_end(self, text: str) -> bool:
+        """Return whether the text ends, but for white space, with the end-of-sequence token."""
+        eos = self.tokenizer.eos_token
+        return self.reads_special and bool(eos) and text.rstrip().endswith(str(eos))
 
 
 @dataclass(frozen=True)

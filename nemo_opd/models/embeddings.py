@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nemo_opd.errors import ModelError
-from nemo_opd.models.folder import first_line, resolve, safetensors_files
+from nemo_opd.models.adapter_folder import resolve
+from nemo_opd.models.folder import first_line, safetensors_files
 from nemo_opd.models.load import load_config
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from transformers.utils import cached_file
 
 from nemo_opd.errors import ModelError
-from nemo_opd.models.folder import reason, resolve
+from nemo_opd.models.adapter_folder import resolve
+from nemo_opd.models.folder import reason
 from nemo_opd.models.stored_weights import all_weight_files
 from nemo_opd.progress import tracked
 

@@ -16,9 +16,11 @@ _WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-def resolve(reference: str) -> str:
+def demo_folder(reference: str) -> str:
     """Return a folder or hub name as it is, and for `demo:NAME` the folder in the package."""
     return str(model_path(reference.removeprefix(DEMO_PREFIX))) if is_demo(reference) else reference
 
@@ -33,9 +35,9 @@ def read_template(path: str, *, key: str) -> str:
 
 def check_tokenizer(reference: str, *, key: str) -> None:
     """Raise ModelError, naming `key`, for a path without a tokenizer; a hub name passes."""
-    folder = Path(resolve(reference))
+    folder = Path(demo_folder(reference))
     if folder.is_dir():
-        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        if not has_tokenizer(folder):
             raise ModelError(
                 f"{key}={reference}: the folder has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); name one "
                 f"that has, or leave out {key} to take the model's own"
@@ -46,14 +48,77 @@ def check_tokenizer(reference: str, *, key: str) -> None:
         )
 
 
-def check_folder(reference: str, *, key: str) -> None:
-    """Raise ModelError, naming `key`, for a path without a whole model; a hub name passes, and a teacher cache, which
-    has all but the weights.
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a file that a tokenizer is loaded from."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder has an adapter (PEFT) and no weights of a whole model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).is_file() for name in _WEIGHT_FILES)
+
+
+def adapter_base(folder: Path, *, named: str) -> str:
+    """Return the folder or hub name of the model that an adapter in `folder` was trained on.
+
+    A relative path in the adapter's configuration counts from the working directory, then from the adapter's folder.
+    named: the key and value that name the adapter, for messages. Raises ModelError if there is no such folder.
     """
-    folder = Path(resolve(reference))
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{named}: its {ADAPTER_CONFIG} is damaged ({reason(error)}); copy it there again") from error
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"{named}: the folder has an adapter, and its {ADAPTER_CONFIG} does not say of which model; write the "
+            "model's folder or hub name there as base_model_name_or_path"
+        )
+    if is_demo(base):
+        return demo_folder(base)
+    path = Path(base).expanduser()
+    base_folder = next((each.absolute() for each in (path, folder / path) if each.is_dir()), None)
+    if base_folder is None:
+        if not path.is_absolute() and not base.startswith("."):
+            return base  # a hub name
+        raise ModelError(
+            f"{named}: the folder has an adapter of the model {base}, and there is no such folder; copy the model "
+            f"there, or correct base_model_name_or_path in the adapter's {ADAPTER_CONFIG}"
+        )
+    if base_folder.resolve() == folder.resolve():
+        raise ModelError(
+            f"{named}: the folder has an adapter whose {ADAPTER_CONFIG} names this folder as its model; write the "
+            "folder or hub name of the model that it was trained on as base_model_name_or_path"
+        )
+    return str(base_folder)
+
+
+def _check_adapter(folder: Path, reference: str, *, key: str) -> None:
+    """Raise ModelError, naming `key`, if an adapter cannot be read, or the model that it was trained on."""
+    weights = next((folder / name for name in _ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if weights is None:
+        raise ModelError(
+            f"{key}={reference}: the folder has an adapter's {ADAPTER_CONFIG} without its weights (none of "
+            f"{', '.join(_ADAPTER_WEIGHTS)}); copy them there or name another folder"
+        )
+    if weights.suffix == ".safetensors" and (why := damage(weights)) is not None:
+        raise ModelError(f"{key}={reference}: {weights.name} is damaged ({why}); copy it there again")
+    base = adapter_base(folder, named=f"{key}={reference}")
+    check_folder(base, key=f"{key}={reference}: base_model_name_or_path")
+
+
+def check_folder(reference: str, *, key: str) -> None:
+    """Raise ModelError, naming `key`, for a path without a whole model or an adapter of one.
+
+    A hub name passes, and a teacher cache, which has all but the weights.
+    """
+    folder = Path(demo_folder(reference))
     if not folder.is_dir():
         if folder.is_absolute() or reference.startswith("."):
             raise ModelError(f"{key}={reference}: there is no such folder; check the path")
+        return
+    if is_adapter(folder):
+        _check_adapter(folder, reference, key=key)
         return
     if not (folder / "config.json").is_file():
         raise ModelError(f"{key}={reference}: the folder has no config.json; give a folder in Hugging Face form")

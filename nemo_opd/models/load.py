@@ -17,7 +17,8 @@ from transformers import (
 from nemo_opd.config.model import Model
 from nemo_opd.distributed.finite import NotFinite
 from nemo_opd.errors import ModelError
-from nemo_opd.models.folder import check_folder, num_tensors, read_template, reason, resolve, safetensors_files
+from nemo_opd.models.adapter_folder import resolve, resolve_tokenizer
+from nemo_opd.models.folder import check_folder, num_tensors, read_template, reason, safetensors_files
 from nemo_opd.models.quantised import dequantised, quantisation
 from nemo_opd.models.text_part import NAMES, text_part
 
@@ -27,8 +28,9 @@ _SOME_LAYERS = 512
 
 def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
     """Load a tokenizer. Raises ModelError, naming `key`, where there is none or it has no fast backend."""
+    source = resolve_tokenizer(reference, key=key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(reference), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # tokenizers, the hub and transformers each raise their own
         raise ModelError(
             f"{key}={reference}: no tokenizer could be loaded ({reason(error)}); give a folder with tokenizer.json, or "
@@ -62,8 +64,9 @@ def load_config(reference: str, *, key: str) -> PretrainedConfig:
 def _read_config(reference: str, *, key: str) -> tuple[PretrainedConfig, bool]:
     """Return what `load_config` does, and whether it is that of a part of the model."""
     check_folder(reference, key=key)
+    source = resolve(reference, key=key)
     try:
-        whole: PretrainedConfig = AutoConfig.from_pretrained(resolve(reference), trust_remote_code=False)
+        whole: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the hub and transformers each raise their own
         raise ModelError(
             f"{key}={reference}: no model configuration could be read ({reason(error)}); give a folder in Hugging Face "

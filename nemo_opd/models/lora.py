@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nemo_opd.config.lora import ALL_LINEAR, Lora
 from nemo_opd.errors import ModelError
-from nemo_opd.models.folder import resolve
+from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.head import replaced_forward
 
 NAME = "default"
@@ -51,18 +51,21 @@ class Adapters:
         # Imported here, since it takes seconds in every process.
         from peft import LoraConfig, inject_adapter_in_model
 
+        base = resolve(self.base)
         config = LoraConfig(
             r=self.settings.rank,
             lora_alpha=self.settings.alpha,
             lora_dropout=self.settings.dropout,
             target_modules=self._targets(_linear_layers(model)),
-            base_model_name_or_path=resolve(self.base),
+            base_model_name_or_path=str(Path(base).absolute()) if Path(base).is_dir() else base,
             task_type="CAUSAL_LM",
         )
         device = next(model.parameters()).device
         # What peft draws is replaced, and must not move the generators of the run's dropout where an export merges.
         with device, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             inject_adapter_in_model(config, model, adapter_name=NAME)
+        for _, parameter in adapter_parameters(model):
+            parameter.data = parameter.data.float()  # peft takes the precision of weights that are not on meta
 
     def _targets(self, names: Sequence[str]) -> list[str]:
         """Return the ends of the names of the layers, out of `names`, that get an adapter."""

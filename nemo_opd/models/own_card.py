@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.repocard import metadata_load
 
-from nemo_opd.models.folder import resolve
+from nemo_opd.models.folder import adapter_base, demo_folder, is_adapter
 
 _CARD = "README.md"
 
@@ -37,8 +37,18 @@ class OwnCard:
 
 
 def read_own_card(reference: str) -> OwnCard:
-    """Return the fields of the card of a folder or hub name; none where there is no card, or no way to read it."""
-    folder = Path(resolve(reference))
+    """Return the fields of the card of a folder or hub name; none where there is no card, or no way to read it.
+
+    An adapter without a licence has the card of its base model.
+    """
+    folder = Path(demo_folder(reference))
+    card = _read_card(folder, reference)
+    if card.terms is None and is_adapter(folder):
+        return read_own_card(adapter_base(folder, named=f"model={reference}"))
+    return card
+
+
+def _read_card(folder: Path, reference: str) -> OwnCard:
     try:
         file = folder / _CARD if folder.is_dir() else Path(hf_hub_download(reference, _CARD, etag_timeout=5))
         found = metadata_load(file) or {}

@@ -19,7 +19,7 @@ from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.finite import find_not_finite
 from nemo_opd.distributed.shards import local
 from nemo_opd.errors import ModelError
-from nemo_opd.models.folder import resolve
+from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.fused_layers import fuse_layers
 from nemo_opd.models.load import (
     build_on_meta,

@@ -33,7 +33,8 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from nemo_opd.models.folder import files_in, resolve, shards_in
+from nemo_opd.models.adapter_folder import resolve
+from nemo_opd.models.folder import files_in, shards_in
 from nemo_opd.models.load import check_nothing_missing, unreadable
 from nemo_opd.models.text_part import text_name
 

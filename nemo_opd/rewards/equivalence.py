@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_opd.errors import RolloutError
+from nemo_opd.rewards.notation import EMPTY_SET, readings, same_kind, says_no_solution
 
 # By its file, since importing the package takes time; -P: modules in its folder have names of the standard library's.
 _COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("equivalence_process.py")))
@@ -57,7 +58,9 @@ class Equivalence:
             return False  # algebra takes a word for a product of letters
         if _INTEGER.fullmatch(wanted) and _INTEGER.fullmatch(given):
             return int(wanted) == int(given)
-        return bool(given) and self._answer("equal", wanted, given) is True
+        if not given or not same_kind(wanted, given):
+            return False
+        return any(self._answer("equal", *pair) is True for pair in readings(wanted, given))
 
     def canonical(self, formula: str) -> str | None:
         """Return one text for all formulas that simplify to the same; None where the formula is empty."""
@@ -158,11 +161,18 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _tidy(formula: str) -> str:
-    """Strip dollar signs, and write numbers as algebra reads them: 1000 for 1 000, 2·10^3 for 2e3."""
+    """Strip dollar signs, and write numbers as algebra reads them: 1000 for 1 000, 2·10^3 for 2e3; the empty set for
+    words that say so.
+    """
+    if says_no_solution(_bare_text(formula)):
+        return EMPTY_SET
+    if (text := _TEXT.fullmatch(formula.strip().strip("$"))) and re.search(r"\d", text[1]):
+        formula = text[1]
     formula = formula.strip().strip("$").strip().replace("\\%", "%").replace("\\varnothing", "\\emptyset")
     return _POWER_OF_TEN.sub(r"\\times 10^{\1}", _GROUPS.sub("", formula)).rstrip(".").strip()
 
 
 def _bare_text(formula: str) -> str:
     """Return the formula in lower case, without spaces and the commands that set text."""
-    return "".join(_TEXT.sub(r"\1", formula).replace("\\ ", "").replace("\\,", "").split()).casefold()
+    text = _TEXT.sub(r"\1", formula.strip().strip("$")).replace("\\ ", "").replace("\\,", "")
+    return "".join(text.split()).casefold()

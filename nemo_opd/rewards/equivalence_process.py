@@ -80,17 +80,26 @@ def _answered(task: str, formulas: list[str]) -> Any:
         parsed = [parse(f"${formula}$", parsing_timeout=None) for formula in formulas]
         if task == "canonical":
             return _canonical(parsed[0])
-        wanted, given = parsed
-        return verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True)
+        return _are_equal(*parsed) or _are_equal(*(list(map(_with_unit, each)) for each in parsed))
     except (Exception, RecursionError, MemoryError):
         return None if task == "canonical" else False
+
+
+def _are_equal(wanted: list[Any], given: list[Any]) -> bool:
+    return bool(verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True))
+
+
+def _with_unit(formula: Any) -> Any:
+    """Read the letter i as the imaginary unit, but where it is an index."""
+    units = {each: sympy.I for each in getattr(formula, "free_symbols", ()) if each.name == "i"}
+    return formula.subs(units).doit() if units else formula
 
 
 def _canonical(parsed: list[Any]) -> str | None:
     """Return one text for all formulas that simplify to the same; 3 for x = 3."""
     if not parsed:
         return None
-    formula = parsed[0]
+    formula = _with_unit(parsed[0])
     if isinstance(formula, str):
         return formula
     if isinstance(formula, sympy.Eq) and formula.lhs.is_Symbol:

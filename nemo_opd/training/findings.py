@@ -9,14 +9,20 @@ from nemo_opd.config.data import HubDataset
 from nemo_opd.config.model import Student
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.data.documents import Routed, read_documents
 from nemo_opd.data.files import resolve_files
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.models.load import load_config
 from nemo_opd.rollout.hf import end_ids
+from nemo_opd.rollout.renderer import encode
+from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.model_info import ModelInfo
-from nemo_opd.training.survey import GOOD_COVERAGE, Survey
+from nemo_opd.training.survey import GOOD_COVERAGE, Survey, surveyed_rows
 
+_LOOKED_AT = 100_000
+"""Characters of a text in which special tokens are looked for."""
 _SHORT_ROW = 0.75
 """Share of `train.max_length` that packed rows can fill, below which a warning is given."""
 
@@ -196,6 +202,24 @@ def check_texts(config: RunConfig, statistics: Survey) -> list[str]:
     if statistics.coverage and all(share == 0 for share in statistics.coverage):
         raise DataError("; ".join(uncovered))
     return [*warnings, *uncovered]
+
+
+def warn_of_spelled_tokens(config: RunConfig, data: Corpus, student: ModelInfo) -> Iterator[str]:
+    """Yield a warning if texts spell special tokens of the student, as rendered conversations and HTML do."""
+    if config.data.messages_key is not None or config.data.special_tokens == "text":
+        return
+    documents = read_documents(data.train, list(surveyed_rows(data.train)))
+    texts = [document.content if isinstance(document, Routed) else document for document in documents]
+    ids = [set(encode(student.tokenizer, text[:_LOOKED_AT])) for text in texts if isinstance(text, str)]
+    special = student.pieces.special_contents
+    if number := sum(not special.keys().isdisjoint(of_text) for of_text in ids):
+        spelled = sorted(special[token].decode() for token in special.keys() & set().union(*ids))
+        yield (
+            f"{number} of {len(ids)} texts of data.train that were looked at spell special tokens of the student "
+            f"({', '.join(spelled[:3])}), which are read as such: if a chat template has rendered these texts, give "
+            "the conversations instead, by data.messages_key; if they are characters of a document, write "
+            "data.special_tokens=text"
+        )
 
 
 def warn_of_short_rows(config: RunConfig, limits: Sequence[int], statistics: Survey) -> Iterator[str]:

@@ -27,6 +27,7 @@ from nemo_opd.training.findings import (
     warn_of_other_ends,
     warn_of_shared_data,
     warn_of_short_rows,
+    warn_of_spelled_tokens,
 )
 from nemo_opd.training.flops import Utilization, peak_flops
 from nemo_opd.training.kept import settle_kept
@@ -88,6 +89,8 @@ def preflight(config: RunConfig) -> Plan:
     warnings += warn_of_shared_data(config)
     statistics = survey(config, data, student, teachers, parts)
     warnings += check_texts(config, statistics)
+    if isinstance(data, Corpus):
+        warnings += warn_of_spelled_tokens(config, data, student)
     if isinstance(data, Corpus) and data.packed is not None:
         warnings += warn_of_short_rows(config, data.packed.limits, statistics)
     deliveries = plan_deliveries(

@@ -68,7 +68,14 @@ def build_rollout_sample_maker(
 
 def _text_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> TextSampleMaker:
     def encoder(info: ModelInfo, max_length: int) -> Encoder:
-        return Encoder.of(info.tokenizer, max_length, config.data.append_eos, info.vocab_size)
+        data = config.data
+        return Encoder.of(
+            info.tokenizer,
+            max_length,
+            data.append_eos,
+            info.vocab_size,
+            reads_special=data.special_tokens == "read",
+        )
 
     def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizer:
         own = encoder(teacher, teacher.longest_text(settings))

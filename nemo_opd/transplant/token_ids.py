@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from nemo_opd.models.folder import resolve
+from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.transplant.row_map import EXACT, ROLE, RowMap
 
 if TYPE_CHECKING:

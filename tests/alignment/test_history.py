@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from nemo_opd.alignment import ChatRenderer, TokenAligner, align_chat
 from nemo_opd.alignment.history import content_history
 from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME, Alignment
 from tests.alignment.chat_fixture import assistant, call, small_chat, user, with_template
-from tests.tokenizers_fixture import byte_level
+from tests.tokenizers_fixture import byte_level, rebuilt
 
 # Drops what stands before `|` in all messages but the last, as Qwen3 drops the thinking of earlier turns.
 DROPS = """{% for m in messages %}{{ '<|begin_of_text|>' + m.role + '\\n' }}
@@ -99,6 +100,43 @@ def test_text_behind_other_text_is_changed() -> None:
     assert read_with(alignment, texts, HISTORY_SAME) == "The"
     assert read_with(alignment, texts, HISTORY_CHANGED).endswith(" sleeps now")
     assert (np.diff(alignment.history) >= 0).all()
+
+
+MARKS = ("<s>", "</s>")
+BODY = " The fox sleeps and the dog jumps over 123 45 lazy foxes." * 3
+
+
+def marked(begins: bool) -> Any:
+    """A tokenizer with <s> and </s>, which begin each text if `begins`."""
+    tokenizer = byte_level(extra=("<|begin_of_text|>", *MARKS))
+    ids = [(mark, tokenizer.convert_tokens_to_ids(mark)) for mark in MARKS]
+    single = "<s> $A" if begins else "$A"
+    tokenizer = rebuilt(tokenizer, post_processor=processors.TemplateProcessing(single=single, special_tokens=ids))
+    tokenizer.bos_token = "<s>"
+    return tokenizer
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("text", ["Once <s>30</s> now" + BODY, "<s>30</s> now" + BODY, "e\u0301 <s>a" + BODY + "</s>"])
+def test_a_special_token_that_one_side_spells_costs_its_place(text: str, begins: bool) -> None:
+    """Bug: one <s> in a document, and nothing after it had the same history."""
+    for student, teacher in ((marked(begins), byte_level(455)), (byte_level(455), marked(begins))):
+        ids = student(text)["input_ids"]
+        alignment = TokenAligner(student, teacher).align(ids, teacher(text)["input_ids"])
+        assert not (alignment.history == HISTORY_CHANGED).any()
+        texts = [student.decode(ids[start:stop]) for start, stop in alignment.bounds[:, :2].tolist()]
+        read = read_with(alignment, texts, HISTORY_REWRITTEN) + read_with(alignment, texts, HISTORY_SAME)
+        assert len(BODY) <= len(read) <= len(text) + 1
+
+
+@pytest.mark.parametrize("other", ["Once <a>30</s> now", "Once <s>31</s> now"])
+def test_a_special_token_that_one_side_has_not_read_is_changed(other: str) -> None:
+    """Catches any text that is taken for a mark."""
+    student, teacher = marked(begins=False), byte_level(455)
+    alignment = TokenAligner(student, teacher).align(
+        student("Once <s>30</s> now" + BODY)["input_ids"], teacher(other + BODY)["input_ids"]
+    )
+    assert alignment.history[-1] == HISTORY_CHANGED
 
 
 @pytest.mark.parametrize(

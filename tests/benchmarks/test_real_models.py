@@ -28,7 +28,7 @@ from nemo_opd.alignment import pieces_of
 from nemo_opd.config.load import from_dict
 from nemo_opd.data.seams import spelled
 from nemo_opd.errors import CallbackError
-from nemo_opd.models.folder import resolve
+from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.load import load_tokenizer
 
 SIZE = Size(steps=4, rows=2, max_length=256, on_policy_steps=2, on_policy_rows=4, dtype="float32")

@@ -57,7 +57,7 @@ BOUND: dict[type[BaseModel], str] = {
     optim.Scheduler: "type warmup_steps min_lr_ratio",
     Source: "arrow_files parquet_files jsonl_files text_files",
     HubDataset: "path name split",
-    Data: "text_key messages_key tools_key response_key append_eos shuffle packing",
+    Data: "text_key messages_key tools_key response_key append_eos special_tokens shuffle packing",
     aggregation.WeightedSum: "type weights alpha vocabulary_scaling",
     aggregation.AveragedLogits: "type",
     aggregation.SelectTeacher: "type per",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_opd.models.folder import resolve
+from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.load import load_tokenizer
 from tests.rollout.fake_server import Handler, Json, Says, fake_server
 

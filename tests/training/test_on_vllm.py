@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from nemo_opd.models.folder import resolve
+from nemo_opd.models.adapter_folder import resolve
 from tests.tiny import save_model
 from tests.training.launch import ROOT, start
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_opd.config.rollout import ServerRollout
-from nemo_opd.models.folder import resolve
+from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.rollout.base import Completion, Engine, EngineSpec, Generator, Request, Sampling, StudentModel
 from nemo_opd.rollout.server.engine import ServerEngine
 

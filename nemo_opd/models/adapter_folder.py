@@ -1,0 +1,222 @@
+"""Adapter folders (PEFT) as models: each is merged once into its base model, in the cache."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+from transformers.utils import find_adapter_config_file
+
+from nemo_opd.disk import storage_errors
+from nemo_opd.errors import ModelError
+from nemo_opd.files import replacing, settle
+from nemo_opd.models.folder import adapter_base, demo_folder, has_tokenizer, is_adapter, reason
+from nemo_opd.models.quantised import dequantised, quantisation
+from nemo_opd.paths import cache_dir
+from nemo_opd.progress import working
+
+_VERSION = 1
+"""Raised when the same adapter is merged in another way than before."""
+_ADAPTER = ("adapter_*",)
+_MODEL = ("config.json", "generation_config.json", "model*", "pytorch_model*")
+_TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
+_CARD = ("README.md",)
+
+_log = logging.getLogger(__name__)
+
+
+def resolve(reference: str, *, key: str = "model") -> str:
+    """Return the folder or hub name of a whole model, which transformers loads.
+
+    A folder or hub name is returned as it is, `demo:NAME` as its folder in the package. For an adapter it is the folder
+    in the cache with the adapter merged into its base model, written at the first call. key: setting to be named in
+    messages. Raises ModelError if the adapter does not fit its base model, or one of them cannot be read.
+    """
+    source = demo_folder(reference)
+    adapter = _adapter_folder(source)
+    return source if adapter is None else str(_merged(adapter, named=f"{key}={reference}"))
+
+
+def resolve_tokenizer(reference: str, *, key: str) -> str:
+    """Return the folder or hub name that a model's tokenizer is loaded from; an adapter is not merged for it.
+
+    Raises ModelError as `adapter_base` does.
+    """
+    source = demo_folder(reference)
+    adapter = _adapter_folder(source)
+    if adapter is None:
+        return source
+    if has_tokenizer(adapter):
+        return str(adapter)
+    return resolve_tokenizer(adapter_base(adapter, named=f"{key}={reference}"), key=key)
+
+
+def _adapter_folder(source: str) -> Path | None:
+    """Return the folder of an adapter, which is downloaded if `source` is a hub name; None for a whole model."""
+    if Path(source).exists():
+        return Path(source) if is_adapter(Path(source)) else None
+    return _downloaded_adapter(source)
+
+
+@lru_cache
+def _downloaded_adapter(name: str) -> Path | None:
+    """Download an adapter. Returns None for another model, and for a name whose model cannot be loaded either."""
+    try:
+        if find_adapter_config_file(name) is None:
+            return None
+        return Path(snapshot_download(name, allow_patterns=[*_ADAPTER, *_TOKENIZER, *_CARD]))
+    except (OSError, ValueError):
+        return None
+
+
+def _merged(adapter: Path, *, named: str) -> Path:
+    """Return the folder in the cache with an adapter merged into its base model; write it if it is not there."""
+    base = adapter_base(adapter, named=named)
+    source = resolve(base, key=f"{named}: base_model_name_or_path")
+    try:
+        base_folder = Path(source)
+        if not base_folder.is_dir():
+            base_folder = Path(snapshot_download(source, allow_patterns=["config.json", *_TOKENIZER]))
+        merged = cache_dir("merged") / _identity(adapter, base_folder, is_local=Path(source).is_dir())
+        with _locked(merged.with_suffix(".lock")):
+            if not merged.is_dir():
+                _log.info("merging the adapter %s into a copy of %s: %s", adapter, base, merged)
+                with working(f"merging an adapter into {base}"), replacing(merged) as temporary:
+                    _write_merged(adapter, base_folder, source, temporary)
+    except ModelError:
+        raise
+    # peft, transformers, safetensors and the hub each raise their own errors.
+    except Exception as error:
+        raise ModelError(
+            f"{named}: the folder has an adapter of the model {base}, and the two cannot be merged ({reason(error)}); "
+            f"check that the adapter was trained on this model, and that both are whole"
+        ) from error
+    return merged
+
+
+def _identity(adapter: Path, base: Path, *, is_local: bool) -> str:
+    """Return a hash of an adapter's files and of its base model. A model's large files count by size and time.
+
+    is_local: False for a download from the hub, whose folder is named after its revision.
+    """
+    digest = hashlib.sha256(repr((_VERSION, str(base))).encode())
+    for path in _files(adapter, *_ADAPTER, *_TOKENIZER, *_CARD):
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    for path in _files(base, *_MODEL, *_TOKENIZER) if is_local else ():
+        status = path.stat()
+        digest.update(repr((path.name, status.st_size, status.st_mtime_ns)).encode())
+    return digest.hexdigest()[:32]
+
+
+def _files(folder: Path, *patterns: str) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait until no other process is inside. A file system without locks has none."""
+    with path.open("a") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write_merged(adapter: Path, base: Path, source: str, folder: Path) -> None:
+    model = _load_merged(adapter, source)
+    with storage_errors(folder):
+        model.save_pretrained(folder)
+        for path in _files(adapter if has_tokenizer(adapter) else base, *_TOKENIZER) + _files(adapter, *_CARD):
+            shutil.copy(path, folder / path.name)
+        settle(folder)
+
+
+def _load_merged(adapter: Path, source: str) -> PreTrainedModel:
+    """Load a model on the CPU, in the precision of its files, and merge an adapter into it.
+
+    Raises ValueError if the model or the adapter lacks weights of the other.
+    """
+    from peft import PeftConfig, PeftModel  # takes seconds
+
+    config: Any = PeftConfig.from_pretrained(str(adapter))
+    model: Any = _load_base(source)
+    _resize(model, adapter)
+    is_tied = _are_tied(model)
+    if is_tied and not getattr(config, "ensure_weight_tying", False):
+        # An adapter of the embeddings alone must not change the head, nor the other way round.
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().clone())
+    adapted = PeftModel(model, config)
+    result = adapted.load_adapter(str(adapter), "default")
+    # peft lists modules that are stored whole as unexpected, and loads them.
+    unexpected = [name for name in result.unexpected_keys if ".modules_to_save." not in name]
+    if names := [*result.missing_keys, *unexpected]:
+        raise ValueError(f"{len(names)} weights are in one of them alone, such as {names[0]}")
+    model = adapted.merge_and_unload()
+    is_tied = is_tied and _are_tied(model)
+    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = is_tied
+    model.tie_weights()
+    return model
+
+
+def _are_tied(model: PreTrainedModel) -> bool:
+    """Return whether the head has the weights of the embeddings."""
+    embeddings: Any
+    head: Any
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return head is not None and torch.equal(embeddings.weight, head.weight)
+
+
+def _load_base(source: str) -> PreTrainedModel:
+    """Load a whole model, also if it reads more than text. Raises ValueError if weights are missing."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if quantisation(config) is not None:
+        config = dequantised(config)
+    loaded: Any = (AutoModelForCausalLM if is_causal else AutoModelForImageTextToText).from_pretrained(
+        source,
+        config=config,
+        dtype="auto",
+        attn_implementation="eager",  # the file may ask for code from the hub
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise ValueError(f"{len(missing)} weights of the model are missing, such as {missing[0]}")
+    model: PreTrainedModel = loaded[0]
+    return model
+
+
+def _resize(model: PreTrainedModel, adapter: Path) -> None:
+    """Give a model as many token embeddings as an adapter has that was trained with added tokens."""
+    from peft.utils import load_peft_weights
+
+    embeddings: Any = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embeddings)
+    stored = load_peft_weights(str(adapter), device="cpu")
+    rows = next((len(weight) for key, weight in stored.items() if key.endswith(f"{name}.weight")), None)
+    if rows is not None and rows != len(embeddings.weight):
+        model.resize_token_embeddings(rows, mean_resizing=False)
