@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx2
 import numpy as np
 
 from nemo_opd.config.endpoint import Endpoint
@@ -63,7 +62,7 @@ def _try(endpoint: Endpoint, i: int, model: str, key: str, vocab_size: int, toke
     try:
         EndpointAnswers(one, model, layout, key=key).segments([np.array([0, token], np.int32)])
     except EndpointError as error:
-        if isinstance(_reason(error), UnansweredError | httpx2.HTTPError):
+        if isinstance(_reason(error), UnansweredError):
             raise EndpointError(
                 f"{error}; see the server's log, wait until it has room, raise {key}.request_timeout_s, or leave "
                 f"{key}.urls.{i} out"
