@@ -15,7 +15,7 @@ from nemo_opd.extras import EXTRAS
 
 PACKAGE = Path(nemo_opd.__file__).parent
 ORDER = (
-    "errors types paths progress problems disk files commands",
+    "errors types paths version progress problems disk files commands",
     "config",
     "extras",
     "teacher_cache",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -12,7 +11,7 @@ from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from nemo_opd.paths import CHECKOUT
+from nemo_opd.version import UNKNOWN, commit
 
 FILE, _DATA = "gpu_check.md", "gpu_check.json"
 _SAME = ("commit", "machine", "packages")
@@ -49,7 +48,7 @@ class Report:
     def begin(command: str, folder: Path) -> Report:
         """Begin with the parts that a check of the same commit, machine and packages has left in the folder."""
         facts = {
-            "commit": _commit(),
+            "commit": commit(),
             "date": date.today().isoformat(),
             "command": command,
             "machine": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
@@ -81,25 +80,17 @@ class Report:
 
 
 def parts_before(folder: Path, facts: Mapping[str, str]) -> dict[str, Part]:
-    """Return the parts of a report in the folder that has the same commit, machine and packages; else none."""
+    """Return the parts of a report in the folder that has the same commit, machine and packages; else none.
+
+    Of an unknown commit nobody can say whether it is the same.
+    """
     try:
         before = json.loads((folder / _DATA).read_text(encoding="utf-8"))
-        if any(before["facts"][name] != facts[name] for name in _SAME):
+        if facts["commit"] == UNKNOWN or any(before["facts"][name] != facts[name] for name in _SAME):
             return {}
         return {name: Part(**each | {"outcome": Outcome(each["outcome"])}) for name, each in before["parts"].items()}
     except (OSError, ValueError, KeyError, TypeError):  # nothing is there, or a report of another version
         return {}
-
-
-def _commit() -> str:
-    """Return the commit, with `-dirty` where files were changed; `unknown` without git or a checkout."""
-    if CHECKOUT is None:
-        return "unknown"
-    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=7"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def _version(package: str) -> str | None:
