@@ -45,6 +45,11 @@ class ModelInfo:
     has_rotary_positions: bool = False
     """Whether the model runs beyond its positions, with poor predictions; a table of positions has no more rows."""
 
+    @property
+    def computed_size(self) -> ModelSize:
+        """Size of the model with a head of those rows alone that losses have logits of."""
+        return replace(self.size, vocab_size=self.vocab_size)
+
     def ids_missing_in(self, other: "ModelInfo") -> NDArray[np.int64]:
         """Return the ids that the other tokenizer does not have, or the other model has no embedding for."""
         is_known = np.zeros(self.vocab_size, np.bool_)
