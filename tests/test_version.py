@@ -28,7 +28,11 @@ def test_a_copy_on_the_path_that_is_not_installed_has_a_version(tmp_path: Path) 
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     # Without site-packages, where the tests' own environment has the package.
     ran = subprocess.run(
-        [sys.executable, "-S", "-c", SCRIPT], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+        [sys.executable, "-S", "-c", SCRIPT],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
     )
 
     assert ran.stdout.split() == ["0.1.0", version.UNKNOWN], ran.stderr

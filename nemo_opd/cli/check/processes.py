@@ -1,0 +1,59 @@
+"""Processes of the parts of a check, which end with all that they have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from nemo_opd.paths import CHECKOUT
+
+_MARK = "NEMO_OPD_CHECK_PART"
+"""Variable of the environment that all processes of a part inherit, also those that begin a session, as Ray's do."""
+_ENDED_S = 15.0
+
+
+def start(name: str, command: tuple[str, ...], log: Path, *, is_interpreted: bool = False) -> subprocess.Popen[bytes]:
+    """Start a part in the checkout, if there is one; it prints into `log`.
+
+    The file, and not a pipe, whose end might never be read when a process hangs in the driver. Raises OSError if there
+    is no command of that name.
+    """
+    paths = [*([] if CHECKOUT is None else [str(CHECKOUT)]), os.environ.get("PYTHONPATH", "")]
+    # Each process that compiles would start a thread for every core.
+    compilers = {"TORCHINDUCTOR_COMPILE_THREADS": "4", **({"TRITON_INTERPRET": "1"} if is_interpreted else {})}
+    with log.open("wb") as sink:
+        return subprocess.Popen(
+            command,
+            cwd=CHECKOUT,
+            env={**os.environ, **compilers, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", _MARK: name},
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def end(name: str) -> None:
+    """Kill what a part has left and wait until it is gone, for some seconds: its GPU memory is the next part's."""
+    limit = time.monotonic() + _ENDED_S
+    while (pids := _marked(name)) and time.monotonic() < limit:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+
+
+def _marked(name: str) -> list[int]:
+    """Return the processes of a part, in whatever session. Ended ones have no environment any more."""
+    pids = []
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if process.name.isdecimal():
+                variables = (process / "environ").read_bytes().split(b"\0")
+                if f"{_MARK}={name}".encode() in variables:
+                    pids.append(int(process.name))
+    return pids
