@@ -6,6 +6,7 @@
 #   CONSTRAINTS=/dev/null tools/gpu_environment.sh FOLDER          # the newest that the project allows
 #   PYTHONPATH=$PWD FOLDER/bin/python tools/gpu_check.py --within 3600
 #
+# Triton 3.6 has an interpreter that NumPy 2.5 breaks, so that the part `kernels` needs a GPU with these versions.
 # PYTHON names another interpreter, or the version of one that uv finds.
 set -euo pipefail
 

@@ -26,7 +26,7 @@ _ON_POLICY = (
 _KILLED_AFTER = 20
 """Steps."""
 _TOLERANCE = 1e-3
-"""Of losses: sums by atomics are in another order each time."""
+"""Relative error of a loss: sums by atomics are in another order each time."""
 
 
 def main(folder: Path) -> int:

@@ -121,7 +121,7 @@ def _show(name: str, result: Result, output: str) -> None:
 
 @contextmanager
 def _scratch(models: Path | None) -> Iterator[tuple[Path, Path]]:
-    """Yield the folder of the models, in memory if there is room for them, and one for everything else."""
+    """Yield the folder of the models, in memory if there is room for them, and one for logs and results."""
     shared = Path("/dev/shm")
     is_roomy = shared.is_dir() and shutil.disk_usage(shared).free > _MODELS_BYTES
     with (

@@ -27,7 +27,7 @@ _SHARE = 64
 _ROWS = 1743
 """Rows of logits that are computed at a time on a GPU of 80 GB."""
 _HEADS = ((2048, 128_256), (2560, 151_936), (2560, 151_669))
-"""Width and columns: Llama-3.2-1B, Qwen3-4B, and the latter cut to its tokenizer's ids, which are no multiple of 8."""
+"""Width and columns: Llama-3.2-1B, Qwen3-4B, and the latter cut to its tokenizer's ids, which 8 does not divide."""
 _PROGRAMS = ("gcc", "nvcc", "compute-sanitizer", "ncu", "git", "nvidia-smi")
 _QUERIES = (["--query-gpu=index,driver_version,compute_mode,power.limit", "--format=csv,noheader"], ["topo", "-m"])
 
@@ -140,7 +140,7 @@ def _products_of(sizes: tuple[int, int, int], has_gpu: bool) -> dict[str, Callab
 
 def _shared_memory(has_gpu: bool) -> dict[str, str | None]:
     """Return for each way to share a buffer why it is impossible, on one GPU and between two; None if it works."""
-    limit_s = 20.0
+    limit_s = 40.0
     if not has_gpu:
         return {"shared memory": obstacle("shared_memory", [(0, 0)], limit_s)}
     number = torch.cuda.device_count()

@@ -19,8 +19,7 @@ _ENDED_S = 15.0
 def start(name: str, command: tuple[str, ...], log: Path, *, is_interpreted: bool = False) -> subprocess.Popen[bytes]:
     """Start a part in the checkout, if there is one; it prints into `log`.
 
-    The file, and not a pipe, whose end might never be read when a process hangs in the driver. Raises OSError if there
-    is no command of that name.
+    A pipe might never end when a process hangs in the driver. Raises OSError if the command does not exist.
     """
     paths = [*([] if CHECKOUT is None else [str(CHECKOUT)]), os.environ.get("PYTHONPATH", "")]
     # Each process that compiles would start a thread for every core.

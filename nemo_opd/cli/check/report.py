@@ -95,9 +95,9 @@ class Report:
 
 
 def parts_before(folder: Path, facts: Mapping[str, str]) -> dict[str, Result]:
-    """Return the parts of a report in the folder that has the same commit, machine and packages; else none.
+    """Return the parts of a report in the folder if it has the same commit, machine and packages, or nothing.
 
-    Of an unknown commit nobody can say whether it is the same.
+    Two unknown commits may differ.
     """
     try:
         before = json.loads((folder / _DATA).read_text(encoding="utf-8"))

@@ -60,7 +60,7 @@ class _Reply:
 def open_client(*, trust_env: bool, headers: Mapping[str, str], connections: int | None = None) -> AsyncClient:
     """Return a client without time limits: httpx2's are for each part of an answer, of which there may be any number.
 
-    connections: the most that are open at a time; None: the library's default.
+    connections: the most that are open at a time, by default the library's limit.
     """
     from httpx2 import AsyncClient, Limits
 
