@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from nemo_opd.logging.jsonl import read
+from nemo_opd.version import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "uv run benchmarks/demo.py"
@@ -76,13 +77,6 @@ def hardware() -> str:
             model = line.partition(":")[2].strip()
             break
     return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}"
-
-
-def commit() -> str:
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    return described.stdout.strip()
 
 
 def main() -> None:

@@ -89,6 +89,18 @@ RECIPES = (
         64 * len(WEB),
     ),
     Recipe(
+        "1B from 3B and 4B",
+        "off_policy_distillation",
+        (
+            "teachers=[{name:llama3b,type:same_tokenizer,model:meta-llama/Llama-3.2-3B},"
+            "{name:qwen3_4b,type:cross_tokenizer,model:Qwen/Qwen3-4B}]",
+        ),
+        "Llama-3.2-1B",
+        ("Llama-3.2-3B", "Qwen3-4B"),
+        ROWS * (2048,),
+        16,
+    ),
+    Recipe(
         "on-policy",
         "on_policy_distillation",
         (),

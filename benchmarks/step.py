@@ -4,6 +4,7 @@ uv run benchmarks/step.py                                          # tiny models
 uv run --with trl benchmarks/step.py                               # the same beside GOLD, step by step in turns
 uv run --with trl benchmarks/step.py --length 64 256 1024 --set cluster.launcher=local   # ours in one process, as GOLD
 uv run --with trl benchmarks/step.py --student llama_1b --teacher qwen_4b --length 2048 --rows 16 --micro 4   # a GPU
+uv run benchmarks/step.py --student llama_1b --same-teacher llama_3b --teacher qwen_4b --length 2048 --rows 16 --micro 4
 uv run benchmarks/step.py --student a/config.json --set student.parallelism.tp=2 cluster.gpus_per_node=8
 
 Models are presets or config.json files; several of each make as many pairs. `--set` takes any settings of a run, such
@@ -13,6 +14,7 @@ the demo's.
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -29,10 +31,9 @@ from demo import ROOT, commit, hardware
 from losses_texts import DEMO_PAIR
 from rich.console import Console
 from step_gold import Gold, GoldError, Job
-from step_models import PRESETS, Written, corpus_text, write_model, write_texts
+from step_models import PRESETS, Written, corpus_text, write_apart, write_texts
 from step_ours import GIB, Ours, configured
-from step_report import GOLD, OURS, Case, Found, Way, write
-from transformers import PreTrainedTokenizerFast
+from step_report import GOLD, OURS, Case, Found, Way, too_slow_or_misjudged, write
 
 from nemo_opd.config import RunConfig
 from nemo_opd.models.load import load_tokenizer
@@ -47,31 +48,39 @@ class Inputs:
     """What both trainers read."""
 
     student: Written
-    teacher: Written
+    teachers: tuple[Written, ...]
+    """The one with another tokenizer last."""
     length: int
     """Tokens of a text."""
     texts: Path
     scratch: Path
 
 
-def tokenizers_of(options: argparse.Namespace) -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
-    names = DEMO_PAIR
-    if options.tokenizers is not None:
-        student, _, teacher = options.pair.partition(":")
-        names = str(options.tokenizers / student), str(options.tokenizers / teacher)
-    return load_tokenizer(names[0], key="--pair"), load_tokenizer(names[1], key="--pair")
+def tokenizers_of(options: argparse.Namespace) -> tuple[str, str]:
+    if options.tokenizers is None:
+        return DEMO_PAIR
+    student, _, teacher = options.pair.partition(":")
+    return str(options.tokenizers / student), str(options.tokenizers / teacher)
 
 
 def make_inputs(options: argparse.Namespace, student: str, teacher: str, length: int, scratch: Path) -> Inputs:
-    tokenizers = tokenizers_of(options)
-    stored = torch.bfloat16 if options.device == "cuda" else torch.float32
-    written = [
-        write_model(name, tokenizer, scratch / side, stored, options.device)
-        for name, tokenizer, side in zip((student, teacher), tokenizers, ("student", "teacher"), strict=True)
-    ]
-    text = corpus_text(options.corpus)
-    texts = write_texts(scratch / "texts.jsonl", text, tokenizers, count=options.texts, length=length)
-    return Inputs(written[0], written[1], length, texts, scratch)
+    """Raises SystemExit for models that cannot be made."""
+    names, folder = tokenizers_of(options), options.models or scratch
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [(student, names[0], "student"), (teacher, names[1], "teacher")]
+    if options.same_teacher is not None:
+        wanted.insert(1, (options.same_teacher, names[0], "same"))
+    models = [Written(name, tokenizer, folder / f"{side}_{name.replace('/', '_')}") for name, tokenizer, side in wanted]
+    write_apart(models, torch.bfloat16 if options.device == "cuda" else torch.float32, options.device)
+    tokenizers = tuple(load_tokenizer(name, key="--pair") for name in names)
+    texts = write_texts(
+        folder / f"texts_{length}.jsonl",
+        corpus_text(options.corpus),
+        tokenizers,
+        count=options.texts,
+        length=length,
+    )
+    return Inputs(models[0], tuple(models[1:]), length, texts, scratch)
 
 
 def run_config(options: argparse.Namespace, inputs: Inputs, loss: str) -> RunConfig:
@@ -91,11 +100,13 @@ def run_config(options: argparse.Namespace, inputs: Inputs, loss: str) -> RunCon
         },
         "teachers": [
             {
-                "name": "teacher",
-                "type": "cross_tokenizer",
-                "model": str(inputs.teacher.folder),
+                "name": name,
+                "type": f"{name}_tokenizer",
+                "model": str(model.folder),
                 "dtype": "bfloat16" if on_gpu else "float32",
             }
+            for model in inputs.teachers
+            for name in ["same" if model.tokenizer == inputs.student.tokenizer else "cross"]
         ],
         "loss": {"type": loss},
         "data": {"train": {"jsonl_files": [str(inputs.texts)]}, "cache": False},
@@ -108,7 +119,7 @@ def run_config(options: argparse.Namespace, inputs: Inputs, loss: str) -> RunCon
 def gold_job(options: argparse.Namespace, inputs: Inputs, loss: str, config: RunConfig, threads: int) -> Job:
     return Job(
         student=inputs.student.folder,
-        teacher=inputs.teacher.folder,
+        teacher=inputs.teachers[0].folder,
         texts=inputs.texts,
         scratch=inputs.scratch / f"gold_{loss}",
         steps=options.warmup + options.rounds + 1,
@@ -127,6 +138,8 @@ def start_gold(stack: ExitStack, options: argparse.Namespace, ours: Ours, job: J
     """The trainer, or why there is none."""
     if options.without_gold:
         return None, "not asked for"
+    if len(ours.config.active_teachers) > 1:
+        return None, "it has one teacher, and these are several"
     if ours.num_devices > 1:
         return None, f"it is compared on one device, and these are {ours.num_devices}"
     try:
@@ -149,6 +162,8 @@ def measure(options: argparse.Namespace, inputs: Inputs, loss: str) -> Case:
         theirs: list[float] = []
         for _ in range(options.warmup + options.rounds):
             own.append(ours.step())
+            # As soon as there is something: a later step may take the machine down.
+            print(json.dumps(ours.records[-1]), flush=True)
             if gold is not None:
                 try:
                     theirs.append(gold.step())
@@ -161,7 +176,7 @@ def measure(options: argparse.Namespace, inputs: Inputs, loss: str) -> Case:
         student_peak = max(record["perf/peak_memory_gb"] for record in ours.records)
         return Case(
             student=inputs.student.name,
-            teacher=inputs.teacher.name,
+            teacher=" + ".join(model.name for model in inputs.teachers),
             loss=loss,
             length=inputs.length,
             layout=" ".join(options.overrides) or "one rank each",
@@ -203,6 +218,9 @@ def arguments() -> argparse.Namespace:
     names = f"a config.json, or of {', '.join(PRESETS)}"
     parser.add_argument("--student", nargs="+", default=["llama_tiny"], help=names)
     parser.add_argument("--teacher", nargs="+", default=["qwen_tiny"], help="likewise, one for each student")
+    parser.add_argument("--same-teacher", metavar="MODEL", help="another teacher, which has the student's tokenizer")
+    parser.add_argument("--models", type=Path, metavar="FOLDER", help="in which models and texts stay for other runs")
+    parser.add_argument("--write-only", action="store_true", help="write --models, and measure nothing")
     parser.add_argument("--loss", nargs="+", default=["gold"], help="of a run; GOLD has its own")
     parser.add_argument("--tokenizers", type=Path, default=os.environ.get("NEMO_OPD_TOKENIZERS"))
     corpus = os.environ.get("NEMO_OPD_CORPUS")
@@ -218,6 +236,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count")
     parser.add_argument("--rounds", type=int, default=5, help="steps that do")
     parser.add_argument("--peak", type=float, help="FLOP/s of a device, where its name does not tell")
+    parser.add_argument(
+        "--mfu-floor",
+        type=float,
+        metavar="SHARE",
+        help="exit status 1 if the MFU is below it, or memory a fifth away from its estimate",
+    )
     parser.add_argument("--without-gold", action="store_true", help="also where TRL is installed")
     parser.add_argument("--gold-limit", type=float, default=120, metavar="SECONDS", help="for a step of GOLD")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -226,10 +250,12 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if len(options.student) != len(options.teacher):
         parser.error(f"{len(options.student)} students and {len(options.teacher)} teachers do not make pairs")
+    if options.write_only and options.models is None:
+        parser.error("--write-only without --models FOLDER: name the folder in which the models stay")
     return options
 
 
-def main() -> None:
+def main() -> int:
     options = arguments()
     peak = options.peak or flops.peak_flops(device_name(options.device))
     cases: list[Case] = []
@@ -238,12 +264,15 @@ def main() -> None:
     for (student, teacher), length in product(pairs, options.length):
         with tempfile.TemporaryDirectory() as scratch:
             inputs = make_inputs(options, student, teacher, length, Path(scratch))
-            for loss in options.loss:
+            for loss in [] if options.write_only else options.loss:
                 cases.append(measure(options, inputs, loss))
                 # As soon as there is something: a run of large models is long.
                 text = write(options.output, Found(cases, peak, facts(options, cases)), FORMULA)
     Console(soft_wrap=True).print(text, markup=False)
+    problems = [] if options.mfu_floor is None else too_slow_or_misjudged(cases, options.mfu_floor)
+    print("\n".join(problems))
+    return int(bool(problems))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

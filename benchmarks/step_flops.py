@@ -1,5 +1,6 @@
 """The texts of a measured step, and their FLOPs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_opd.training.flops import Flops, forward_flops, training_flops
@@ -11,16 +12,18 @@ class StepWork:
     """What the texts of a global batch are."""
 
     student_lengths: tuple[int, ...]
-    teacher_lengths: tuple[int, ...]
-    compared_rows: int
-    """Units of the distillation loss."""
+    teacher_lengths: tuple[tuple[int, ...], ...]
+    """Of each teacher."""
+    compared_rows: tuple[int, ...]
+    """Units of each teacher's loss."""
 
     @property
     def student_tokens(self) -> int:
         return sum(self.student_lengths)
 
-    def flops(self, student: ModelSize, teacher: ModelSize) -> dict[str, Flops]:
-        return {
-            "student": training_flops(student, self.student_lengths),
-            "teacher": forward_flops(teacher, self.teacher_lengths, self.compared_rows),
+    def flops(self, student: ModelSize, teachers: Mapping[str, ModelSize]) -> dict[str, Flops]:
+        """Of the student, and of each teacher by its name."""
+        of_teachers = zip(teachers.items(), self.teacher_lengths, self.compared_rows, strict=True)
+        return {"student": training_flops(student, self.student_lengths)} | {
+            name: forward_flops(size, lengths, rows) for (name, size), lengths, rows in of_teachers
         }

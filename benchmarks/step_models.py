@@ -1,7 +1,9 @@
 """The models and texts of `step.py`: random weights of given shapes, and documents that fill a sequence."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import (
 )
 
 from nemo_opd.demo.corpus import arrow_file
+from nemo_opd.models.load import load_tokenizer
 
 MARKS = 2
 """Tokens that a run puts around a text: one that begins it and one that ends it."""
@@ -57,9 +60,14 @@ PRESETS = {
     "llama_mid": lambda: llama(384, 1152, 8, 6, 2, 64),
     "qwen_mid": lambda: qwen(640, 1920, 12, 8, 2, 80),
     "llama_1b": lambda: llama(2048, 8192, 16, 32, 8, 64, 128_256),
+    "llama_3b": lambda: llama(3072, 8192, 28, 24, 8, 128, 128_256),
     "qwen_4b": lambda: qwen(2560, 9728, 36, 32, 8, 128, 151_936),
 }
-"""Shapes: the last two are those of Llama-3.2-1B and Qwen3-4B. Without a vocabulary they take the tokenizer's."""
+"""Shapes: the last three are those of Llama-3.2-1B, Llama-3.2-3B and Qwen3-4B. Without a vocabulary they take the
+tokenizer's.
+"""
+UNUSED_ROWS = 0.1
+"""Share of a head's rows that may be no tokens: published models pad theirs by less than a hundredth."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,9 @@ class Written:
     """A folder as a run wants it, model and tokenizer."""
 
     name: str
+    """A preset, or the path of a config.json or of its folder."""
+    tokenizer: str
+    """A folder, or a `demo:` name."""
     folder: Path
 
 
@@ -79,9 +90,42 @@ def shape_of(name: str) -> PretrainedConfig:
     return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
-def write_model(
-    name: str, tokenizer: PreTrainedTokenizerFast, folder: Path, dtype: torch.dtype, device: str
-) -> Written:
+def check_tokenizer(name: str, num_rows: int, num_ids: int) -> None:
+    """Raise SystemExit for a tokenizer with far fewer ids than the model's head has rows.
+
+    Logits have the tokenizer's columns, so that losses would cost next to nothing.
+    """
+    if num_ids < (1 - UNUSED_ROWS) * num_rows:
+        raise SystemExit(
+            f"{name}: its head has {num_rows:,} rows and its tokenizer {num_ids:,} ids, to which logits are cut; give "
+            "the tokenizers of the models with --tokenizers FOLDER and --pair, or set NEMO_OPD_TOKENIZERS"
+        )
+
+
+def write_apart(models: Sequence[Written], dtype: torch.dtype, device: str) -> None:
+    """Write those models that are not there yet, in a process that ends and gives the memory of the device back.
+
+    Raises SystemExit for a shape that is not there, or a tokenizer of another model.
+    """
+    models = [model for model in models if not model.folder.is_dir()]
+    for model in models:
+        num_ids = len(load_tokenizer(model.tokenizer, key="--pair"))
+        check_tokenizer(model.name, shape_of(model.name).get_text_config().vocab_size, num_ids)
+    process = get_context("spawn").Process(target=write_models, args=(models, dtype, device))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit("the models could not be written; the reason is above")
+
+
+def write_models(models: Sequence[Written], dtype: torch.dtype, device: str) -> None:
+    for model in models:
+        part = model.folder.with_name(f"{model.folder.name}.part")
+        write_model(model.name, load_tokenizer(model.tokenizer, key="--pair"), part, dtype, device)
+        part.rename(model.folder)  # whole, or not there
+
+
+def write_model(name: str, tokenizer: PreTrainedTokenizerFast, folder: Path, dtype: torch.dtype, device: str) -> None:
     """Random weights of a shape, and the tokenizer, in Hugging Face form."""
     config = shape_of(name)
     config.vocab_size = max(config.get_text_config().vocab_size, len(tokenizer))
@@ -91,7 +135,6 @@ def write_model(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return Written(name, folder)
 
 
 def corpus_text(corpus: Path | None) -> str:

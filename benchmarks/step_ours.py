@@ -17,11 +17,9 @@ from nemo_opd.cluster.placement import num_cores
 from nemo_opd.config import RunConfig
 from nemo_opd.config.load import from_omegaconf
 from nemo_opd.logging.metrics import Timer
-from nemo_opd.models.load import load_config
 from nemo_opd.training.flops import Flops
 from nemo_opd.training.lookahead import Lookahead
 from nemo_opd.training.memory import Memory
-from nemo_opd.training.model_size import model_size
 from nemo_opd.training.models import ScoredBatch
 from nemo_opd.training.off_policy import train_step
 from nemo_opd.training.plan import Plan
@@ -102,21 +100,19 @@ class Ours:
         return [
             StepWork(
                 tuple(batch.student.lengths.tolist()),
-                tuple(batch.teachers[0].tokens.lengths.tolist()),
-                round(sum(part.num_units(batch) for part in parts)),
+                tuple(tuple(teacher.tokens.lengths.tolist()) for teacher in batch.teachers),
+                tuple(
+                    round(sum(part.num_units(batch) for part in parts if part.teacher == i))
+                    for i in range(len(batch.teachers))
+                ),
             )
             for batch in self._watched.batches
         ]
 
     def flops(self, work: StepWork) -> dict[str, Flops]:
-        student, teacher = (
-            model_size(load_config(settings.model, key="model")) for settings in (self.config.student, self.teacher)
-        )
-        return work.flops(student, teacher)
-
-    @property
-    def teacher(self) -> Any:
-        return self.config.active_teachers[0]
+        sizes = self.plan.utilization
+        names = [teacher.name for teacher in self.config.active_teachers]
+        return work.flops(sizes.student, dict(zip(names, sizes.teachers, strict=True)))
 
     @property
     def num_devices(self) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from nemo_opd.training.flops import Flops
 
 OURS, GOLD = "nemo_opd", "TRL GOLD"
 TERA = 1e12
+ESTIMATE_ERROR = 0.2
+"""That the memory estimate promises not to exceed, as a share of what is measured."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,26 @@ def memory_rows(found: Found) -> Iterator[list[str]]:
 
 def work_rows(found: Found) -> Iterator[list[str]]:
     for case in found.cases:
-        tokens = {"student": case.work.student_tokens, "teacher": sum(case.work.teacher_lengths)}
+        of_teachers = map(sum, case.work.teacher_lengths)
+        tokens = dict(zip(case.flops, (case.work.student_tokens, *of_teachers), strict=True))
         for side, flops in case.flops.items():
             parts = [f"{value / TERA:,.4f}" for value in (flops.matrices, flops.head, flops.attention)]
             yield [case.name, side, f"{tokens[side]:,}", *parts, f"{flops.total / case.total_flops:.1%}"]
+
+
+def too_slow_or_misjudged(cases: Sequence[Case], mfu_floor: float) -> list[str]:
+    """What is wrong with steps on a GPU: an MFU below the floor, an estimate of memory that is off by over a fifth."""
+    problems = []
+    for case in cases:
+        by_step = [record["perf/mfu"] for record in case.records if "perf/mfu" in record]
+        if by_step and (mfu := statistics.median(by_step)) < mfu_floor:
+            problems.append(f"{case.name}: MFU {mfu:.1%} is below {mfu_floor:.0%}")
+        problems += [
+            f"{case.name}: {one.what}: {one.measured_gib:.2f} GiB measured, {one.estimated_gib:.2f} GiB estimated"
+            for one in case.memory
+            if abs(one.estimated_gib / one.measured_gib - 1) > ESTIMATE_ERROR
+        ]
+    return problems
 
 
 def notes(found: Found, formula: str) -> str:

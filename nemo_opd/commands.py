@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_CLOSED_S = 5.0
+"""Until a killed command's output ends, which it does not if a process hangs in a driver or has left the session."""
+
 
 def run(
     command: Sequence[str], limit_s: float, *, paths: Sequence[str], folder: Path | None = None
@@ -33,8 +36,7 @@ def run(
         return process.returncode, output
     except subprocess.TimeoutExpired:
         _end(process.pid)
-        output, _ = process.communicate()
-        return None, output
+        return None, _rest(process)
     finally:
         _end(process.pid)
 
@@ -48,6 +50,14 @@ def ending_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _rest(process: subprocess.Popen[str]) -> str:
+    try:
+        return process.communicate(timeout=_CLOSED_S)[0]
+    except subprocess.TimeoutExpired as error:
+        # In bytes, also of a process whose output is text [CPython issue 87597].
+        return error.output.decode(errors="replace") if isinstance(error.output, bytes) else error.output or ""
 
 
 def _end(session: int) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import nemo_opd
+from nemo_opd.extras import EXTRAS
 
 PACKAGE = Path(nemo_opd.__file__).parent
 ORDER = (
-    "errors types paths progress problems disk files commands rotary",
+    "errors types paths version progress problems disk files commands rotary",
     "config",
     "extras",
     "teacher_cache",
@@ -60,6 +61,8 @@ class Import:
     module: str
     at_run_time: bool
     """False under `if TYPE_CHECKING`."""
+    with_its_file: bool
+    """False in a function."""
 
     @property
     def importer(self) -> str:
@@ -74,6 +77,10 @@ def part_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py").removesuffix("__init__")
 
 
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
 def imports_of(file: Path) -> Iterator[Import]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for_types = {
@@ -82,6 +89,12 @@ def imports_of(file: Path) -> Iterator[Import]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for statement in node.body
         for inner in ast.walk(statement)
+    }
+    in_functions = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -93,7 +106,8 @@ def imports_of(file: Path) -> Iterator[Import]:
             modules = [f"{module}.{alias.name}" for alias in node.names] if module == "nemo_opd" else [module]
         else:
             continue
-        yield from (Import(file, module, node not in for_types) for module in modules)
+        at_run_time = node not in for_types
+        yield from (Import(file, name, at_run_time, at_run_time and node not in in_functions) for name in modules)
 
 
 IMPORTS = [found for file in sorted(PACKAGE.rglob("*.py")) for found in imports_of(file)]
@@ -142,6 +156,27 @@ def test_config_and_alignment_import_no_torch() -> None:
     assert not wrong, shown(wrong)
 
 
+def test_a_run_imports_no_library_of_an_extra() -> None:
+    """Bug: `httpx2` at the top of a file that every run imports; huggingface_hub 1.x does not install it.
+
+    What `test_base_install.py` tries with an environment of its own, by the files that a driver and a rank load.
+    """
+    by_file: dict[str, list[Import]] = {}
+    for one in IMPORTS:
+        if one.with_its_file:
+            by_file.setdefault(module_of(one.file), []).append(one)
+    loaded = {name for name in by_file if name.split(".")[1:2] in (["cli"], ["training"], ["workers"], ["cluster"])}
+    waiting = list(loaded)
+    while waiting:
+        modules = {one.module for one in by_file.get(waiting.pop(), [])}
+        waiting += modules - loaded
+        loaded |= modules
+    wrong = [one for name in loaded for one in by_file.get(name, []) if one.module.split(".")[0] in EXTRAS]
+
+    assert "nemo_opd.rollout.server.http" in loaded
+    assert not wrong, shown(wrong)
+
+
 @pytest.mark.world
 @pytest.mark.parametrize(
     ("modules", "libraries"),
@@ -175,11 +210,10 @@ def test_losses_know_no_config_but_where_they_are_built() -> None:
 
 def test_no_two_files_import_each_other() -> None:
     """Also not in a circle, under TYPE_CHECKING or inside a function."""
-    modules = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file for file in PACKAGE.rglob("*.py")}
-    names = {name.removesuffix(".__init__") for name in modules}
+    modules = {module_of(file): file for file in PACKAGE.rglob("*.py")}
+    names = set(modules)
     graph: dict[str, set[str]] = {}
-    for name, file in modules.items():
-        importer = name.removesuffix(".__init__")
+    for importer, file in modules.items():
         tree = ast.parse(file.read_text(encoding="utf-8"))
         found = {
             target

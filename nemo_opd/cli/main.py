@@ -5,9 +5,9 @@ import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from nemo_opd.cli.verbs import VERBS, Group, Verb
+from nemo_opd.version import package_version
 
 PROGRAM = "nemo-opd"
 
@@ -52,7 +52,7 @@ def _parser(path: Sequence[str] = (), verb: Verb | None = None) -> ArgumentParse
         description="Distil any set of teacher language models into a student, whatever their tokenizers.",
         epilog=f"{PROGRAM} VERB --help says what a verb takes. With no arguments, {PROGRAM} distil runs a demo.",
     )
-    parser.add_argument("--version", action="version", version=version("nemo-opd"))
+    parser.add_argument("--version", action="version", version=package_version())
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     for name, entry in VERBS.items():
         own = verbs.add_parser(name, help=entry.help, description=entry.help)

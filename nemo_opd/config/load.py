@@ -4,7 +4,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +27,7 @@ from nemo_opd.config.sweep import Sweep
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import configs_dir
 from nemo_opd.progress import separately
+from nemo_opd.version import package_version
 
 S = TypeVar("S", bound=Settings)
 
@@ -76,7 +76,7 @@ def run_with_hydra(
                 print(help_text(model, config_dir, program, only), flush=True)
             return
         if "--version" in command.options:
-            print(version("nemo-opd"))
+            print(package_version())
             return
         if MULTIRUN_FLAGS & set(command.options):
             # Hydra writes the overrides of a sweep, as they were typed, into a file, which nobody needs.

@@ -13,8 +13,8 @@ from nemo_opd.types import Rows
 _Rows = TypeVar("_Rows", bound=Rows)
 _KNOWN = "_known_on_host"
 """Attribute of a sent tensor: the tensor that it was sent from."""
-_ALIGNMENT = 8
-"""Bytes: the size of the largest dtype."""
+_ALIGNMENT = 16
+"""Bytes: Triton compiles a kernel anew for arguments of which others begin at 16 bytes."""
 
 
 def moved(rows: _Rows, device: str | torch.device) -> _Rows:

@@ -15,7 +15,7 @@ do. It stays only where all of them are killed.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -45,6 +45,10 @@ class _DeviceMemory:
 
 
 class CudaIpcSender(Sender):
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        torch.cuda.ipc_collect()  # earlier buffers that receivers have let go of since they were released
+        return super().tensor(shape, dtype)
+
     def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
         try:
             with _mappable_memory():

@@ -81,11 +81,14 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def _is_tritons(error: Exception) -> bool:
-    """Return whether an error is of compiling or launching, and no mistake of a caller and no lack of memory."""
+    """Return whether an error is of compiling or launching, and no mistake of a caller and no lack of memory.
+
+    After an error that CUDA reports, such as an illegal access, nothing can be computed in this process any more.
+    """
     from triton.errors import TritonError
 
-    is_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
-    return isinstance(error, TritonError | RuntimeError | OSError | subprocess.SubprocessError) and not is_memory
+    is_final = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error) or "CUDA error" in str(error)
+    return isinstance(error, TritonError | RuntimeError | OSError | subprocess.SubprocessError) and not is_final
 
 
 def give_up(error: KernelError) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 
+from collections.abc import Sequence
 import httpx2
 import numpy as np
 
@@ -74,7 +74,7 @@ def _try(endpoint: Endpoint, i: int, model: str, key: str, vocab_size: int, toke
     try:
         EndpointAnswers(one, model, layout, key=key).segments([np.array([0, token], np.int32)])
     except EndpointError as error:
-        if isinstance(_reason(error), UnansweredError | httpx2.HTTPError):
+        if isinstance(_reason(error), UnansweredError):
             raise EndpointError(
                 f"{error}; see the server's log, wait until it has room, raise {key}.request_timeout_s, or leave "
                 f"{key}.urls.{i} out"

@@ -3,7 +3,8 @@
 A token costs 2 FLOPs for each weight that it is multiplied by, and attention 4 · Q FLOPs for each score, with Q the
 width of all query heads: one product with the keys, one with the values. The backward pass costs twice the forward
 pass. With N the weights of the matrices in the layers (of those experts that a token is sent to), S and T the tokens of
-a text on either side, L layers, and U rows of the teacher that losses may compare, those before its scored tokens:
+a text on either side, L layers, V and W the columns of logits, which a head may have more rows than (its tokenizer's
+ids alone are computed), and U rows of the teacher that losses may compare, those before its scored tokens:
 
     student   6 · N · S + 6 · D · V · S + 12 · Σ_L Q · scores(S)
     teacher   2 · N · T + 2 · E · W · U +  4 · Σ_L Q · scores(T)
@@ -78,7 +79,7 @@ def peak_flops(device: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Utilization:
-    """Work of a run's models, and the devices that do it."""
+    """Work of a run's models, whose `vocab_size` is the columns of logits, and the devices that do it."""
 
     student: ModelSize
     teachers: tuple[ModelSize | None, ...]

@@ -50,6 +50,11 @@ class ModelInfo:
     rotary: RotaryLimit | None = None
     """Limit of rotary factors that depend on the longest text of a forward pass."""
 
+    @property
+    def computed_size(self) -> ModelSize:
+        """Size of the model with a head of those rows alone that losses have logits of."""
+        return replace(self.size, vocab_size=self.vocab_size)
+
     def ids_missing_in(self, other: "ModelInfo") -> NDArray[np.int64]:
         """Return the ids that the other tokenizer does not have, or the other model has no embedding for."""
         is_known = np.zeros(self.vocab_size, np.bool_)

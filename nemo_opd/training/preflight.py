@@ -156,9 +156,9 @@ def preflight(config: RunConfig) -> Plan:
         memory=memory,
         server_share=server_share(config, memory, machine),
         utilization=Utilization(
-            student.size,
+            student.computed_size,
             tuple(
-                teacher.size if settings.is_computed else None
+                teacher.computed_size if settings.is_computed else None
                 for teacher, settings in zip(teachers, config.active_teachers, strict=True)
             ),
             len(placement.devices),

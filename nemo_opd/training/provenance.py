@@ -15,15 +15,20 @@ from nemo_opd.models.own_card import OwnCard, read_own_card
 from nemo_opd.projection.report import short_name
 from nemo_opd.teacher_cache.manifest import read_manifest
 from nemo_opd.training.plan import Plan
+from nemo_opd.version import package_version
 
-_LIBRARIES = ("nemo-opd", "torch", "transformers", "tokenizers", "peft")
+_LIBRARIES = ("torch", "transformers", "tokenizers", "peft")
 
 
 def provenance(plan: Plan, summary: RunSummary) -> Provenance:
     student = plan.config.student
     return Provenance(
         command=without_secrets(_command()),
-        versions={"python": platform.python_version(), **{name: version(name) for name in _LIBRARIES}},
+        versions={
+            "python": platform.python_version(),
+            "nemo-opd": package_version(),
+            **{name: version(name) for name in _LIBRARIES},
+        },
         student=ModelOrigin(
             "student",
             short_name(summary.student),

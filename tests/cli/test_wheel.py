@@ -26,7 +26,7 @@ small = ["train.max_steps=2", "train.global_batch_size=2", "train.micro_batch_si
 small += ["data.validation.arrow_files=null", "data.validation.max_samples=null", "cluster.launcher=local"]
 assert main(["distil", "--config", "mine/distil.yaml", *small, "run.output_dir=run"]) == 0
 assert main(["generate", "--model", "run/final", "--prompt", "Once", "--max-new-tokens", "2"]) == 0
-assert main(["check", "--only", "tests", "counts", "step"]) == 0
+assert main(["check", "--only", "tests", "losses", "step"]) == 0
 """
 
 
@@ -60,4 +60,4 @@ def test_verbs_work_from_the_wheel_alone(site: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report" / "report.html").is_file()
     assert {file.name for file in (tmp_path / "mine").iterdir()} == {"distil.yaml", "run.schema.json"}
     report = (tmp_path / "gpu_check.md").read_text()
-    assert report.count("needs a checkout of the project") == 3
+    assert report.count("needs a checkout") == 3

@@ -11,6 +11,7 @@ from nemo_opd.kernels import launch
 from nemo_opd.kernels.forms import FORWARD_KL, JSD, TVD
 from nemo_opd.logits.rows import TrainableRows
 from nemo_opd.losses import same_vocab
+from tests.kernels.working import kernels_working
 
 triton = pytest.importorskip("triton")
 
@@ -151,3 +152,28 @@ def test_nothing_is_launched_on_a_cpu_nor_for_fp64() -> None:
     assert not launch.are_used(cuda, torch.float64)
     with launch.compiling(False):
         assert not launch.are_used(cuda, torch.float32)
+
+
+def test_an_error_of_cuda_is_no_reason_to_compute_otherwise() -> None:
+    """Bug: an illegal access became `could not be used`, and PyTorch was tried on a GPU that answers nothing."""
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match=r"^CUDA error"):
+        launch.launch("row_sums", 0, fails)
+
+
+def test_a_kernel_that_fails_is_not_taken_for_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: filters that match no message, so that the tests on a GPU pass with every kernel failing."""
+
+    def fails() -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(launch, "_has_failed", False)
+    with pytest.raises(launch.KernelError) as failed:
+        launch.launch("row_sums", 0, fails)
+    with pytest.raises(UserWarning, match="row_sums could not be used"), kernels_working():
+        launch.give_up(failed.value)
+    with pytest.raises(AssertionError, match="a kernel failed before"), kernels_working():
+        pass

@@ -81,15 +81,24 @@ class Sides:
     projection: ProjectionMatrix
 
     @staticmethod
-    def of(positions: int, draw: Callable[..., Tensor], device: torch.device, divisor: int = 1) -> "Sides":
+    def of(
+        positions: int,
+        draw: Callable[..., Tensor],
+        device: torch.device,
+        divisor: int = 1,
+        between: ProjectionMatrix | None = None,
+    ) -> "Sides":
         """Make them with hidden states and heads that `draw` makes, as torch.empty does.
 
-        divisor: of widths and vocabularies.
+        divisor: of widths and vocabularies. between: a projection, whose vocabularies the heads get; None: made up.
         """
         sizes = [(width // divisor, vocabulary // divisor) for width, vocabulary in (STUDENT, SAME, CROSS)]
+        if between is None:
+            between = projection(sizes[0][1], sizes[2][1])
+        own_size, other_size = between.student_vocab_size, between.teacher_vocab_size
+        sizes = [(width, size) for (width, _), size in zip(sizes, (own_size, own_size, other_size), strict=True)]
         places = torch.arange(positions).unsqueeze(0)
         in_chunks = places - (places + 1) // 4
-        between = projection(sizes[0][1], sizes[2][1])
         pairs = torch.from_numpy(between.shared_pairs[:positions].astype(np.int64))
         own, others = (side.unsqueeze(0).contiguous() for side in pairs.unbind(1))
         ids, teacher_ids, mask, chunks = together([own, others, torch.ones_like(places), in_chunks], device)

@@ -66,6 +66,15 @@ def config() -> RunConfig:
 # The run's directory
 
 
+def test_the_work_of_a_step_has_the_heads_rows_that_are_computed(configure: Configure) -> None:
+    """Bug: FLOPs of rows that no token has, of which no logits are made, so that the MFU is too high."""
+    plan = preflight(configure())
+    teachers = zip(plan.utilization.teachers, plan.teachers, strict=True)
+
+    assert plan.utilization.student.vocab_size == plan.student_vocab_size
+    assert all(size is not None and size.vocab_size == teacher.vocab_size for size, teacher in teachers)
+
+
 class Noon(datetime):
     @classmethod
     def now(cls, tz: object = None) -> "Noon":

@@ -1,90 +1,149 @@
-"""Tries this project on the GPUs of this machine, and writes what it found, for people and as data."""
+"""Tries this project on the GPU of this machine: numbers first, each part in processes of its own."""
+
+from __future__ import annotations
 
 import shlex
+import shutil
+import subprocess
 import sys
 import tempfile
+import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from nemo_opd.cli.check.report import FILE, Outcome, Report
+from nemo_opd.cli.check import processes
+from nemo_opd.cli.check.parts import Part, plan, sanitized
+from nemo_opd.cli.check.report import FILE, PASSED, SKIPPED, Report, Result, read_output
 from nemo_opd.cli.command import Command
 from nemo_opd.commands import ending_on_signals
 from nemo_opd.paths import CHECKOUT
 
-_RESULTS = Path() if CHECKOUT is None else CHECKOUT / "benchmarks" / "results"
-_PARTS = ("machine", "ipc", "tests", "counts", "losses", "step")
-_DEFAULTS: dict[str, tuple[Any, Any]] = {
-    "student": ("llama_tiny", "llama_1b"),
-    "teacher": ("qwen_tiny", "qwen_4b"),
-    "length": (64, 2048),
-    "rows": (4, 16),
-}
-"""Defaults of the measured step, without a GPU and with one."""
-EPILOG = """\
-Each part runs in separate processes with a time limit, and none stops another. The exit status is 1 where one failed.
-On a machine without a GPU the parts that need one say so, and the others are those of tiny models; `tests`, `counts`,
-`losses` and `step` need a checkout of the project, which has the tests and the benchmarks. Parts that are not asked for
-keep what an earlier check of the same commit, packages and machine has found in the folder.
+_RESULTS = Path() if CHECKOUT is None else CHECKOUT / "benchmarks" / "results" / "gpu"
+_NAMES = [part.name for together in plan(Path(), Path(), has_gpu=True) for part in together]
+_LEAST_S = 25.0
+"""Seconds below which no part is begun."""
+_LAST_LINES = 12
+"""Lines that are shown of what failed."""
+_MODELS_BYTES = 40 << 30
+EPILOG = f"""\
+The parts are {", ".join(_NAMES)}. Each has a limit of its own, and none stops another. Results are written after each
+part, all output into one log. The exit status is 1 if one failed. On a machine without a GPU the parts are small, and
+those that need one are skipped. Parts that are not asked for keep the results that an earlier check of the same commit,
+packages and machine has left in the folder.
 
 examples:
-  nemo-opd check                          everything; expected to take some minutes
-  nemo-opd check --only ipc tests         some of it
-  nemo-opd check --student llama_tiny --teacher qwen_tiny --length 64      smaller models
+  nemo-opd check                                everything that fits into eight minutes
+  nemo-opd check --only step --within 120       one part again
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", choices=_NAMES, default=_NAMES, metavar="PART", help="parts to run")
+    parser.add_argument("--within", type=float, default=480, metavar="SECONDS", help="for everything (default 480)")
     parser.add_argument(
-        "--only", nargs="+", choices=_PARTS, default=list(_PARTS), metavar="PART", help=", ".join(_PARTS)
+        "--models", type=Path, metavar="FOLDER", help="in which the models of the steps stay, 17 GB, for a later check"
     )
-    sizes: dict[str, tuple[type, str]] = {
-        "student": (str, "a preset of benchmarks/step.py, or a config.json"),
-        "teacher": (str, "likewise"),
-    }
-    sizes |= {"length": (int, "tokens of a text of the measured step"), "rows": (int, "texts of a step")}
-    for name, (kind, meaning) in sizes.items():
-        on_cpu, on_gpu = _DEFAULTS[name]
-        parser.add_argument(f"--{name}", type=kind, help=f"{meaning} (default {on_gpu}, without a GPU {on_cpu})")
-    parser.add_argument("--micro", type=int, default=4, help="texts at a time")
-    parser.add_argument("--mfu-floor", type=float, default=0.3, metavar="SHARE", help="least MFU of the step")
-    parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="of which those marked gpu run")
-    parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="for each part")
     parser.add_argument(
-        "--output", type=Path, default=_RESULTS, help="folder of gpu_check.md and gpu_check.json (default %(default)s)"
+        "--output", type=Path, default=_RESULTS, metavar="FOLDER", help="for gpu_check.* (default %(default)s)"
     )
 
 
 def check(options: Namespace, console: Console) -> int:
+    end_s = time.monotonic() + options.within
     print("loading PyTorch …", file=sys.stderr, flush=True)
     import torch
 
-    from nemo_opd.cli.check.parts import CHECKS, Job
-
-    given = {name: getattr(options, name) or default[torch.cuda.is_available()] for name, default in _DEFAULTS.items()}
+    has_gpu = torch.cuda.is_available()
     report = Report.begin(shlex.join(sys.argv), options.output)
-    with ending_on_signals(), tempfile.TemporaryDirectory() as scratch:
-        job = Job(
-            **given,
-            micro=options.micro,
-            mfu_floor=options.mfu_floor,
-            tests=tuple(options.tests),
-            limit_s=options.limit,
-            scratch=Path(scratch),
-        )
-        for name in options.only:
-            print(f"{name} …", file=sys.stderr, flush=True)
+    with ending_on_signals(), _scratch(options.models) as (models, scratch), _clocks(options.output):
+        waiting = plan(models, scratch, has_gpu=has_gpu)
+        while waiting:
+            wanted = [part for part in waiting.pop(0) if part.name in (*options.only, sanitized().name)]
             try:
-                report.parts[name] = CHECKS[name](job)
+                for name, output in _run(wanted, scratch, report, end_s):
+                    if name == "kernels" and "CUDA error" in output and shutil.which("compute-sanitizer"):
+                        waiting.insert(0, [sanitized()])
             except KeyboardInterrupt as interrupt:
-                interrupt.add_note(f"the parts before {name} are in {options.output / FILE}")
+                interrupt.add_note(f"what ended before is in {options.output / FILE}")
                 raise
-            # As soon as there is something: a later part may take the machine down.
-            report.write(options.output)
     print(report.markdown())
-    return int(any(part.outcome is Outcome.FAILED for part in report.parts.values()))
+    return int(any(part.outcome.startswith("FAILED") for part in report.parts.values()))
+
+
+def _run(parts: list[Part], scratch: Path, report: Report, end_s: float) -> Iterator[tuple[str, str]]:
+    """Run parts at the same time, add their results, and yield the name and output of each as it ends.
+
+    end_s: on the monotonic clock.
+    """
+    running: dict[str, tuple[Part, subprocess.Popen[bytes], float]] = {}
+    try:
+        for part in parts:
+            begun = time.monotonic()
+            if part.needs_checkout and CHECKOUT is None:
+                report.add(part.name, Result(f"{SKIPPED}: needs a checkout, which has the tests and the benchmarks"))
+            elif end_s - begun < _LEAST_S:
+                report.add(part.name, Result(f"{SKIPPED}: no time left"))
+            else:
+                print(f"{part.name} …", file=sys.stderr, flush=True)
+                log = scratch / f"{part.name}.log"
+                process = processes.start(part.name, part.command, log, is_interpreted=part.is_interpreted)
+                running[part.name] = part, process, begun
+        while running:
+            for name, (part, process, begun) in list(running.items()):
+                now, status = time.monotonic(), process.poll()
+                limit_s = min(part.limit_s, end_s - begun)
+                if status is None and now - begun < limit_s:
+                    continue
+                processes.end(name)
+                del running[name]
+                late = f"FAILED: ended after {limit_s:.0f} s, its limit"
+                outcome = late if status is None else f"FAILED: exit status {status}" if status else PASSED
+                output = (scratch / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+                report.add(name, read_output(outcome, now - begun, output), output)
+                _show(name, report.parts[name], output)
+                yield name, output
+            time.sleep(0.1)
+    finally:
+        for name in running:
+            processes.end(name)
+
+
+def _show(name: str, result: Result, output: str) -> None:
+    lines = [f"{name}: {result.outcome}, {result.seconds} s  {result.tests}"]
+    if result.outcome.startswith("FAILED"):
+        lines += [f"    {line}" for line in output.splitlines()[-_LAST_LINES:]]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _scratch(models: Path | None) -> Iterator[tuple[Path, Path]]:
+    """Yield the folder of the models, in memory if there is room for them, and one for logs and results."""
+    shared = Path("/dev/shm")
+    is_roomy = shared.is_dir() and shutil.disk_usage(shared).free > _MODELS_BYTES
+    with (
+        tempfile.TemporaryDirectory(prefix="nemo_opd_check_") as scratch,
+        tempfile.TemporaryDirectory(prefix="nemo_opd_models_", dir=shared if is_roomy else None) as temporary,
+    ):
+        yield models or Path(temporary), Path(scratch)
+
+
+@contextmanager
+def _clocks(folder: Path) -> Iterator[None]:
+    """Write clocks, power and memory of the GPU into clocks.csv, each second."""
+    if shutil.which("nvidia-smi") is None:
+        yield
+        return
+    fields = "timestamp,clocks.sm,power.draw,temperature.gpu,memory.used,utilization.gpu"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-l", "1"]
+    with (folder / "clocks.csv").open("w") as sink, subprocess.Popen(command, stdout=sink) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 COMMAND = Command(__doc__, EPILOG, add_arguments, check)

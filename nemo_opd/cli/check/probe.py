@@ -1,26 +1,157 @@
-"""A program that queries the GPUs, in a separate process: `python -m nemo_opd.cli.check.probe`."""
+"""A part of the check: what the machine is and can do, and whether one process reads another's memory of a GPU.
+
+python -m nemo_opd.cli.check.probe      # a line of JSON after each finding
+
+Exit status 1 if main memory cannot be shared.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 
 import torch
 
+from nemo_opd.handoff.obstacle import obstacle
 
-def devices() -> dict[str, object]:
-    """Return the GPUs, and which of them reach each other's memory."""
-    number = torch.cuda.device_count()
-    found = [torch.cuda.get_device_properties(i) for i in range(number)]
-    peers = [[i != j and torch.cuda.can_device_access_peer(i, j) for j in range(number)] for i in range(number)]
+_TIMED = 20
+_SHARE = 64
+"""By which sizes are divided without a GPU."""
+_ROWS = 1743
+"""Rows of logits that are computed at a time on a GPU of 80 GB."""
+_HEADS = ((2048, 128_256), (2560, 151_936), (2560, 151_669))
+"""Width and columns: Llama-3.2-1B, Qwen3-4B, and the latter cut to its tokenizer's ids, which 8 does not divide."""
+_PROGRAMS = ("gcc", "nvcc", "compute-sanitizer", "ncu", "git", "nvidia-smi")
+_QUERIES = (["--query-gpu=index,driver_version,compute_mode,power.limit", "--format=csv,noheader"], ["topo", "-m"])
+
+
+def main() -> int:
+    has_gpu = torch.cuda.is_available()
+    _say(_machine())
+    if has_gpu:
+        _say({"gpus": _gpus()})
+    _say({"copy, TB/s": _copy_speed(has_gpu)})
+    _say({"TFLOP/s": _products(has_gpu)})
+    problems = _shared_memory(has_gpu)
+    _say({"another process reads": {name: reason or "works" for name, reason in problems.items()}})
+    # By CUDA IPC or not, the handoff has the other way.
+    return int(problems["pinned memory" if has_gpu else "shared memory"] is not None)
+
+
+def _say(finding: dict[str, object]) -> None:
+    print(json.dumps(finding, ensure_ascii=False), flush=True)
+
+
+def _machine() -> dict[str, object]:
+    folders = [path for path in ("/dev/shm", "/tmp") if Path(path).is_dir()]
     return {
-        "devices": [
-            {"name": each.name, "gib": each.total_memory / 2**30, "capability": f"{each.major}.{each.minor}"}
-            for each in found
-        ],
+        "python": sys.version.split()[0],
         "cuda": torch.version.cuda,
-        "peers": peers,
+        "programs": [name for name in _PROGRAMS if shutil.which(name)],
+        "free GiB": {path: shutil.disk_usage(path).free >> 30 for path in folders},
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
 
 
+def _gpus() -> dict[str, object]:
+    """Return the GPUs, which of them reach each other's memory, and what the driver says."""
+    number = torch.cuda.device_count()
+    properties = [torch.cuda.get_device_properties(i) for i in range(number)]
+    said: list[str] = []
+    for query in _QUERIES if shutil.which("nvidia-smi") else ():
+        said.append(subprocess.run(["nvidia-smi", *query], capture_output=True, text=True).stdout.strip())
+    return {
+        "names": [f"{one.name}, {one.total_memory / 2**30:.0f} GiB, sm {one.major}.{one.minor}" for one in properties],
+        "peers": [[i != j and torch.cuda.can_device_access_peer(i, j) for j in range(number)] for i in range(number)],
+        "nvidia-smi": said,
+    }
+
+
+def _milliseconds(run: Callable[[], object], *, has_gpu: bool) -> float:
+    """Return the median of device times, the queue never empty."""
+    if not has_gpu:
+        begin = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - begin)
+    run()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED + 1)]
+    for event in events[:-1]:
+        event.record()
+        run()
+    events[-1].record()
+    torch.cuda.synchronize()
+    return sorted(first.elapsed_time(second) for first, second in pairwise(events))[_TIMED // 2]
+
+
+def _copy_speed(has_gpu: bool) -> float:
+    """Return TB/s, read and written."""
+    source = torch.ones(2**30 if has_gpu else 2**24, dtype=torch.uint8, device="cuda" if has_gpu else "cpu")
+    target = torch.empty_like(source)
+    return round(2 * source.nbytes / _milliseconds(lambda: target.copy_(source), has_gpu=has_gpu) / 1e9, 3)
+
+
+def _products(has_gpu: bool) -> dict[str, dict[str, float]]:
+    """Return TFLOP/s of bf16 products: a square one, and those that a head needs of a block of rows, by its columns."""
+    share = 1 if has_gpu else _SHARE
+    speeds = {}
+    for rows, width, columns in ((8192, 8192, 8192), *((_ROWS, *head) for head in _HEADS)):
+        sizes = rows // share, width // share, columns // share
+        flops = 2 * sizes[0] * sizes[1] * sizes[2]
+        speeds[f"{rows}×{width}×{columns}"] = {
+            name: round(flops / _milliseconds(run, has_gpu=has_gpu) / 1e9, 3)
+            for name, run in _products_of(sizes, has_gpu).items()
+        }
+    return speeds
+
+
+def _products_of(sizes: tuple[int, int, int], has_gpu: bool) -> dict[str, Callable[[], object]]:
+    """Return the products of [rows, width] hidden states, a [columns, width] head and a gradient of [rows, columns]."""
+    rows, width, columns = sizes
+    device = "cuda" if has_gpu else "cpu"
+
+    def draw(*shape: int) -> torch.Tensor:
+        return 0.02 * torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    hidden, head, gradient = draw(rows, width), draw(columns, width), draw(rows, columns)
+    products: dict[str, Callable[[], object]] = {
+        "logits, bf16": lambda: hidden @ head.t(),
+        "gradient of hidden states": lambda: gradient @ head,
+    }
+    if has_gpu:  # sums in fp32 of bf16 numbers are a mode of CUDA's products
+        fp32 = torch.float32
+        sums = torch.zeros(columns, width, device=device)
+        aligned = torch.empty(rows, -(-columns // 64) * 64, device=device)[:, :columns]
+        products |= {
+            "logits, fp32": lambda: torch.mm(hidden, head.t(), out_dtype=fp32),
+            "logits, fp32, rows 64 numbers apart": lambda: torch.mm(hidden, head.t(), out_dtype=fp32, out=aligned),
+            "gradient of head, added in fp32": lambda: torch.addmm(
+                sums, gradient.t(), hidden, out_dtype=fp32, out=sums
+            ),
+        }
+    return products
+
+
+def _shared_memory(has_gpu: bool) -> dict[str, str | None]:
+    """Return for each way to share a buffer why it is impossible, on one GPU and between two; None if it works."""
+    limit_s = 40.0
+    if not has_gpu:
+        return {"shared memory": obstacle("shared_memory", [(0, 0)], limit_s)}
+    number = torch.cuda.device_count()
+    pairs = [(i, j) for i in range(number) for j in range(number)]
+    same, different = ([pair for pair in pairs if (pair[0] == pair[1]) is is_same] for is_same in (True, False))
+    problems = {
+        "pinned memory": obstacle("pinned_memory", same, limit_s),
+        "CUDA IPC, one GPU": obstacle("cuda_ipc", same, limit_s),
+    }
+    return problems | ({"CUDA IPC, two GPUs": obstacle("cuda_ipc", different, limit_s)} if different else {})
+
+
 if __name__ == "__main__":
-    print(json.dumps(devices()))
+    sys.exit(main())

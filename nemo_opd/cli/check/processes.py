@@ -1,39 +1,58 @@
-"""A command of the check, and how it ended."""
+"""Processes of the parts of a check, which end with all that they have started."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
 
-from nemo_opd import commands
 from nemo_opd.paths import CHECKOUT
 
-_LAST = 40
-"""Lines that are reported of what failed."""
+_MARK = "NEMO_OPD_CHECK_PART"
+"""Variable of the environment that all processes of a part inherit, also those that begin a session, as Ray's do."""
+_ENDED_S = 15.0
 
 
-@dataclass(frozen=True)
-class Done:
-    status: int | None
-    """Exit status; None where it ran past its limit."""
-    output: str
-    """Standard output and errors."""
+def start(name: str, command: tuple[str, ...], log: Path, *, is_interpreted: bool = False) -> subprocess.Popen[bytes]:
+    """Start a part in the checkout, if there is one; it prints into `log`.
 
-    def reason(self, limit_s: float) -> str:
-        """Return why it failed, in a line."""
-        if self.status is None:
-            return f"ended after {limit_s:.0f} s, its limit"
-        lines = [line for line in self.output.splitlines() if line.strip()]
-        return f"exit status {self.status}: {lines[-1].strip() if lines else 'no output'}"
-
-    @property
-    def end(self) -> str:
-        """The last lines of the output."""
-        return "\n".join(self.output.splitlines()[-_LAST:])
-
-
-def run(command: Sequence[str], limit_s: float) -> Done:
-    """Run a command in the checkout, if there is one. Raises OSError where there is none of its name."""
+    A pipe might never end when a process hangs in the driver. Raises OSError if the command does not exist.
+    """
     paths = [*([] if CHECKOUT is None else [str(CHECKOUT)]), os.environ.get("PYTHONPATH", "")]
-    return Done(*commands.run(command, limit_s, paths=paths, folder=CHECKOUT))
+    # Each process that compiles would start a thread for every core.
+    compilers = {"TORCHINDUCTOR_COMPILE_THREADS": "4", **({"TRITON_INTERPRET": "1"} if is_interpreted else {})}
+    with log.open("wb") as sink:
+        return subprocess.Popen(
+            command,
+            cwd=CHECKOUT,
+            env={**os.environ, **compilers, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", _MARK: name},
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def end(name: str) -> None:
+    """Kill what a part has left and wait until it is gone, for some seconds: its GPU memory is the next part's."""
+    limit = time.monotonic() + _ENDED_S
+    while (pids := _marked(name)) and time.monotonic() < limit:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+
+
+def _marked(name: str) -> list[int]:
+    """Return the processes of a part, in whatever session. Ended ones have no environment any more."""
+    pids = []
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if process.name.isdecimal():
+                variables = (process / "environ").read_bytes().split(b"\0")
+                if f"{_MARK}={name}".encode() in variables:
+                    pids.append(int(process.name))
+    return pids

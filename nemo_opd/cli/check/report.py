@@ -1,105 +1,111 @@
-"""Findings on a machine, as Markdown and JSON."""
+"""Results of a check, as Markdown and JSON, and all output in one log."""
 
 from __future__ import annotations
 
 import json
 import platform
-import subprocess
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import date
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from nemo_opd.paths import CHECKOUT
+from nemo_opd.version import UNKNOWN, commit, package_version
 
-FILE, _DATA = "gpu_check.md", "gpu_check.json"
+FILE, _DATA, _LOG = "gpu_check.md", "gpu_check.json", "gpu_check.log"
+PASSED, SKIPPED = "passed", "skipped"
 _SAME = ("commit", "machine", "packages")
 """Facts that parts of one report share."""
-_PACKAGES = ("nemo-opd", "torch", "transformers", "ray", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-
-
-class Outcome(Enum):
-    PASSED = "passed"
-    FAILED = "FAILED"
-    NOT_HERE = "skipped"
+_PACKAGES = ("torch", "transformers", "ray", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_TEST = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)(?= tests/|[^\n]*\[ *\d+%\])")
+"""A test in pytest's output, also if that ends before its summary; with several workers its name follows."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Findings of one part."""
+class Result:
+    """Results of one part."""
 
-    outcome: Outcome
-    summary: str
-    """A line; where it failed or cannot run, the reason."""
-    facts: dict[str, str] = field(default_factory=dict)
-    """Label → value."""
-    text: str = ""
-    """Further lines, as they were printed."""
+    outcome: str
+    """`passed`, `skipped: WHY` or `FAILED: WHY`."""
     seconds: float = 0.0
+    tests: str = ""
+    """Numbers of tests by outcome, also of a part that was ended."""
+    values: list[Any] = field(default_factory=list)
+    """What it printed as JSON, a value a line."""
+
+
+def read_output(outcome: str, seconds: float, output: str) -> Result:
+    """Read what a part has printed; if all tests are skipped, nothing has been tested."""
+    tests = Counter(_TEST.findall(output))
+    values = []
+    for line in output.splitlines():
+        if line.startswith("{"):
+            try:
+                values.append(json.loads(line))
+            except ValueError:  # the process was ended amid the line
+                continue
+    if outcome == PASSED and set(tests) == {"SKIPPED"}:
+        outcome = f"{SKIPPED}: all tests; the log has the reasons"
+    return Result(outcome, round(seconds, 1), ", ".join(f"{n} {kind.lower()}" for kind, n in tests.items()), values)
 
 
 @dataclass
 class Report:
+    folder: Path
     facts: dict[str, str]
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, Result] = field(default_factory=dict)
 
     @staticmethod
     def begin(command: str, folder: Path) -> Report:
         """Begin with the parts that a check of the same commit, machine and packages has left in the folder."""
+        installed = {"nemo-opd": package_version()} | {name: _version(name) for name in _PACKAGES}
         facts = {
-            "commit": _commit(),
+            "commit": commit(),
             "date": date.today().isoformat(),
             "command": command,
             "machine": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-            "packages": ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))),
+            "packages": ", ".join(f"{name} {number}" for name, number in installed.items() if number),
         }
-        return Report(facts, parts_before(folder, facts))
+        folder.mkdir(parents=True, exist_ok=True)
+        return Report(folder, facts, parts_before(folder, facts))
+
+    def add(self, name: str, result: Result, output: str = "") -> None:
+        """Add a part and write everything: the next one may take the machine down."""
+        self.parts[name] = result
+        with (self.folder / _LOG).open("a", encoding="utf-8") as log:
+            log.write(f"\n======== {name}: {result.outcome}, {result.seconds} s\n{output}")
+        (self.folder / FILE).write_text(self.markdown(), encoding="utf-8")
+        parts = {each: asdict(part) for each, part in self.parts.items()}
+        data = json.dumps({"facts": self.facts, "parts": parts}, indent=1, ensure_ascii=False)
+        (self.folder / _DATA).write_text(f"{data}\n", encoding="utf-8")
 
     def markdown(self) -> str:
         lines = ["# GPU check", "", *(f"* {label}: {value}" for label, value in self.facts.items()), ""]
-        lines += ["| part | outcome | seconds | what |", "|---|---|---|---|"]
-        lines += [
-            f"| {name} | {part.outcome.value} | {part.seconds:.0f} | {part.summary} |"
-            for name, part in self.parts.items()
-        ]
+        lines += ["| part | outcome | seconds | tests |", "|---|---|---|---|"]
         for name, part in self.parts.items():
-            if part.facts or part.text:
-                lines += ["", f"## {name}", ""]
-                lines += [f"* {label}: {value}" for label, value in part.facts.items()]
-                lines += ["", "```text", part.text.strip(), "```"] if part.text else []
+            lines.append(f"| {name} | {part.outcome} | {part.seconds} | {part.tests} |")
+        for name, part in self.parts.items():
+            if part.values:
+                values = [json.dumps(value, ensure_ascii=False) for value in part.values]
+                lines += ["", f"## {name}", "", "```json", *values, "```"]
         return "\n".join(lines) + "\n"
 
-    def write(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = {name: {**asdict(part), "outcome": part.outcome.value} for name, part in self.parts.items()}
-        (folder / FILE).write_text(self.markdown(), encoding="utf-8")
-        (folder / _DATA).write_text(
-            json.dumps({"facts": self.facts, "parts": parts}, indent=1) + "\n", encoding="utf-8"
-        )
 
+def parts_before(folder: Path, facts: Mapping[str, str]) -> dict[str, Result]:
+    """Return the parts of a report in the folder if it has the same commit, machine and packages, or nothing.
 
-def parts_before(folder: Path, facts: Mapping[str, str]) -> dict[str, Part]:
-    """Return the parts of a report in the folder that has the same commit, machine and packages; else none."""
+    Two unknown commits may differ.
+    """
     try:
         before = json.loads((folder / _DATA).read_text(encoding="utf-8"))
-        if any(before["facts"][name] != facts[name] for name in _SAME):
+        if facts["commit"] == UNKNOWN or any(before["facts"][name] != facts[name] for name in _SAME):
             return {}
-        return {name: Part(**each | {"outcome": Outcome(each["outcome"])}) for name, each in before["parts"].items()}
-    except (OSError, ValueError, KeyError, TypeError):  # nothing is there, or a report of another version
+        return {name: Result(**part) for name, part in before["parts"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing, or a report of another version
         return {}
-
-
-def _commit() -> str:
-    """Return the commit, with `-dirty` where files were changed; `unknown` without git or a checkout."""
-    if CHECKOUT is None:
-        return "unknown"
-    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=7"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def _version(package: str) -> str | None:

@@ -1,16 +1,19 @@
 """Concurrent requests to servers, each with its retries."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
-
-import httpx2
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nemo_opd.errors import OPDError, RolloutError
 from nemo_opd.progress import working
-from nemo_opd.rollout.server.http import UnansweredError, UnusableError, described, fetch
+from nemo_opd.rollout.server.http import UnansweredError, UnusableError, fetch, open_client
 from nemo_opd.rollout.server.spread import Address, Spread, pause_s
+
+if TYPE_CHECKING:
+    from httpx2 import AsyncClient
 
 _CHECK_S = 0.2
 _TRY_AGAIN = {408, 409, 425, 429}
@@ -69,7 +72,6 @@ class Client(Generic[_Answer]):
     async def _complete(
         self, bodies: Sequence[_Body], read: Callable[[int, Any], _Answer], check: Callable[[], None]
     ) -> list[_Answer]:
-        limits = httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
         slots = asyncio.Semaphore(self.concurrency)
 
         async def complete_one(number: int, body: _Body) -> _Answer:
@@ -85,7 +87,7 @@ class Client(Generic[_Answer]):
 
         with working("asking the server", len(bodies), "requests") as work:
             async with (
-                httpx2.AsyncClient(limits=limits, timeout=None, trust_env=self.trust_env, headers=self.headers) as http,
+                open_client(trust_env=self.trust_env, headers=self.headers, connections=self.concurrency) as http,
                 asyncio.TaskGroup() as group,
             ):
                 checks = group.create_task(check_regularly())
@@ -96,7 +98,7 @@ class Client(Generic[_Answer]):
 
     async def _with_retries(
         self,
-        http: httpx2.AsyncClient,
+        http: AsyncClient,
         number: int,
         body: _Body,
         read: Callable[[int, Any], _Answer],
@@ -112,14 +114,14 @@ class Client(Generic[_Answer]):
                     return await self._try(http, address, number, body, read)
             except _RefusedError as error:
                 raise self.error(f"{address.url} refused prompt {number}: {error}") from error
-            except (UnusableError, httpx2.HTTPError) as error:
+            except UnusableError as error:
                 check()  # a server that has died is the better explanation
                 last = error
         tries = f"{self.retries + 1} tries ({self.key}.retries={self.retries})" if self.retries else "1 try"
-        raise self.error(f"{address.url} gave no completion of prompt {number} in {tries}: {described(last)}") from last
+        raise self.error(f"{address.url} gave no completion of prompt {number} in {tries}: {last}") from last
 
     async def _try(
-        self, http: httpx2.AsyncClient, address: Address, number: int, body: _Body, read: Callable[[int, Any], _Answer]
+        self, http: AsyncClient, address: Address, number: int, body: _Body, read: Callable[[int, Any], _Answer]
     ) -> _Answer:
         try:
             async with asyncio.timeout(self.timeout_s):

@@ -1,14 +1,21 @@
-"""HTTP calls to a server: JSON in, JSON out, with limits of time and size."""
+"""HTTP calls to a server: JSON in, JSON out, with limits of time and size.
+
+The only file that knows httpx2, which comes with the extra `serve`: every run imports this file, so the library is
+imported when a request is made.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import httpx2
+from typing import TYPE_CHECKING, Any
 
 from nemo_opd.errors import OPDError, RolloutError
+
+if TYPE_CHECKING:
+    from httpx2 import AsyncClient
 
 MAX_BYTES = 1 << 27
 """Unpacked size of an answer: several times that of 128k tokens with their log-probabilities and the prompt's."""
@@ -50,19 +57,37 @@ class _Reply:
             raise ValueError("its nesting is too deep") from None
 
 
-async def fetch(client: httpx2.AsyncClient, method: str, url: str, body: Any, max_bytes: int | None = None) -> _Reply:
+def open_client(*, trust_env: bool, headers: Mapping[str, str], connections: int | None = None) -> AsyncClient:
+    """Return a client without time limits: httpx2's are for each part of an answer, of which there may be any number.
+
+    connections: the most that are open at a time, by default the library's limit.
+    """
+    from httpx2 import AsyncClient, Limits
+
+    limits = Limits(max_connections=connections, max_keepalive_connections=connections) if connections else Limits()
+    return AsyncClient(limits=limits, timeout=None, trust_env=trust_env, headers=headers)
+
+
+async def fetch(client: AsyncClient, method: str, url: str, body: Any, max_bytes: int | None = None) -> _Reply:
     """Send a request and read its answer.
 
-    Raises httpx2.HTTPError, and UnusableError for an answer of more than `max_bytes`, by default `MAX_BYTES`.
+    Raises UnansweredError if the request fails, and UnusableError for an answer of more than `max_bytes`, by default
+    `MAX_BYTES`.
     """
+    from httpx2 import HTTPError
+
     limit = MAX_BYTES if max_bytes is None else max_bytes
-    async with client.stream(method, url, json=body) as response:
-        content = bytearray()
-        async for part in response.aiter_bytes():
-            content += part
-            if len(content) > limit:
-                raise UnusableError(f"its answer is longer than {limit >> 20} MiB")
-        return _Reply(response.status_code, bytes(content))
+    try:
+        async with client.stream(method, url, json=body) as response:
+            content = bytearray()
+            async for part in response.aiter_bytes():
+                content += part
+                if len(content) > limit:
+                    raise UnusableError(f"its answer is longer than {limit >> 20} MiB")
+            return _Reply(response.status_code, bytes(content))
+    except HTTPError as error:  # timeouts and closed connections often have no message
+        name = type(error).__name__
+        raise UnansweredError(f"{name}: {error}" if str(error) else name) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +119,7 @@ class Http:
     def is_healthy(self) -> bool:
         try:
             return asyncio.run(self._fetch("GET", "/health", None, HEALTH_S)).is_success
-        except (httpx2.HTTPError, UnusableError, TimeoutError):
+        except (UnusableError, TimeoutError):
             return False
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
@@ -102,8 +127,8 @@ class Http:
             reply = asyncio.run(self._fetch(method, path, body, self.timeout_s))
         except TimeoutError as error:
             raise self.error(f"{self.url}{path}: no whole answer in {self.timeout_s:g} s") from error
-        except (httpx2.HTTPError, UnusableError) as error:
-            raise self.error(f"{self.url}{path}: {described(error)}") from error
+        except UnusableError as error:
+            raise self.error(f"{self.url}{path}: {error}") from error
         if not reply.is_success:
             hint = f"; {self.hint}" if self.hint else ""
             raise self.error(f"{self.url}{path} answered {reply.status}: {reply.start}{hint}")
@@ -113,14 +138,6 @@ class Http:
             return reply.content.decode(errors="replace")
 
     async def _fetch(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> _Reply:
-        # A client's own limits are for each part of an answer, of which there may be any number.
-        client = httpx2.AsyncClient(timeout=None, trust_env=self.trust_env, headers=self.headers)
+        client = open_client(trust_env=self.trust_env, headers=self.headers)
         async with asyncio.timeout(timeout_s), client:
             return await fetch(client, method, self.url + path, body)
-
-
-def described(error: BaseException) -> str:
-    """Return an error's type and message; timeouts and closed connections often have no message."""
-    if isinstance(error, UnusableError):
-        return str(error)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,43 @@
+"""Which version and commit a run names, also on a machine that has a copy of the checkout and nothing of its own."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_opd import version
+from tests.composition import ROOT
+
+SCRIPT = """
+from importlib.metadata import distributions
+assert not any(found.name == "nemo-opd" for found in distributions()), "installed"
+from nemo_opd.version import commit, package_version
+print(package_version(), commit())
+"""
+
+
+@pytest.mark.world
+def test_a_copy_on_the_path_that_is_not_installed_has_a_version(tmp_path: Path) -> None:
+    """Bugs: PackageNotFoundError at the end of each run, and a benchmark that measures and dies of `git describe`."""
+    package = tmp_path / "nemo_opd"
+    package.mkdir()
+    for name in ("__init__.py", "paths.py", "errors.py", "version.py"):
+        shutil.copy(ROOT / "nemo_opd" / name, package)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    # Without site-packages, where the tests' own environment has the package.
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", SCRIPT],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+
+    assert ran.stdout.split() == ["0.1.0", version.UNKNOWN], ran.stderr
+
+
+def test_the_commit_is_named_from_outside_where_there_is_no_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_OPD_COMMIT", "abc1234")
+    assert version.commit() == "abc1234"
