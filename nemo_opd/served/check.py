@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-
 from collections.abc import Sequence
-import httpx2
+
 import numpy as np
 
 from nemo_opd.config.endpoint import Endpoint

@@ -9,7 +9,6 @@ from nemo_opd.config.data import HubDataset
 from nemo_opd.config.model import Student
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.documents import Routed, read_documents
 from nemo_opd.data.files import resolve_files

@@ -39,7 +39,7 @@ def plan(models: Path, scratch: Path, *, has_gpu: bool) -> list[list[Part]]:
 
     models: folder of the models of the measured steps. scratch: for other files.
     """
-    positions = ("--positions", "2048", "8192", "--device", "cuda")
+    positions: tuple[str, ...] = ("--positions", "2048", "8192", "--device", "cuda")
     if not has_gpu:
         positions = ("--positions", "16", "--divisor", "64")
     parts = [
