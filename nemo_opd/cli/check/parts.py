@@ -39,9 +39,7 @@ def plan(models: Path, scratch: Path, *, has_gpu: bool) -> list[list[Part]]:
 
     models: folder of the models of the measured steps. scratch: for other files.
     """
-    positions: tuple[str, ...] = ("--positions", "2048", "8192", "--device", "cuda")
-    if not has_gpu:
-        positions = ("--positions", "16", "--divisor", "64")
+    positions = "--positions 2048 8192 --device cuda" if has_gpu else "--positions 16 --divisor 64"
     parts = [
         [Part("machine", 75, (sys.executable, "-m", "nemo_opd.cli.check.probe"))],
         [Part("models", 100, _step(models, scratch, "--write-only", has_gpu=has_gpu)), _kernels(has_gpu, "check")],
@@ -51,7 +49,7 @@ def plan(models: Path, scratch: Path, *, has_gpu: bool) -> list[list[Part]]:
             Part("demos", 160, (sys.executable, "-m", "nemo_opd.cli.check.demos", str(scratch / "demos"))),
         ],
         [_kernels(has_gpu, "time")] if has_gpu else [],
-        [Part("losses", 60, _script("losses_floor.py", *positions, "--output", str(scratch)))],
+        [Part("losses", 60, _script("losses_floor.py", *positions.split(), "--output", str(scratch)))],
         [Part("ray-step", 120, _step(models, scratch, has_gpu=has_gpu))],
         [Part("plain-step", 75, _script("step_plain.py", str(models)))],
         [Part("runs", 240, _pytest(5, "worksteal", only=_RUNS))],

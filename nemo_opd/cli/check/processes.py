@@ -28,7 +28,13 @@ def start(name: str, command: tuple[str, ...], log: Path, *, is_interpreted: boo
         return subprocess.Popen(
             command,
             cwd=CHECKOUT,
-            env={**os.environ, **compilers, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", _MARK: name},
+            env={
+                **os.environ,
+                **compilers,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "PYTHONUNBUFFERED": "1",
+                _MARK: _mark_of(name),
+            },
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -46,6 +52,11 @@ def end(name: str) -> None:
         time.sleep(0.2)
 
 
+def _mark_of(name: str) -> str:
+    """Return the value of the mark, which another check on this machine has not."""
+    return f"{os.getpid()} {name}"
+
+
 def _marked(name: str) -> list[int]:
     """Return the processes of a part, in whatever session. Ended ones have no environment any more."""
     pids = []
@@ -53,6 +64,6 @@ def _marked(name: str) -> list[int]:
         with suppress(OSError):
             if process.name.isdecimal():
                 variables = (process / "environ").read_bytes().split(b"\0")
-                if f"{_MARK}={name}".encode() in variables:
+                if f"{_MARK}={_mark_of(name)}".encode() in variables:
                     pids.append(int(process.name))
     return pids

@@ -70,7 +70,10 @@ class Report:
             "packages": ", ".join(f"{name} {number}" for name, number in installed.items() if number),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        return Report(folder, facts, parts_before(folder, facts))
+        parts = parts_before(folder, facts)
+        if not parts:
+            (folder / _LOG).unlink(missing_ok=True)
+        return Report(folder, facts, parts)
 
     def add(self, name: str, result: Result, output: str = "") -> None:
         """Add a part and write everything: the next one may take the machine down."""
