@@ -1,7 +1,8 @@
-"""The form of a conversation: what every chat template can render."""
+"""The form of a conversation."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,13 @@ _MEDIA = ("image", "video", "audio")
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with string contents: None and no content are empty, the texts of a list of parts are joined.
+    """Return the messages in one form, which `ChatTemplate` adapts to a template.
 
-    Raises AlignmentError for what is no list of mappings with a role, for other contents, and for no messages.
+    Contents are strings, or None if there are none; the texts of a list of parts are joined. Arguments of calls that
+    are JSON text of an object are that object, other texts stay as they are. Keys of messages, calls and functions that
+    are null are left out.
+    Raises AlignmentError for no messages, and for anything but a list of mappings with a role and such contents and
+    calls.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise AlignmentError(
@@ -29,6 +34,11 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if not messages:
         raise AlignmentError("a conversation without messages cannot be rendered; drop it from the data")
     return [_plain(k, message) for k, message in enumerate(messages)]
+
+
+def content_text(message: Message) -> str:
+    """Return the content of a plain message; empty for none."""
+    return message["content"] or ""
 
 
 def said_by(message: Message) -> tuple[str, ...]:
@@ -46,13 +56,43 @@ def _plain(k: int, message: Message) -> dict[str, Any]:
             f"messages[{k}] is {_short(message)}, which is no mapping with a role; write for example "
             "{'role': 'user', 'content': 'Hi'}"
         )
-    return {**message, "content": _text(k, message.get("content"))}
+    plain = {**_without_nulls(message), "content": _text(k, message.get("content"))}
+    if calls := plain.get("tool_calls"):
+        if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
+            raise AlignmentError(
+                f"messages[{k}].tool_calls is {_short(calls)}; it must be a list of calls such as "
+                "{'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Bern'}}}"
+            )
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    if isinstance(call := plain.get("function_call"), Mapping):
+        plain["function_call"] = _plain_call(call)
+    return plain
 
 
-def _text(k: int, content: object) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
+def _plain_call(call: Message) -> dict[str, Any]:
+    plain = _without_nulls(call)
+    if isinstance(function := plain.get("function"), Mapping):
+        plain["function"] = _plain_call(function)
+    if isinstance(arguments := plain.get("arguments"), str):
+        plain["arguments"] = _object_or_text(arguments)
+    return plain
+
+
+def _object_or_text(text: str) -> Any:
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair has no tokens
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _text(k: int, content: object) -> str | None:
+    if content is None or isinstance(content, str):
         return content
     if isinstance(content, Sequence) and not isinstance(content, bytes):
         if media := next((name for name in _types(content) if any(kind in name for kind in _MEDIA)), None):

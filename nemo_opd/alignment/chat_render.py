@@ -14,6 +14,7 @@ from nemo_opd.alignment.backend import name_of
 from nemo_opd.alignment.chat import ChatTokens
 from nemo_opd.alignment.chat_messages import Message, plain_messages, said_by
 from nemo_opd.alignment.chat_spans import ContentSpan, common_prefix, locate_contents
+from nemo_opd.alignment.chat_template import ChatTemplate
 from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
 from nemo_opd.alignment.rendered_chat import RenderedChat
 from nemo_opd.alignment.roles import roles_of
@@ -49,6 +50,7 @@ class ChatRenderer:
             )
         if taken := [key for key in _OWN_ARGUMENTS if key in self._template_kwargs]:
             raise AlignmentError(f"template_kwargs sets {', '.join(taken)}, which rendering sets itself; remove it")
+        self.template = ChatTemplate(tokenizer, self._template_kwargs)
         self._turn_ends = frozenset(i for i, roles in roles_of(tokenizer).items() if _ENDS_A_TURN & set(roles))
 
     @property
@@ -104,15 +106,7 @@ class ChatRenderer:
         return stop, tokens.turn_end(stop, limit, self._turn_ends, past_text=calls)
 
     def _render(self, messages: Sequence[Message], tools: _Tools, add_generation_prompt: bool = False) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) if tools else None,  # type: ignore[arg-type]
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._template_kwargs,
-            )
-        )
+        return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
 
     def _rendered_or_none(self, messages: Sequence[Message], tools: _Tools) -> str | None:
         """Render a conversation, or return None: a template is a program that may fail with any exception."""

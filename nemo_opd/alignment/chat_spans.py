@@ -145,8 +145,9 @@ def _changed_span(text: str, changed: str, mark: str) -> ContentSpan:
 
 def _narrowed(span: ContentSpan, message: Message, text: str) -> ContentSpan:
     """Cut template text that depends on the message off its span."""
-    region, core = text[span.start : span.stop], message["content"].strip()
-    if message["role"] == "assistant" or len(region) <= len(message["content"]):
+    region, content = text[span.start : span.stop], message["content"] or ""
+    core = content.strip()
+    if message["role"] == "assistant" or len(region) <= len(content):
         return span
     if not core:
         return ContentSpan(span.start, span.start, span.fills_template)

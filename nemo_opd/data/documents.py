@@ -80,7 +80,7 @@ def read_rows(columns: Columns, indices: list[int]) -> dict[str, list[Any]]:
     Arrow gives every object all keys that any row has: those that are null are left out of messages, tools and
     contexts. Objects that Arrow keeps as JSON have the user's own nulls.
     """
-    if isinstance(columns, _ArrowColumns):
+    if isinstance(columns, _Dataset) and _has_objects(columns.data.schema):
         table = columns.with_format("arrow")[indices]
         return {
             name: [_arrow_value(value, column.type, has_added_nulls=_is_document(name)) for value in column.to_pylist()]
@@ -91,10 +91,17 @@ def read_rows(columns: Columns, indices: list[int]) -> dict[str, list[Any]]:
 
 
 @runtime_checkable
-class _ArrowColumns(Protocol):
+class _Dataset(Protocol):
     """A Hugging Face dataset."""
 
+    @property
+    def data(self) -> Any: ...
+
     def with_format(self, type: str, /) -> Any: ...
+
+
+def _has_objects(schema: pa.Schema) -> bool:
+    return any(pa.types.is_nested(field.type) or isinstance(field.type, pa.JsonType) for field in schema)
 
 
 def _is_document(column: str) -> bool:
@@ -154,4 +161,3 @@ def fields_of(rows: Mapping[str, list[Any]], number: int) -> list[dict[str, Any]
     """Return what contexts read of each of `number` rows, by column."""
     names = [name for name in rows if is_field(name)]
     return [{name: rows[name][i] for name in names} for i in range(number)]
-

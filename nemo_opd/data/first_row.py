@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nemo_opd.data.lines import MalformedRow, json_rows
+from nemo_opd.data.lines import RowError, json_rows
 
 
 def _of_arrow(path: Path, column: str) -> Any:
@@ -41,5 +41,5 @@ def first_value(kind: str, path: Path, column: str) -> Any:
     """Return the first row's value of a column; None where it cannot be read, which the loader reports."""
     try:
         return READERS[kind](path, column)
-    except (MalformedRow, pa.ArrowException, OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):
+    except (RowError, pa.ArrowException, OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):
         return None

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from nemo_opd.data.documents import MESSAGES, RESPONSE, TEACHER, TEXT, TOOLS
 from nemo_opd.data.json_types import column_types
-from nemo_opd.data.lines import MalformedRow, json_rows
+from nemo_opd.data.lines import RowError, json_rows
 from nemo_opd.data.record import written
 
 _STRINGS = (TEXT, TEACHER, RESPONSE)
@@ -31,7 +31,7 @@ class _Config(datasets.BuilderConfig):
 
 
 class JsonRows(datasets.ArrowBasedBuilder):
-    """Builder of the rows of JSON files. Raises MalformedRow for a row that cannot be read."""
+    """Builder of the rows of JSON files. Raises RowError for a row that cannot be read."""
 
     VERSION = datasets.Version("1.0.0")
     BUILDER_CONFIG_CLASS = _Config
@@ -63,7 +63,7 @@ class JsonRows(datasets.ArrowBasedBuilder):
             for place, row in json_rows(file):
                 for name in strings:
                     if not isinstance(row.get(name), str | None):
-                        raise MalformedRow(file, place, f"{name!r} is no string but {repr(row[name])[:60]}")
+                        raise RowError(file, place, f"{name!r} is no string but {repr(row[name])[:60]}")
                 rows.append(row)
                 if len(rows) == _ROWS_AT_A_TIME:
                     yield key, self._table(rows, schema)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-_JSON = "json"
+_AS_JSON = pa.json_()
 _LARGE = 2**63
 """Smallest integer that is too large for int64."""
 _TYPES: Mapping[frozenset[str], pa.DataType] = {
@@ -23,11 +23,13 @@ _TYPES: Mapping[frozenset[str], pa.DataType] = {
 _NUMBERS = {"integer", "large integer", "float"}
 
 
-def column_types(rows: Iterable[Mapping[str, Any]]) -> dict[str, pa.DataType]:
+def column_types(
+    rows: Iterable[Mapping[str, Any]], *, strings_among_others: pa.DataType = _AS_JSON
+) -> dict[str, pa.DataType]:
     """Return the type of each column that a row has, in the order in which they first occur.
 
     Numbers, some of which are too large for int64, are strings. Objects, lists of other values than strings and values
-    of several kinds are `pa.json_()`.
+    of several kinds are `pa.json_()`. strings_among_others: type of a column with strings and values of other kinds.
     """
     kinds: dict[str, set[str]] = {}
     for row in rows:
@@ -35,7 +37,7 @@ def column_types(rows: Iterable[Mapping[str, Any]]) -> dict[str, pa.DataType]:
             column = kinds.setdefault(name, set())
             if value is not None:
                 column.add(_kind(value))
-    return {name: _type(column) for name, column in kinds.items()}
+    return {name: _type(column, strings_among_others) for name, column in kinds.items()}
 
 
 def _kind(value: Any) -> str:
@@ -48,10 +50,10 @@ def _kind(value: Any) -> str:
     if isinstance(value, float):
         return "float"
     is_texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return "strings" if is_texts else _JSON
+    return "strings" if is_texts else "json"
 
 
-def _type(kinds: set[str]) -> pa.DataType:
+def _type(kinds: set[str], strings_among_others: pa.DataType) -> pa.DataType:
     if "large integer" in kinds and kinds <= _NUMBERS:
         return pa.string()
-    return _TYPES.get(frozenset(kinds), pa.json_())
+    return _TYPES.get(frozenset(kinds), strings_among_others if "string" in kinds else _AS_JSON)

@@ -5,7 +5,7 @@ from pathlib import Path
 from nemo_opd.data.compressed import uncompressed
 from nemo_opd.data.convert import Read, convert, require_rows, selected
 from nemo_opd.data.layout import Layout
-from nemo_opd.data.lines import MalformedRow, numbered
+from nemo_opd.data.lines import RowError, numbered
 from nemo_opd.data.origin import of_lines
 from nemo_opd.data.row_layout import RowLayout
 from nemo_opd.data.schema import json_schema, plain, reading, shown
@@ -31,7 +31,7 @@ def read_jsonl(paths: list[Path], layout: Layout, key: str) -> Read:
                 columns=columns,
                 whole_rows=isinstance(layout, RowLayout),
             )
-    except MalformedRow as error:
+    except RowError as error:
         path = next(path for path, file in files.items() if file == error.file)
         raise DataError(f"{key}={shown(path)}: {error}") from error
     return selected(dataset, layout, key, *paths), origin

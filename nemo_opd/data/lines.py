@@ -23,7 +23,7 @@ _STEP = np.zeros(256, np.int8)
 _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
 
 
-class MalformedRow(DataError):
+class RowError(DataError):
     """A row of a JSON file that cannot be read."""
 
     def __init__(self, file: Path, place: str, reason: str) -> None:
@@ -70,7 +70,7 @@ def depth(line: bytes) -> int:
 def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place and the object of each line that is not blank, or of each element of a file that is a JSON list.
 
-    Raises MalformedRow.
+    Raises RowError.
     """
     place = "line 1"
     try:
@@ -84,7 +84,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if line.strip():
                 yield place, _require_object(_parsed(line))
     except ValueError as error:
-        raise MalformedRow(path, place, str(error)) from error
+        raise RowError(path, place, str(error)) from error
 
 
 def is_json_list(path: Path) -> bool:
@@ -99,7 +99,7 @@ def _parsed(text: bytes) -> Any:
     if reason := unreadable(text):
         raise ValueError(reason)
     try:
-        value = json.loads(text.removeprefix(BOM), object_pairs_hook=_without_repetition)
+        value = _DECODER.decode(text.removeprefix(BOM).decode())
         if b"\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
@@ -121,3 +121,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is given twice")
     return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_repetition)

@@ -25,7 +25,7 @@ from nemo_opd.errors import AlignmentError, DataError
 def read_prompts(columns: Columns, indices: Sequence[int], names: Mapping[str, str] | None = None) -> list[Prompt]:
     """Read the prompts of these rows, in order. names: the user's name of a column → ours, for `Prompt.row`.
 
-    Messages have strings as contents; those of the assistant at the end are the response and no part of the prompt.
+    Messages are plain; those of the assistant at the end are the response and no part of the prompt.
     Raises DataError, naming the row, for a conversation that is malformed or without a user's message.
     """
     if not indices:

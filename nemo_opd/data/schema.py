@@ -14,7 +14,7 @@ from nemo_opd.data.files import resolve_files
 from nemo_opd.data.first_row import first_value
 from nemo_opd.data.json_types import column_types
 from nemo_opd.data.layout import Layout
-from nemo_opd.data.lines import MalformedRow, json_rows
+from nemo_opd.data.lines import RowError, json_rows
 from nemo_opd.errors import DataError, OPDError
 
 _ARROW_FILE_MAGIC = b"ARROW1"
@@ -75,11 +75,12 @@ def _parquet_schema(path: Path) -> pa.Schema:
 def json_schema(path: Path) -> pa.Schema | None:
     """Return the schema of the first rows of a file that is not compressed; None if they are none or malformed.
 
-    The loader, which reads all rows, names a malformed line.
+    The loader, which reads all rows, names a malformed line, and one that has no string among others that have.
     """
     try:
-        types = column_types(row for _, row in islice(json_rows(path), _FIRST_ROWS))
-    except MalformedRow:
+        rows = (row for _, row in islice(json_rows(path), _FIRST_ROWS))
+        types = column_types(rows, strings_among_others=pa.string())
+    except RowError:
         return None
     return pa.schema(types.items()) if types else None
 
