@@ -6,12 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_opd.config.data import LearnedTurns
 from nemo_opd.errors import AlignmentError
 
 Message = Mapping[str, Any]
 
 THINKING = ("reasoning_content", "reasoning", "thinking")
 """Keys under which messages have what their author thought before the content."""
+
+MARKS = ("weight", "train", "training", "loss_mask")
+"""Keys under which messages have whether they are learned."""
 
 _MEDIA = ("image", "video", "audio")
 """Words in the types of parts that are no text, such as `image_url`."""
@@ -39,6 +43,32 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def content_text(message: Message) -> str:
     """Return the content of a plain message; empty for none."""
     return message["content"] or ""
+
+
+def learned_messages(messages: Sequence[Message], turns: LearnedTurns = "all") -> list[bool]:
+    """Return which of plain messages are learned: of the assistant's, as `data.learned_turns` tells.
+
+    Raises AlignmentError for a mark that is neither 0 nor 1.
+    """
+    marks = [_mark(k, message) for k, message in enumerate(messages)]
+    asked = [k for k, message in enumerate(messages) if message["role"] == "user"]
+    first = asked[-1] if asked and turns == "last" else 0
+    return [
+        message["role"] == "assistant" and k >= first and (mark is True if turns == "marked" else mark is not False)
+        for k, (message, mark) in enumerate(zip(messages, marks, strict=True))
+    ]
+
+
+def _mark(k: int, message: Message) -> bool | None:
+    """Return whether a message is marked as to be learned; None without a mark."""
+    marks = {key: message[key] for key in MARKS if message.get(key) is not None}
+    for key, mark in marks.items():
+        if not isinstance(mark, int | float) or mark not in (0, 1):
+            raise AlignmentError(
+                f"messages[{k}].{key} is {_short(mark)}; it must be 1 or true for a message that is learned, 0 or false "
+                "for one that is not"
+            )
+    return all(marks.values()) if marks else None
 
 
 def said_by(message: Message) -> tuple[str, ...]:

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment.backend import name_of
 from nemo_opd.alignment.chat import ChatTokens
-from nemo_opd.alignment.chat_messages import Message, plain_messages, said_by
+from nemo_opd.alignment.chat_messages import Message, learned_messages, plain_messages, said_by
 from nemo_opd.alignment.chat_spans import ContentSpan, common_prefix, locate_contents
 from nemo_opd.alignment.chat_template import ChatTemplate
 from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
 from nemo_opd.alignment.rendered_chat import RenderedChat
 from nemo_opd.alignment.roles import roles_of
+from nemo_opd.config.data import LearnedTurns
 from nemo_opd.errors import AlignmentError
 
 if TYPE_CHECKING:
@@ -36,13 +37,20 @@ class ChatRenderer:
     that use it read it. The edges of the content do not move.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Prepare a template. `template_kwargs` are its variables, such as `enable_thinking`.
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        turns: LearnedTurns = "all",
+    ) -> None:
+        """Prepare a template. `template_kwargs` are its variables, such as `enable_thinking`. turns: that are learned.
 
         Raises AlignmentError for a tokenizer without a chat template, and for variables that the renderer sets.
         """
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
+        self._learned_turns = turns
         if not tokenizer.chat_template:
             raise AlignmentError(
                 f"tokenizer {name_of(tokenizer)} has no chat template, so messages cannot be rendered; use the "
@@ -57,7 +65,8 @@ class ChatRenderer:
     def identity(self) -> tuple[object, ...]:
         """Everything but the vocabulary that decides how messages are rendered."""
         tokenizer = self._tokenizer
-        return tokenizer.chat_template, sorted(self._template_kwargs.items()), tokenizer.special_tokens_map
+        variables = sorted(self._template_kwargs.items())
+        return tokenizer.chat_template, variables, tokenizer.special_tokens_map, self._learned_turns
 
     def __call__(self, messages: Sequence[Message], tools: _Tools = None) -> ChatTokens:
         """Render and tokenize M messages to S tokens; a list of text parts is one content, None is an empty one.
@@ -87,10 +96,11 @@ class ChatRenderer:
         """Find messages in tokens. located: of the rendered text, all or the first, to a `rendered.settled` place."""
         spans = located.spans(rendered.contents)
         mask = np.zeros(len(located.ids), np.bool_)
+        is_learned = learned_messages(rendered.messages, self._learned_turns)
         for k, written in rendered.turns.items():
             has_calls = bool(rendered.messages[k].get("tool_calls"))
             spans[k, 1], end = self._turn_end(located, spans, k, calls=has_calls)
-            mask[located.at(written) : end] = True
+            mask[located.at(written) : end] = is_learned[k]
         return ChatTokens(located.ids, mask, spans, tuple(map(said_by, rendered.messages)))
 
     def _turn_end(self, tokens: LocatedTokens, spans: NDArray[np.int32], k: int, calls: bool) -> tuple[int, int]:

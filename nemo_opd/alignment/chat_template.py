@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from nemo_opd.alignment.chat_messages import Message
+from nemo_opd.alignment.chat_messages import MARKS, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ class ChatTemplate:
     def _given(self, message: Message) -> Message:
         """Return a message in the form that the template reads."""
         calls = message.get("tool_calls") or ()
-        given = dict(message)
+        given = {key: value for key, value in message.items() if key not in MARKS}
         if self._reads_parts_alone:
             given["content"] = _parts(message.get("content"))
         elif message.get("content") is None and not self._is_none_read(message["role"], bool(calls)):

@@ -5,7 +5,7 @@ from typing import Any
 
 import datasets
 
-from nemo_opd.alignment.chat_messages import plain_messages
+from nemo_opd.alignment.chat_messages import learned_messages, plain_messages
 from nemo_opd.data.documents import MESSAGES, TOOLS, parsed, read_rows
 from nemo_opd.data.origin import Origin
 from nemo_opd.errors import AlignmentError, DataError
@@ -26,7 +26,7 @@ def require_conversations(documents: datasets.Dataset, source: str, origin: Orig
 def conversation_problem(messages: Any, tools: Any = None) -> str | None:
     """Return why the values of the columns are no conversation; None where they are one."""
     try:
-        plain_messages(parsed(messages))
+        learned_messages(plain_messages(parsed(messages)))
         offered = parsed(tools)
     except (AlignmentError, DataError) as error:
         return str(error)
