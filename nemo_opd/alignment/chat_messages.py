@@ -65,8 +65,8 @@ def _mark(k: int, message: Message) -> bool | None:
     for key, mark in marks.items():
         if not isinstance(mark, int | float) or mark not in (0, 1):
             raise AlignmentError(
-                f"messages[{k}].{key} is {_short(mark)}; it must be 1 or true for a message that is learned, 0 or false "
-                "for one that is not"
+                f"messages[{k}].{key} is {_short(mark)}; it must be 1 or true for a message that is learned, 0 or "
+                "false for one that is not"
             )
     return all(marks.values()) if marks else None
 

@@ -61,7 +61,7 @@ def survey(
     config: RunConfig, data: Corpus | Prompts, student: ModelInfo, teachers: Sequence[ModelInfo], parts: Parts
 ) -> Survey:
     """Survey the data. Raises DataError, with the row, for a text that cannot be used, or that a cache lacks."""
-    rows = range(0, len(data.train), ceil(len(data.train) / _NUM_TEXTS))
+    rows = sampled_rows(len(data.train))
     prompts = data.train.read(rows) if isinstance(data, Prompts) else []
     texts = list(_responses(data, prompts) if isinstance(data, Prompts) else _documents(data, rows))
     samples = [sample for text in texts for sample in text]
@@ -91,6 +91,11 @@ def survey(
         tokens_per_byte=_tokens_per_byte(samples, lengths, by_teacher),
         widths=tuple(_width(config, i, teachers[i], own, lengths, rates[i]) for i, own in enumerate(by_teacher)),
     )
+
+
+def sampled_rows(number: int) -> range:
+    """Return rows at equal distances, of this number of rows."""
+    return range(0, number, ceil(number / _NUM_TEXTS))
 
 
 def _documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sequence[Sample]]:
