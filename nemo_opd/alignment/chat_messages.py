@@ -1,10 +1,12 @@
-"""The form of a conversation: what every chat template can render."""
+"""The form of a conversation."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_opd.config.data import LearnedTurns
 from nemo_opd.errors import AlignmentError
 
 Message = Mapping[str, Any]
@@ -12,14 +14,21 @@ Message = Mapping[str, Any]
 THINKING = ("reasoning_content", "reasoning", "thinking")
 """Keys under which messages have what their author thought before the content."""
 
+MARKS = ("weight", "train", "training", "loss_mask")
+"""Keys under which messages have whether they are learned."""
+
 _MEDIA = ("image", "video", "audio")
 """Words in the types of parts that are no text, such as `image_url`."""
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with string contents: None and no content are empty, the texts of a list of parts are joined.
+    """Return the messages in one form, which `ChatTemplate` adapts to a template.
 
-    Raises AlignmentError for what is no list of mappings with a role, for other contents, and for no messages.
+    Contents are strings, or None if there are none; the texts of a list of parts are joined. Arguments of calls that
+    are JSON text of an object are that object, other texts stay as they are. Keys of messages, calls and functions that
+    are null are left out.
+    Raises AlignmentError for no messages, and for anything but a list of mappings with a role and such contents and
+    calls.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise AlignmentError(
@@ -29,6 +38,37 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if not messages:
         raise AlignmentError("a conversation without messages cannot be rendered; drop it from the data")
     return [_plain(k, message) for k, message in enumerate(messages)]
+
+
+def content_text(message: Message) -> str:
+    """Return the content of a plain message; empty for none."""
+    return message["content"] or ""
+
+
+def learned_messages(messages: Sequence[Message], turns: LearnedTurns = "all") -> list[bool]:
+    """Return which of plain messages are learned: of the assistant's, as `data.learned_turns` tells.
+
+    Raises AlignmentError for a mark that is neither 0 nor 1.
+    """
+    marks = [_mark(k, message) for k, message in enumerate(messages)]
+    asked = [k for k, message in enumerate(messages) if message["role"] == "user"]
+    first = asked[-1] if asked and turns == "last" else 0
+    return [
+        message["role"] == "assistant" and k >= first and (mark is True if turns == "marked" else mark is not False)
+        for k, (message, mark) in enumerate(zip(messages, marks, strict=True))
+    ]
+
+
+def _mark(k: int, message: Message) -> bool | None:
+    """Return whether a message is marked as to be learned; None without a mark."""
+    marks = {key: message[key] for key in MARKS if message.get(key) is not None}
+    for key, mark in marks.items():
+        if not isinstance(mark, int | float) or mark not in (0, 1):
+            raise AlignmentError(
+                f"messages[{k}].{key} is {_short(mark)}; it must be 1 or true for a message that is learned, 0 or "
+                "false for one that is not"
+            )
+    return all(marks.values()) if marks else None
 
 
 def said_by(message: Message) -> tuple[str, ...]:
@@ -46,13 +86,43 @@ def _plain(k: int, message: Message) -> dict[str, Any]:
             f"messages[{k}] is {_short(message)}, which is no mapping with a role; write for example "
             "{'role': 'user', 'content': 'Hi'}"
         )
-    return {**message, "content": _text(k, message.get("content"))}
+    plain = {**_without_nulls(message), "content": _text(k, message.get("content"))}
+    if calls := plain.get("tool_calls"):
+        if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
+            raise AlignmentError(
+                f"messages[{k}].tool_calls is {_short(calls)}; it must be a list of calls such as "
+                "{'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Bern'}}}"
+            )
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    if isinstance(call := plain.get("function_call"), Mapping):
+        plain["function_call"] = _plain_call(call)
+    return plain
 
 
-def _text(k: int, content: object) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
+def _plain_call(call: Message) -> dict[str, Any]:
+    plain = _without_nulls(call)
+    if isinstance(function := plain.get("function"), Mapping):
+        plain["function"] = _plain_call(function)
+    if isinstance(arguments := plain.get("arguments"), str):
+        plain["arguments"] = _object_or_text(arguments)
+    return plain
+
+
+def _object_or_text(text: str) -> Any:
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair has no tokens
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _text(k: int, content: object) -> str | None:
+    if content is None or isinstance(content, str):
         return content
     if isinstance(content, Sequence) and not isinstance(content, bytes):
         if media := next((name for name in _types(content) if any(kind in name for kind in _MEDIA)), None):

@@ -9,12 +9,14 @@ import numpy as np
 
 from nemo_opd.alignment.backend import name_of
 from nemo_opd.alignment.chat import ChatTokens
-from nemo_opd.alignment.chat_messages import Message, plain_messages, said_by
+from nemo_opd.alignment.chat_messages import Message, learned_messages, plain_messages, said_by
+from nemo_opd.alignment.chat_template import ChatTemplate
 from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
 from nemo_opd.alignment.chat_turns import TurnTokens, locate_messages
 from nemo_opd.alignment.rendered_chat import RenderedChat
 from nemo_opd.alignment.roles import roles_of
 from nemo_opd.alignment.template_roles import stop_ids
+from nemo_opd.config.data import LearnedTurns
 from nemo_opd.errors import AlignmentError
 
 if TYPE_CHECKING:
@@ -33,13 +35,20 @@ class ChatRenderer:
     that use it read it. The edges of the content do not move.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Prepare a template. `template_kwargs` are its variables, such as `enable_thinking`.
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        turns: LearnedTurns = "all",
+    ) -> None:
+        """Prepare a template. `template_kwargs` are its variables, such as `enable_thinking`. turns: that are learned.
 
         Raises AlignmentError for a tokenizer without a chat template, and for variables that the renderer sets.
         """
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
+        self._learned_turns = turns
         if not tokenizer.chat_template:
             raise AlignmentError(
                 f"tokenizer {name_of(tokenizer)} has no chat template, so messages cannot be rendered; use the "
@@ -47,6 +56,7 @@ class ChatRenderer:
             )
         if taken := [key for key in _OWN_ARGUMENTS if key in self._template_kwargs]:
             raise AlignmentError(f"template_kwargs sets {', '.join(taken)}, which rendering sets itself; remove it")
+        self.template = ChatTemplate(tokenizer, self._template_kwargs)
         self._added = frozenset(tokenizer.added_tokens_decoder)
         self._turn_tokens = _turn_tokens(tokenizer)
 
@@ -54,7 +64,8 @@ class ChatRenderer:
     def identity(self) -> tuple[object, ...]:
         """Everything but the vocabulary that decides how messages are rendered."""
         tokenizer = self._tokenizer
-        return tokenizer.chat_template, sorted(self._template_kwargs.items()), tokenizer.special_tokens_map
+        variables = sorted(self._template_kwargs.items())
+        return tokenizer.chat_template, variables, tokenizer.special_tokens_map, self._learned_turns
 
     def __call__(self, messages: Sequence[Message], tools: _Tools = None) -> ChatTokens:
         """Render and tokenize M messages to S tokens; a list of text parts is one content, None is an empty one.
@@ -83,22 +94,15 @@ class ChatRenderer:
     def tokens(self, rendered: RenderedChat, located: LocatedTokens) -> ChatTokens:
         """Find messages in tokens. located: of the rendered text, all or the first."""
         mask = np.zeros(len(located.ids), np.bool_)
-        for turn in rendered.turns.values():
+        is_learned = learned_messages(rendered.messages, self._learned_turns)
+        for k, turn in rendered.turns.items():
             for span in turn.spans:
-                mask[located.inside(span, self._added)] = True
+                mask[located.inside(span, self._added)] |= is_learned[k]
         spans = located.spans(rendered.contents)
         return ChatTokens(located.ids, mask, spans, tuple(map(said_by, rendered.messages)))
 
     def _render(self, messages: Sequence[Message], tools: _Tools, add_generation_prompt: bool = False) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) if tools else None,  # type: ignore[arg-type]
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._template_kwargs,
-            )
-        )
+        return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
 
     def _rendered_or_none(
         self, messages: Sequence[Message], tools: _Tools, add_generation_prompt: bool = False

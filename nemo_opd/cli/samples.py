@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from transformers import GenerationConfig
 
+from nemo_opd.alignment.chat_messages import content_text
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.data.record import Message, Prompt, Rollout
 from nemo_opd.errors import ConfigError
@@ -58,7 +59,7 @@ def _prompts(arguments: Namespace) -> Iterator[Prompt]:
 
 def _print(rollout: Rollout, arguments: Namespace, console: Console) -> None:
     response, content = rollout.responses[-1], rollout.prompt.content
-    prompt = content if isinstance(content, str) else str(content[-1]["content"])
+    prompt = content if isinstance(content, str) else content_text(content[-1])
     if arguments.json:
         facts = {"prompt": prompt, "sample": rollout.sample, "response": response}
         facts |= {"finish_reason": rollout.finish_reason, "tokens": rollout.num_sampled}

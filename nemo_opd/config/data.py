@@ -27,6 +27,7 @@ def _one_path_is_a_list_of_one(value: object) -> object:
     return (value,) if isinstance(value, str) and not is_blank(value) else value
 
 
+LearnedTurns = Literal["all", "last", "marked"]
 Files = Annotated[tuple[str, ...], BeforeValidator(_one_path_is_a_list_of_one)]
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
@@ -111,6 +112,11 @@ class Data(Settings):
     """
     tools_key: str | None = None
     """Column of the tools that a conversation may call, as a list or as JSON; with `messages_key`."""
+    learned_turns: LearnedTurns = "all"
+    """Messages of the assistant that are learned, off-policy. all: all but those with a mark of 0. last: of these, the
+    ones after the user's last message. marked: those with a mark of 1. A mark is a message's `weight`, `train`,
+    `training` or `loss_mask`: 0 or false, 1 or true.
+    """
     response_key: str | None = None
     """On-policy, with `text_key`: the column that continues the prompt, where the data have one. Of a conversation it
     is the assistant's last message.

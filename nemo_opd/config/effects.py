@@ -87,6 +87,10 @@ def _of_data(config: RunFields) -> _Ignored:
     if is_chat or is_on_policy:
         what = "a conversation" if is_chat else "a prompt with its response"
         yield "data.packing", f"{what} is one sequence, which models read without padding in any case; leave it out"
+    if not is_chat:
+        yield "data.learned_turns", "texts have no turns; set data.messages_key for conversations, or leave it out"
+    elif is_on_policy:
+        yield "data.learned_turns", "what the student samples is learned; leave it out"
     if is_on_policy:
         yield "data.special_tokens", "prompts are read with special tokens; leave it out"
         yield "data.append_eos", "a response ends where the student ends it; leave it out"

@@ -22,7 +22,7 @@ from nemo_opd.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 7
+_VERSION = 8
 """Raised when a sample is stored, or made from the same settings, in another way than before."""
 WAIT_S = 60.0
 """Seconds for another process to finish writing."""
@@ -175,5 +175,5 @@ class Store:
 
 
 def _key_of(document: Document) -> bytes:
-    content = document if isinstance(document, str) else json.dumps(asdict(document), sort_keys=True)
+    content = document if isinstance(document, str) else json.dumps(asdict(document))
     return hashlib.blake2b(content.encode(), digest_size=16).digest()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nemo_opd.alignment import ChatTokens, LocatedTokens, RenderedChat, TokenAligner, align_chat
-from nemo_opd.alignment.chat_messages import plain_messages
+from nemo_opd.alignment.chat_messages import content_text, plain_messages
 from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.chat_beginning import locate_beginning, locate_up_to
 from nemo_opd.data.context import Content
@@ -121,7 +121,7 @@ def _in_context(student: StudentChat, teacher: InContext[_ChatReader]) -> Teache
     first = teacher.context.response_start(messages)
     if first is None or first not in student.rendered.turns:
         return teacher.unanswered(_teacher_sample(student, reader))
-    said = "".join(message["content"] for message in messages[first:] if message["role"] == "assistant")
+    said = "".join(content_text(message) for message in messages[first:] if message["role"] == "assistant")
 
     def sample_in(content: Content) -> TeacherSample:
         assert not isinstance(content, str)

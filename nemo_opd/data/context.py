@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_opd.alignment.chat_messages import plain_messages
+from nemo_opd.alignment.chat_messages import content_text, plain_messages
 from nemo_opd.config.context import PROMPT, field_names, filled
 from nemo_opd.config.context import Context as ContextSettings
 from nemo_opd.data.documents import OTHER, parsed
@@ -61,7 +61,7 @@ class Context:
         if self.settings.system_prompt is None:
             return messages
         k = _last_of_user(prompt)
-        asked = "" if k is None else str(prompt[k]["content"])
+        asked = "" if k is None else content_text(prompt[k])
         system = {"role": "system", "content": self._filled(self.settings.system_prompt, asked, fields)}
         return [system, *messages[messages[0]["role"] == "system" :]]
 
@@ -94,7 +94,7 @@ class Context:
                 f"it has no message of the user, in whose place {self.key}.template could stand; leave the row out, or "
                 f"use {self.key}.system_prompt"
             )
-        asked = self._filled(self.settings.template, str(prompt[k]["content"]), fields)
+        asked = self._filled(self.settings.template, content_text(prompt[k]), fields)
         return [*prompt[:k], {**prompt[k], "content": asked}, *prompt[k + 1 :]]
 
     def _own_messages(self, value: Any) -> list[Message]:
@@ -134,4 +134,4 @@ def said_in(content: Content) -> str:
     """Return what a prompt says, without a template's own text."""
     if isinstance(content, str):
         return content
-    return "\n".join(str(message["content"]) for message in content)
+    return "\n".join(map(content_text, content))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from nemo_opd.data.documents import FIELD
-from nemo_opd.data.layout import Layout, is_list_of_objects, is_string, type_of, whole_column
+from nemo_opd.data.layout import Layout, is_list_of_objects, is_string, type_name, type_of, whole_column
 from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ class ContextLayout:
             if not (is_string(dtype) or (is_list_of_objects if setting.endswith(".key") else _is_written)(dtype)):
                 kinds = "texts or messages" if setting.endswith(".key") else "texts, lists of texts or numbers"
                 raise DataError(
-                    f"{source}: column {name!r} is of type {dtype}, which {setting} cannot write; name one of {kinds}"
+                    f"{source}: column {name!r} is of type {type_name(dtype)}, which {setting} cannot write; name "
+                    f"one of {kinds}"
                 )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:

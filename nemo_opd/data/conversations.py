@@ -5,8 +5,8 @@ from typing import Any
 
 import datasets
 
-from nemo_opd.alignment.chat_messages import plain_messages
-from nemo_opd.data.documents import MESSAGES, TOOLS, parsed
+from nemo_opd.alignment.chat_messages import learned_messages, plain_messages
+from nemo_opd.data.documents import MESSAGES, TOOLS, parsed, read_rows
 from nemo_opd.data.origin import Origin
 from nemo_opd.errors import AlignmentError, DataError
 
@@ -16,7 +16,7 @@ _ROWS_AT_A_TIME = 1000
 def require_conversations(documents: datasets.Dataset, source: str, origin: Origin) -> None:
     """Read all rows, about 50,000 a second. Raises DataError with the place of the first that is malformed."""
     for start in range(0, len(documents), _ROWS_AT_A_TIME):
-        rows = documents[start : start + _ROWS_AT_A_TIME]
+        rows = read_rows(documents, list(range(start, min(start + _ROWS_AT_A_TIME, len(documents)))))
         tools = rows.get(TOOLS, [None] * len(rows[MESSAGES]))
         for i, row in enumerate(zip(rows[MESSAGES], tools, strict=True), start=start):
             if reason := conversation_problem(*row):
@@ -26,7 +26,7 @@ def require_conversations(documents: datasets.Dataset, source: str, origin: Orig
 def conversation_problem(messages: Any, tools: Any = None) -> str | None:
     """Return why the values of the columns are no conversation; None where they are one."""
     try:
-        plain_messages(parsed(messages))
+        learned_messages(plain_messages(parsed(messages)))
         offered = parsed(tools)
     except (AlignmentError, DataError) as error:
         return str(error)

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from nemo_opd.data.caches import await_turn, elsewhere, writing
 from nemo_opd.data.intact import first_damage, require_intact
+from nemo_opd.data.json_rows import JsonRows
 from nemo_opd.data.layout import Layout
 from nemo_opd.data.origin import Origin
 from nemo_opd.data.row_layout import columns_in
@@ -28,6 +29,8 @@ _BEING_MADE = ".incomplete"
 _LOCK = "_builder.lock"
 """Ends the name of the file that it has locked meanwhile."""
 _VARIABLE = "HF_DATASETS_CACHE"
+_BUILDERS: dict[str, Callable[..., datasets.DatasetBuilder]] = {"json_rows": JsonRows}
+"""Builders by format, beside those of `datasets`."""
 _Made = TypeVar("_Made")
 Read = tuple[datasets.Dataset, Origin]
 
@@ -57,7 +60,8 @@ def convert(
     # `datasets` takes paths for patterns; these are files.
     files = {"train": [glob.escape(str(path)) for path in paths]}
     with _quiet(), writing(_cache_folder(), _VARIABLE):
-        builder = healed(partial(datasets.load_dataset_builder, format, data_files=files, **options), format)
+        open_builder = _BUILDERS.get(format, partial(datasets.load_dataset_builder, format))
+        builder = healed(partial(open_builder, data_files=files, **options), format)
         await_turn(Path(f"{builder.cache_dir}{_LOCK}"), _VARIABLE)
         mode = "reuse_dataset_if_exists"
         if Path(builder.cache_dir, _INFO).exists():

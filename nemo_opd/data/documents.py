@@ -3,7 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+import pyarrow as pa
 
 from nemo_opd.errors import DataError
 
@@ -57,7 +59,7 @@ class Columns(Protocol):
 
 def read_documents(columns: Columns, indices: list[int]) -> Sequence[Document]:
     """Read the documents of these rows. Raises DataError for a conversation that is malformed JSON."""
-    rows = columns[indices]
+    rows = read_rows(columns, indices)
     contents = _read_contents(rows, len(indices))
     if TEACHER not in rows:
         return contents
@@ -72,12 +74,63 @@ def _read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[_Cont
     return [Conversation(parsed(messages), parsed(offered), fields) for messages, offered, fields in read]
 
 
-def parsed(value: Any) -> Any:
-    """Parse a column's value, which may be JSON. Raises DataError where it is malformed.
+def read_rows(columns: Columns, indices: list[int]) -> dict[str, list[Any]]:
+    """Read columns of these rows, with the values that the user wrote, as far as Arrow holds them.
 
-    Arrow gives every message all keys that any message has; those that are null were not there.
+    Arrow gives every object all keys that any row has: those that are null are left out of messages, tools and
+    contexts. Objects that Arrow keeps as JSON have the user's own nulls.
     """
-    return _without_nulls(_from_json(value) if isinstance(value, str) else value)
+    if isinstance(columns, _Dataset) and _has_objects(columns.data.schema):
+        table = columns.with_format("arrow")[indices]
+        return {
+            name: [_arrow_value(value, column.type, has_added_nulls=_is_document(name)) for value in column.to_pylist()]
+            for name, column in zip(table.column_names, table.columns, strict=True)
+        }
+    rows = columns[indices]
+    return {name: [_without_nulls(v) for v in rows[name]] if _is_document(name) else rows[name] for name in rows}
+
+
+@runtime_checkable
+class _Dataset(Protocol):
+    """A Hugging Face dataset."""
+
+    @property
+    def data(self) -> Any: ...
+
+    def with_format(self, type: str, /) -> Any: ...
+
+
+def _has_objects(schema: pa.Schema) -> bool:
+    return any(pa.types.is_nested(field.type) or isinstance(field.type, pa.JsonType) for field in schema)
+
+
+def _is_document(column: str) -> bool:
+    return column in (MESSAGES, TOOLS) or is_field(column)
+
+
+def _arrow_value(value: Any, dtype: pa.DataType, has_added_nulls: bool) -> Any:
+    """Return a value of an Arrow column as the user wrote it. value: as `to_pylist` returns it."""
+    if value is None:
+        return None
+    if isinstance(dtype, pa.JsonType):
+        return _from_json(value)
+    if pa.types.is_struct(dtype):
+        present = [field for field in dtype if not has_added_nulls or value[field.name] is not None]
+        return {field.name: _arrow_value(value[field.name], field.type, has_added_nulls) for field in present}
+    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
+        return [_arrow_value(item, dtype.value_type, has_added_nulls) for item in value]
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def parsed(value: Any) -> Any:
+    """Parse a column's value, which may be JSON text. Raises DataError where it is malformed."""
+    return _from_json(value) if isinstance(value, str) else value
 
 
 def _from_json(text: str) -> Any:
@@ -108,9 +161,3 @@ def fields_of(rows: Mapping[str, list[Any]], number: int) -> list[dict[str, Any]
     """Return what contexts read of each of `number` rows, by column."""
     names = [name for name in rows if is_field(name)]
     return [{name: rows[name][i] for name in names} for i in range(number)]
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from nemo_opd.data.documents import DOMAIN
-from nemo_opd.data.layout import Layout, is_string, type_of
+from nemo_opd.data.layout import Layout, is_string, type_name, type_of
 from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class DomainLayout:
         dtype = type_of(schema, self.key, "data.domain_key", source)
         if not is_string(dtype) and not pa.types.is_integer(dtype):
             raise DataError(
-                f"{source}: column {self.key!r} is of type {dtype}; set data.domain_key to a column of names"
+                f"{source}: column {self.key!r} is of type {type_name(dtype)}; set data.domain_key to a column of names"
             )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:

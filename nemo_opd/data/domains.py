@@ -42,7 +42,7 @@ def domains_of(documents: datasets.Dataset, column: str | None, rows: Sequence[i
     """Return the domains of documents, or of some of their rows; None without a column."""
     if column is None:
         return None
-    values = documents[:][column]
+    values = documents.select_columns([column])[:][column]
     return Domains.of(values if rows is None else [values[row] for row in rows])
 
 

@@ -21,6 +21,7 @@ from nemo_opd.alignment import (
     locate_tokens,
     pieces_of,
 )
+from nemo_opd.config.data import LearnedTurns
 from nemo_opd.data.documents import Conversation
 from nemo_opd.data.samples import Tokens, require_ids
 
@@ -168,14 +169,15 @@ class ChatEncoder:
         max_length: int,
         template_kwargs: Mapping[str, Any],
         vocab_size: int | None = None,
+        turns: LearnedTurns = "all",
     ) -> Self:
-        """Make an encoder. vocab_size: ids the model can read, all by default.
+        """Make an encoder. vocab_size: ids the model can read, all by default. turns: that are learned.
 
         Raises AlignmentError where tokens lack exact bytes or there is no chat template.
         """
         pieces = pieces_of(tokenizer)
         lengths = pieces.lengths[:vocab_size]
-        renderer = ChatRenderer(tokenizer, template_kwargs=template_kwargs)
+        renderer = ChatRenderer(tokenizer, template_kwargs=template_kwargs, turns=turns)
         identity = (fingerprint(tokenizer), renderer.identity, max_length, len(lengths))
         return cls(tokenizer, renderer, pieces, lengths, max_length, identity)
 

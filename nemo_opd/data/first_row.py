@@ -1,6 +1,5 @@
 """The first value of a column, read without the rest of the file."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nemo_opd.data.lines import BOM, numbered, unreadable
+from nemo_opd.data.lines import RowError, json_rows
 
 
 def _of_arrow(path: Path, column: str) -> Any:
@@ -28,10 +27,7 @@ def _of_parquet(path: Path, column: str) -> Any:
 
 
 def _of_jsonl(path: Path, column: str) -> Any:
-    for _, line in numbered(path):
-        if line.strip() and not unreadable(line):
-            return json.loads(line.removeprefix(BOM))[column]
-    return None
+    return next(json_rows(path))[1][column]
 
 
 READERS: dict[str, Callable[[Path, str], Any]] = {
@@ -45,5 +41,5 @@ def first_value(kind: str, path: Path, column: str) -> Any:
     """Return the first row's value of a column; None where it cannot be read, which the loader reports."""
     try:
         return READERS[kind](path, column)
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):
+    except (RowError, pa.ArrowException, OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):
         return None

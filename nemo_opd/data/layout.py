@@ -52,8 +52,8 @@ class TextLayout:
         dtype = type_of(schema, self.text_key, setting, source)
         if not is_string(dtype):
             raise DataError(
-                f"{source}: column {self.text_key!r} is of type {dtype}, not string; set {setting} to a column of "
-                "strings"
+                f"{source}: column {self.text_key!r} is of type {type_name(dtype)}, not string; set {setting} to a "
+                "column of strings"
             )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
@@ -85,8 +85,8 @@ class ChatLayout:
             dtype = type_of(schema, name, setting, source)
             if not is_string(dtype) and not is_list_of_objects(dtype):
                 raise DataError(
-                    f"{source}: column {name!r} is of type {dtype}, neither a list of objects nor that as JSON; set "
-                    f"{setting} to such a column"
+                    f"{source}: column {name!r} is of type {type_name(dtype)}, neither a list of objects nor that "
+                    f"as JSON; set {setting} to such a column"
                 )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
@@ -116,8 +116,8 @@ class RoutedLayout:
         dtype = schema.field(self.key).type
         if not is_string(dtype):
             raise DataError(
-                f"{source}: column {self.key!r} is of type {dtype}, not string; set aggregation.key to a column with "
-                "the names of teachers"
+                f"{source}: column {self.key!r} is of type {type_name(dtype)}, not string; set aggregation.key to a "
+                "column with the names of teachers"
             )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
@@ -141,6 +141,11 @@ def type_of(schema: pa.Schema, name: str, setting: str, source: str) -> pa.DataT
     if (count := schema.names.count(name)) > 1:
         raise DataError(f"{source} has {count} columns {name!r}; write the file with one, or set {setting} to another")
     return schema.field(name).type
+
+
+def type_name(dtype: pa.DataType) -> str:
+    """Return the name of a column's type for messages."""
+    return "JSON (objects, or values of several types)" if isinstance(dtype, pa.JsonType) else str(dtype)
 
 
 def is_string(dtype: pa.DataType) -> bool:

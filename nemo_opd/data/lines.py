@@ -3,21 +3,32 @@
 import json
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nemo_opd.errors import DataError
+
 _MAX_LINE = 2**31 - 1
 """Bytes, as Arrow's parser counts them."""
 _MAX_DEPTH = 500
 """Lists and objects in each other. Parsers recurse: some end the process at tens of thousands."""
+_START = 4096
+"""Bytes in which a file's first character is looked for."""
 BOM = b"\xef\xbb\xbf"
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 _STEP = np.zeros(256, np.int8)
 _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
+
+
+class RowError(DataError):
+    """A row of a JSON file that cannot be read."""
+
+    def __init__(self, file: Path, place: str, reason: str) -> None:
+        super().__init__(f"{place} is malformed: {reason}; write one JSON object a line, in UTF-8")
+        self.file = file
 
 
 def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -56,23 +67,52 @@ def depth(line: bytes) -> int:
     return int(np.cumsum(steps, dtype=np.int64).max(initial=0))
 
 
-def malformation(line: bytes) -> str | None:
-    """Return why Arrow cannot read a line as a JSON object; None for one that is, and for a blank one."""
-    if reason := unreadable(line):
-        return reason
-    line = line.removeprefix(BOM)
+def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place and the object of each line that is not blank, or of each element of a file that is a JSON list.
+
+    Raises RowError.
+    """
+    place = "line 1"
     try:
-        value = json.loads(line, object_pairs_hook=_without_repetition) if line.strip() else {}
+        if is_json_list(path):
+            for i, element in enumerate(_parsed(path.read_bytes()), start=1):
+                place = f"element {i}"
+                yield place, _require_object(element)
+            return
+        for number, line in numbered(path):
+            place = f"line {number}"
+            if line.strip():
+                yield place, _require_object(_parsed(line))
+    except ValueError as error:
+        raise RowError(path, place, str(error)) from error
+
+
+def is_json_list(path: Path) -> bool:
+    """Return whether a file is one JSON list instead of an object on each line."""
+    with path.open("rb") as file:
+        start = file.read(_START).removeprefix(BOM).lstrip()
+    return start.startswith(b"[")
+
+
+def _parsed(text: bytes) -> Any:
+    """Parse JSON. Raises ValueError with the reason if it is malformed."""
+    if reason := unreadable(text):
+        raise ValueError(reason)
+    try:
+        value = _DECODER.decode(text.removeprefix(BOM).decode())
+        if b"\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        return f"{error.msg} (column {error.colno})"
-    except (ValueError, RecursionError) as error:
-        return str(error)
+        raise ValueError(f"{error.msg} (column {error.colno})") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("a string has half of a surrogate pair (\\ud800 to \\udfff), which is no character") from error
+    return value
+
+
+def _require_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        return "it is no JSON object"
-    with suppress(UnicodeEncodeError):
-        json.dumps(value, ensure_ascii=False).encode()
-        return None
-    return "a string has half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+        raise ValueError("it is no JSON object")
+    return value
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -81,3 +121,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is given twice")
     return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_repetition)

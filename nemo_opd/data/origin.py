@@ -1,7 +1,9 @@
 """Places of rows in the files of a source, for messages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from nemo_opd.data.lines import is_json_list, json_rows, numbered
 
 Origin = Callable[[int], str]
 """Index of a row, counted from 0 over all files → its place."""
@@ -35,13 +37,15 @@ def of_lines(files: Sequence[Path], plain: Sequence[Path]) -> Origin:
     def place(index: int) -> str:
         rest = index
         for file, readable in zip(files, plain, strict=True):
-            with readable.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if not line.strip():
-                        continue
-                    if not rest:
-                        return f"row {index} (counted from 0 over all files: line {number} of {str(file)!r})"
-                    rest -= 1
+            places = (place for place, _ in json_rows(readable)) if is_json_list(readable) else _lines(readable)
+            for name in places:
+                if not rest:
+                    return f"row {index} (counted from 0 over all files: {name} of {str(file)!r})"
+                rest -= 1
         return of_source(index)
 
     return place
+
+
+def _lines(path: Path) -> Iterator[str]:
+    return (f"line {number}" for number, line in numbered(path) if line.strip())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from nemo_opd.data.documents import ANSWER, RESPONSE
-from nemo_opd.data.layout import Layout, is_string, type_of
+from nemo_opd.data.layout import Layout, is_string, type_name, type_of
 from nemo_opd.data.origin import Origin
 from nemo_opd.errors import DataError
 
@@ -53,7 +53,9 @@ class PromptLayout:
             dtype = type_of(schema, name, setting, source)
             if not (is_string(dtype) or (ours == ANSWER and _is_answer(dtype))):
                 kinds = "strings, numbers or lists of strings" if ours == ANSWER else "strings"
-                raise DataError(f"{source}: column {name!r} is of type {dtype}; set {setting} to a column of {kinds}")
+                raise DataError(
+                    f"{source}: column {name!r} is of type {type_name(dtype)}; set {setting} to a column of {kinds}"
+                )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
         self.documents.require_content(documents, source, origin)

@@ -5,7 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_opd.alignment.chat_messages import plain_messages
-from nemo_opd.data.documents import ANSWER, MESSAGES, OTHER, RESPONSE, ROW, TEXT, TOOLS, Columns, fields_of, parsed
+from nemo_opd.data.documents import (
+    ANSWER,
+    MESSAGES,
+    OTHER,
+    RESPONSE,
+    ROW,
+    TEXT,
+    TOOLS,
+    Columns,
+    fields_of,
+    parsed,
+    read_rows,
+)
 from nemo_opd.data.record import Message, Prompt, written
 from nemo_opd.errors import AlignmentError, DataError
 
@@ -13,12 +25,12 @@ from nemo_opd.errors import AlignmentError, DataError
 def read_prompts(columns: Columns, indices: Sequence[int], names: Mapping[str, str] | None = None) -> list[Prompt]:
     """Read the prompts of these rows, in order. names: the user's name of a column → ours, for `Prompt.row`.
 
-    Messages have strings as contents; those of the assistant at the end are the response and no part of the prompt.
+    Messages are plain; those of the assistant at the end are the response and no part of the prompt.
     Raises DataError, naming the row, for a conversation that is malformed or without a user's message.
     """
     if not indices:
         return []
-    rows = columns[list(indices)]
+    rows = read_rows(columns, list(indices))
     nothing = [None] * len(indices)
     answers, responses = rows.get(ANSWER, nothing), rows.get(RESPONSE, nothing)
     contents = rows[TEXT] if TEXT in rows else rows[MESSAGES]
@@ -29,6 +41,7 @@ def read_prompts(columns: Columns, indices: Sequence[int], names: Mapping[str, s
     ]
     fields = fields_of(rows, len(indices))
     users = {ours: name for name, ours in (names or {}).items()}
+    rows |= {name: list(map(parsed, rows[name])) for name in (MESSAGES, TOOLS) if name in rows}
     known = {users.get(name, name.removeprefix(ROW)): rows[name] for name in rows if not name.startswith(OTHER)}
     return [
         replace(prompt, fields=own, row={name: values[i] for name, values in known.items()})

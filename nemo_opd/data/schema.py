@@ -1,26 +1,26 @@
 """Columns of files from their headers, before anything is converted and without PyTorch."""
 
-import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.json
 import pyarrow.parquet
 
 from nemo_opd.config.data import HubDataset, Source
 from nemo_opd.data.documents import MESSAGES, parsed
 from nemo_opd.data.files import resolve_files
 from nemo_opd.data.first_row import first_value
+from nemo_opd.data.json_types import column_types
 from nemo_opd.data.layout import Layout
-from nemo_opd.data.lines import unreadable
+from nemo_opd.data.lines import RowError, json_rows
 from nemo_opd.errors import DataError, OPDError
 
 _ARROW_FILE_MAGIC = b"ARROW1"
 _PLAIN_JSON = frozenset({".jsonl", ".json", ".ndjson"})
-_JSON_BLOCK = 10 << 20
-"""Bytes from whose rows the columns are taken, as `datasets` does."""
+_FIRST_ROWS = 1000
+"""Rows of a JSON file that the columns are taken from."""
 
 
 def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
@@ -72,25 +72,21 @@ def _parquet_schema(path: Path) -> pa.Schema:
     return pa.parquet.read_schema(path)
 
 
-def _json_schema(path: Path) -> pa.Schema | None:
-    """Return the schema of the first rows; None where they have none.
+def json_schema(path: Path) -> pa.Schema | None:
+    """Return the schema of the first rows of a file that is not compressed; None if they are none or malformed.
 
-    The loader, which reads all rows, names a malformed line.
+    The loader, which reads all rows, names a malformed line, and one that has no string among others that have.
     """
-    if path.suffix not in _PLAIN_JSON:
-        return None
-    with path.open("rb") as file:
-        block = file.read(_JSON_BLOCK)
-        has_more = bool(file.read(1))
-    if has_more:
-        block = block[: block.rfind(b"\n") + 1]
-    if not block.strip() or any(map(unreadable, block.splitlines())):
-        return None
     try:
-        options = pa.json.ReadOptions(block_size=len(block) + 1)
-        return pa.json.read_json(io.BytesIO(block), read_options=options).schema
-    except pa.ArrowInvalid:
+        rows = (row for _, row in islice(json_rows(path), _FIRST_ROWS))
+        types = column_types(rows, strings_among_others=pa.string())
+    except RowError:
         return None
+    return pa.schema(types.items()) if types else None
+
+
+def _jsonl_schema(path: Path) -> pa.Schema | None:
+    return json_schema(path) if path.suffix in _PLAIN_JSON else None
 
 
 def _text_schema(path: Path) -> pa.Schema:
@@ -101,7 +97,7 @@ def _text_schema(path: Path) -> pa.Schema:
 _SCHEMAS: dict[str, Callable[[Path], pa.Schema | None]] = {
     "arrow_files": arrow_schema,
     "parquet_files": _parquet_schema,
-    "jsonl_files": _json_schema,
+    "jsonl_files": _jsonl_schema,
     "text_files": _text_schema,
 }
 """Function to the columns of a file; None where the loader alone can tell, as of formats that are not here."""
@@ -135,13 +131,18 @@ def reading(key: str, *value: object, way_out: str = "check that it is complete 
     except OPDError:
         raise
     except Exception as error:
-        raise DataError(f"{key}={shown(value)} cannot be read: {_root_cause(error)}; {way_out}") from error
+        causes = list(_causes(error))
+        if (raised := next((cause for cause in causes if isinstance(cause, OPDError)), None)) is not None:
+            raise raised from None  # `datasets` wraps what a builder raises
+        described = " ".join(f"{type(causes[-1]).__name__}: {causes[-1]}".split())
+        raise DataError(f"{key}={shown(value)} cannot be read: {described}; {way_out}") from error
 
 
-def _root_cause(error: BaseException) -> str:
-    while cause := error.__cause__ or error.__context__:
-        error = cause
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes, the first cause last."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def shown(value: object) -> str:

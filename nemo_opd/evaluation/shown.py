@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from nemo_opd.alignment.chat_messages import content_text
 from nemo_opd.data.record import Message, Rollout
 from nemo_opd.evaluation.tasks import Answer, AnsweredQuestion, EvaluationResult
 from nemo_opd.logging.samples import ShownAnswer
@@ -64,5 +65,5 @@ def _response_text(rollout: Rollout) -> str:
 def _conversation(messages: Sequence[Message]) -> str:
     """Join messages as `role: content` with blank lines; a single message of the user is its content."""
     if len(messages) == 1 and messages[0]["role"] == "user":
-        return str(messages[0]["content"])
+        return content_text(messages[0])
     return "\n\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)

@@ -18,7 +18,7 @@ _READ: dict[str, set[str] | None] = {
     "teachers": None,
     "loss": None,
     "aggregation": None,
-    "data": {"text_key", "messages_key", "tools_key", "append_eos", "special_tokens"},
+    "data": {"text_key", "messages_key", "tools_key", "learned_turns", "append_eos", "special_tokens"},
     "train": {"max_length"},
 }
 """Sections that have an effect, each with its keys that have one; None: all."""

@@ -46,12 +46,11 @@ class ConversationRenderer(Renderer):
 
         Raises AlignmentError for a tokenizer without a chat template or with inexact tokens.
         """
-        self._template_kwargs = dict(template_kwargs or {})
-        self._whole = ChatRenderer(tokenizer, template_kwargs=self._template_kwargs)
+        self._whole = ChatRenderer(tokenizer, template_kwargs=template_kwargs)
         super().__init__(tokenizer, vocab_size)
         self._key = key
         self._turn_ends = frozenset(i for i, roles in roles_of(tokenizer).items() if _ENDS_A_TURN & set(roles))
-        self._calls = ToolCallParser(tokenizer, self._template_kwargs)
+        self._calls = ToolCallParser(tokenizer, template_kwargs)
 
     def prompt_ids(self, prompt: Prompt) -> Ids:
         """Return the tokens [P], the generation prompt included.
@@ -142,15 +141,7 @@ class ConversationRenderer(Renderer):
         return np.array(encode(self._tokenizer, tokens.text[stop:]), np.int32)
 
     def _render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._template_kwargs,
-            )
-        )
+        return self._whole.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
 
 
 def build_renderer(

@@ -1,16 +1,17 @@
 """The documents of an off-policy run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pyarrow.compute as pc
 from datasets import Dataset
 
+from nemo_opd.alignment.chat_messages import MARKS, learned_messages, plain_messages
 from nemo_opd.config.data import Source
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.contrast import with_others
-from nemo_opd.data.documents import MESSAGES, TEXT, parsed, read_documents
+from nemo_opd.data.documents import MESSAGES, TEXT, parsed, read_documents, read_rows
 from nemo_opd.data.domains import Domains, domains_of
 from nemo_opd.data.loader import TrainLoader, made_of_all, validation_batches
 from nemo_opd.data.order import BatchOrder, State
@@ -98,13 +99,13 @@ def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelI
     make_sample = build_sample_maker(config, student, teachers)
     with working("reading data.train"):
         train = _load(config, config.data.train, "data.train")
-    _require_answers(train, "data.train")
+    _require_answers(config, train, "data.train")
     _require_readable(make_sample, train)
     given = bool(config.data.validation.given)
     with working("reading data.validation"):
         validation = _load(config, config.data.validation, "data.validation", is_validation=True) if given else None
     if validation is not None:
-        _require_answers(validation, "data.validation")
+        _require_answers(config, validation, "data.validation")
     packed = None
     if config.packs_documents:
         packed = Packed(build_window_maker(config, student, teachers), row_limits(config, teachers))
@@ -117,16 +118,25 @@ def _load(config: RunConfig, source: Source, key: str, *, is_validation: bool = 
     return with_others(documents, key) if has_contrast(config) else documents
 
 
-def _require_answers(documents: Dataset, key: str) -> None:
-    """Raise DataError where no conversation has a message of the assistant; texts pass."""
+def _require_answers(config: RunConfig, documents: Dataset, key: str) -> None:
+    """Raise DataError if no conversation has a message of the assistant that is learned; texts pass."""
     if MESSAGES not in documents.column_names:
         return
     roles: set[str] = set()
+    turns = config.data.learned_turns
     for start in range(0, len(documents), _ROWS_AT_A_TIME):
-        for messages in documents[start : start + _ROWS_AT_A_TIME][MESSAGES]:
-            roles |= {str(message.get("role")) for message in parsed(messages) or () if isinstance(message, Mapping)}
-        if "assistant" in roles:
-            return
+        rows = list(range(start, min(start + _ROWS_AT_A_TIME, len(documents))))
+        for messages in read_rows(documents, rows)[MESSAGES]:
+            plain = plain_messages(parsed(messages))
+            if any(learned_messages(plain, turns)):
+                return
+            roles |= {message["role"] for message in plain}
+    if "assistant" in roles:
+        raise DataError(
+            f"{key}: data.learned_turns={turns} leaves none of the assistant's messages in {len(documents)} "
+            f"conversations to learn: {'none has a mark' if turns == 'marked' else 'all are marked as not learned'} "
+            f"({', '.join(MARKS)}); correct the marks, or write data.learned_turns=all"
+        )
     raise DataError(
         f"{key}: in none of {len(documents)} conversations the assistant says anything (roles: "
         f"{', '.join(sorted(roles)) or 'none'}), so there is nothing to learn; add its answers, or let the student "

@@ -18,7 +18,7 @@ from nemo_opd.rollout.hf import end_ids
 from nemo_opd.rollout.renderer import encode
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.model_info import ModelInfo
-from nemo_opd.training.survey import GOOD_COVERAGE, Survey, surveyed_rows
+from nemo_opd.training.survey import GOOD_COVERAGE, Survey, sampled_rows
 
 _LOOKED_AT = 100_000
 """Characters of a text in which special tokens are looked for."""
@@ -207,7 +207,7 @@ def warn_of_spelled_tokens(config: RunConfig, data: Corpus, student: ModelInfo) 
     """Yield a warning if texts spell special tokens of the student, as rendered conversations and HTML do."""
     if config.data.messages_key is not None or config.data.special_tokens == "text":
         return
-    documents = read_documents(data.train, list(surveyed_rows(data.train)))
+    documents = read_documents(data.train, list(sampled_rows(len(data.train))))
     texts = [document.content if isinstance(document, Routed) else document for document in documents]
     ids = [set(encode(student.tokenizer, text[:_LOOKED_AT])) for text in texts if isinstance(text, str)]
     special = student.pieces.special_contents

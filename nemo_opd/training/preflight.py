@@ -49,6 +49,7 @@ from nemo_opd.training.summary import device_name
 from nemo_opd.training.survey import Survey, survey
 from nemo_opd.training.teacher_plan import plan_teacher, require_templates
 from nemo_opd.training.teachers_without_model import check_answers, settle_tokenizers
+from nemo_opd.training.template_findings import check_templates
 from nemo_opd.workers.optimizer import check_optimizer
 
 
@@ -87,6 +88,7 @@ def preflight(config: RunConfig) -> Plan:
     )
     check_answers(config, device, teachers, parts, student.size.vocab_size)
     warnings += warn_of_shared_data(config)
+    warnings += check_templates(config, data, student, teachers)
     statistics = survey(config, data, student, teachers, parts)
     warnings += check_texts(config, statistics)
     if isinstance(data, Corpus):

@@ -6,6 +6,7 @@ from typing import TypeVar
 from nemo_opd.aggregation.routed import RoutedSampleMaker, RoutedWindowMaker
 from nemo_opd.alignment import ChatRenderer, TokenAligner
 from nemo_opd.config.context import Context as ContextSettings
+from nemo_opd.config.data import LearnedTurns
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
@@ -86,9 +87,9 @@ def _text_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence
 
 def _chat_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> ChatSampleMaker:
     def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizerChat:
-        return _chat_reader(settings, student, teacher)
+        return _chat_reader(settings, student, teacher, config.data.learned_turns)
 
-    encoder = _chat_encoder(config.student, student, config.train.max_length)
+    encoder = _chat_encoder(config.student, student, config.train.max_length, config.data.learned_turns)
     return ChatSampleMaker(encoder, _in_contexts(config, teachers, _readers(config, student, teachers, reader)))
 
 
@@ -128,12 +129,14 @@ def _in_contexts(
     )
 
 
-def _chat_encoder(settings: Model, info: ModelInfo, max_length: int) -> ChatEncoder:
-    return ChatEncoder.of(info.tokenizer, max_length, settings.chat_template_kwargs, info.vocab_size)
+def _chat_encoder(settings: Model, info: ModelInfo, max_length: int, turns: LearnedTurns) -> ChatEncoder:
+    return ChatEncoder.of(info.tokenizer, max_length, settings.chat_template_kwargs, info.vocab_size, turns)
 
 
-def _chat_reader(settings: CrossTokenizerTeacher, student: ModelInfo, teacher: ModelInfo) -> CrossTokenizerChat:
-    encoder = _chat_encoder(settings, teacher, teacher.longest_text(settings))
+def _chat_reader(
+    settings: CrossTokenizerTeacher, student: ModelInfo, teacher: ModelInfo, turns: LearnedTurns = "all"
+) -> CrossTokenizerChat:
+    encoder = _chat_encoder(settings, teacher, teacher.longest_text(settings), turns)
     return CrossTokenizerChat(encoder, _aligner(settings, student, teacher), settings.equal_history)
 
 

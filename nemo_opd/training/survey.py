@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -61,7 +61,7 @@ def survey(
     config: RunConfig, data: Corpus | Prompts, student: ModelInfo, teachers: Sequence[ModelInfo], parts: Parts
 ) -> Survey:
     """Survey the data. Raises DataError, with the row, for a text that cannot be used, or that a cache lacks."""
-    rows = surveyed_rows(data.train)
+    rows = sampled_rows(len(data.train))
     prompts = data.train.read(rows) if isinstance(data, Prompts) else []
     texts = list(_responses(data, prompts) if isinstance(data, Prompts) else _documents(data, rows))
     samples = [sample for text in texts for sample in text]
@@ -93,9 +93,9 @@ def survey(
     )
 
 
-def surveyed_rows(columns: Sized) -> range:
-    """Return the rows that are looked at, at equal distances over the data."""
-    return range(0, len(columns), ceil(len(columns) / _NUM_TEXTS))
+def sampled_rows(number: int) -> range:
+    """Return rows at equal distances, of this number of rows."""
+    return range(0, number, ceil(number / _NUM_TEXTS))
 
 
 def _documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sequence[Sample]]:

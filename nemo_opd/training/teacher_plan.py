@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.alignment.pieces import ADDED
+from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.errors import AlignmentError, ModelError, ProjectionError
@@ -130,17 +131,23 @@ def require_templates(config: RunConfig, student: ModelInfo, teachers: Sequence[
 
     A teacher with the student's tokenizer needs none, unless it has a context: it reads the student's tokens.
     """
-    if config.data.messages_key is None:
-        return
-    readers = [("student", config.student, student)] + [
-        (f"teachers.{i}", settings, teacher)
-        for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True))
-        if isinstance(settings, CrossTokenizerTeacher) or settings.context is not None
-    ]
-    for key, settings, info in readers:
+    for key, settings, info in template_readers(config, student, teachers):
         if not info.tokenizer.chat_template:
             name, source = settings.tokenizer_source
             raise AlignmentError(
                 f"{key}.{name}={source} has no chat template, which conversations (data.messages_key) need; name a "
                 f"file with one as {key}.chat_template, or the instruct model's tokenizer as {key}.tokenizer"
             )
+
+
+def template_readers(
+    config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]
+) -> list[tuple[str, Model, ModelInfo]]:
+    """Return the models that read conversations in their own chat template, each with its section in the settings."""
+    if config.data.messages_key is None:
+        return []
+    return [("student", config.student, student)] + [
+        (f"teachers.{i}", settings, teacher)
+        for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True))
+        if isinstance(settings, CrossTokenizerTeacher) or settings.context is not None
+    ]

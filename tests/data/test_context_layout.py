@@ -79,7 +79,7 @@ def test_conversations_have_their_fields(tmp_path: Path) -> None:
     ("rows", "fields", "message"),
     [
         (ROWS, ["solution"], "has no column 'solution', which teachers.0.context.template names; write one of"),
-        ([row | {"hint": {"a": 1}} for row in ROWS], ["hint"], "column 'hint' is of type struct<a: int64>, which"),
+        ([row | {"hint": {"a": 1}} for row in ROWS], ["hint"], "column 'hint' is of type JSON (objects, or values"),
         ([*ROWS[:2], ROWS[2] | {"hint": None}], ["hint"], "1 of 3 documents have no 'hint' (null), the first in"),
     ],
 )
@@ -104,7 +104,7 @@ def test_a_column_is_what_each_setting_that_names_it_needs(tmp_path: Path) -> No
     settings = (TEMPLATE, "teachers.1.context.key")
     for named in (settings, settings[::-1]):
         both = ContextLayout(PromptLayout(layout_of(Data()), "answer"), tuple(("own", setting) for setting in named))
-        with pytest.raises(DataError, match=r"column 'own' is of type list.*, which teachers\.0\.context\.template "):
+        with pytest.raises(DataError, match=r"column 'own' is of type JSON .*, which teachers\.0\.context\.template "):
             require_suitable(source, both, key="data.train")
 
 

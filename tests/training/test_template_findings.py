@@ -1,0 +1,110 @@
+"""What preflight says of conversations that chat templates leave out in part, and of turns that are not learned."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_opd.config import RunConfig
+from nemo_opd.errors import DataError
+from nemo_opd.training.preflight import preflight
+from tests.composition import compose
+from tests.tiny import Tiny
+
+HEAD = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+CALLS = "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+END = "<|stop|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CALL = {"type": "function", "function": {"name": "jump", "arguments": '{"over": "the lazy dog"}'}}
+THINKS = "{# the generation prompt begins a thought #}"
+
+Check = Callable[..., tuple[str, ...]]
+
+
+@pytest.fixture
+def check(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Bodies of the student's template and of its teacher's, conversations, overrides → warnings of templates."""
+    monkeypatch.chdir(tmp_path)
+
+    def warnings(student: str, teacher: str, chats: list[Any], *overrides: str) -> tuple[str, ...]:
+        for name, body in (("student", student), ("teacher", teacher)):
+            end = END.replace("<|assistant|>", "<|assistant|><think>") if body == THINKS else END
+            (tmp_path / f"{name}.jinja").write_text(HEAD + body + end)
+        (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+        config: RunConfig = compose(
+            *tiny.overrides(
+                "data.train.arrow_files=null",
+                f"data.train.jsonl_files={tmp_path / 'chats.jsonl'}",
+                "data.validation.arrow_files=null",
+                "data.messages_key=messages",
+                f"student.chat_template={tmp_path / 'student.jinja'}",
+                f"teachers.0.chat_template={tmp_path / 'teacher.jinja'}",
+                "train.max_length=128",
+                "teachers.0.equal_history=none",
+                *overrides,
+                teachers=1,
+            )
+        )
+        return tuple(each for each in preflight(config).warnings if each.startswith("data.train: the "))
+
+    return warnings
+
+
+def talk(**call: Any) -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": "fox?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], **call},
+        {"role": "tool", "content": "jumped"},
+        {"role": "assistant", "content": "The quick brown fox"},
+    ]
+
+
+PLAIN = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "The quick brown fox"}]
+
+
+def test_calls_that_would_not_be_learned_are_refused(check: Check) -> None:
+    """Bug: the student learns to end its turn at once."""
+    with pytest.raises(
+        DataError, match=r"student's chat template leaves out tool calls in 2 of 3 .*in place of a call"
+    ):
+        check("", CALLS, [talk(), PLAIN, talk()])
+    assert not check(CALLS, CALLS, [talk(), PLAIN, talk()])
+
+
+@pytest.mark.parametrize(("call", "overrides"), [({"weight": 0}, ()), ({}, ("data.learned_turns=marked",))])
+def test_calls_that_are_not_learned_are_a_warning(
+    check: Check, call: dict[str, Any], overrides: tuple[str, ...]
+) -> None:
+    """Bug: refused, where the student only reads on; or silence."""
+    marked = [[*talk(**call)[:-1], {**PLAIN[-1], "weight": 1}] for _ in range(3)]
+    (warning,) = check("", CALLS, marked, *overrides)
+    assert warning.startswith("data.train: the chat template of student leaves out tool calls in 3 of 3 conversations")
+
+
+def test_a_teacher_that_reads_less_is_said(check: Check) -> None:
+    """Bug: a teacher that never sees the calls is compared in silence."""
+    (warning,) = check(CALLS, "", [talk(), PLAIN, PLAIN])
+    assert warning == (
+        "data.train: the chat template of teachers.0 leaves out tool calls in 1 of 3 conversations that were "
+        "looked at, so this model does not read it; name a file with a template that writes it as teachers.0.chat_template, or "
+        "leave it out of the data"
+    )
+
+
+def test_a_prompt_that_asks_for_thinking_is_said(check: Check) -> None:
+    """Bug: the student learns to answer at once, and is asked to go on after <think>."""
+    (warning,) = check(THINKS, "", [PLAIN] * 3)
+    assert "ends the generation prompt with '<think>', and in 3 of 3 conversations" in warning
+
+
+def test_conversations_without_a_learned_message_are_refused(check: Check) -> None:
+    """Bug: a whole run learns nothing."""
+    with pytest.raises(
+        DataError, match=r"data\.learned_turns=marked leaves none .* in 3 conversations .*none has a mark"
+    ):
+        check("", "", [PLAIN] * 3, "data.learned_turns=marked")
+    with pytest.raises(DataError, match=r"data\.learned_turns=all leaves none .*all are marked as not learned"):
+        check("", "", [[PLAIN[0], {**PLAIN[1], "train": False}]] * 3)
+    with pytest.raises(DataError, match=r"line 2 of .*messages\[1\]\.weight is 0\.5; it must be 1 or true"):
+        check("", "", [PLAIN, [PLAIN[0], {**PLAIN[1], "weight": 0.5}]])
