@@ -109,8 +109,8 @@ def _warn_of_missing_ends(
     ]
     if number := sum(turn is not None and not turn.is_ended for turn in last_turns):
         yield (
-            f"data.train: the student's chat template writes no token that ends the assistant's last turn in {number} of "
-            f"{len(conversations)} conversations that were looked at, so the student does not learn to stop; name a file "
-            f"with a template that ends messages of the assistant with {info.tokenizer.eos_token!r} as "
-            "student.chat_template"
+            "data.train: the student's chat template writes no token that ends the assistant's last turn in "
+            f"{number} of {len(conversations)} conversations that were looked at, so the student does not learn to stop; "
+            "name a file with a template that ends the assistant's messages with "
+            f"{info.tokenizer.eos_token!r} as student.chat_template"
         )

@@ -27,10 +27,10 @@ def check(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Bodies of the student's template and of its teacher's, conversations, overrides → warnings of templates."""
     monkeypatch.chdir(tmp_path)
 
-    def warnings(student: str, teacher: str, chats: list[Any], *overrides: str) -> tuple[str, ...]:
+    def warnings(student: str, teacher: str, chats: list[Any], *overrides: str, end: str = END) -> tuple[str, ...]:
         for name, body in (("student", student), ("teacher", teacher)):
-            end = END.replace("<|assistant|>", "<|assistant|><think>") if body == THINKS else END
-            (tmp_path / f"{name}.jinja").write_text(HEAD + body + end)
+            tail = end.replace("<|assistant|>", "<|assistant|><think>") if body == THINKS else end
+            (tmp_path / f"{name}.jinja").write_text(HEAD + body + tail)
         (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
         config: RunConfig = compose(
             *tiny.overrides(
@@ -87,8 +87,8 @@ def test_a_teacher_that_reads_less_is_said(check: Check) -> None:
     (warning,) = check(CALLS, "", [talk(), PLAIN, PLAIN])
     assert warning == (
         "data.train: the chat template of teachers.0 leaves out tool calls in 1 of 3 conversations that were "
-        "looked at, so this model does not read it; name a file with a template that writes it as teachers.0.chat_template, or "
-        "leave it out of the data"
+        "looked at, so this model does not read it; name a file with a template that writes it as "
+        "teachers.0.chat_template, or leave it out of the data"
     )
 
 
@@ -108,3 +108,12 @@ def test_conversations_without_a_learned_message_are_refused(check: Check) -> No
         check("", "", [[PLAIN[0], {**PLAIN[1], "train": False}]] * 3)
     with pytest.raises(DataError, match=r"line 2 of .*messages\[1\]\.weight is 0\.5; it must be 1 or true"):
         check("", "", [PLAIN, [PLAIN[0], {**PLAIN[1], "weight": 0.5}]])
+
+
+def test_a_last_turn_without_an_end(check: Check) -> None:
+    """Bug: a student of a template that ends no last turn does not learn to stop, without a word."""
+    end = "{% if not loop.last %}<|stop|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    chats = [[{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "The quick"}]] * 3
+    (warning,) = check("{# plain #}", "{# plain #}", chats, end=end)
+    assert "writes no token that ends the assistant's last turn in 3 of 3 conversations" in warning
+    assert "student.chat_template" in warning

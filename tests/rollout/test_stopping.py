@@ -1,0 +1,72 @@
+"""A student that has learned a conversation ends its turn by itself, under each kind of chat template."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from nemo_opd.alignment import ChatRenderer
+from nemo_opd.data.record import Prompt
+from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.conversation import ConversationRenderer
+from nemo_opd.rollout.hf import Sampler, end_ids
+from tests.alignment.chat_fixture import with_template
+from tests.alignment.chat_templates import PLAIN, TEMPLATES, TOOL, chat_tokenizer
+
+
+def learned(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> LlamaForCausalLM:
+    """Return a model that knows a conversation by heart: the tokens of the mask alone are learned."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    chat = ChatRenderer(tokenizer)(messages)
+    ids, mask = torch.from_numpy(chat.ids).long()[None], torch.from_numpy(chat.assistant_mask)[None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(200):
+        logits = model(input_ids=ids).logits[:, :-1][mask[:, 1:]]
+        loss = F.cross_entropy(logits, ids[:, 1:][mask[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if loss < 0.02:
+            return model.eval()
+    raise AssertionError(f"the conversation was not learned: {loss}")
+
+
+def sampled(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], k: int) -> tuple[str, str]:
+    """Return what the model writes as message k, and why it ended."""
+    sampler = Sampler(
+        learned(tokenizer, messages),
+        end_ids=end_ids(tokenizer),
+        vocab_size=len(tokenizer),
+        batch_size=1,
+        device="cpu",
+    )
+    ids = ConversationRenderer(tokenizer).prompt_ids(Prompt(0, messages[:k]))
+    (completion,) = sampler.generate([Request(ids, 80, 0)], Sampling(temperature=0))
+    return tokenizer.decode(completion.ids), completion.finish_reason
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "no end"])
+def test_the_last_turn_ends(name: str) -> None:
+    """Bug: of text or two tokens after an answer the end was not learned, and the student went on."""
+    text, reason = sampled(chat_tokenizer(name), PLAIN, len(PLAIN) - 1)
+    assert "Answer two." in text
+    assert reason == "stop"
+
+
+def test_the_way_out_of_a_template_without_an_end() -> None:
+    """Preflight warns of such a template; the template that it asks for ends the turn."""
+    tokenizer = chat_tokenizer("no end")
+    assert sampled(tokenizer, PLAIN, 3)[1] == "length"
+    template = str(tokenizer.chat_template) + "{% if not add_generation_prompt %}</s>{% endif %}"
+    assert sampled(with_template(tokenizer, template), PLAIN, 3) == ("Answer two.</s>", "stop")
+
+
+def test_a_call_is_learned_with_its_name() -> None:
+    """Bug: a call's name and opening token were not learned where the template has no generation prompt."""
+    text, reason = sampled(chat_tokenizer("no generation prompt"), TOOL, 1)
+    assert text == '[TOOL_CALLS]weather[ARGS]{"city": "Bern"}</s>'
+    assert reason == "stop"
