@@ -195,12 +195,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--set", nargs="+", default=[], dest="overrides", metavar="KEY=VALUE", help="of the run")
     options = parser.parse_args()
-    rows: list[Row] = []
-    for loss in options.loss:
-        with tempfile.TemporaryDirectory() as scratch:
-            texts = Path(scratch) / "texts.jsonl"
-            write(texts, training_texts(documents(None), TEXT_BYTES))
-            rows += measure(options, loss, texts, Path(scratch))
     facts = {
         "hardware": hardware(),
         "packages": f"torch {torch.__version__}",
@@ -211,14 +205,23 @@ def main() -> None:
         "threads": "1",
         "rounds": f"{options.rounds}, after 1 that does not count",
     }
+    rows: list[Row] = []
+    for loss in options.loss:
+        with tempfile.TemporaryDirectory() as scratch:
+            texts = Path(scratch) / "texts.jsonl"
+            write(texts, training_texts(documents(None), TEXT_BYTES))
+            rows += measure(options, loss, texts, Path(scratch))
+        write_results(options.output, rows, facts)
+    Console(width=140).print(grid(rows).rich())
+
+
+def write_results(folder: Path, rows: list[Row], facts: dict[str, str]) -> None:
     described = "\n".join(f"* {key}: {value}" for key, value in facts.items())
-    table = grid(rows)
-    options.output.mkdir(parents=True, exist_ok=True)
-    text = f"# Steps with a vocabulary of 262,144 tokens\n\n{table.markdown()}\n{NOTES}\n{described}\n"
-    (options.output / "large_vocabulary.md").write_text(text, encoding="utf-8")
+    text = f"# Steps with a vocabulary of 262,144 tokens\n\n{grid(rows).markdown()}\n{NOTES}\n{described}\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "large_vocabulary.md").write_text(text, encoding="utf-8")
     found = {"facts": facts, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]}
-    (options.output / "large_vocabulary.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    Console(width=140).print(table.rich())
+    (folder / "large_vocabulary.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

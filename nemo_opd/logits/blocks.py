@@ -75,15 +75,18 @@ def blocks(source: LogitRows, terms: Sequence[Term]) -> Iterator[Block]:
 
 
 def unit_parts(source: LogitRows, cells: Sequence[int], chunk_size: int | None = None) -> list[slice]:
-    """Cut units into consecutive slices, one a process of a share at least; `cells` and `chunk_size` as of a `Term`.
+    """Cut units of one row each into consecutive slices, one a process of a share at least.
 
-    Raises ConfigError for a size below 1.
+    cells, chunk_size: as of a `Term`. By default a part has the `least_rows` of a product, or more if they fit the
+    budget. Raises ConfigError for a size below 1.
     """
     num_units = len(cells) - 1
+    least = least_rows(source.device.type) if source.is_product and chunk_size is None else 1
     most = num_units if chunk_size is not None else -(-num_units // source.share[1])
     parts, start = [], 0
     while start < num_units:
-        stop = min(_fitting(source, cells, chunk_size, start), start + most)
+        fitting = max(_fitting(source, cells, chunk_size, start), start + least)
+        stop = min(fitting, start + most, num_units)
         parts.append(slice(start, stop))
         start = stop
     return parts
@@ -110,7 +113,7 @@ def rows_at_once(source: LogitRows, terms: Sequence[Term]) -> int:
     Together they fit the budget, but there are `least_rows`.
     """
     row_bytes = width_of(terms) * source.dtype.itemsize if source.is_product else 0
-    aheads = [term.ahead for term in terms if term.ahead is not None and term.ahead.is_worth_while]
+    aheads = [ahead for term in terms for ahead in term.aheads if ahead.is_worth_while]
     for i, ahead in enumerate(aheads):
         if not any(ahead.is_shared_with(earlier) for earlier in aheads[:i]):
             row_bytes += ahead.row_bytes

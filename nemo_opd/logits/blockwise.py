@@ -54,7 +54,7 @@ def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Se
 
 def _share_readings(terms: Sequence[Term]) -> None:
     """Let terms that read the same rows of a teacher, such as a loss and a metric, read them once."""
-    aheads = [term.ahead for term in terms if term.ahead is not None and term.ahead.is_worth_while]
+    aheads = [ahead for term in terms for ahead in term.aheads if ahead.is_worth_while]
     for i, ahead in enumerate(aheads):
         for earlier in aheads[:i]:
             ahead.share_with(earlier)
@@ -106,8 +106,8 @@ def _read(source: LogitRows, terms: Sequence[Term], block: Block) -> Tensor:
     num_rows = len(block.rows)
     pieces = max(num_rows // rows_at_once(source, terms), 1)
     for i, term in enumerate(terms):
-        if term.ahead is not None:
-            term.ahead.begin(block.units(i), -(-num_rows // pieces))
+        for ahead in term.aheads:
+            ahead.begin(block.units(i), -(-num_rows // pieces))
     return source.read(block.rows, width_of(terms))
 
 
