@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -195,6 +194,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--set", nargs="+", default=[], dest="overrides", metavar="KEY=VALUE", help="of the run")
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # a run sets its threads to it
+    torch.set_num_threads(1)
     facts = {
         "hardware": hardware(),
         "packages": f"torch {torch.__version__}",

