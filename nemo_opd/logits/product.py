@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_UPCAST_BYTES = 4 * 2**20
-"""Size of the part of the head that is cast to fp32 at a time, where a device has no such product: fits a cache."""
+_UPCAST_BYTES = 2 * 2**20
+"""Bytes of the head that are cast to fp32 at a time on devices without such a product: they fit a cache, so that
+128 rows take as long as in fp32; with 4 MiB they take a third longer.
+"""
 
 
 def product_dtype(left: torch.dtype, right: torch.dtype) -> torch.dtype:

@@ -13,6 +13,7 @@ from torch import Tensor
 from nemo_opd.distributed.transfer import planned, together
 from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Onto, UnitRows
 from nemo_opd.losses.alm import log1mexp, log_surprise
@@ -128,6 +129,7 @@ def byte_prefix(
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size) + 2 * cells.num_cells,
         positions=(chains.positions.offsets, _LIVE_COPIES * inputs.teacher_size),
         compare_onto=None if inputs.is_truncated else unit_loss_onto,
+        further_ahead=chains.ahead,
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 
@@ -152,6 +154,8 @@ class _Chains:
     end: Tensor
     """int64 [R, 1]"""
     prefixes: PrefixRanges
+    ahead: ReadAhead
+    """The teacher's rows at the positions."""
 
     @staticmethod
     def of(inputs: ChunkInputs, prefixes: PrefixRanges) -> _Chains:
@@ -168,7 +172,8 @@ class _Chains:
         last = positions.place == positions.per_position(lengths) - 1
         begin = torch.where(last, prefixes.begin[targets], prefixes.place[targets])
         end = torch.where(last, prefixes.end[targets], prefixes.place[targets] + 1)
-        return _Chains(is_chain.unsqueeze(1), positions, begin.unsqueeze(1), end.unsqueeze(1), prefixes)
+        ahead = inputs.teacher_ahead(positions.rows, positions.offsets)
+        return _Chains(is_chain.unsqueeze(1), positions, begin.unsqueeze(1), end.unsqueeze(1), prefixes, ahead)
 
     def bound(self, inputs: ChunkInputs, cells: CommonCells, part: slice) -> _Bound:
         is_chain, surprise = self.is_chain[part], self._log_surprise(inputs, part)
@@ -187,7 +192,7 @@ class _Chains:
     def _log_surprise(self, inputs: ChunkInputs, part: slice) -> Tensor:
         """Compute log(−log R) [u, 1] of chains; R: probability of y_2..y_{n−1} and then of a token that y_n begins."""
         span = self.positions.span(part)
-        logits = over(inputs.teacher_at(self.positions.rows[span]), inputs.temperature)
+        logits = over(self.ahead.of(part).to(inputs.dtype), inputs.temperature)
         place = self.prefixes.place
         is_meant = (place >= self.begin[span]) & (place < self.end[span])
         # What is not known of a truncated teacher is not meant: the bound stays one.

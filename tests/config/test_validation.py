@@ -24,6 +24,7 @@ def test_the_smallest_config() -> None:
     config = from_dict(VALID)
 
     assert config.data.train.arrow_files == ("/a.arrow",)
+    assert (config.student.dtype, config.teachers[0].dtype) == ("auto", "auto")
     assert (config.run.resume, config.cluster.placement, config.handoff.transport) == ("never", "colocated", "auto")
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.logits.blocks import LONGEST, blocks, own_share, unit_parts
+from nemo_opd.logits.blocks import CPU_PRODUCT_ROWS, LONGEST, blocks, own_share, unit_parts
 from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.logits.term import Term, unit_cells
 
@@ -28,6 +28,13 @@ def test_parts_fit_the_budget_by_what_their_positions_take(monkeypatch):
         slice(4, 5),
         slice(5, 6),
     ]
+
+
+def test_parts_of_a_product_have_the_rows_that_it_needs():
+    """Bug: the bits per byte of a teacher with 262,144 tokens streamed its head for every 21 rows."""
+    parts = unit_parts(Product(torch.zeros(1, 1, 1)), unit_cells(300, 3 * 2**18))
+    assert [part.stop - part.start for part in parts] == [128, 128, 44]
+    assert unit_parts(Product(torch.zeros(1, 1, 1)), unit_cells(3, 3 * 2**18), 2) == [slice(0, 2), slice(2, 3)]
 
 
 def test_every_process_of_a_share_has_as_many_parts():
@@ -58,6 +65,7 @@ class Product(TensorLogits):
 def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows(source, budget, monkeypatch):
     """Over random terms whose units are runs of rows, so that they lie across each other."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", budget)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         terms = []
@@ -85,9 +93,17 @@ def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows(source
 def test_products_are_of_as_many_rows_as_the_budget_has_room_for(budget, sizes, monkeypatch):
     """A product with a whole head for each few rows would take many times as long as the loss."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", budget)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
     term = Term(torch.arange(6), nothing, unit_cells(6, 1), 1, chunk_size=1)
     assert [len(block.rows) for block in blocks(Product(torch.zeros(1, 1, 1)), [term])] == sizes
     assert [len(block.rows) for block in blocks(SOURCE, [term])] == [1] * 6
+
+
+def test_a_wide_vocabulary_has_as_many_rows_as_a_product_needs():
+    """Bug: 64 MiB held 16 rows of 2^20 tokens, so that the head was streamed for every 16 rows."""
+    term = Term(torch.arange(300), nothing, unit_cells(300, 2**20), 2**20)
+    sizes = [len(block.rows) for block in blocks(Product(torch.zeros(1, 1, 1)), [term])]
+    assert sizes == [CPU_PRODUCT_ROWS, CPU_PRODUCT_ROWS, 300 - 2 * CPU_PRODUCT_ROWS]
 
 
 def test_every_process_of_a_share_has_a_product():
@@ -104,6 +120,7 @@ def test_units_that_lie_across_each_other_all_along_are_cut(kind, processes, mon
     """Bug: no row suited all terms as the end of a block, so that one process read all rows at once."""
     length, fitting = 8192, 256
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", fitting * 4)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
     terms = []
     for first in (0, 1):
         begins = list(range(0, length - 2 * first + 1, 2))

@@ -169,6 +169,7 @@ def test_low_precision_is_computed_in_fp32_and_returned_in_kind():
 def test_rows_of_two_blocks_get_both_gradients(is_product, monkeypatch):
     """Pairs that lie across each other all along are cut. Bug: the later block's gradient in place of the sum."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 1)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
     hidden = torch.randn(2, 12, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     terms = []

@@ -109,6 +109,7 @@ def test_a_head_in_another_precision(of_hidden: torch.dtype, of_head: torch.dtyp
 def test_blocks_of_logits_count_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: twice the budget of rows, since what is read is no longer as wide as the operands."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 8 * 4 * VOCABULARY)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
     student, _, weight = near_pair(10.0, 0.0, torch.bfloat16)
     counts: list[int] = []
 

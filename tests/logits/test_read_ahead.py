@@ -35,10 +35,10 @@ def source(num_rows: int) -> Counted:
     return Counted(torch.arange(num_rows * 4, dtype=torch.float64).view(1, num_rows, 4))
 
 
-@pytest.mark.parametrize("budget_rows", [0, 1, 2, 3, 7, 100])
-def test_parts_of_any_size_are_the_rows_themselves(budget_rows: int) -> None:
+@pytest.mark.parametrize("rows_at_once", [0, 1, 2, 3, 7, 100])
+def test_parts_of_any_size_are_the_rows_themselves(rows_at_once: int) -> None:
     """Units of no row to several, in blocks of some of them, cut anywhere; also read again, or out of the block."""
-    generator = torch.Generator().manual_seed(budget_rows)
+    generator = torch.Generator().manual_seed(rows_at_once)
     for _ in range(50):
         lengths = torch.randint(0, 4, (12,), generator=generator)
         begins = [0, *lengths.cumsum(0).tolist()]
@@ -46,7 +46,7 @@ def test_parts_of_any_size_are_the_rows_themselves(budget_rows: int) -> None:
         logits = source(60)
         ahead = ReadAhead(logits, rows, WIDTH, begins)
         first, last = sorted(torch.randint(0, 13, (2,), generator=generator).tolist())
-        ahead.begin(slice(first, last), budget_rows * ROW_BYTES)
+        ahead.begin(slice(first, last), rows_at_once)
         cuts = sorted({first, last, *torch.randint(first, last + 1, (4,), generator=generator).tolist()})
         parts = [slice(*pair) for pair in pairwise(cuts)]
         for part in (*parts, slice(0, 12), *parts[1:]):
@@ -58,7 +58,7 @@ def test_each_row_is_read_once_and_none_beyond_the_block() -> None:
     """Bug: rows of the parts that other processes of a share compute."""
     logits = source(20)
     ahead = ReadAhead(logits, torch.arange(20), WIDTH)
-    ahead.begin(slice(2, 17), 6 * ROW_BYTES)
+    ahead.begin(slice(2, 17), 6)
     for start in range(2, 17, 4):
         ahead.of(slice(start, min(start + 4, 17)))
     assert logits.counts == [6, 6, 3]
@@ -67,7 +67,7 @@ def test_each_row_is_read_once_and_none_beyond_the_block() -> None:
 def test_what_is_there_is_read_where_it_is() -> None:
     logits = TensorLogits(torch.rand(1, 8, WIDTH))
     ahead = ReadAhead(logits, torch.arange(8), WIDTH)
-    ahead.begin(slice(0, 8), 10**6)
+    ahead.begin(slice(0, 8), 8)
     assert ahead.of(slice(2, 5)).data_ptr() == logits.leaves[0][0, 2].data_ptr()
 
 
@@ -76,16 +76,18 @@ def test_what_a_group_reads_together_is_not_read_ahead() -> None:
     logits = source(8)
     logits.share = (0, 2)
     ahead = ReadAhead(logits, torch.arange(8), WIDTH)
-    ahead.begin(slice(0, 8), 10**6)
+    ahead.begin(slice(0, 8), 8)
     ahead.of(slice(0, 2))
     assert logits.counts == [2]
 
 
 @pytest.mark.parametrize("budget", [ROW_BYTES, 8 * ROW_BYTES, 64 * ROW_BYTES])
 def test_both_sides_share_one_budget(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block of the student's rows and what is held of the teacher's are no more than one chunk, and as wide as can
-    be; the loss and its gradient do not depend on it."""
+    """A block of the student's rows and the rows held of the teacher exceed the budget by a chunk at most, and are as
+    wide as can be; the loss and its gradient do not depend on it.
+    """
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", budget)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 20, 5, generator=generator, dtype=torch.float64).requires_grad_()
     student = HeadLogits(hidden, Head(torch.randn(WIDTH, 5, generator=generator, dtype=torch.float64)))
@@ -101,10 +103,51 @@ def test_both_sides_share_one_budget(budget: int, monkeypatch: pytest.MonkeyPatc
 
     total = blockwise_sum(student, [term], [1.0]).total
 
-    assert max(logits.counts) <= max(3, most)
+    assert max(logits.counts) <= max(3, most + 2)
     assert len(logits.counts) <= -(-20 // max(1, most)) + 20 // 3 + 1
     made = hidden @ student.head.weight.t()
     expected = (made[0] * logits.leaves[0][0, :, :WIDTH]).sum()
     torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)
     (ours,), (theirs,) = (torch.autograd.grad(each, hidden) for each in (total, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
+def test_a_last_step_beyond_the_rows_of_a_block_is_read_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a block of 8 rows ends with the step of 3 that begins in it, and the teacher's ninth row was read alone."""
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 1)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 8)
+    hidden, weight = torch.rand(1, 27, 5, dtype=torch.float64).requires_grad_(), torch.rand(WIDTH, 5).double()
+    logits = source(27)
+    ahead = ReadAhead(logits, torch.arange(27), WIDTH)
+
+    def loss_of(rows: Tensor, part: slice) -> Tensor:
+        return (rows * ahead.of(part)).sum(1)
+
+    term = Term(torch.arange(27), loss_of, unit_cells(27, 1), WIDTH, chunk_size=3, ahead=ahead)
+    blockwise_sum(HeadLogits(hidden, Head(weight)), [term], [1.0])
+    assert logits.counts == [9, 9, 9]
+
+
+@pytest.mark.parametrize("rows_at_once", [2, 5, 8, 100])
+def test_terms_that_read_the_same_rows_read_them_once(rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: validation multiplied the teacher's head once for the loss and once for the overlap."""
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 1)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", rows_at_once)
+    hidden, weight = torch.rand(1, 27, 5, dtype=torch.float64).requires_grad_(), torch.rand(WIDTH, 5).double()
+    teacher = source(27)
+
+    def term(rows: Tensor, factor: float) -> Term:
+        ahead = ReadAhead(teacher, rows, WIDTH)
+
+        def loss_of(student: Tensor, part: slice) -> Tensor:
+            return factor * (student * ahead.of(part)).sum(1)
+
+        return Term(torch.arange(27), loss_of, unit_cells(27, 1), WIDTH, chunk_size=2, ahead=ahead)
+
+    rows = torch.arange(27)
+    terms = [term(rows, 1.0), term(rows.clone(), 3.0), term(rows.flip(0), 5.0)]
+    total = blockwise_sum(HeadLogits(hidden, Head(weight)), terms, [1.0, 1.0, 1.0]).total
+    assert sum(teacher.counts) == 2 * 27
+    student, logits = (hidden @ weight.t())[0], teacher.leaves[0][0, :, :WIDTH]
+    expected = 4 * (student * logits).sum() + 5 * (student * logits.flip(0)).sum()
+    torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)

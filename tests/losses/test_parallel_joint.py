@@ -137,7 +137,7 @@ def largest_difference(plan: Plan, kind: str, rank: int, budget: int = BUDGET) -
         shard,
         lambda local: ContextParallelLogits(local, group) if kind == "context" else vocab_parallel(local, group),
     )
-    blocks.CPU_BLOCK_BYTES = budget
+    blocks.CPU_BLOCK_BYTES, blocks.CPU_PRODUCT_ROWS = budget, 1
     out = compute_together(plan(student, teachers))
     found = list(torch.autograd.grad(out.loss, leaves))
     if kind == "context":

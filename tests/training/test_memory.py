@@ -368,11 +368,24 @@ def test_a_student_without_logits(sizes: list[ModelSize]) -> None:
     assert total(headless, "student: logits and their gradients", Phase.LOSS) == 0
     assert total(headless, "student: gradient of the head", Phase.LOSS) == vocabulary * width * (4 + 2)
     assert total(headless, "student: gradients of hidden states", Phase.LOSS) == tokens * width * 2
-    # Of three heads, whose rows share the budget, a 32nd part of the GPU; the student's have a gradient.
+    # Equally many rows of three heads share the budget, a 32nd part of the GPU; the student's have a gradient.
     budget = 80 * GIB // 32
+    rows = budget // (4 * sum(size.vocab_size for size in sizes))
     blocks = total(headless, "student: blocks of logits, temporaries of a loss", Phase.LOSS)
-    assert blocks == budget * (3 + 1) // 3 + budget
+    assert blocks == 4 * rows * (sum(size.vocab_size for size in sizes) + vocabulary) + budget
     assert headless.memories[0].peak < whole.memories[0].peak
+
+
+def test_blocks_on_a_cpu_have_the_rows_of_a_product(sizes: list[ModelSize]) -> None:
+    """Bug: the estimate counts 64 MiB, where 128 rows of three large vocabularies take more."""
+    config = with_offloads(configure("handoff=hidden_states"), False, False, False)
+    blocks = total(
+        estimate(config, situation(sizes, gib=None, device="cpu")),
+        "student: blocks of logits, temporaries of a loss",
+        Phase.LOSS,
+    )
+    numbers = sum(size.vocab_size for size in sizes) + sizes[0].vocab_size
+    assert blocks == 4 * 128 * numbers + 64 * 2**20
 
 
 def test_teachers_on_their_own_devices(sizes: list[ModelSize]) -> None:

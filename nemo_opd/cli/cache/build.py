@@ -22,7 +22,7 @@ _OF_FILES: dict[str, Any] = {
     "no_append_eos": False,
     "text_key": "text",
     "messages_key": None,
-    "dtype": "bfloat16",
+    "dtype": "auto",
     "device": "auto",
 }
 """Options in place of the settings of a run, by name, and their defaults."""
@@ -79,7 +79,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--no-append-eos", action="store_true", help="do not end texts with the end-of-text token")
     parser.add_argument("--text-key", metavar="KEY", help="column of the texts (default text)")
     parser.add_argument("--messages-key", metavar="KEY", help="column of conversations, in place of texts")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the model")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        help="of the model (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help="default: a GPU if any")
     parser.add_argument("--part", type=_part, default=(0, 1), metavar="I/N", help="worker I of N, from 0")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="with --config: settings to change")

@@ -8,6 +8,7 @@ from math import ceil
 from nemo_opd.config.model import Student
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
+from nemo_opd.logits.blocks import least_rows
 from nemo_opd.losses.surprise import LIVE_COPIES
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.training.memory import formulas
@@ -105,12 +106,14 @@ def _loss_parts(config: RunConfig, situation: Situation, c: int) -> list[Part]:
     """Return whole logits and their gradient, or where losses read hidden states their gradient and blocks of logits.
 
     A soft cap keeps the tanh of whole logits. Context-parallel ranks have gathered hidden states. The head's gradient
-    is in fp32, and at first also in a lower compute precision. All heads share the block's budget.
+    is in fp32, and at first also in a lower compute precision. All heads make equally many rows, which share the
+    block's budget.
     """
-    setup, budget, heads = situation.student, situation.block_bytes, 1 + len(situation.teachers)
+    setup, budget = situation.student, situation.block_bytes
     size, rows, length = setup.size, config.train.longest_at_a_time(setup.layout.dp), config.train.max_length
     columns = setup.columns(size.vocab_size)
-    whole = rows * length * FP32 * max(each.vocab_size for each in (setup, *situation.teachers))
+    vocab_sizes = [each.vocab_size for each in (setup, *situation.teachers)]
+    whole = rows * length * FP32 * max(vocab_sizes)
     chunk = min(budget, (_COPIES if situation.teachers else LIVE_COPIES) * whole)
     if config.handoff.type == "logits":
         logits = rows * -(-length // setup.layout.cp) * columns * c * (4 if size.has_soft_cap else 2)
@@ -121,7 +124,8 @@ def _loss_parts(config: RunConfig, situation: Situation, c: int) -> list[Part]:
     head = 0 if size.adapters else columns * size.hidden_size
     hidden = rows * length * size.hidden_size * c * min(2, setup.layout.cp)
     of_head = {Phase.LOSS: (FP32 + c * (c < FP32)) * head, Phase.BACKWARD: c * head}
-    blocks = min(budget, heads * whole) * (heads + 1) // heads
+    at_once = max(budget // (FP32 * sum(vocab_sizes)), least_rows(situation.device))
+    blocks = FP32 * min(at_once, rows * length) * (sum(vocab_sizes) + setup.vocab_size)
     return [
         part(_STUDENT, "gradients of hidden states", hidden, Phase.LOSS, Phase.BACKWARD),
         Part(_STUDENT, "gradient of the head", of_head),
