@@ -1,4 +1,4 @@
-"""A comparison of what a teacher's servers say of the same texts, alone and in a batch."""
+"""A comparison of the answers of a teacher's servers about the same texts, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _largest_difference(ours: Sequence[SparseRows], theirs: Sequence[SparseRows]
 
 
 def _in_common(ours: SparseRows, theirs: SparseRows) -> list[tuple[Tensor, Tensor]]:
-    """Pair the log-probabilities of next tokens, and those of likeliest tokens with the same id."""
+    """Pair the log-probabilities of next tokens, and of likeliest tokens with the same id."""
     by_id = theirs.ids.sort(dim=1)
     place = torch.searchsorted(by_id.values, ours.ids).clamp(max=ours.ids.shape[1] - 1)
     other = theirs.log_p.gather(1, by_id.indices).gather(1, place)

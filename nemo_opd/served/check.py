@@ -1,4 +1,4 @@
-"""A check of servers before a run: that they serve the model, answer what is needed about a prompt, and agree."""
+"""A check of servers before a run: that they serve the model, give enough log-probabilities, and agree."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def check_endpoint(
 ) -> int | None:
     """Ask each server what it serves, about a prompt of two tokens, and about `texts`, alone and in a batch.
 
-    key: of the teacher's settings. token: one of its tokenizer's highest ids. texts: ids of a few texts, of which each
-    server reads what fits. Prints the largest disagreement. Returns the longest sequence that all servers can be asked
+    key: of the teacher's settings. token: one of its tokenizer's highest ids. texts: ids of a few texts, cut to
+    what all servers read. Prints the largest disagreement. Returns the longest sequence that all servers can be asked
     about; None where they do not say. Raises EndpointError, naming the address, where one does not answer, serves
     another model, gives no or too few log-probabilities or those of other tokens, or where answers about a text
     disagree by more than rounding explains.

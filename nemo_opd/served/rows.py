@@ -22,7 +22,7 @@ _NOISE = 2.0**-20
 _EXCESS = 0.01
 """Largest excess of a sum of probabilities over 1 that is taken for rounding."""
 _UNANSWERED = 0.01
-"""Largest share of positions without an answer, one position at least, that is no reason to ask again."""
+"""Largest share of positions without an answer, one position at least, for which the request is not repeated."""
 _Floats = NDArray[np.float64]
 
 
@@ -95,7 +95,7 @@ def _likeliest(
 ) -> tuple[NDArray[np.int64], _Floats]:
     """Return the k likeliest ids of each position and their log-probabilities, [N, k], likeliest first.
 
-    position: ascending, that of each named id; every one of N positions has at least k.
+    position: of each named id, ascending; each of the N positions has at least k ids.
     """
     order = np.lexsort((ids, -log_p, position))
     # Some programs name the observed token as well, so that a position may have k + 1.

@@ -20,8 +20,8 @@ def only_answered(
 ) -> tuple[Batch, list[int | None]]:
     """Return the batch without targets that are not answered, and their number for each teacher that can have some.
 
-    by_teacher: output of each teacher, by rank, for the padded batch. A target is a token, or an aligned chunk of which
-    a token is not answered. Units are counted after it, so the normalizer is that of what is compared.
+    by_teacher: output of each teacher, by rank, for the padded batch. A target is a token or an aligned chunk, which
+    needs all of its tokens. Units are counted after it, so the normalizer is that of what is compared.
     """
     teachers = list(batch.teachers)
     numbers: list[int | None] = []
@@ -34,7 +34,7 @@ def only_answered(
 
 
 def _of_batch(batch: Batch, i: int, by_rank: Sequence[TeacherOutput], layout: Layout, grid: BatchGrid) -> Tensor | None:
-    """Join the ranks' `is_answered` to that of the batch, bool [B, T]; None if all is known."""
+    """Join the ranks' `is_answered` for the batch, bool [B, T]; None if the teacher answers every token."""
     parts = [by_rank[rank].is_answered for rank in leads(layout)]
     width = batch.teachers[i].tokens.ids.shape[1]
     padded = [F.pad(part, (0, width - part.shape[1]), value=True) for part in parts if part is not None]
@@ -44,8 +44,8 @@ def _of_batch(batch: Batch, i: int, by_rank: Sequence[TeacherOutput], layout: La
 def _answered(rows: TeacherRows, is_answered: Tensor) -> TeacherRows:
     """Return the rows of a teacher without targets that are not answered: bool [B, T]."""
     if rows.chunks is not None:
-        # Sequence by sequence, as chunks of each are counted from 0.
-        lost = [chunks[~known] for chunks, known in zip(rows.chunks.teacher, is_answered, strict=True)]
+        # Sequence by sequence, as each counts its chunks from 0.
+        lost = [chunks[~answered] for chunks, answered in zip(rows.chunks.teacher, is_answered, strict=True)]
         student, teacher = (_without(side, lost) for side in (rows.chunks.student, rows.chunks.teacher))
         return replace(rows, chunks=replace(rows.chunks, student=student, teacher=teacher))
     if rows.moved is not None:
@@ -58,5 +58,5 @@ def _answered(rows: TeacherRows, is_answered: Tensor) -> TeacherRows:
 
 def _without(chunk_ids: Tensor, lost: Sequence[Tensor]) -> Tensor:
     """Return chunk ids [B, S], NO_CHUNK for the lost ones of each sequence."""
-    is_lost = torch.stack([torch.isin(ids, own) for ids, own in zip(chunk_ids, lost, strict=True)])
+    is_lost = torch.stack([torch.isin(ids, lost_ids) for ids, lost_ids in zip(chunk_ids, lost, strict=True)])
     return chunk_ids.masked_fill(is_lost, NO_CHUNK)

@@ -144,7 +144,7 @@ class TeacherWorker(FrozenWorker):
         )
 
     def _whole(self, made: Any, micro: TokenRows, packing: Packing) -> tuple[LogitRows | Tensor, TokenRows]:
-        """Return the logits [b, T, W], and the tokens, of which those that are not answered are not scored."""
+        """Return the logits [b, T, W], and the tokens with a mask that leaves out unanswered ones."""
         if isinstance(made, SparseLogits):
             micro = replace(micro, loss_mask=micro.loss_mask & made.is_answered)
         return self.logit_rows.whole(made, packing), micro
