@@ -96,7 +96,7 @@ def stubborn(tmp_path: Path) -> Iterator[tuple[Part, Path]]:
     """A part that leaves a session of its own behind, as Ray does, and the file with that process's id."""
     file = tmp_path / "pid"
     command = (sys.executable, "-m", "timeit", "-n1", "-r1", "-s", "import os, time", _LEAVING.format(file=file))
-    yield Part("stubborn", 3, command), file
+    yield Part("stubborn", 15, command), file
     processes.end("stubborn")
 
 
@@ -119,7 +119,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(
     good = Part("good", 30, (sys.executable, "-m", "timeit", "-n1", "-r1", "print('{\"value\": 2}')"))
     bad = Part("bad", 30, (sys.executable, "-m", "no_such_module"))
     report = run_parts(part, good, bad)
-    assert report.parts["stubborn"].outcome == "FAILED: ended after 3 s, its limit"
+    assert report.parts["stubborn"].outcome == "FAILED: ended after 15 s, its limit"
     assert report.parts["stubborn"].values == [{"value": 1}]
     assert report.parts["good"] == Result("passed", report.parts["good"].seconds, "", [{"value": 2}])
     assert report.parts["bad"].outcome == "FAILED: exit status 1"
