@@ -87,8 +87,8 @@ def test_a_teacher_that_reads_less_is_said(check: Check) -> None:
     (warning,) = check(CALLS, "", [talk(), PLAIN, PLAIN])
     assert warning == (
         "data.train: the chat template of teachers.0 leaves out tool calls in 1 of 3 conversations that were "
-        "looked at, so this model does not read it; name a file with a template that writes it as teachers.0.chat_template, or "
-        "leave it out of the data"
+        "looked at, so this model does not read it; name a file with a template that writes it as "
+        "teachers.0.chat_template, or leave it out of the data"
     )
 
 
