@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_opd.data.collate import collate
-from nemo_opd.data.documents import TEXT, read_documents
+from nemo_opd.data.documents import TEXT, Document, read_documents
 from nemo_opd.data.samples import SampleMaker
 from nemo_opd.errors import DataError
 
@@ -49,6 +49,9 @@ class Collator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not rows:
             raise DataError("there are no rows to make a batch of; give at least one")
-        documents = read_documents(_Rows(rows, self.columns), list(range(len(rows))))
-        batch = collate([self.make_sample(document) for document in documents])
+        batch = collate([self.make_sample(document) for document in self.documents(rows)])
         return {"input_ids": batch.student.ids, "batch": batch}
+
+    def documents(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Document]:
+        """Return the documents of rows. Raises DataError for a row without text."""
+        return read_documents(_Rows(rows, self.columns), list(range(len(rows))))

@@ -25,7 +25,9 @@ from nemo_opd.training.inputs import layout_of
 from nemo_opd.training.model_info import read_model_info
 from nemo_opd.training.sample_makers import build_sample_maker
 from nemo_opd.training.step_metrics import objective_values
+from nemo_opd.training.survey import sampled_rows
 from nemo_opd.training.teacher_plan import plan_teacher, require_templates
+from nemo_opd.training.template_findings import check_conversations, conversations_of
 from nemo_opd.types import Batch, LossOutput, Metrics, Normalizers
 
 
@@ -51,6 +53,7 @@ class Distillation:
             warnings.warn(warning, stacklevel=2)
         plans = [plan_teacher(config, i, info, teacher) for i, teacher in enumerate(teachers)]
         self.tokenizer, self.vocab_size = info.tokenizer, info.vocab_size
+        self._infos = info, teachers
         self.collator = Collator(build_sample_maker(config, info, teachers), layout_of(config).columns)
         self._teacher_vocab_sizes = [plan.vocab_size for plan in plans]
         self._parts = build_parts(
@@ -61,6 +64,19 @@ class Distillation:
         )
         self._objective = ObjectiveTerms(config.loss, self._parts, self.vocab_size)
         self._teachers = [self._load(i) for i in range(len(teachers))]
+
+    def check(self, dataset: Any, key: str = "train_dataset") -> None:
+        """Warn of what chat templates leave out of some conversations of a dataset with a length and with indices.
+
+        key: what messages call the dataset. Raises DataError if the student would learn a message without its calls or
+        its text.
+        """
+        if self.config.data.messages_key is None:
+            return
+        rows = [dataset[i] for i in sampled_rows(len(dataset))]
+        conversations = conversations_of(self.collator.documents(rows))
+        for warning in check_conversations(self.config, conversations, *self._infos, key=key, are_learned=True):
+            warnings.warn(warning, stacklevel=2)
 
     def _load(self, i: int) -> PreTrainedModel:
         settings = self.config.active_teachers[i]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class DistillationMixin:
         super().__init__(*args, **kwargs)
         for reason in self._obstacles():
             raise ConfigError(reason)
+        if isinstance(dataset := getattr(self, "train_dataset", None), Sized) and hasattr(dataset, "__getitem__"):
+            distillation.check(dataset)
         distillation.to(self.args.device)
         # Trainer divides a loss by the number of microbatches unless it was normalized by what is in all of them.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True

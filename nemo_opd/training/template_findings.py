@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 from nemo_opd.alignment import ChatRenderer
 from nemo_opd.alignment.chat_messages import Message, learned_messages, plain_messages
 from nemo_opd.alignment.chat_template import ChatTemplate, Tools
-from nemo_opd.alignment.omissions import PIECES, missing_opening_tag, omitted_pieces
+from nemo_opd.alignment.omissions import PIECES, Piece, missing_opening_tag, omitted_pieces
+from nemo_opd.config.data import LearnedTurns
 from nemo_opd.config.run import RunConfig
-from nemo_opd.data.documents import Conversation, Routed, read_documents
-from nemo_opd.errors import DataError
+from nemo_opd.data.documents import Conversation, Document, Routed, read_documents
+from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.survey import sampled_rows
 from nemo_opd.training.teacher_plan import template_readers
 
-_Conversations = Sequence[tuple[Sequence[Message], Tools]]
+PlainConversation = tuple[Sequence[Message], Tools]
+_TOOLS = "the tools that can be called"
 _LEARNED = {
     "tool calls": "learn to end its turn in place of a call",
     "what the assistant says": "learn to say nothing",
@@ -30,66 +31,93 @@ _LEARNED = {
 def check_templates(
     config: RunConfig, data: Corpus | Prompts, student: ModelInfo, teachers: Sequence[ModelInfo]
 ) -> Iterator[str]:
-    """Yield a warning for each kind of pieces of conversations that a model's chat template leaves out.
-
-    Some conversations of data.train are looked at. Raises DataError if the student would learn a message without its
-    calls or its text.
-    """
-    conversations = _conversations(data)
-    for key, settings, info in template_readers(config, student, teachers):
-        template = ChatTemplate(info.tokenizer, settings.chat_template_kwargs)
-        is_learned = key == "student" and isinstance(data, Corpus)
-        if is_learned:
-            yield from _warn_of_opening_tags(template, conversations)
-            yield from _warn_of_missing_ends(info, settings.chat_template_kwargs, conversations)
-        counts, learned = Counter[str](), Counter[str]()
-        for messages, tools in conversations:
-            omitted = omitted_pieces(template, messages, tools)
-            counts.update(set().union(*omitted))
-            if tools and _shows_no_tools(template, messages, tools):
-                counts["the tools that can be called (data.tools_key)"] += 1
-            if is_learned:
-                mask = learned_messages(messages, config.data.learned_turns)
-                learned.update({piece for pieces, own in zip(omitted, mask, strict=True) if own for piece in pieces})
-        for piece, consequence in _LEARNED.items():
-            if learned[piece]:
-                raise DataError(
-                    f"data.train: the student's chat template leaves out {piece} in {learned[piece]} of "
-                    f"{len(conversations)} conversations that were looked at, so the student would {consequence}; name "
-                    "a file with a template that writes them as student.chat_template, leave these rows out, or mark "
-                    "these messages with weight=0"
-                )
-        for piece in (*PIECES, *(counts.keys() - set(PIECES))):
-            if counts[piece]:
-                yield (
-                    f"data.train: the chat template of {key} leaves out {piece} in {counts[piece]} of "
-                    f"{len(conversations)} conversations that were looked at, so this model does not read it; name a "
-                    f"file with a template that writes it as {key}.chat_template, or leave it out of the data"
-                )
-
-
-def _conversations(data: Corpus | Prompts) -> _Conversations:
+    """Yield warnings as `check_conversations` does, of some rows of data.train. Raises DataError as it does."""
     rows = sampled_rows(len(data.train))
+    read: list[PlainConversation]
     if isinstance(data, Prompts):
         prompts = data.train.read(rows)
-        return [(prompt.content, prompt.tools) for prompt in prompts if not isinstance(prompt.content, str)]
-    documents = (each.content if isinstance(each, Routed) else each for each in read_documents(data.train, list(rows)))
-    return [(plain_messages(each.messages), each.tools) for each in documents if isinstance(each, Conversation)]
+        read = [(prompt.content, prompt.tools) for prompt in prompts if not isinstance(prompt.content, str)]
+    else:
+        read = conversations_of(read_documents(data.train, list(rows)))
+    are_learned = not isinstance(data, Prompts)
+    return check_conversations(config, read, student, teachers, key="data.train", are_learned=are_learned)
+
+
+def conversations_of(documents: Sequence[Document]) -> list[PlainConversation]:
+    """Return the plain messages and the tools of documents that are conversations."""
+    contents = (each.content if isinstance(each, Routed) else each for each in documents)
+    return [(plain_messages(each.messages), each.tools) for each in contents if isinstance(each, Conversation)]
+
+
+def check_conversations(
+    config: RunConfig,
+    conversations: Sequence[PlainConversation],
+    student: ModelInfo,
+    teachers: Sequence[ModelInfo],
+    *,
+    key: str,
+    are_learned: bool,
+) -> Iterator[str]:
+    """Yield a warning for each kind of pieces of conversations that a model's chat template leaves out.
+
+    key: where the conversations are from. are_learned: whether the student learns the assistant's messages in them.
+    Raises DataError if it would learn a message without its calls or its text.
+    """
+    for section, settings, info in template_readers(config, student, teachers):
+        template = ChatTemplate(info.tokenizer, settings.chat_template_kwargs)
+        omitted = [omitted_pieces(template, messages, tools) for messages, tools in conversations]
+        if section == "student" and are_learned:
+            _require_learned_pieces(conversations, omitted, config.data.learned_turns, key)
+            yield from _warn_of_opening_tags(template, conversations, key)
+            renderer = ChatRenderer(info.tokenizer, template_kwargs=settings.chat_template_kwargs)
+            yield from _warn_of_missing_ends(renderer, conversations, key, f"{info.tokenizer.eos_token!r}")
+        counts = Counter[str](piece for pieces in omitted for piece in set[str]().union(*pieces))
+        counts[_TOOLS] = sum(_shows_no_tools(template, messages, tools) for messages, tools in conversations)
+        for piece in (*PIECES, _TOOLS):
+            if counts[piece]:
+                yield (
+                    f"{key}: the chat template of {section} leaves out {piece} in {counts[piece]} of "
+                    f"{len(conversations)} conversations that were looked at, so this model does not read it; name a "
+                    f"file with a template that writes it as {section}.chat_template, or leave it out of the data"
+                )
+
+
+def _require_learned_pieces(
+    conversations: Sequence[PlainConversation],
+    omitted: Sequence[Sequence[Collection[Piece]]],
+    turns: LearnedTurns,
+    key: str,
+) -> None:
+    """Raise DataError if the student would learn a message without its calls or its text."""
+    learned = Counter[str]()
+    for (messages, _), pieces in zip(conversations, omitted, strict=True):
+        is_learned = learned_messages(messages, turns)
+        learned.update(
+            {piece for own, of_message in zip(is_learned, pieces, strict=True) if own for piece in of_message}
+        )
+    for piece, consequence in _LEARNED.items():
+        if learned[piece]:
+            raise DataError(
+                f"{key}: the student's chat template leaves out {piece} in {learned[piece]} of {len(conversations)} "
+                f"conversations that were looked at, so the student would {consequence}; name a file with a template "
+                "that writes them as student.chat_template, leave these rows out, or mark these messages with weight=0"
+            )
 
 
 def _shows_no_tools(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> bool:
     try:
-        return template.render(messages, tools) == template.render(messages)
+        return bool(tools) and template.render(messages, tools) == template.render(messages)
     except Exception:  # a template is a program; making the sample tells why it refuses
         return False
 
 
-def _warn_of_opening_tags(template: ChatTemplate, conversations: _Conversations) -> Iterator[str]:
-    tags = [missing_opening_tag(template, messages, tools) for messages, tools in conversations]
-    found = Counter(tag for tag in tags if tag is not None)
-    for tag, number in found.items():
+def _warn_of_opening_tags(
+    template: ChatTemplate, conversations: Sequence[PlainConversation], key: str
+) -> Iterator[str]:
+    tags = (missing_opening_tag(template, messages, tools) for messages, tools in conversations)
+    for tag, number in Counter(tag for tag in tags if tag is not None).items():
         yield (
-            f"data.train: the student's chat template ends the generation prompt with {tag!r}, and in {number} of "
+            f"{key}: the student's chat template ends the generation prompt with {tag!r}, and in {number} of "
             f"{len(conversations)} conversations that were looked at the assistant's last turn does not begin so: the "
             "student learns another beginning than it is asked to continue; add the thinking to the data, or name a "
             "template without it as student.chat_template, or a variable that switches it off in "
@@ -98,19 +126,21 @@ def _warn_of_opening_tags(template: ChatTemplate, conversations: _Conversations)
 
 
 def _warn_of_missing_ends(
-    info: ModelInfo, template_kwargs: Mapping[str, Any], conversations: _Conversations
+    renderer: ChatRenderer, conversations: Sequence[PlainConversation], key: str, eos: str
 ) -> Iterator[str]:
     """Yield a warning if no token ends the assistant's last turn, so that the student does not learn to stop."""
-    renderer = ChatRenderer(info.tokenizer, template_kwargs=template_kwargs)
-    last_turns = [
-        renderer.render(messages, tools).turns.get(len(messages) - 1)
-        for messages, tools in conversations
-        if messages[-1]["role"] == "assistant"
-    ]
-    if number := sum(turn is not None and not turn.is_ended for turn in last_turns):
+    number = sum(_lacks_end(renderer, messages, tools) for messages, tools in conversations)
+    if number:
         yield (
-            "data.train: the student's chat template writes no token that ends the assistant's last turn in "
-            f"{number} of {len(conversations)} conversations that were looked at, so the student does not learn to stop; "
-            "name a file with a template that ends the assistant's messages with "
-            f"{info.tokenizer.eos_token!r} as student.chat_template"
+            f"{key}: the student's chat template writes no token that ends the assistant's last turn in {number} of "
+            f"{len(conversations)} conversations that were looked at, so the student does not learn to stop; name a "
+            f"file with a template that ends the assistant's messages with {eos} as student.chat_template"
         )
+
+
+def _lacks_end(renderer: ChatRenderer, messages: Sequence[Message], tools: Tools) -> bool:
+    try:
+        turn = renderer.render(messages, tools).turns.get(len(messages) - 1)
+    except AlignmentError:  # making the sample tells why the template refuses it
+        return False
+    return turn is not None and not turn.is_ended

@@ -265,3 +265,23 @@ def test_what_a_trainer_cannot_be_given_is_refused(distillation: Distillation, t
         distillation.collator([])
     with pytest.raises(ModelError, match=r"the student's logits have 3 columns, but the tokenizer of student\.model="):
         distillation.loss(torch.zeros(1, 2, 3), distillation.collator([{"text": "a"}])["batch"])
+
+
+def test_calls_that_a_template_leaves_out_are_told_before_training(tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: the student learns to end its turn in place of a call; in our own loop preflight says so."""
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}")
+    distillation = Distillation(
+        {
+            "student": {"model": str(tiny.student), "chat_template": str(template)},
+            "teachers": [{"name": "t", "type": "same_tokenizer", "model": str(tiny.teacher_same)}],
+            "loss": {"type": "same_vocab"},
+            "data": {"messages_key": "messages"},
+            "train": {"max_length": 96},
+        }
+    )
+    asked = {"role": "user", "content": "fox?"}
+    call = {"type": "function", "function": {"name": "jump", "arguments": "{}"}}
+    rows = [{"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [call]}]}]
+    with pytest.raises(DataError, match=r"train_dataset: the student's chat template leaves out tool calls in 1 of 1 "):
+        trainer(distillation, rows, tmp_path / "run")  # type: ignore[arg-type]
