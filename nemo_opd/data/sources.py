@@ -97,13 +97,29 @@ def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
         origin = of_rows([path], [len(table)])
         # Before anything reads it: an offset out of range would end the process.
         check = partial(require_intact, table.select(columns), source, origin)
+        unknown = [field.name for field in schema if field.name not in columns and not _is_known(field)]
         if is_file or any(is_encoded(schema.field(name).type) for name in columns):
+            if unknown:
+                raise DataError(
+                    f"{source}: columns {', '.join(map(repr, unknown))} have types that `datasets` cannot convert; "
+                    "leave them out, or write the table in Arrow's stream format, with plain text"
+                )
             # A process that a dataset is sent to can only map streams, of types that `datasets` knows.
             dataset = convert("arrow", [path], columns, source, origin, check, features=_features_of(schema, layout))
         else:
             check()
-            dataset = datasets.Dataset.from_file(str(path))
+            mapped = datasets.table.MemoryMappedTable.from_file(str(path))
+            dataset = datasets.Dataset(mapped.drop(unknown))
     return selected(dataset, layout, key, path)
+
+
+def _is_known(field: pa.Field) -> bool:
+    """Return whether `datasets` knows the type, as it does not maps, unions and UUIDs."""
+    try:
+        datasets.Features.from_arrow_schema(pa.schema([field]))
+    except ValueError:
+        return False
+    return True
 
 
 def _features_of(schema: pa.Schema, layout: Layout) -> datasets.Features:

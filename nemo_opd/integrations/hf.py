@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -14,6 +15,9 @@ from nemo_opd.integrations.distillation import Distillation
 from nemo_opd.logging.metrics import merge
 from nemo_opd.types import Batch, Metric, Normalizers
 from nemo_opd.workers.metrics import with_numbers
+
+_BY_LENGTH = ("group_by_length", "batch_rebalance")
+"""Values of `train_sampling_strategy` for which a sampler needs the length of each row."""
 
 
 class DistillationMixin:
@@ -58,8 +62,27 @@ class DistillationMixin:
                 yield f"{key}={size}: losses need whole logits here; set it to 1, or use nemo_opd.distil"
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Keep the columns that the collator reads; Trainer would keep the names of the model's arguments."""
-        self._signature_columns = list(self.distillation.collator.columns)
+        """Keep the columns that the collator and a sampler read; Trainer would keep those of the model's arguments."""
+        self._signature_columns = [*self.distillation.collator.columns, self.args.length_column_name]
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        self._require_lengths(self.train_dataset if train_dataset is None else train_dataset)  # type: ignore[attr-defined]
+        return super()._get_train_sampler(train_dataset)  # type: ignore[misc]
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        self._require_lengths(eval_dataset)
+        return super()._get_eval_sampler(eval_dataset)  # type: ignore[misc]
+
+    def _require_lengths(self, dataset: Any) -> None:
+        """Raise ConfigError if a sampler would need the tokens of rows that the collator has not tokenized yet."""
+        strategy = getattr(self.args, "train_sampling_strategy", None)
+        column = self.args.length_column_name
+        if strategy in _BY_LENGTH and column not in (getattr(dataset, "column_names", None) or ()):
+            raise ConfigError(
+                f"train_sampling_strategy={strategy}: rows are tokenized in the collator, so their lengths are not "
+                f"known before; add a column {column} to the dataset (length_column_name), such as the length of the "
+                "text, or leave it out"
+            )
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Normalizers | None]:
         """Return the microbatches of a step, and what the losses of all of them, on all processes, are divided by."""
@@ -70,6 +93,12 @@ class DistillationMixin:
         counts = self.distillation.counts(batches)
         if self.accelerator.num_processes > 1:
             counts = self.accelerator.reduce(counts.to(self.args.device), "sum")
+        if not counts.any():
+            warnings.warn(
+                "no text of this step has a token to learn, so that its loss is 0; leave out empty texts, and "
+                "conversations without an answer within train.max_length",
+                stacklevel=2,
+            )
         return self.distillation.normalizers(counts)
 
     def compute_loss(

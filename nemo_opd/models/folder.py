@@ -1,6 +1,7 @@
 """Checks of a model's folder that need no PyTorch."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,9 @@ _WEIGHT_FILES = (
 )
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 ADAPTER_CONFIG = "adapter_config.json"
+_WHOLE_FOLDER = (
+    "name the folder of the model in Hugging Face form (config.json, model.safetensors, tokenizer.json) or its hub name"
+)
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -51,6 +55,15 @@ def check_tokenizer(reference: str, *, key: str) -> None:
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has a file that a tokenizer is loaded from."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def needs_sentencepiece(folder: Path) -> bool:
+    """Return whether the only tokenizer in a folder is a SentencePiece model, and the package for it is missing."""
+    if not (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file():
+        return False
+    with (folder / "tokenizer.model").open("rb") as file:
+        is_sentencepiece = file.read(1) == b"\n"  # the tag of its first field; a tiktoken file begins with letters
+    return is_sentencepiece and find_spec("sentencepiece") is None
 
 
 def is_adapter(folder: Path) -> bool:
@@ -107,12 +120,18 @@ def _check_adapter(folder: Path, reference: str, *, key: str) -> None:
     check_folder(base, key=f"{key}={reference}: base_model_name_or_path")
 
 
+def _kind_of_file(file: Path) -> str:
+    return "a GGUF file, as llama.cpp reads" if file.suffix == ".gguf" else "a file"
+
+
 def check_folder(reference: str, *, key: str) -> None:
     """Raise ModelError, naming `key`, for a path without a whole model or an adapter of one.
 
     A hub name passes, and a teacher cache, which has all but the weights.
     """
     folder = Path(demo_folder(reference))
+    if folder.is_file():
+        raise ModelError(f"{key}={reference}: it is {_kind_of_file(folder)}, and not a folder; {_WHOLE_FOLDER}")
     if not folder.is_dir():
         if folder.is_absolute() or reference.startswith("."):
             raise ModelError(f"{key}={reference}: there is no such folder; check the path")
@@ -120,6 +139,8 @@ def check_folder(reference: str, *, key: str) -> None:
     if is_adapter(folder):
         _check_adapter(folder, reference, key=key)
         return
+    if not (folder / "config.json").is_file() and (gguf := next(folder.glob("*.gguf"), None)) is not None:
+        raise ModelError(f"{key}={reference}: the folder has {gguf.name}, {_kind_of_file(gguf)}; {_WHOLE_FOLDER}")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{key}={reference}: the folder has no config.json; give a folder in Hugging Face form")
     if not any((folder / name).is_file() for name in (*_WEIGHT_FILES, manifest.NAME)):

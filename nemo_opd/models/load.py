@@ -18,7 +18,14 @@ from nemo_opd.config.model import Model
 from nemo_opd.distributed.finite import NotFinite
 from nemo_opd.errors import ModelError
 from nemo_opd.models.adapter_folder import resolve, resolve_tokenizer
-from nemo_opd.models.folder import check_folder, num_tensors, read_template, reason, safetensors_files
+from nemo_opd.models.folder import (
+    check_folder,
+    needs_sentencepiece,
+    num_tensors,
+    read_template,
+    reason,
+    safetensors_files,
+)
 from nemo_opd.models.quantised import dequantised, quantisation
 from nemo_opd.models.text_part import NAMES, text_part
 
@@ -32,6 +39,12 @@ def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # tokenizers, the hub and transformers each raise their own
+        if needs_sentencepiece(Path(source)):
+            raise ModelError(
+                f"{key}={reference}: the folder has a SentencePiece model (tokenizer.model) and no tokenizer.json, and "
+                "the package sentencepiece, which reads it, is not installed; run `pip install sentencepiece`, or "
+                "convert it where that is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            ) from error
         raise ModelError(
             f"{key}={reference}: no tokenizer could be loaded ({reason(error)}); give a folder with tokenizer.json, or "
             "a hub name that this machine can reach"

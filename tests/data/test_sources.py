@@ -114,6 +114,25 @@ def test_a_pickled_copy_maps_the_file_instead_of_carrying_it(
     assert pickle.loads(pickled)[899]["text"] == f"{899:01000d}"
 
 
+def test_a_stream_may_have_other_columns_of_any_type(folder: Path) -> None:
+    """Bug: a map or a UUID beside the text refused the file, which `datasets` knows no type for."""
+    texts = ["one", "two"]
+    others = {
+        "map": pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64())),
+        "uuid": pa.ExtensionArray.from_storage(pa.uuid(), pa.array([bytes(16)] * 2, pa.binary(16))),
+        "nested": pa.array([{"m": [("a", 1)]}] * 2, pa.struct([("m", pa.map_(pa.string(), pa.int64()))])),
+    }
+    for name, column in others.items():
+        write_stream(folder / f"{name}.arrow", pa.table({"text": texts, name: column, "id": [1, 2]}))
+        assert load(Source(arrow_files=(str(folder / f"{name}.arrow"),))) == texts
+    write_stream(folder / "all.arrow", pa.table({"text": texts, **others}))
+    paths = tuple(str(folder / f"{name}.arrow") for name in ("map", "uuid", "all"))
+    documents = load_documents(Source(arrow_files=paths), TextLayout("text"), key="data.train")
+    assert pickle.loads(pickle.dumps(documents))["text"][:] == texts * 3
+    write_file(folder / "file.arrow", pa.table({"text": texts, "map": others["map"]}))
+    assert "columns 'map'" in refusal(Source(arrow_files=(str(folder / "file.arrow"),)))
+
+
 def test_a_changed_file_is_read_again(folder: Path) -> None:
     """The cache of conversions must not hide an edit."""
     path = folder / "a.jsonl"

@@ -254,6 +254,27 @@ def test_a_row_without_text_is_told(distillation: Distillation) -> None:
         distillation.collator([{"text": "a"}, {"text": None}])
 
 
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_rows_are_grouped_by_a_column_of_lengths(
+    distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path, strategy: str
+) -> None:
+    """Bugs: the error asked for `input_ids`, which the collator makes; the column was removed before it was read."""
+    ours = trainer(distillation, rows, tmp_path, max_steps=1, save_strategy="no", is_sft=True)
+    ours.args.train_sampling_strategy = strategy
+    with pytest.raises(ConfigError, match=f"train_sampling_strategy={strategy}.* add a column length"):
+        ours.train()
+    ours.train_dataset = Dataset.from_list([{**row, "length": len(row["text"])} for row in rows])
+    ours.train()
+    assert ours.state.global_step == 1
+
+
+def test_a_step_without_anything_to_learn_is_told(distillation: Distillation, tmp_path: Path) -> None:
+    """Bug: empty texts had a loss of 0, and nobody said so."""
+    ours = trainer(distillation, [{"text": ""}] * 4, tmp_path, max_steps=1, save_strategy="no")
+    with pytest.warns(UserWarning, match="no text of this step has a token to learn"):
+        ours.train()
+
+
 def test_what_a_trainer_cannot_be_given_is_refused(distillation: Distillation, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="compute_metrics: batches, loss and metrics are those of the distillation"):
         DistillationTrainer(distillation=distillation, compute_metrics=print)

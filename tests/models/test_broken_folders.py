@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,27 @@ def test_a_tensor_that_is_missing(folder: Path) -> None:
 def test_a_file_that_is_no_safetensors(folder: Path, content: bytes) -> None:
     (folder / WEIGHTS).write_bytes(content)
     assert f"{WEIGHTS} is missing or damaged (" in refusal(folder)
+
+
+def test_a_gguf_file_and_a_folder_of_one(folder: Path) -> None:
+    """Bug: there is no such folder."""
+    (folder / CONFIG).unlink()
+    (folder / "model.gguf").write_bytes(b"GGUF\3\0\0\0")
+    for reference in (folder, folder / "model.gguf"):
+        message = refusal(reference)
+        assert "GGUF" in message
+        assert "Hugging Face form" in message
+    assert "it is a file, and not a folder" in refusal(folder / WEIGHTS)
+
+
+def test_a_sentencepiece_model_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `tiktoken` is required."""
+    (folder / TOKENIZER).unlink()
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    monkeypatch.setattr("nemo_opd.models.folder.find_spec", lambda _: None)
+    assert "pip install sentencepiece" in refusal(folder)
 
 
 def of_last_token(id_: int) -> Callable[[Any], object]:

@@ -487,6 +487,17 @@ def test_a_teacher_is_bounded_by_its_positions(configure: Configure, tmp_path: P
     assert "is made for 128 positions" in plan.warnings[0]
 
 
+def test_texts_that_spell_special_tokens_are_said(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: a rendered conversation, or HTML with <s>, was read as special tokens, and nobody said so."""
+    eos = AutoTokenizer.from_pretrained(tiny.student).eos_token
+    file = write_texts(tmp_path, "text", ["The fox sleeps.", f"The {eos} sleeps."] * 3)
+    (warning,) = preflight(configure(*from_file(file))).warnings
+    assert warning.startswith("3 of 6 texts")
+    assert eos in warning
+    assert "data.messages_key" in warning
+    assert preflight(configure(*from_file(file, "data.special_tokens=text"))).warnings == ()
+
+
 def test_rows_that_a_teacher_ends_are_surveyed_as_they_are_read(configure: Configure, tmp_path: Path) -> None:
     """Bugs: steps of full rows, coverage of texts that are cut where the run cuts windows, no word about short rows."""
     file = write_texts(tmp_path, "text", [" ".join(str(123456 * i) for i in range(1, 40))] * 12)

@@ -139,7 +139,7 @@ def _outcome(reference: Any, call: Call, rank: int) -> Any:
     try:
         result = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        cause = str(error.cause).strip().partition("\n")[0]
+        cause = _import_error(str(error)) or str(error.cause).strip().partition("\n")[0]
         raise WorkerError(call.group, rank, f"{cause} (while {call.doing})", str(error)) from error
     except ray.exceptions.RayError as error:
         kind = _UnreachableError if isinstance(error, ray.exceptions.ActorUnavailableError) else ClusterError
@@ -149,9 +149,23 @@ def _outcome(reference: Any, call: Call, rank: int) -> Any:
     return result
 
 
+def _import_error(text: str) -> str | None:
+    """Return why a rank's process could not import its code, and what to do; None for another error of Ray's."""
+    if "failed to import on the worker" not in text:
+        return None
+    cause = text.strip().splitlines()[-1].strip()
+    return (
+        f"its process cannot import its code: {cause}; Ray's workers look for modules in the working directory "
+        "first: if a file there has the name of a package, rename it or start the run elsewhere; else install the "
+        "package on all nodes"
+    )
+
+
 def death_message(error: Exception) -> str:
     """Return why a rank's process has ended, in parentheses, and what to do."""
     text = " ".join(str(error).split())
+    if (cause := _import_error(str(error))) is not None:
+        return f"({cause})"
     address = re.search(r"\bip: ([0-9a-f.:]+)", text)
     where = f" on {address[1]}" if address else ""
     if "node has died" in text:

@@ -34,6 +34,21 @@ def test_what_is_known(said: str, told: str) -> None:
     assert message.endswith("run.resume=auto continues from the last checkpoint")
 
 
+def test_an_import_that_fails_is_told_with_its_cause() -> None:
+    """Bug: the message ended at the first full stop, before the file that shadows a package was named."""
+    said = (
+        "The actor died because of an error raised in its creation task, ray::RankActor.__init__() (pid=7, ip=10.0.0.2)"
+        "\nRuntimeError: The actor with name RankActor failed to import on the worker. This may be because needed "
+        "library dependencies are not installed in the worker environment:\n\nTraceback (most recent call last):\n  "
+        "File \"function_manager.py\", line 7, in load\nImportError: cannot import name 'Tokenizer' from 'tokenizers' "
+        "(/home/me/tokenizers.py)\n"
+    )
+    message = death_message(ray.exceptions.RayActorError(error_msg=said))
+
+    assert "ImportError: cannot import name 'Tokenizer' from 'tokenizers' (/home/me/tokenizers.py)" in message
+    assert "rename it" in message
+
+
 def test_anything_else_is_told_as_it_is() -> None:
     message = death_message(ray.exceptions.RaySystemError("System error: no idea. At all"))
 
