@@ -8,10 +8,12 @@ or a tag such as `</think>` still finds it.
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any, Literal
 
 from nemo_opd.alignment.chat_messages import THINKING, Message
@@ -48,6 +50,8 @@ class Run:
     last: _Kind
     has_content: bool
     has_other: bool
+    num_before: int
+    """Marks of the message before this run's last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +76,27 @@ class MarkedConversation:
         self._meanings = {
             c: (k, kind) for k, row in enumerate(self._characters) for c, kind in zip(row, _KINDS, strict=True)
         }
-        marked = [self._marked(k, message) for k, message in enumerate(messages)]
-        self.messages, self._marks = self._fitting(list(messages), [], marked, range(len(messages)))
+        marked = [self._marked(k, message, keys=True) for k, message in enumerate(messages)]
+        fitting = self._replaced(messages, marked, range(len(messages)))
+        if fitting is None:
+            # A template may read an argument by its name.
+            marked = [self._marked(k, message, keys=False) for k, message in enumerate(messages)]
+            fitting = self._fitting(list(messages), [], marked, range(len(messages)))
+        self.messages, self._marks = fitting
         """Messages, with marks if these change nothing else."""
         self._is_marked = [before != after for before, after in zip(messages, self.messages, strict=True)]
         silent = [k for k, message in enumerate(messages) if marked[k] == message]
         if silent:
             empty = [{**message, "content": self._characters[k][0]} for k, message in enumerate(messages)]
             self.messages, self._marks = self._replaced(self.messages, empty, silent) or (self.messages, self._marks)
-        self.runs = [_run(list(marks)) for _, marks in groupby(self._marks, key=lambda mark: mark.message)]
+        self._marks = self._without_quotes(self.messages)
+        self.runs = self._located_runs(messages)
         """Marked texts, in the order of the rendered text."""
         self.edges = self._written_edges(marked)
         """By message, as the template writes them."""
 
     def is_marked(self, k: int) -> bool:
-        """Return whether message k has marks, also if the template leaves them out."""
+        """Return whether what message k says has marks, also if the template leaves it out."""
         return self._is_marked[k]
 
     def tail(self, rendered: str) -> str:
@@ -94,7 +104,17 @@ class MarkedConversation:
         ends = (match.end() for match in _IS_PRIVATE.finditer(rendered) if match.group() in self._meanings)
         return rendered[max(ends, default=0) :]
 
-    def _marked(self, k: int, message: Message) -> Message:
+    def after(self, rendered: str, run: Run) -> str:
+        """Return the text of a rendering after the last mark of a run, to the next mark or the end."""
+        marks = [match for match in _IS_PRIVATE.finditer(rendered) if match.group() in self._meanings]
+        numbers = [i for i, mark in enumerate(marks) if self._meanings[mark.group()][0] == run.message]
+        if run.num_before >= len(numbers):
+            return ""
+        i = numbers[run.num_before]
+        return rendered[marks[i].end() : marks[i + 1].start() if i + 1 < len(marks) else len(rendered)]
+
+    def _marked(self, k: int, message: Message, *, keys: bool) -> Message:
+        """Return a message with marks. keys: whether the names of arguments have some."""
         edge, inner, other = self._characters[k]
         marked = dict(message)
         if isinstance(message.get("content"), str):
@@ -103,7 +123,7 @@ class MarkedConversation:
             if isinstance(message.get(key), str):
                 marked[key] = _marked_text(message[key], other, other)
         if message.get("tool_calls"):
-            marked["tool_calls"] = [_marked_call(call, other) for call in message["tool_calls"]]
+            marked["tool_calls"] = [_marked_call(call, other, keys) for call in message["tool_calls"]]
         return marked
 
     def _fitting(
@@ -169,6 +189,47 @@ class MarkedConversation:
                 written[right.message] = replace(written[right.message], lead=lead)
         return written
 
+    def _without_quotes(self, marked: Sequence[Message]) -> list[Mark]:
+        """Leave out marks of an assistant's message beyond those that it has: another message quotes it there."""
+        number = [
+            sum(map(json.dumps(message, ensure_ascii=False, default=str).count, characters))
+            if message["role"] == "assistant"
+            else None
+            for message, characters in zip(marked, self._characters, strict=True)
+        ]
+        marks = []
+        for mark in self._marks:
+            if (rest := number[mark.message]) is not None:
+                number[mark.message] = rest - 1
+            if rest is None or rest > 0:
+                marks.append(mark)
+        return marks
+
+    def _located_runs(self, messages: Sequence[Message]) -> list[Run]:
+        """Join neighbouring marks of a message, unless a later message without marks stands between them."""
+        unmarked = {
+            k: content.strip()
+            for k, message in enumerate(messages)
+            if not self._is_marked[k] and isinstance(content := message.get("content"), str) and content.strip()
+        }
+        groups: list[list[Mark]] = []
+        for mark in self._marks:
+            last = groups[-1][-1] if groups else None
+            is_same = last is not None and last.message == mark.message
+            if is_same and unmarked and last is not None:
+                between = self._text[last.position : mark.position]
+                is_same = not any(k > mark.message and content in between for k, content in unmarked.items())
+            if is_same:
+                groups[-1].append(mark)
+            else:
+                groups.append([mark])
+        seen = Counter[int]()
+        runs = []
+        for marks in groups:
+            seen[marks[0].message] += len(marks)
+            runs.append(_run(marks, seen[marks[0].message] - 1))
+        return runs
+
     def _edges(self, k: int, content: object) -> Edges:
         mark = self._characters[k][0]
         parts = content.split(mark) if isinstance(content, str) else []
@@ -201,18 +262,18 @@ def _between_marks(text: str, first: str, last: str) -> str:
     return f"{lead}{first}{core}{last}{trail}"
 
 
-def _marked_call(call: Message, mark: str) -> Message:
+def _marked_call(call: Message, mark: str, keys: bool) -> Message:
     """Mark the names and values of a call's arguments. A function's name may be written by its answer, too."""
-    if "function" in call:
-        return {**call, "function": _marked_call(call["function"], mark)}
-    return {**call, "arguments": _marked_value(call.get("arguments"), mark)}
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _marked_call(call["function"], mark, keys)}
+    return {**call, "arguments": _marked_value(call.get("arguments"), mark, keys)}
 
 
-def _marked_value(value: Any, mark: str) -> Any:
+def _marked_value(value: Any, mark: str, keys: bool) -> Any:
     if isinstance(value, Mapping):
-        return {f"{mark}{key}": _marked_value(item, mark) for key, item in value.items()}
+        return {f"{mark}{key}" if keys else key: _marked_value(item, mark, keys) for key, item in value.items()}
     if isinstance(value, list):
-        return [_marked_value(item, mark) for item in value]
+        return [_marked_value(item, mark, keys) for item in value]
     return _between_marks(value, mark, mark) if isinstance(value, str) and value.strip() else value
 
 
@@ -221,11 +282,11 @@ def _stripped(message: Message) -> Message:
     return {**message, "content": content.strip()} if isinstance(content, str) else message
 
 
-def _run(marks: Sequence[Mark]) -> Run:
+def _run(marks: Sequence[Mark], num_before: int) -> Run:
     kinds = {mark.kind for mark in marks}
     first, last = marks[0], marks[-1]
     has_content, has_other = bool(kinds - {"other"}), "other" in kinds
-    return Run(first.message, first.position, last.position, first.kind, last.kind, has_content, has_other)
+    return Run(first.message, first.position, last.position, first.kind, last.kind, has_content, has_other, num_before)
 
 
 def _between(text: str, marks: Sequence[Mark], i: int) -> str:

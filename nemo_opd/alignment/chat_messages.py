@@ -73,7 +73,8 @@ def _mark(k: int, message: Message) -> bool | None:
 
 def said_by(message: Message) -> tuple[str, ...]:
     """Return the texts that the author of a plain message wrote: content, thinking, and the functions that it calls."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    functions = [call.get("function") for call in message.get("tool_calls") or ()]
+    calls = [function for function in functions if isinstance(function, Mapping)]
     # Some files have one thought under several keys, of which a template reads one.
     thoughts = dict.fromkeys(text for text in map(message.get, THINKING) if isinstance(text, str))
     written = [message["content"], *thoughts, *(call.get("name") for call in calls)]

@@ -55,6 +55,8 @@ class LocatedTokens:
         A token across the beginning is the model's, unless it is an added one: a header's last token may take the
         white space after it.
         """
+        if span.start == span.stop:
+            return slice(0, 0)
         first = self.at(span.start)
         if first < len(self.ids) and self.starts[first] < span.start and int(self.ids[first]) in added:
             first += 1

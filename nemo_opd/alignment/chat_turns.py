@@ -108,8 +108,8 @@ class _Locator:
         """Length of the part of such a text that is there, by kind and the text that is there instead."""
         self._ends: dict[tuple[object, ...], str] = {}
         """Token that ends a turn, by the kind of turn."""
-        self._closings: dict[tuple[object, ...], list[str]] = defaultdict(list)
-        """Text after a message's turn that has no end token."""
+        self._closings: dict[tuple[object, ...], tuple[int, str]] = {}
+        """Length of the text that closes a turn and the token at its end, by kind and the text after the turn."""
         self._reached = 0
         """End of the last turn."""
 
@@ -153,7 +153,7 @@ class _Locator:
                 return None, None
             start = content.start
         numbers = self._runs_of[k]
-        spans = [Span(self._runs[i].start, self._first_added_after(i)) for i in numbers[:-1]]
+        spans = [Span(self._runs[i].start, self._interrupted(k, i)) for i in numbers[:-1]]
         closed, end = self._closed(k, start)
         spans.append(Span(self._runs[numbers[-1]].start if numbers else start, closed))
         start = min(start, spans[0].start)
@@ -177,8 +177,8 @@ class _Locator:
         return self._runs[i - 1].stop if i else 0, self._start_of_run(i)
 
     def _next_run(self, k: int) -> int:
-        """Return the first run of a message from k on."""
-        return bisect_left(self._last_messages, k)
+        """Return the first run of message k, or of a later one if it has none."""
+        return self._runs_of[k][0] if self._runs_of[k] else bisect_left(self._last_messages, k)
 
     def _start_of_run(self, i: int) -> int:
         return self._runs[i].start if i < len(self._runs) else len(self._text)
@@ -188,10 +188,15 @@ class _Locator:
         trail = self._marked.edges[run.message].trail if run is not None and run.last == "edge" else ""
         return trail if run is not None and self._text.startswith(trail, run.stop) else ""
 
-    def _first_added_after(self, i: int) -> int:
-        """Return the end of the first added token after a run and before the next one, else the end of the run."""
-        match = self._tokens.added.search(self._text, self._runs[i].stop, self._start_of_run(i + 1))
-        return match.end() if match else self._runs[i].stop
+    def _interrupted(self, k: int, i: int) -> int:
+        """Return the end of run i of message k and of the text that closes it, before another message's text."""
+        run = self._runs[i]
+        rendered = self._render(self._marked.messages[: k + 1], False)
+        gap = self._text[run.stop : self._start_of_run(i + 1)]
+        if rendered is not None and (length := self._tokens.shared(self._marked.after(rendered, run), gap)):
+            return run.stop + length
+        match = self._tokens.added.search(gap)
+        return run.stop + (match.end() if match else 0)
 
     def _takeover(self, k: int) -> int | None:
         """Return the place at which the model takes over for message k; None if the template writes no turn."""
@@ -256,16 +261,16 @@ class _Locator:
             token = self._ends.get(kind, "")
             if token and (at := gap.find(token)) >= 0:
                 return start + at + len(token), token
-            for closing in self._closings[kind]:
-                if gap.startswith(closing):
-                    return start + len(closing), ""
+            if (*kind, gap) in self._closings:
+                length, token = self._closings[(*kind, gap)]
+                return start + length, token
         length, token = self._tokens.end(
             gap if is_last else self._closing(k, gap, start - (before.stop if before else 0))
         )
-        if token and not is_last:
+        if token in self._tokens.turn_ends and not is_last:
             self._ends[kind] = token
         elif not is_last:
-            self._closings[kind].append(gap[:length])
+            self._closings[(*kind, gap)] = length, token
         return start + length, token
 
     def _closing(self, k: int, gap: str, offset: int) -> str:

@@ -175,5 +175,5 @@ class Store:
 
 
 def _key_of(document: Document) -> bytes:
-    content = document if isinstance(document, str) else json.dumps(asdict(document))
+    content = document if isinstance(document, str) else json.dumps(asdict(document), default=str)
     return hashlib.blake2b(content.encode(), digest_size=16).digest()

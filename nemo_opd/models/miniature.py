@@ -67,7 +67,7 @@ def _built(
     if sum(parameter.numel() for parameter in outline.parameters()) > _MAX_PARAMETERS:
         raise ValueError("too large")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed GPUs, too
         config = kind.from_dict(scaled.dictionary(values))  # models change their configuration
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         # Initial weights hide what they are zero for.

@@ -79,7 +79,8 @@ def encoded_rows(answer: PromptLogprobs, ids: NDArray[np.integer[Any]], layout: 
 def _require_most(is_answered: NDArray[np.bool_], counts: NDArray[np.int64], top_k: int) -> None:
     """Raise UnusableError if no position that has a next token, or too few of all, are answered."""
     unanswered = np.flatnonzero(~is_answered)
-    if len(unanswered) <= max(1, _UNANSWERED * len(is_answered)) and is_answered[:-1].any():
+    is_enough = len(unanswered) <= max(1, _UNANSWERED * len(is_answered)) and is_answered[:-1].any()
+    if is_enough or not len(unanswered):
         return
     first = unanswered[0]
     if counts[first] < top_k:

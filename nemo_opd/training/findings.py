@@ -210,7 +210,8 @@ def warn_of_spelled_tokens(config: RunConfig, data: Corpus, student: ModelInfo) 
     documents = read_documents(data.train, list(sampled_rows(len(data.train))))
     texts = [document.content if isinstance(document, Routed) else document for document in documents]
     ids = [set(encode(student.tokenizer, text[:_LOOKED_AT])) for text in texts if isinstance(text, str)]
-    special = student.pieces.special_contents
+    unknown = student.tokenizer.unk_token_id
+    special = {i: content for i, content in student.pieces.special_contents.items() if i != unknown}
     if number := sum(not special.keys().isdisjoint(of_text) for of_text in ids):
         spelled = sorted(special[token].decode() for token in special.keys() & set().union(*ids))
         yield (

@@ -95,7 +95,7 @@ def survey(
 
 def sampled_rows(number: int) -> range:
     """Return rows at equal distances, of this number of rows."""
-    return range(0, number, ceil(number / _NUM_TEXTS))
+    return range(0, number, max(1, ceil(number / _NUM_TEXTS)))
 
 
 def _documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sequence[Sample]]:

@@ -13,7 +13,16 @@ from nemo_opd.alignment import ChatRenderer
 from nemo_opd.alignment.chat_turns import TurnTokens, locate_messages
 from nemo_opd.errors import AlignmentError
 from tests.alignment.chat_fixture import assistant, call, system, tool, user
-from tests.alignment.chat_templates import PLAIN, REWRITING, TEMPLATES, TOOL, chat_tokenizer, render, tokenizer_of
+from tests.alignment.chat_templates import (
+    PLAIN,
+    REWRITING,
+    TEMPLATES,
+    TOOL,
+    WEATHER,
+    chat_tokenizer,
+    render,
+    tokenizer_of,
+)
 from tests.tokenizers_fixture import byte_level
 
 THOUGHT = [*PLAIN[:3], assistant("Answer two.", thinking="Hm.")]
@@ -113,6 +122,60 @@ def test_no_other_text_is_learned(name: str, messages: list[dict[str, Any]]) -> 
     before, text = render(tokenizer, messages[:-1], True), render(tokenizer, messages)
     if text.startswith(before):
         assert turns[-1] == text[len(before) :].rstrip("\n")
+
+
+def test_a_moved_system_message() -> None:
+    """Bug: of a template that gathers system messages at the front, the user's question was learned (DeepSeek)."""
+    template = (
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}{% for m in messages %}"
+        "{% if m.role == 'user' %}<|u|>{{ m.content }}{% elif m.role == 'assistant' %}<|a|>{{ m.content }}</s>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
+    )
+    messages = [*PLAIN[:2], system("Be brief."), *PLAIN[2:]]
+    assert turns_of(tokenizer_of(template, "</s>"), messages) == ["Answer one.</s>", "Answer two.</s>"]
+
+
+def test_joined_answers() -> None:
+    """Bug: after one turn without an end, which two messages share, no turn's end was learned."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|u|>{{ m.content }}{% else %}"
+        "{{ '' if loop.index0 and messages[loop.index0 - 1].role == 'assistant' else '<|a|>' }}{{ m.content }}"
+        "{{ '' if not loop.last and messages[loop.index0 + 1].role == 'assistant' else '</s>' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
+    )
+    messages = [user("a"), assistant("b"), assistant("c"), user("d"), assistant("e"), user("f"), assistant("g")]
+    assert turns_of(tokenizer_of(template, "</s>"), messages) == ["b", "c</s>", "e</s>", "g</s>"]
+
+
+def test_a_result_that_cannot_be_marked() -> None:
+    """Bug: between a call and what is said after its result, the result was learned."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|u|>{{ m.content }}{% elif m.role == 'assistant' %}<|a|>"
+        "{% for c in m.tool_calls or [] %}<|call|>{{ c.function.arguments.city }}<|/call|>{% endfor %}"
+        "{% for t in messages[loop.index0 + 1:loop.index0 + 2] if t.role == 'tool' %}"
+        "<|result|>{{ 'JSON ' if t.content.startswith('{') else '' }}{{ t.content }}<|/result|>{% endfor %}"
+        "{{ m.content }}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
+    )
+    messages = [user("Weather?"), assistant("It is 3.", tool_calls=[WEATHER]), tool('{"t": 3}')]
+    (turn,) = turns_of(tokenizer_of(template, "</s>"), [*messages])
+    assert turn == "<|call|>Bern<|/call|>It is 3.</s>"
+
+
+def test_a_result_that_quotes_its_call() -> None:
+    """Bug: the header of a tool's message was learned if it repeats the call's arguments."""
+    template = (
+        "{% set seen = namespace(city='') %}{% for m in messages %}{% if m.role == 'tool' %}<|t|>of {{ seen.city }}: "
+        "{{ m.content }}</s>{% elif m.role == 'assistant' %}<|a|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% set seen.city = c.function.arguments.city %}<|call|>{{ seen.city }}{% endfor %}</s>{% else %}<|u|>"
+        "{{ m.content }}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}<|a|>{% endif %}"
+    )
+    assert turns_of(tokenizer_of(template, "</s>"), TOOL) == ["<|call|>Bern</s>", "It is sunny.</s>"]
+
+
+def test_a_call_whose_function_is_text() -> None:
+    """Bug: a TypeError of Python's own for a call that names its function alone."""
+    messages = [user("a"), assistant("b", tool_calls=[{"function": "f", "arguments": {"x": "1"}}])]
+    assert turns_of(chat_tokenizer("closing text"), messages) == ["b<|close|>assistant<|sep|><|end_of_msg|>"]
 
 
 def test_few_renderings_of_a_long_conversation() -> None:
@@ -216,14 +279,16 @@ def test_public_templates(name: str) -> None:
     refused = 0
     for messages in (PLAIN, [*PLAIN[:3], assistant("Answer two.", reasoning_content="Hm.")], called):
         try:
-            rendered = ChatRenderer(tokenizer).render(messages)
+            renderer = ChatRenderer(tokenizer)
+            rendered = renderer.render(messages)
         except AlignmentError:
             refused += 1
             continue
         for k, turn in rendered.turns.items():
             written = "".join(rendered.text[slice(*span)] for span in turn.spans)
             assert not any(word in written for word in ("sunny", "One?", "Two?", "Weather?"))
-            before, after = render(tokenizer, messages[:k], True), render(tokenizer, messages[: k + 1])
+            before = renderer.template.render(messages[:k], add_generation_prompt=True)
+            after = renderer.template.render(messages[: k + 1])
             if rendered.text.startswith(before) and rendered.text.startswith(after):
                 assert turn.spans[0].start == len(before)
                 closing = rendered.text[turn.spans[-1].stop : len(after)]
