@@ -102,8 +102,8 @@ def step_products(student: ModelSize, teacher: ModelSize, work: StepWork, *, is_
     return [
         *model_products(student, work.student_lengths, is_trained=is_trained),
         *head_products(student, work.student_tokens, is_trained=is_trained),
-        *model_products(teacher, work.teacher_lengths, is_trained=False),
-        *head_products(teacher, work.compared_rows, is_trained=False),
+        *model_products(teacher, work.teacher_lengths[0], is_trained=False),
+        *head_products(teacher, work.compared_rows[0], is_trained=False),
     ]
 
 

@@ -22,9 +22,10 @@ from nemo_opd.errors import AlignmentError
 Render = Callable[[Sequence[Message], bool], str | None]
 """Renders messages, with or without the generation prompt; returns None if the template refuses them."""
 
-_Kind = Literal["edge", "inner", "other"]
-"""edge: the first and the last mark of a content; inner: a mark between them; other: a mark in thinking or a call."""
-_KINDS: tuple[_Kind, ...] = ("edge", "inner", "other")
+_Kind = Literal["start", "end", "inner", "other"]
+"""start, end: the first and the last mark of a content, which has the latter alone if it is empty or made of tags;
+inner: a mark between them; other: a mark in thinking or a call."""
+_KINDS: tuple[_Kind, ...] = ("start", "end", "inner", "other")
 _PRIVATE_USE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 _IS_PRIVATE = re.compile("([\U000f0000-\U000ffffd\U00100000-\U0010fffd])")
 _TAG = re.compile(r"(<[^<>\s]{1,64}>|\[/?[A-Z_]{2,}\])")
@@ -87,7 +88,7 @@ class MarkedConversation:
         self._is_marked = [before != after for before, after in zip(messages, self.messages, strict=True)]
         silent = [k for k, message in enumerate(messages) if marked[k] == message]
         if silent:
-            empty = [{**message, "content": self._characters[k][0]} for k, message in enumerate(messages)]
+            empty = [{**message, "content": self._characters[k][1]} for k, message in enumerate(messages)]
             self.messages, self._marks = self._replaced(self.messages, empty, silent) or (self.messages, self._marks)
         self._marks = self._without_quotes(self.messages)
         self.runs = self._located_runs(messages)
@@ -115,13 +116,13 @@ class MarkedConversation:
 
     def _marked(self, k: int, message: Message, *, keys: bool) -> Message:
         """Return a message with marks. keys: whether the names of arguments have some."""
-        edge, inner, other = self._characters[k]
+        start, end, inner, other = self._characters[k]
         marked = dict(message)
         if isinstance(message.get("content"), str):
-            marked["content"] = _marked_text(message["content"], edge, inner)
+            marked["content"] = _marked_text(message["content"], start, end, inner)
         for key in THINKING:
             if isinstance(message.get(key), str):
-                marked[key] = _marked_text(message[key], other, other)
+                marked[key] = _marked_text(message[key], other, other, other)
         if message.get("tool_calls"):
             marked["tool_calls"] = [_marked_call(call, other, keys) for call in message["tool_calls"]]
         return marked
@@ -180,12 +181,12 @@ class MarkedConversation:
             trail, lead = _shared_white_space(
                 _between(self._text, self._marks, i),
                 _between(text, marks, i),
-                edges[left.message] if left and left.kind == "edge" else Edges(),
-                edges[right.message] if right and right.kind == "edge" else Edges(),
+                edges[left.message] if left and left.kind == "end" else Edges(),
+                edges[right.message] if right and right.kind in ("start", "end") else Edges(),
             )
-            if left and left.kind == "edge":
+            if left and left.kind == "end":
                 written[left.message] = replace(written[left.message], trail=trail)
-            if right and right.kind == "edge":
+            if right and right.kind in ("start", "end"):
                 written[right.message] = replace(written[right.message], lead=lead)
         return written
 
@@ -231,9 +232,10 @@ class MarkedConversation:
         return runs
 
     def _edges(self, k: int, content: object) -> Edges:
-        mark = self._characters[k][0]
-        parts = content.split(mark) if isinstance(content, str) else []
-        return Edges(parts[0], parts[-1]) if len(parts) > 1 else Edges()
+        start, end = self._characters[k][:2]
+        if not isinstance(content, str) or end not in content:
+            return Edges()
+        return Edges(content.partition(start if start in content else end)[0], content.rpartition(end)[2])
 
 
 def _characters(text: str, num_messages: int) -> list[tuple[str, ...]]:
@@ -245,19 +247,20 @@ def _characters(text: str, num_messages: int) -> list[tuple[str, ...]]:
     return list(zip(*[iter(free)] * len(_KINDS), strict=True))
 
 
-def _marked_text(text: str, edge: str, inner: str) -> str:
+def _marked_text(text: str, start: str, end: str, inner: str) -> str:
     """Put marks around each part of a text between tags, inside the white space at its ends."""
     parts = _TAG.split(text)
     spoken = [i for i in range(0, len(parts), 2) if parts[i].strip()]
     if not spoken:
-        return _between_marks(text, edge, edge) if text else text
+        core = text.rstrip()
+        return f"{core}{end}{text[len(core) :]}" if text else text
     for i in spoken:
-        parts[i] = _between_marks(parts[i], edge if i == spoken[0] else inner, edge if i == spoken[-1] else inner)
+        parts[i] = _between_marks(parts[i], start if i == spoken[0] else inner, end if i == spoken[-1] else inner)
     return "".join(parts)
 
 
 def _between_marks(text: str, first: str, last: str) -> str:
-    core = text.strip() or text
+    core = text.strip()
     lead, _, trail = text.partition(core)
     return f"{lead}{first}{core}{last}{trail}"
 

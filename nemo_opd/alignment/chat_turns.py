@@ -135,9 +135,8 @@ class _Locator:
     def _content(self, k: int) -> Span | None:
         """Find a content by its first marks; by its text if it can have no marks."""
         if self._runs_of[k]:
-            run, edges = self._runs[self._runs_of[k][0]], self._marked.edges[k]
-            lead = edges.lead if run.first == "edge" and self._text.endswith(edges.lead, 0, run.start) else ""
-            return Span(run.start - len(lead), run.stop + len(self._trail(run)))
+            run = self._runs[self._runs_of[k][0]]
+            return Span(run.start - self._lead(k, run), run.stop + len(self._trail(run)))
         if self._marked.is_marked(k):
             return None
         start, stop = self._gap(k)
@@ -161,15 +160,20 @@ class _Locator:
         turn = Turn(tuple(spans), end in self._tokens.turn_ends)
         runs = [self._runs[i] for i in numbers]
         has_calls = bool(self._messages[k].get("tool_calls")) and not any(run.has_content for run in runs)
-        if has_calls or any(run.has_other for run in runs):
+        if has_calls or any(run.has_other for run in runs) or self._has_other_tags(k, runs):
             return Span(start, spans[0].stop - (len(end) if len(spans) == 1 else 0)), turn
         if content is None or content.stop == content.start:
             return Span(start, start), turn
-        # A template that parses thinking out of a content may write its tags in another way.
-        has_other_tags = (
-            runs and runs[0].first == "edge" and self._marked.edges[k].lead.strip() and content.start == runs[0].start
-        )
-        return Span(start if has_other_tags else max(start, content.start), content.stop), turn
+        return Span(max(start, content.start), content.stop), turn
+
+    def _has_other_tags(self, k: int, runs: Sequence[Run]) -> bool:
+        """Return whether the template writes tags at a content's ends in another way, as one that parses thinking."""
+        edges = self._marked.edges[k]
+        if not runs:
+            return False
+        begins_otherwise = runs[0].first == "start" and self._lead(k, runs[0]) < len(edges.lead)
+        ends_otherwise = runs[-1].last == "end" and self._trail(runs[-1]) != edges.trail
+        return bool(begins_otherwise and edges.lead.strip()) or bool(ends_otherwise and edges.trail.strip())
 
     def _gap(self, k: int) -> tuple[int, int]:
         """Return the edges of the text between marks in which the turn of message k begins."""
@@ -183,9 +187,19 @@ class _Locator:
     def _start_of_run(self, i: int) -> int:
         return self._runs[i].start if i < len(self._runs) else len(self._text)
 
+    def _lead(self, k: int, run: Run) -> int:
+        """Return the length of the content's text before its first mark in the rendered text."""
+        lead = self._marked.edges[k].lead
+        if run.first in ("start", "end") and lead and self._text.endswith(lead, 0, run.start):
+            return len(lead)
+        if run.first != "end":
+            return 0
+        core = (self._messages[k].get("content") or "").strip()  # the template dropped its beginning
+        return common_prefix(core[::-1], self._text[: run.start][-len(core) :][::-1]) if core else 0
+
     def _trail(self, run: Run | None) -> str:
         """Return what follows a run's last mark of its content."""
-        trail = self._marked.edges[run.message].trail if run is not None and run.last == "edge" else ""
+        trail = self._marked.edges[run.message].trail if run is not None and run.last == "end" else ""
         return trail if run is not None and self._text.startswith(trail, run.stop) else ""
 
     def _interrupted(self, k: int, i: int) -> int:

@@ -56,9 +56,9 @@ def step() -> Iterator[dict[str, ModuleType]]:
 def test_timed_products_have_the_flops_of_a_step(step: dict[str, ModuleType], is_trained: bool) -> None:
     """Bugs: a matrix or a pass is left out of the yardstick or counts twice, so that the ratio says nothing."""
     size = model_size(LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=3))
-    work = step["step_flops"].StepWork((300, 212), (290, 200), 333)
+    work = step["step_flops"].StepWork((300, 212), ((290, 200),), (333,))
     products = step["large_vocabulary"].step_products(size, size, work, is_trained=is_trained)
-    flops = work.flops(size, size)
+    flops = work.flops(size, {"teacher": size})
     expected = flops["student"].total * (3 if is_trained else 1) / 3 + flops["teacher"].total
     # Causal attention has n (n + 1) / 2 scores of n = 200 or more tokens, the yardstick n · n / 2.
     assert sum(product.flops for product in products) == pytest.approx(expected, rel=1 / 200)
