@@ -132,7 +132,7 @@ def shown_tree() -> dict[str, set[str]]:
             listed.setdefault("/".join(folders[:-1]), set()).add(opened[1])
         elif depth < 4:
             folders = folders[:depth]
-        listed.setdefault("/".join(folders), set()).update(re.findall(r"\w+\.(?:py|sh)", line))
+        listed.setdefault("/".join(folders), set()).update(re.findall(r"\w+\.(?:py|sh|txt)", line))
     return listed
 
 

@@ -1,4 +1,4 @@
-"""What a model writes of a rendered conversation: turns from the generation prompt through the token that ends them.
+"""Turns of a rendered conversation: all that a model writes, from the generation prompt through the end of the turn.
 
 The turn of assistant message k is the rendering of messages 0 … k after that of messages 0 … k − 1 with the generation
 prompt, through its end token (methods.md §1.5). Rendering all these beginnings would take a time quadratic in the
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model writes of one assistant message."""
+    """Text that the model writes for one assistant message."""
 
     spans: tuple[Span, ...]
     """More than one if the template puts another message's text inside the turn."""

@@ -18,7 +18,7 @@ class RenderedChat:
     contents: Sequence[Span | None]
     """Contents by message; None: the template leaves the message out."""
     turns: Mapping[int, Turn]
-    """By assistant message."""
+    """Turns by assistant message."""
 
     def after(self, first: int) -> RenderedChat:
         """Return the same text as a rendering of the messages from `first` on."""

@@ -8,7 +8,7 @@ _NO_SOLUTION = re.compile(
     r"(?:x=|x\\in)?(?:\\emptyset|∅|\\\{\\\}|(?:the)?emptyset|none"
     r"|(?:therea?(?:is|re)|ithas|(?:theequation|thesystem|it)has)?no(?:real|valid|possible|such)?solutions?(?:exists?)?)"
 )
-"""Of a text in lower case without spaces."""
+"""Words for no solution, in lower case without spaces."""
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 _DEGREES = re.compile(_NUMBER + r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°|(?:\\text\s*\{)?\s*degrees?\b\s*\}?)")
 _PER_CENT = re.compile(r"\s*(?:\\,)?\s*(?:%|(?:\\text\s*\{)?\s*per\s?cent\s*\}?)$")

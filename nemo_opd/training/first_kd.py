@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from nemo_opd.config.loss import (
+    ALMTerm,
     BytePrefixTerm,
     ChunkTerm,
+    FunctionTerm,
     LossTerm,
     PKLTerm,
     SameVocabTerm,
@@ -37,7 +39,7 @@ def first_kd_warnings(config: RunConfig, vocab_size: int, device: str, record: M
     for i, teacher in enumerate(config.active_teachers):
         name, term = f"train/kd/{teacher.name}", config.term(i)
         kd = record.get(name, math.nan) / getattr(term, "temperature", 1.0) ** 2
-        if abs(kd) <= _noise(config, i, device) and _is_0_at_agreement(term) and _differs(config, i):
+        if _is_about_0(kd, term, _noise(config, i, device)) and _differs(config, i):
             yield (
                 f"{name} is {kd:.1g}: {teacher.name} and the student agree up to rounding, although "
                 f"teachers.{i}.model={teacher.model} and student.model={config.student.model} differ. Either one is a "
@@ -69,9 +71,11 @@ def _differs(config: RunConfig, i: int) -> bool:
     return not teacher.is_student and teacher.model != config.student.model
 
 
-def _is_0_at_agreement(term: LossTerm) -> bool:
-    """Return whether the value is a divergence in nats; sums of weighted parts and distances have other sizes."""
-    return isinstance(term, _FORWARD_KLS)
+def _is_about_0(kd: float, term: LossTerm, noise: float) -> bool:
+    """Return whether a value says that the models agree. Only a divergence in nats can be compared with the noise."""
+    if isinstance(term, ALMTerm | FunctionTerm):  # not 0 for models that agree
+        return False
+    return abs(kd) <= (noise if isinstance(term, _FORWARD_KLS) else 0)
 
 
 def _is_forward_kl(term: LossTerm) -> bool:

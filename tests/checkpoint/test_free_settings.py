@@ -11,6 +11,7 @@ from nemo_opd.config import (
     handoff,
     importance,
     loss,
+    objective,
     optim,
     reward,
     rollout,
@@ -57,7 +58,7 @@ BOUND: dict[type[BaseModel], str] = {
     optim.Scheduler: "type warmup_steps min_lr_ratio",
     Source: "arrow_files parquet_files jsonl_files text_files",
     HubDataset: "path name split",
-    Data: "text_key messages_key tools_key response_key append_eos special_tokens shuffle packing",
+    Data: "text_key messages_key tools_key learned_turns response_key append_eos special_tokens shuffle packing",
     aggregation.WeightedSum: "type weights alpha vocabulary_scaling",
     aggregation.AveragedLogits: "type",
     aggregation.SelectTeacher: "type per",
@@ -91,7 +92,7 @@ BOUND: dict[type[BaseModel], str] = {
     environment.EnvironmentBase: "max_turns max_response_tokens",
     environment.CalculatorEnvironment: "type",
     environment.FunctionEnvironment: "type function",
-    loss.Objective: "kd_weight ce_weight scaling scaling_decay scaling_cap",
+    objective.Objective: "kd_weight ce_weight scaling scaling_decay scaling_cap",
     loss.DivergenceTerm: "divergence beta mixed_weight temperature",
     loss.TemperatureTerm: "temperature",
     loss.ChunkTerm: "continuation_weight",
@@ -109,7 +110,7 @@ BOUND: dict[type[BaseModel], str] = {
     loss.SharedPrefixTerm: "type",
     loss.BytePrefixTerm: "type",
     loss.FunctionTerm: "type function arguments",
-    loss.GRPOLoss: "type policy_weight clip_low clip_high dual_clip scale_advantages",
+    objective.GRPOLoss: "type policy_weight clip_low clip_high dual_clip scale_advantages",
 }
 
 

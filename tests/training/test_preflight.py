@@ -563,7 +563,10 @@ def test_context_parallel_ranks_do_not_choose_different_rotary_factors() -> None
         check_positions(config, replace(info, rotary=RotaryLimit(63, grows=False)), teachers)
 
 
-CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|stop|>{% endfor %}"
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 def conversations(tmp_path: Path, *roles: str) -> list[str]:
@@ -615,7 +618,7 @@ def test_one_tokenizer_with_two_templates_is_cross_tokenizer(
 
     with pytest.raises(ModelError, match="so there is nothing to align"):
         preflight(configure(*own, f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"))
-    (tmp_path / "other.jinja").write_text(CHAT.replace("<|stop|>", "<|over|>"))
+    (tmp_path / "other.jinja").write_text(CHAT.replace("<|{{", "<|the {{").replace("<|assistant", "<|the assistant"))
     plan = preflight(configure(*own, f"teachers.0.chat_template={tmp_path / 'other.jinja'}"))
     matrix, (coverage,) = plan.teachers[0].projection, plan.survey.coverage
     assert matrix is not None

@@ -15,7 +15,7 @@ from tests.tiny import Tiny
 
 HEAD = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
 CALLS = "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-END = "<|stop|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+END = "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 CALL = {"type": "function", "function": {"name": "jump", "arguments": '{"over": "the lazy dog"}'}}
 THINKS = "{# the generation prompt begins a thought #}"
 
@@ -112,7 +112,7 @@ def test_conversations_without_a_learned_message_are_refused(check: Check) -> No
 
 def test_a_last_turn_without_an_end(check: Check) -> None:
     """Bug: a student of a template that ends no last turn does not learn to stop, without a word."""
-    end = "{% if not loop.last %}<|stop|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    end = "{% if not loop.last %}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     chats = [[{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "The quick"}]] * 3
     (warning,) = check("{# plain #}", "{# plain #}", chats, end=end)
     assert "writes no token that ends the assistant's last turn in 3 of 3 conversations" in warning

@@ -23,7 +23,7 @@ from nemo_opd.handoff.obstacle import obstacle
 
 _TIMED = 20
 _SHARE = 64
-"""By which sizes are divided without a GPU."""
+"""Divisor of sizes without a GPU."""
 _ROWS = 1743
 """Rows of logits that are computed at a time on a GPU of 80 GB."""
 _HEADS = ((2048, 128_256), (2560, 151_936), (2560, 151_669))

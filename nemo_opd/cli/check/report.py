@@ -34,7 +34,7 @@ class Result:
     tests: str = ""
     """Numbers of tests by outcome, also of a part that was ended."""
     values: list[Any] = field(default_factory=list)
-    """What it printed as JSON, a value a line."""
+    """Lines of JSON that it printed."""
 
 
 def read_output(outcome: str, seconds: float, output: str) -> Result:
