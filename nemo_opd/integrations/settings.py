@@ -35,7 +35,8 @@ def read_settings(given: Mapping[str, Any]) -> RunConfig:
     if isinstance(train, Mapping):  # validation tells what is no section
         train = {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1, **train}
     if isinstance(data, Mapping):
-        data = {**data, "packing": False, "cache": False}
+        packing = {} if data.get("messages_key") else {"packing": False}  # a conversation is never packed
+        data = {**data, **packing, "cache": False}
     config = from_dict({**given, "train": train, "data": data})
     for key, reason in _beyond_reach(config):
         raise ConfigError(f"{key}: {reason}; leave it out, or use nemo_opd.distil")
