@@ -102,17 +102,19 @@ class MarkedConversation:
 
     def tail(self, rendered: str) -> str:
         """Return the text after the last mark of a rendering."""
-        ends = (match.end() for match in _IS_PRIVATE.finditer(rendered) if match.group() in self._meanings)
-        return rendered[max(ends, default=0) :]
+        return rendered[max((match.end() for match in self._matches(rendered)), default=0) :]
 
     def after(self, rendered: str, run: Run) -> str:
         """Return the text of a rendering after the last mark of a run, to the next mark or the end."""
-        marks = [match for match in _IS_PRIVATE.finditer(rendered) if match.group() in self._meanings]
+        marks = self._matches(rendered)
         numbers = [i for i, mark in enumerate(marks) if self._meanings[mark.group()][0] == run.message]
         if run.num_before >= len(numbers):
             return ""
         i = numbers[run.num_before]
         return rendered[marks[i].end() : marks[i + 1].start() if i + 1 < len(marks) else len(rendered)]
+
+    def _matches(self, rendered: str) -> list[re.Match[str]]:
+        return [match for match in _IS_PRIVATE.finditer(rendered) if match.group() in self._meanings]
 
     def _marked(self, k: int, message: Message, *, keys: bool) -> Message:
         """Return a message with marks. keys: whether the names of arguments have some."""

@@ -14,8 +14,8 @@ from nemo_opd.alignment.chat_template import ChatTemplate
 from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
 from nemo_opd.alignment.chat_turns import TurnTokens, locate_messages
 from nemo_opd.alignment.rendered_chat import RenderedChat
-from nemo_opd.alignment.roles import roles_of
 from nemo_opd.alignment.template_roles import stop_ids
+from nemo_opd.alignment.token_roles import turn_end_ids
 from nemo_opd.config.data import LearnedTurns
 from nemo_opd.errors import AlignmentError
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _Tools = Sequence[Mapping[str, Any]] | None
 
-_ENDS_A_TURN = {"end_of_turn", "end_of_message", "eos"}
 _OWN_ARGUMENTS = ("conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
 
 
@@ -80,7 +79,7 @@ class ChatRenderer:
         plain = plain_messages(messages)
         text = self._rendered(plain, tools)
         contents, turns = locate_messages(
-            lambda some, add_generation_prompt: self._rendered_or_none(some, tools, add_generation_prompt),
+            lambda some, prompt: self.template.render_or_none(some, tools, add_generation_prompt=prompt),
             plain,
             text,
             self._turn_tokens,
@@ -101,21 +100,9 @@ class ChatRenderer:
         spans = located.spans(rendered.contents)
         return ChatTokens(located.ids, mask, spans, tuple(map(said_by, rendered.messages)))
 
-    def _render(self, messages: Sequence[Message], tools: _Tools, add_generation_prompt: bool = False) -> str:
-        return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
-
-    def _rendered_or_none(
-        self, messages: Sequence[Message], tools: _Tools, add_generation_prompt: bool = False
-    ) -> str | None:
-        """Render a conversation, or return None: a template is a program that may fail with any exception."""
-        try:
-            return self._render(messages, tools, add_generation_prompt)
-        except Exception:
-            return None
-
     def _rendered(self, messages: Sequence[Message], tools: _Tools, add_generation_prompt: bool = False) -> str:
         try:
-            return self._render(messages, tools, add_generation_prompt)
+            return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:
             k = self._first_refused(messages, tools)
             raise AlignmentError(
@@ -126,10 +113,12 @@ class ChatRenderer:
 
     def _first_refused(self, messages: Sequence[Message], tools: _Tools) -> int:
         stops = range(1, len(messages))
-        return next((stop - 1 for stop in stops if self._rendered_or_none(messages[:stop], tools) is None), len(stops))
+        return next(
+            (stop - 1 for stop in stops if self.template.render_or_none(messages[:stop], tools) is None), len(stops)
+        )
 
 
 def _turn_tokens(tokenizer: PreTrainedTokenizerBase) -> TurnTokens:
     added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
-    turn_ends = [added[i] for i, roles in roles_of(tokenizer).items() if _ENDS_A_TURN & set(roles) and i in added]
-    return TurnTokens.of(added.values(), [added[i] for i in stop_ids(tokenizer) if i in added], turn_ends)
+    stops, turn_ends = ([added[i] for i in ids if i in added] for ids in (stop_ids(tokenizer), turn_end_ids(tokenizer)))
+    return TurnTokens.of(added.values(), stops, turn_ends)

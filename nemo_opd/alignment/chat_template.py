@@ -46,6 +46,15 @@ class ChatTemplate:
                 raise
         return self._render([_filled(message) for message in given], tools, add_generation_prompt)
 
+    def render_or_none(
+        self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False
+    ) -> str | None:
+        """Render messages as `render` does, or return None if the template refuses them."""
+        try:
+            return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        except Exception:
+            return None
+
     def _given(self, message: Message) -> Message:
         """Return a message in the form that the template reads."""
         calls = message.get("tool_calls") or ()

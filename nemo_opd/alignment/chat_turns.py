@@ -171,9 +171,13 @@ class _Locator:
         edges = self._marked.edges[k]
         if not runs:
             return False
-        begins_otherwise = runs[0].first == "start" and self._lead(k, runs[0]) < len(edges.lead)
+        # Before a single text a tag has nothing to enclose.
+        has_texts = runs[0].first == "start" and runs[0].num_before > 1
+        is_rewritten = has_texts and self._text[runs[0].start : runs[0].stop] not in self._messages[k]["content"]
+        begins_otherwise = has_texts and (is_rewritten or self._lead(k, runs[0]) < len(edges.lead))
         ends_otherwise = runs[-1].last == "end" and self._trail(runs[-1]) != edges.trail
-        return bool(begins_otherwise and edges.lead.strip()) or bool(ends_otherwise and edges.trail.strip())
+        is_tagged = bool(edges.lead.strip()) or is_rewritten
+        return (begins_otherwise and is_tagged) or bool(ends_otherwise and edges.trail.strip())
 
     def _gap(self, k: int) -> tuple[int, int]:
         """Return the edges of the text between marks in which the turn of message k begins."""

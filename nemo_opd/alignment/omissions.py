@@ -33,12 +33,12 @@ def omitted_pieces(template: ChatTemplate, messages: Sequence[Message], tools: T
     templates leave it out of earlier ones on purpose.
     """
     marked = [_Marked(k, message, k == len(messages) - 1) for k, message in enumerate(messages)]
-    rendered = _rendered(template, [each.message for each in marked], tools)
+    rendered = template.render_or_none([each.message for each in marked], tools)
     if rendered is not None:
         return [each.missing(rendered) for each in marked]
     omitted: list[set[Piece]] = []
     for k, each in enumerate(marked):
-        alone = _rendered(template, [*messages[:k], each.message, *messages[k + 1 :]], tools)
+        alone = template.render_or_none([*messages[:k], each.message, *messages[k + 1 :]], tools)
         omitted.append(set() if alone is None else each.missing(alone))
     return omitted
 
@@ -47,8 +47,8 @@ def missing_opening_tag(template: ChatTemplate, messages: Sequence[Message], too
     """Return the tag of thinking with which the generation prompt ends, if the assistant's last turn lacks it."""
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         return None
-    prompt = _rendered(template, messages[:-1], tools, add_generation_prompt=True)
-    text = _rendered(template, messages, tools)
+    prompt = template.render_or_none(messages[:-1], tools, add_generation_prompt=True)
+    text = template.render_or_none(messages, tools)
     tag = None if prompt is None else _OPENING_TAG.search(prompt)
     if prompt is None or text is None or tag is None or text.startswith(prompt[: tag.end(1)]):
         return None
@@ -99,13 +99,3 @@ def _piece(role: str, has_calls: bool) -> Piece:
     if role == "user":
         return "what the user says"
     return "system messages" if role in ("system", "developer") else "tools' results"
-
-
-def _rendered(
-    template: ChatTemplate, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = False
-) -> str | None:
-    """Render messages, or return None: a template is a program that may fail with any exception."""
-    try:
-        return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
-    except Exception:
-        return None

@@ -17,6 +17,7 @@ RoleOverrides = Mapping[str, str | Sequence[str]]
 """Token content → its role, or its roles, the most important first. No roles: the token is never paired."""
 
 _NAMED = ("eos", "bos", "cls", "sep", "mask", "pad", "unk")
+_ENDS_A_TURN = {"end_of_turn", "end_of_message", "eos"}
 _LAST_RESORT = ("pad", "unk")
 """Roles an id has only where it has no other: pad and unk are often borrowed from eos."""
 
@@ -54,6 +55,11 @@ def roles_of(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | None
         if known:
             roles[token_id] = _ordered(known)
     return roles | _overridden(tokenizer, overrides or {})
+
+
+def turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids that end a turn, a message or a sequence by their role."""
+    return frozenset(i for i, roles in roles_of(tokenizer).items() if _ENDS_A_TURN & set(roles))
 
 
 def role_table(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | None = None) -> list[RoleRow]:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_opd.alignment import ChatRenderer, roles_of
+from nemo_opd.alignment import ChatRenderer
 from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
 from nemo_opd.alignment.chat_turns import common_prefix
+from nemo_opd.alignment.token_roles import turn_end_ids
 from nemo_opd.data.continuation import Continued, Ids
 from nemo_opd.data.record import Message, Prompt
 from nemo_opd.errors import AlignmentError, DataError, RolloutError
@@ -20,7 +21,6 @@ from nemo_opd.rollout.tool_calls import ToolCallParser, valid_calls
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ENDS_A_TURN = {"end_of_turn", "end_of_message", "eos"}
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
@@ -49,7 +49,7 @@ class ConversationRenderer(Renderer):
         self._whole = ChatRenderer(tokenizer, template_kwargs=template_kwargs)
         super().__init__(tokenizer, vocab_size)
         self._key = key
-        self._turn_ends = frozenset(i for i, roles in roles_of(tokenizer).items() if _ENDS_A_TURN & set(roles))
+        self._turn_ends = turn_end_ids(tokenizer)
         self._calls = ToolCallParser(tokenizer, template_kwargs)
 
     def prompt_ids(self, prompt: Prompt) -> Ids:
