@@ -282,25 +282,24 @@ class _Locator:
             if (*kind, gap) in self._closings:
                 length, token = self._closings[(*kind, gap)]
                 return start + length, token
-        length, token = self._tokens.end(
-            gap if is_last else self._closing(k, gap, start - (before.stop if before else 0))
-        )
+        opening = self._text[before.stop if before else 0 : start]
+        length, token = self._tokens.end(gap if is_last else self._closing(k, gap, opening))
         if token in self._tokens.turn_ends and not is_last:
             self._ends[kind] = token
         elif not is_last:
             self._closings[(*kind, gap)] = length, token
         return start + length, token
 
-    def _closing(self, k: int, gap: str, offset: int) -> str:
+    def _closing(self, k: int, gap: str, opening: str) -> str:
         """Return the text that closes message k, with which `gap` begins.
 
-        offset: its place after the last mark of messages 0 … k. A template may close a turn in another way if more
-        messages follow: then that is up to the first token that ends a turn, if the last message has an end.
+        opening: the text between the last mark of messages 0 … k and `gap`. A template may write a turn in another way
+        if more messages follow: then it is closed by the first token that ends a turn, if a last turn has an end.
         """
         rendered = self._render(self._marked.messages[: k + 1], False)
-        tail = None if rendered is None else self._marked.tail(rendered)[offset:]
-        if tail is not None and gap.startswith(tail):
-            return tail
+        tail = None if rendered is None else self._marked.tail(rendered)
+        if tail is not None and tail.startswith(opening) and gap.startswith(tail[len(opening) :]):
+            return tail[len(opening) :]
         if tail is None or self._tokens.added.search(tail):
             matches = self._tokens.added.finditer(gap)
             end = next((match.end() for match in matches if match.group() in self._tokens.turn_ends), None)
