@@ -177,7 +177,8 @@ class _Locator:
         begins_otherwise = has_texts and (is_rewritten or self._lead(k, runs[0]) < len(edges.lead))
         ends_otherwise = runs[-1].last == "end" and self._trail(runs[-1]) != edges.trail
         is_tagged = bool(edges.lead.strip()) or is_rewritten
-        return (begins_otherwise and is_tagged) or bool(ends_otherwise and edges.trail.strip())
+        has_lost_end = runs[-1].last == "inner"
+        return (begins_otherwise and is_tagged) or has_lost_end or bool(ends_otherwise and edges.trail.strip())
 
     def _gap(self, k: int) -> tuple[int, int]:
         """Return the edges of the text between marks in which the turn of message k begins."""
