@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
-from nemo_opd.alignment.chat_messages import content_text
 from nemo_opd.config.reward import CodeReward
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
@@ -100,4 +99,4 @@ def _asked(prompt: Prompt) -> str:
     """Return the question: a text, or the user's last message."""
     if isinstance(prompt.content, str):
         return prompt.content
-    return next((content_text(each) for each in reversed(prompt.content) if each["role"] == "user"), "")
+    return next((each["content"] or "" for each in reversed(prompt.content) if each["role"] == "user"), "")

@@ -414,7 +414,7 @@ def test_weights_that_do_not_fit(world: World, tiny: Tiny, tmp_path: Path, capsy
         (plain, untied, "lm_head.weight and model.embed_tokens.weight differ, and are one weight in student.model"),
         (plain, tmp_path / "absent", "there is no such folder"),
         (adapter, world.weights, "no adapter can be read there"),
-        (plain, adapter.folder / "student", "the folder has no config.json"),
+        (plain, tmp_path, "the folder has no config.json"),
     ):
         config = f"--config={checkpoint.run / 'config.yaml'}"
         output = tmp_path / "run" / "checkpoints" / "step_000000"
