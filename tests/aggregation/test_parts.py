@@ -126,7 +126,7 @@ def test_statistics_of_samples(tiny: Tiny) -> None:
     said = parts.plan_statistics(student, views([student, student], whole, 0), whole, vocab_size=9)
     metrics = compute_together(said).metrics
     assert metrics["overlap/same"].value() == 1
-    assert metrics["overlap/same"].count == 1, "one in four: token 4 of row 0"
+    assert metrics["overlap/same"].count == 2, "one in sixteen: token 1 of rows 0 and 2"
     assert metrics["entropy"].count == 7
     assert parts.plan_statistics(student, [], batch(), vocab_size=9) == []
     texts = compute_together(parts.plan_overlaps(student, views([student, student], batch(), 0), batch())).metrics
