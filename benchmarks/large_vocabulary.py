@@ -142,7 +142,8 @@ def measure(options: argparse.Namespace, loss: str, texts: Path, scratch: Path) 
         "logging": {"console": {"enabled": False}},
     }
     with Ours(configured(settings, options.overrides)) as ours:
-        sizes = [model_size(load_config(each.model, key="model")) for each in (ours.config.student, ours.teacher)]
+        models = ours.config.student.model, ours.config.active_teachers[0].model
+        sizes = [model_size(load_config(model, key="model")) for model in models]
         rows = []
         for what, is_trained in (("training step", True), ("validation batch", False)):
             seconds, alone, products = [], [], []

@@ -92,7 +92,17 @@ class SameVocabTerm(DivergenceTerm):
         return top_k
 
 
-class ChunkTerm(DivergenceTerm):
+class NormalizedTerm(Settings):
+    """Settings of terms that compare aligned chunks."""
+
+    normalizer: Literal["units", "student_tokens"] = "units"
+    """Divisor of the sum. units: chunks that are compared; student_tokens: the student's scored tokens in texts with
+    such chunks, as cross-entropy has it, so that at equal weights a chunk counts as much as a token of cross-entropy
+    (methods.md §7.1).
+    """
+
+
+class ChunkTerm(DivergenceTerm, NormalizedTerm):
     """Settings of terms that compare one pair of distributions a chunk."""
 
     continuation_weight: float = Field(0.0, ge=0)
@@ -286,23 +296,22 @@ class SampledKLTerm(ImportanceSettings):
         return update
 
 
-class TemperatureTerm(Settings):
-    """Settings of terms without a divergence."""
-
-    temperature: float = Field(1.0, gt=0)
-    """uld: logits of both sides are divided by it. alm: likelihoods of chunks have the exponent 1 / temperature."""
-
-
-class ALMTerm(TemperatureTerm):
+class ALMTerm(NormalizedTerm):
     """The likelihood of each chunk as a coin, teacher against student (methods.md §5.9)."""
 
     type: Literal["alm"] = "alm"
+    temperature: float = Field(100.0, gt=0)
+    """Likelihoods of chunks have the exponent 1 / temperature. At 1 a chunk that both sides find unlikely teaches next
+    to nothing; from 100 on the gradient hardly changes.
+    """
 
 
-class ULDTerm(TemperatureTerm):
+class ULDTerm(NormalizedTerm):
     """Probabilities by rank, whatever their tokens (methods.md §5.10)."""
 
     type: Literal["uld"] = "uld"
+    temperature: float = Field(1.0, gt=0)
+    """Logits of both sides are divided by it."""
     compat: Literal["trl"] | None = None
     """System whose loss is reproduced, for parity."""
 

@@ -29,7 +29,7 @@ def alm(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
     *,
-    temperature: float = 1.0,
+    temperature: float = 100.0,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
     """Compute τ · Σ −[a log b + (1 − a) log(1 − b)] / normalizer over chunks, and `kd` in nats (methods.md §5.9).

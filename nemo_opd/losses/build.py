@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.config.choices import choices, require_lines
-from nemo_opd.config.loss import DivergenceKind, FunctionTerm, LossTerm, StrictTerm, TCADTerm
+from nemo_opd.config.loss import DivergenceKind, FunctionTerm, LossTerm, NormalizedTerm, StrictTerm, TCADTerm
 from nemo_opd.config.objective import Objective
 from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ConfigError
@@ -43,7 +43,7 @@ _Unit = Literal["place", "sequence", "prompt"]
 """Kind of unit: scored tokens or aligned chunks, which count alike; sequences, each with a mean over its
 tokens; or prompts, whose sequences have weights that add up to 1.
 """
-NOT_ARGUMENTS = {"type", "power_alpha", *Objective.model_fields}
+NOT_ARGUMENTS = {"type", "normalizer", "power_alpha", *Objective.model_fields}
 """Settings of a term, or of an objective around it, that are no arguments of its loss."""
 
 
@@ -60,17 +60,22 @@ class TermLoss:
     covered: Callable[[_Arguments], Tensor]
     """The student's tokens that are in a unit, int64 [B]."""
     unit: _Unit
+    is_per_token: bool = False
+    """The sum is divided by the student's scored tokens in texts with a unit."""
 
     def num_texts(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> int:
         """Count the rows that have a unit."""
         return int((self.count(self.batch_arguments(student, teacher, sampled)) > 0).sum())
 
     def num_units(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> float:
-        """Count the units of these rows for the normalizer, those of a sequence times its rollout weight.
+        """Count the units of these rows for the normalizer, or the student's tokens, those of a sequence times its
+        rollout weight.
 
         Raises ConfigError for a batch without what is read.
         """
         units = self.count(self.batch_arguments(student, teacher, sampled))
+        if self.is_per_token:
+            units = count_label_tokens(student.loss_mask) * (units > 0)
         if teacher.rollout_weights is None:
             return int(units.sum())
         return float((units * teacher.rollout_weights.double()).sum())
@@ -129,7 +134,8 @@ def build(
         of_pairs = {"projection": projection, "has_continuation": term.continuation_weight > 0}
         count, covered = partial(count, **of_pairs), partial(covered, **of_pairs)
     unit: _Unit = "prompt" if isinstance(term, TCADTerm) and term.power_alpha is not None else entry.units.kind
-    return TermLoss(plan, partial(entry.units.arguments, term.type), count, covered, unit)
+    is_per_token = isinstance(term, NormalizedTerm) and term.normalizer == "student_tokens"
+    return TermLoss(plan, partial(entry.units.arguments, term.type), count, covered, unit, is_per_token)
 
 
 def _scored_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> _Arguments:

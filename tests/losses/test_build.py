@@ -214,10 +214,23 @@ def test_units_are_counted_as_the_loss_counts_them(settings):
     assert loss.num_units(*batch) == out.metrics["kd"].count == expected
 
 
+@pytest.mark.parametrize("term", CROSS_TERMS)
+def test_a_sum_is_divided_by_the_tokens_of_texts_that_have_a_chunk(term):
+    """Bugs: chunks counted all the same; tokens of a text whose teacher is not asked; token 0; rollout weights lost."""
+    chunks = (torch.tensor([[-1, 0, 1, 2, 2, -1, 3]] * 2), torch.tensor([[-1, 0, 1, 1, 2, 3]] * 2))
+    chunks[0][1] = chunks[1][1] = -1
+    ids = (torch.tensor([[5, 1, 2, 3, 3, 4, 4]] * 2), torch.tensor([[5, 1, 2, 2, 3, 0]] * 2))
+    student, teacher = (TokenRows(side, *(side[:, 0], side > 1, side.int())) for side in ids)
+    loss = build(term(normalizer="student_tokens"), oracle_prefix.identity(9))
+    assert loss.num_units(student, TeacherRows(teacher, ChunkRows(*chunks))) == 5
+    weights = torch.tensor([0.5, 4.0])
+    assert loss.num_units(student, TeacherRows(teacher, ChunkRows(*chunks), rollout_weights=weights)) == 2.5
+
+
 @pytest.mark.parametrize("term", [SameVocabTerm, TCADTerm, SampledKLTerm, *CROSS_TERMS])
 def test_every_setting_of_a_term_is_an_argument_of_its_loss(term):
     """Catches a setting that a run accepts and that reaches nothing."""
-    settings = set(term.model_fields) - {"type", "power_alpha"}
+    settings = set(term.model_fields) - {"type", "normalizer", "power_alpha"}
     for function in {getattr(losses, term().type), *([sampled_chunk_kl] if term is SampledKLTerm else [])}:
         assert settings <= set(inspect.signature(function).parameters)
 

@@ -137,7 +137,8 @@ def test_chunks_of_several_tokens_are_units_where_they_have_a_weight():
     for chunk in several:
         for kept, side, places in zip(only_longer, CHUNKS, (chunk.student, chunk.teacher), strict=True):
             kept[chunk.b, places] = side[chunk.b, places]
-    longer = alm(student, teacher, **ids, student_chunk_id=only_longer[0], teacher_chunk_id=only_longer[1])
+    chunks = {"student_chunk_id": only_longer[0], "teacher_chunk_id": only_longer[1]}
+    longer = alm(student, teacher, **ids, **chunks, temperature=1.0)
     total = float(plain.total) + weight * float(longer.metrics["kd"].total)
     out = run(student, teacher, continuation_weight=weight)
     assert out.metrics["kd"].count == plain.count + len(several) > plain.count
