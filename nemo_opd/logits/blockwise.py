@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.kernels.launch import KernelError, give_up
+from nemo_opd.logits.aligned import empty_rows
 from nemo_opd.logits.blocks import Block, Step, blocks, rows_at_once
 from nemo_opd.logits.jointly import JointTerms
 from nemo_opd.logits.rows import Gradients, LogitRows, TrainableRows
@@ -194,9 +195,12 @@ class _BlockGradient:
     def _columns(self, like: Tensor) -> Tensor:
         """Return as many columns of the total as a tensor [·, width] has."""
         if self._total is None:
-            is_put = self._joint.are_all or self._first is not None
-            make = like.new_empty if is_put else like.new_zeros
-            self._total = make(self._shape, dtype=self._total_dtype)
+            num_rows, width = self._shape
+            columns = self._gradients.columns(width)
+            self._total = empty_rows(num_rows, columns, self._total_dtype, like.device)
+            num_put = width if self._joint.are_all or self._first is not None else 0
+            if num_put < columns:
+                self._total[:, num_put:] = 0
         return self._total.narrow(1, 0, like.shape[1])
 
     def total(self) -> Tensor:
