@@ -53,7 +53,8 @@ def small_blocks(launched: list[tuple[str, int]]) -> Iterator[None]:
         run(name, num_bytes, of)
 
     with ExitStack() as stack:
-        for name, value in (("BLOCK", 64), ("SHORT", CELLS_LISTED), ("launch", noted)):
+        tiles = {"SHORT_TILE": (16, 2), "LONG_TILE": (2, 4)}
+        for name, value in {"BLOCK": 64, "ROWS_BLOCK": 32, "SHORT": CELLS_LISTED, "launch": noted, **tiles}.items():
             stack.enter_context(patch.object(launch, name, value))
         # Without the compiler: what no kernel computes is not what is tested.
         stack.enter_context(patch("nemo_opd.losses.fused.is_compiled", lambda device: False))
@@ -238,7 +239,8 @@ def _tensors(of: CellMap | EntryLists) -> list[str]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    """Return where it begins, and ends with what kernels may read behind it."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes()
 
 
 def main() -> dict[str, Any]:
