@@ -46,8 +46,8 @@ LARGEST = -(-(2**31 + 2**27) // 128_256) if HAS_GPU else 64
 LOSS_ERROR = 2e-4
 GRADIENT_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 """Largest error, of a loss relative to it, of a row's gradient relative to its norm."""
-SHAPES = ((1024, 8), (512, 4), (1024, 4), (2048, 16))
-"""Blocks and warps."""
+SHAPES = ((1024, 512, 8), (1024, 1024, 8), (512, 512, 4), (2048, 1024, 16))
+"""Blocks of the sums and of the pass over rows, and warps: the first are the defaults."""
 REPEATS = 8
 ALIGNED = 64
 """Numbers that rows are apart, or a multiple, so that each begins at 128 bytes at least."""
@@ -200,15 +200,15 @@ def milliseconds(run: Callable[[], object]) -> dict[str, float]:
 def time_kernels() -> None:
     for pair in pairs():
         for is_aligned in (False, True):
-            for block, warps in SHAPES[:1] if is_aligned else SHAPES:
-                by_kernel = timed(pair, is_aligned, block, warps)
-                case = {"pair": pair.name, "aligned": is_aligned, "block": block, "warps": warps}
+            for shape in SHAPES if is_aligned else SHAPES[:1]:
+                by_kernel = timed(pair, is_aligned, *shape)
+                case = {"pair": pair.name, "aligned": is_aligned, "blocks and warps": shape}
                 case |= {"ms": {name: round(value, 3) for name, value in by_kernel.items()}}
                 print(json.dumps(case | {"all, ms": round(sum(by_kernel.values()), 3)}, ensure_ascii=False), flush=True)
                 torch.cuda.empty_cache()
 
 
-def timed(pair: Pair, is_aligned: bool, block: int, warps: int) -> dict[str, float]:
+def timed(pair: Pair, is_aligned: bool, block: int, rows_block: int, warps: int) -> dict[str, float]:
     torch.manual_seed(0)
 
     def draw(rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -219,12 +219,12 @@ def timed(pair: Pair, is_aligned: bool, block: int, warps: int) -> dict[str, flo
     cross = draw(TIMED_ROWS - TIMED_ROWS // 4, pair.teacher_size)
     total = draw(TIMED_ROWS, pair.student_size, torch.bfloat16)
     terms = placed(pair, TIMED_ROWS, same, cross, FORWARD_KL)
-    before = launch.BLOCK, launch.WARPS
-    launch.BLOCK, launch.WARPS = block, warps
+    before = launch.BLOCK, launch.ROWS_BLOCK, launch.WARPS
+    launch.BLOCK, launch.ROWS_BLOCK, launch.WARPS = block, rows_block, warps
     try:
         return milliseconds(lambda: add_losses(student, terms, total, is_first=True))
     finally:
-        launch.BLOCK, launch.WARPS = before
+        launch.BLOCK, launch.ROWS_BLOCK, launch.WARPS = before
 
 
 def main() -> int:

@@ -227,7 +227,8 @@ class _Mode(TorchDispatchMode):
         made = function(*held_args, **held_kwargs)
         flops = flops_of(function, held_args, held_kwargs, made)
         if self._fusing is None:
-            self._count(name, given, [each for each in tree_iter(made) if isinstance(each, Tensor)], flops)
+            read = [each for each in tree_iter((args, kwargs | {"out": None})) if isinstance(each, Tensor)]
+            self._count(name, read, [each for each in tree_iter(made) if isinstance(each, Tensor)], flops)
             return _returned(function, args, kwargs, made, ours)
         returned = _returned(function, args, kwargs, made, ours)
         self._fusing.note(name, ours, [each for each in tree_iter(returned) if isinstance(each, OnDevice)])

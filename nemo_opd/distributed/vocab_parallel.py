@@ -35,15 +35,18 @@ class VocabularyShards:
         every = self._from_all(padded)
         return torch.cat([of_rank[:count] for of_rank, count in zip(every, counts, strict=True)]), counts
 
-    def to_rows(self, columns: Tensor, counts: list[int], widths: list[int]) -> Tensor:
-        """Exchange own columns of all ranks' rows [Σ counts, own width] for all columns of own rows [R, Σ widths]."""
+    def to_rows(self, columns: Tensor, counts: list[int], widths: list[int], out: Tensor) -> Tensor:
+        """Exchange own columns of all ranks' rows [Σ counts, own width] for all columns of own rows [R, Σ widths].
+
+        out: rows for the result, at any distance from each other; it is returned.
+        """
         own_rows = counts[self.rank]
         received = self._exchange(
             columns.flatten(),
             [count * widths[self.rank] for count in counts],
             [own_rows * width for width in widths],
         )
-        return torch.cat([part.view(own_rows, width) for part, width in zip(received, widths, strict=True)], 1)
+        return torch.cat([part.view(own_rows, width) for part, width in zip(received, widths, strict=True)], 1, out=out)
 
     def to_columns(self, rows: Tensor, counts: list[int], widths: list[int]) -> Tensor:
         """Reverse `to_rows`: [R, Σ widths] → [Σ counts, own width]."""

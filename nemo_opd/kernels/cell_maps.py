@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +42,8 @@ class Memberships:
         is_alone &= (np.bincount(self.tokens, minlength=self.vocab_size)[self.tokens] == 1) & (self.weights == 1)
         return self.cells[is_alone], self.tokens[is_alone]
 
-    def sums(self) -> torch.Tensor:
-        return torch.from_numpy(np.bincount(self.tokens, self.weights, self.vocab_size).astype(np.float32))
+    def sums(self) -> NDArray[np.float32]:
+        return np.bincount(self.tokens, self.weights, self.vocab_size).astype(np.float32)
 
 
 def cell_map(student: Memberships, teacher: Memberships, device: torch.device) -> CellMap:
@@ -60,14 +61,20 @@ def cell_map(student: Memberships, teacher: Memberships, device: torch.device) -
     rank[order] = np.arange(len(order))
     numbers = [rank[np.searchsorted(listed, side.cells)] for side in others]
     return CellMap(
-        torch.from_numpy(partner.astype(np.int32)).to(device),
-        student.sums().to(device),
-        teacher.sums().to(device),
+        _readable(partner.astype(np.int32), device),
+        _readable(student.sums(), device),
+        _readable(teacher.sums(), device),
         _entries(numbers[0], others[0].tokens, others[0].weights, len(order), num_short, device),
         _entries(numbers[1], others[1].tokens, others[1].weights, len(order), num_short, device),
         _entries(others[0].tokens, numbers[0], others[0].weights, student.vocab_size, student.vocab_size, device),
         len(own),
     )
+
+
+def _readable(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return them on a device with zeros behind, so that kernels read several at a time up to the last."""
+    padded = np.pad(values, (0, -len(values) % launch.READ_AT_A_TIME))
+    return torch.from_numpy(padded).to(device)[: len(values)]
 
 
 def _order(cells: _Ids, student: Memberships, teacher: Memberships) -> tuple[_Ids, int]:

@@ -70,7 +70,7 @@ def _added(student: Tensor, parts: Sequence[Placed], total: Tensor, is_first: bo
     if any(each.needs_lean for each in prepared):
         _launch_rows(student, [each for each in prepared if each.needs_lean], total, is_first, has_gradient=False)
     _launch_rows(student, prepared, total, is_first, has_gradient=True)
-    return [each.loss() for each in prepared]
+    return [each.losses for each in prepared]
 
 
 def _in_rows(logits: Tensor) -> Tensor:
@@ -104,32 +104,32 @@ class _Prepared:
     teacher_sums: Tensor | None
     ratios: Tensor | None
     """[u, Y]: of cells with lists."""
-    extra: Tensor | None
-    """[u]: parts of the loss that the pass over rows does not form."""
     losses: Tensor
-    """[u], written by the kernel."""
+    """[u], written by the kernel; of a `CellComparison`, it adds to the parts that its pass over rows does not form."""
     leans: Tensor
-    """[u]: Σ of the divergence's gradient with respect to log s, written by a first pass; 0 for forward KL."""
+    """[u]: Σ of the divergence's gradient with respect to log s, written by a first pass as are losses; not read of
+    forward KL.
+    """
 
     @staticmethod
     def of(student: Tensor, part: Placed, units: Tensor, sums: Tensor) -> _Prepared:
         from nemo_opd.kernels.log_ratios import log_ratios
         from nemo_opd.kernels.row_sums import row_sums
 
-        form, losses, leans = part.form, torch.empty_like(part.factors), torch.zeros_like(part.factors)
+        form, losses = part.form, torch.empty_like(part.factors)
         if isinstance(form, Surprise):
-            return _Prepared(part, units, sums, None, None, None, losses, leans)
+            return _Prepared(part, units, sums, None, None, losses, losses)
         if isinstance(form, Comparison):
             teacher = row_sums(form.teacher, part.num_columns, form.temperature, None, None, len(part))
-            return _Prepared(part, units, sums, teacher, None, None, losses, leans)
+            return _Prepared(part, units, sums, teacher, None, losses, torch.empty_like(losses))
         weights = form.cells.teacher_weights
         teacher = row_sums(form.teacher, len(weights), form.temperature, weights, None, len(part))
         rows = _rows_of(part)
-        ratios, extra = log_ratios(student, rows, form, sums, teacher)
+        ratios, losses, leans = log_ratios(student, rows, form, sums, teacher)
         if form.coverage:
             own = sums.index_select(0, rows)
-            extra = extra + form.coverage * ((own[:, 0] - own[:, 2]) + (own[:, 1] - own[:, 3]))
-        return _Prepared(part, units, sums, teacher, ratios, extra, losses, leans)
+            losses = losses + form.coverage * ((own[:, 0] - own[:, 2]) + (own[:, 1] - own[:, 3]))
+        return _Prepared(part, units, sums, teacher, ratios, losses, leans)
 
     @property
     def measure(self) -> Measure:
@@ -140,17 +140,14 @@ class _Prepared:
     def needs_lean(self) -> bool:
         return self.measure.kind != FORWARD_KL
 
-    def loss(self) -> Tensor:
-        return self.losses if self.extra is None else self.losses + self.extra
-
-    def num_bytes(self, student: Tensor) -> int:
-        """Count what is read in addition to the student's row."""
+    def num_bytes(self, *, has_gradient: bool) -> int:
+        """Count what is read in addition to the student's row. Cells with lists take part in gradients alone."""
         form, num = self.part.form, len(self.part)
         if isinstance(form, Surprise):
             return 0
         if isinstance(form, Comparison):
             return num * self.part.num_columns * form.teacher.element_size()
-        entries = len(form.cells.cells_of_student.others)
+        entries = len(form.cells.cells_of_student.others) if has_gradient else 0
         gathered = form.cells.num_pairs * form.teacher.element_size() + 4 * entries
         return num * gathered + 8 * (self.part.num_columns + entries)
 
@@ -170,22 +167,27 @@ def _launch_rows(
     num_rows = max(len(each.part) for each in prepared)
     by_form = {type(each.part.form): each for each in prepared}
     a, b, c = (by_form.get(kind) for kind in _FORMS)
-    given = (
-        *(student, student.stride(0), total, total.stride(0), total.shape[1]),
-        *_given_surprise(a, student),
-        *_given_comparison(b, student),
-        *_given_comparison(c, student),
-        *_given_cells(c, student),
-        *(a is not None, b is not None, c is not None),
-        *(FORWARD_KL if each is None else each.measure.kind for each in (b, c)),
-        c is not None and c.ratios is not None and c.ratios.shape[1] > 0,
-        *(has_gradient, is_first, launch.BLOCK),
-    )
+    num_columns = max(each.part.num_columns for each in prepared)
+
+    def arguments() -> tuple[Any, ...]:
+        return (
+            *(student, student.stride(0), launch.readable(num_columns, student)),
+            *(total, total.stride(0), total.shape[1]),
+            *_given_surprise(a, student),
+            *_given_comparison(b, student),
+            *_given_comparison(c, student),
+            *_given_cells(c, student),
+            *(a is not None, b is not None, c is not None),
+            *(FORWARD_KL if each is None else each.measure.kind for each in (b, c)),
+            has_gradient and c is not None and c.ratios is not None and c.ratios.shape[1] > 0,
+            *(has_gradient, is_first, launch.ROWS_BLOCK),
+        )
+
     written = (1 if is_first else 2) * total.shape[1] * total.element_size() if has_gradient else 0
     num_bytes = num_rows * (total.shape[1] * student.element_size() + written)
-    num_bytes += sum(each.num_bytes(student) for each in prepared)
+    num_bytes += sum(each.num_bytes(has_gradient=has_gradient) for each in prepared)
     name = "gradient of rows" if has_gradient else "divergences of rows"
-    launch.launch(name, num_bytes, lambda: of_rows[(len(student),)](*given, num_warps=launch.WARPS))
+    launch.launch(name, num_bytes, lambda: of_rows[(len(student),)](*arguments(), num_warps=launch.WARPS))
 
 
 def _given_surprise(of: _Prepared | None, none: Tensor) -> tuple[Any, ...]:
@@ -198,12 +200,14 @@ def _given_surprise(of: _Prepared | None, none: Tensor) -> tuple[Any, ...]:
 
 def _given_comparison(of: _Prepared | None, none: Tensor) -> tuple[Any, ...]:
     if of is None:
-        return (none, none, 0, none, none, none, none, none, 0, 1.0, 0.0)
+        return (none, none, 0, none, none, none, none, none, 0, 0, 1.0, 0.0)
     form = of.part.form
     assert not isinstance(form, Surprise)
     factors = of.part.factors if form.temperature == 1 else of.part.factors / form.temperature
     sums = factors, of.sums, of.teacher_sums
-    numbers = of.part.num_columns, 1 / form.temperature, form.measure.weight
+    read = form.cells.partner if isinstance(form, CellComparison) else form.teacher
+    num_columns = of.part.num_columns
+    numbers = num_columns, launch.readable(num_columns, read), 1 / form.temperature, form.measure.weight
     return (of.units, form.teacher, form.teacher.stride(0), *sums, of.losses, of.leans, *numbers)
 
 

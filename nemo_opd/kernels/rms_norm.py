@@ -11,6 +11,8 @@ from nemo_opd.kernels import launch
 
 _TILE = 4096
 """Numbers that a program takes at a time, where rows are not longer."""
+_PROGRAMS = 2
+"""Programs of the gradient that a multiprocessor holds at once: each thread has up to 114 registers."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -36,7 +38,7 @@ def rms_norm_gradient(
     found, (rows, columns) = torch.empty_like(x), _tile(num_columns)
     programs = triton.cdiv(num_rows, rows)
     if of_weight:  # each program adds up a part
-        programs = min(programs, launch.num_multiprocessors(x.device))
+        programs = min(programs, _PROGRAMS * launch.num_multiprocessors(x.device))
     parts = torch.empty(programs if of_weight else 0, num_columns, dtype=torch.float32, device=x.device)
     launch.launch_layer(
         "gradient of rms_norm",

@@ -29,6 +29,7 @@ def row_sums(
             rows,
             rows.stride(0),
             num_columns,
+            launch.readable(num_columns, rows, *(() if weights is None else (weights,))),
             1 / temperature,
             given,
             needed,
@@ -47,6 +48,7 @@ def _row_sums(  # type: ignore[no-untyped-def]
     rows,
     stride,
     num_columns,
+    end,
     over_temperature,
     weights,
     is_needed,
@@ -63,12 +65,12 @@ def _row_sums(  # type: ignore[no-untyped-def]
     own_peak, own_total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        inside = columns < num_columns
-        x = tl.load(rows + row * stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        x *= over_temperature
+        x = tl.load(rows + row * stride + columns, mask=columns < end, other=0.0).to(tl.float32)
+        x = tl.where(columns < num_columns, x, -float("inf")) * over_temperature
         peak, total = add_to_sum(peak, total, x, tl.full([BLOCK], 1.0, tl.float32))
         if HAS_WEIGHTS:
-            weight = tl.load(weights + columns, mask=inside, other=0.0)
+            weight = tl.load(weights + columns, mask=columns < end, other=0.0)
+            weight = tl.where(columns < num_columns, weight, 0.0)
             own_peak, own_total = add_to_sum(own_peak, own_total, x, weight)
     highest, log_sum = log_of_sum(peak, total)
     tl.store(found + row * 4, highest)

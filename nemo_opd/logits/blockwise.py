@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.kernels.launch import KernelError, give_up
+from nemo_opd.logits.aligned import empty_rows
 from nemo_opd.logits.blocks import Block, Step, blocks, rows_at_once
 from nemo_opd.logits.jointly import JointTerms
 from nemo_opd.logits.rows import Gradients, LogitRows, TrainableRows
@@ -154,7 +155,7 @@ class _BlockGradient:
     def add_step(self, coefficients: Sequence[float], step: Step, logits: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Add the gradient of Σ coefficient · a term's units, and yield each term with the sums [2] of its units."""
         if self._joint:
-            yield from self._joint.add(coefficients, step, logits, self._columns(logits))
+            yield from self._joint.add(coefficients, step, logits, self._whole(logits.device))
         for i, (part, places) in enumerate(step):
             if i not in self._joint:
                 own = logits.narrow(1, 0, self._terms[i].width)
@@ -193,11 +194,17 @@ class _BlockGradient:
 
     def _columns(self, like: Tensor) -> Tensor:
         """Return as many columns of the total as a tensor [·, width] has."""
+        return self._whole(like.device).narrow(1, 0, like.shape[1])
+
+    def _whole(self, device: torch.device) -> Tensor:
         if self._total is None:
-            is_put = self._joint.are_all or self._first is not None
-            make = like.new_empty if is_put else like.new_zeros
-            self._total = make(self._shape, dtype=self._total_dtype)
-        return self._total.narrow(1, 0, like.shape[1])
+            num_rows, width = self._shape
+            columns = self._gradients.columns(width)
+            self._total = empty_rows(num_rows, columns, self._total_dtype, device)
+            num_put = columns if self._joint.are_all else width if self._first is not None else 0
+            if num_put < columns:
+                self._total[:, num_put:] = 0
+        return self._total
 
     def total(self) -> Tensor:
         assert self._total is not None

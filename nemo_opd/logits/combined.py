@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.aligned import empty_rows
 from nemo_opd.logits.rows import LogitRows, logit_rows
 
 
@@ -35,7 +36,8 @@ class SideBySideLogits(LogitRows):
         widths = (
             min(max(0, width - begin), source.shape[2]) for begin, source in zip(begins, self.sources, strict=False)
         )
-        return torch.cat([source.read(rows, own) for source, own in zip(self.sources, widths, strict=True)], 1)
+        parts = [source.read(rows, own) for source, own in zip(self.sources, widths, strict=True)]
+        return torch.cat(parts, 1, out=empty_rows(len(rows), width, self.dtype, self.device))
 
 
 class AveragedLogits(LogitRows):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.aligned import empty_rows, row_distance
 from nemo_opd.logits.product import add_product, linear, product, product_dtype
 from nemo_opd.logits.rows import Gradients, TrainableRows, kept_dtype, new_leaf
 
@@ -37,6 +38,10 @@ class Head:
             )
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise ConfigError(f"soft_cap={self.soft_cap}: logits are divided by it; give a number above 0, or none")
+
+    def columns(self, width: int) -> int:
+        """Return how many columns products take for `width` of them: on a GPU some more, so that rows are aligned."""
+        return min(len(self.weight), row_distance(width, self.weight.device))
 
     def after_linear(self, linear: Tensor) -> Tensor:
         """Apply scale and soft-cap to W h + bias [..., X]; in fp32 at least, where there is something to apply."""
@@ -68,10 +73,10 @@ class HeadLogits(TrainableRows):
 
     @torch.no_grad()
     def read(self, rows: Tensor, width: int) -> Tensor:
-        head = self.head
-        bias = None if head.bias is None else head.bias[:width]
+        head, columns = self.head, self.head.columns(width)
+        bias = None if head.bias is None else head.bias[:columns]
         hidden = self.hidden.flatten(0, 1).index_select(0, rows)
-        return head.after_linear(linear(hidden, head.weight[:width], bias))
+        return head.after_linear(linear(hidden, head.weight[:columns], bias))[:, :width]
 
     def gradients(self) -> Gradients:
         return _HeadGradients(self.hidden, self.head)
@@ -101,21 +106,35 @@ class _HeadGradients(Gradients):
         """fp32 [X, D]; None: nothing has been added."""
         self._of_bias = None if head.bias is None or not head.bias.requires_grad else _fp32_zeros(head.bias)
 
+    def columns(self, width: int) -> int:
+        return self._head.columns(width)
+
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
-        width = gradient.shape[1]
-        weight = self._head.weight.detach()[:width]
         if self._of_bias is not None:
-            self._of_bias[:width] += gradient.sum(0, dtype=self._of_bias.dtype)
+            self._of_bias[: gradient.shape[1]] += gradient.sum(0, dtype=self._of_bias.dtype)
         factor = None
         if self._operand == torch.float16:
             gradient, factor = _within_fp16(gradient)
-        gradient = gradient.to(self._operand)
+        gradient = self._as_operand(gradient)
+        weight = self._head.weight.detach()[: gradient.shape[1]]
         if self._of_hidden is not None:
             of_rows = _product(gradient, weight, factor).to(self._of_hidden.dtype)
             put = self._of_hidden.index_add_ if onto else self._of_hidden.index_copy_
             put(0, rows, of_rows)
         if self._head.weight.requires_grad:
             self._add_of_weight(gradient.t(), self._hidden.index_select(0, rows), factor)
+
+    def _as_operand(self, gradient: Tensor) -> Tensor:
+        """Return the gradient in the dtype and with the columns that products take."""
+        width = gradient.shape[1]
+        columns = self.columns(width)
+        if gradient.dtype == self._operand and width == columns:
+            return gradient
+        operand = empty_rows(len(gradient), columns, self._operand, gradient.device)
+        operand[:, :width] = gradient
+        if width < columns:
+            operand[:, width:] = 0
+        return operand
 
     def _add_of_weight(self, gradient: Tensor, hidden: Tensor, factor: Tensor | None) -> None:
         """Add the product [width, R] @ [R, D] to the leading rows."""

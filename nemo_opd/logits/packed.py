@@ -99,6 +99,9 @@ class _PackedGradients(Gradients):
         self._of_source, self._places = of_source, places
         self.dtype, self.pulls_back = of_source.dtype, of_source.pulls_back
 
+    def columns(self, width: int) -> int:
+        return self._of_source.columns(width)
+
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         self._of_source.add(self._places[rows], gradient, onto=onto)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.distributed.vocab_parallel import VocabularyShards
+from nemo_opd.logits.aligned import empty_rows
 from nemo_opd.logits.head import HeadLogits
 from nemo_opd.logits.rows import Gradients, TensorLogits, TrainableRows
 
@@ -43,7 +44,8 @@ class VocabParallelLogits(TrainableRows):
     def read(self, rows: Tensor, width: int) -> Tensor:
         widths = self.shards.widths(width)
         every, counts = self.of_all(rows)
-        return self.shards.to_rows(self.local.read(every, widths[self.shards.rank]), counts, widths)
+        columns = self.local.read(every, widths[self.shards.rank])
+        return self.shards.to_rows(columns, counts, widths, empty_rows(len(rows), width, self.dtype, self.device))
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         return self.shards.reduce(tensor, op)

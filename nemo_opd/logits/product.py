@@ -10,8 +10,9 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from nemo_opd.logits.aligned import empty_rows
 
 _UPCAST_BYTES = 2 * 2**20
 """Bytes of the head that are cast to fp32 at a time on devices without such a product: they fit a cache, so that
@@ -24,18 +25,18 @@ def product_dtype(left: torch.dtype, right: torch.dtype) -> torch.dtype:
     return torch.promote_types(torch.promote_types(left, right), torch.float32)
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute left @ right, [R, D] and [D, X] → [R, X] in the `product_dtype`, without a graph.
 
     Exact but for the rounding of fp32 sums: a product of two bf16 or two fp16 numbers is an fp32 number. Operands of
-    different dtypes are taken as they are.
+    different dtypes are taken as they are. out: rows for the result, at any distance from each other.
     """
     dtype = product_dtype(left.dtype, right.dtype)
     if left.dtype == right.dtype == dtype:
-        return left @ right
+        return torch.mm(left, right, out=out)
     if left.dtype == right.dtype and _is_native(left.device.type, left.dtype):
-        return torch.mm(left, right, out_dtype=dtype)
-    return _upcast_product(left.to(dtype), right)
+        return torch.mm(left, right, out_dtype=dtype, out=out)
+    return _upcast_product(left.to(dtype), right, out)
 
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -56,11 +57,13 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute W h + bias [R, X] in the `product_dtype`, from rows [R, D], weight [X, D] and bias [X]."""
-    if hidden.dtype == weight.dtype == product_dtype(hidden.dtype, weight.dtype):
-        return F.linear(hidden, weight, bias)
-    made = product(hidden, weight.t())
-    return made if bias is None else made.add_(bias)
+    """Compute W h + bias, aligned rows [R, X] in the `product_dtype`, from rows [R, D], weight [X, D] and bias [X]."""
+    dtype = product_dtype(hidden.dtype, weight.dtype)
+    logits = empty_rows(len(hidden), len(weight), dtype, hidden.device)
+    if bias is not None and hidden.dtype == weight.dtype == dtype:
+        return torch.addmm(bias, hidden, weight.t(), out=logits)
+    product(hidden, weight.t(), logits)
+    return logits if bias is None else logits.add_(bias)
 
 
 @cache
@@ -68,16 +71,16 @@ def _is_native(device: str, dtype: torch.dtype) -> bool:
     """Try whether a device has products with fp32 output: not every build of PyTorch for GPUs does."""
     one = torch.ones(1, 1, dtype=dtype, device=device)
     try:
-        total = torch.mm(one, one, out_dtype=torch.float32)
+        total = torch.mm(one, one, out_dtype=torch.float32, out=torch.empty(1, 1, device=device))
         torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
     except RuntimeError:
         return False
     return True
 
 
-def _upcast_product(left: Tensor, right: Tensor) -> Tensor:
+def _upcast_product(left: Tensor, right: Tensor, out: Tensor | None) -> Tensor:
     """Compute the product from a few columns at a time, upcast to the dtype of `left`."""
-    made = left.new_empty(len(left), right.shape[1])
+    made = left.new_empty(len(left), right.shape[1]) if out is None else out
     step = max(1, _UPCAST_BYTES // (left.dtype.itemsize * max(1, len(right))))
     for start in range(0, right.shape[1], step):
         columns = slice(start, start + step)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import on_host
+from nemo_opd.logits.aligned import empty_rows
 from nemo_opd.logits.rows import LogitRows
 
 
@@ -80,11 +81,14 @@ class ReadAhead:
         before = self._held(span.start, min(span.stop, reading.stop))
         if span.stop <= reading.stop:
             return before
-        # Copied, so that the rows before it are gone when the next are made.
-        before = before.clone()
+        # Copied before the next rows are made, so that those held until now are gone by then.
+        joined = empty_rows(span.stop - span.start, self._width, before.dtype, before.device)
+        joined[: len(before)] = before
+        del before
         middle = reading.stop
         self._read_on(middle)
-        return torch.cat([before, self._held(middle, span.stop)])
+        joined[middle - span.start :] = self._held(middle, span.stop)
+        return joined
 
     def _read_on(self, start: int) -> None:
         reading = self._reading

@@ -80,9 +80,13 @@ class Gradients(ABC):
     pulls_back: bool = False
     """Whether `pull_back` changes anything."""
 
+    def columns(self, width: int) -> int:
+        """Return how many columns `add` takes without a copy for a gradient of `width`; those beyond it are 0."""
+        return width
+
     @abstractmethod
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
-        """Add the gradient with respect to the result of `pull_back`: [R, width] of rows [R].
+        """Add the gradient with respect to the result of `pull_back`: [R, width] of rows [R], or with `columns`.
 
         onto: some rows were added to before, or are twice among those that the processes of a share add at once. All
         processes have the same.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_opd.kernels import launch
 from nemo_opd.kernels.forms import CellMap, EntryLists
+from nemo_opd.logits import aligned, head
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.planned import PlannedLoss, compute_together
 from nemo_opd.logits.rows import TrainableRows
@@ -52,7 +53,8 @@ def small_blocks(launched: list[tuple[str, int]]) -> Iterator[None]:
         run(name, num_bytes, of)
 
     with ExitStack() as stack:
-        for name, value in (("BLOCK", 64), ("SHORT", CELLS_LISTED), ("launch", noted)):
+        tiles = {"SHORT_TILE": (16, 2), "LONG_TILE": (2, 4)}
+        for name, value in {"BLOCK": 64, "ROWS_BLOCK": 32, "SHORT": CELLS_LISTED, "launch": noted, **tiles}.items():
             stack.enter_context(patch.object(launch, name, value))
         # Without the compiler: what no kernel computes is not what is tested.
         stack.enter_context(patch("nemo_opd.losses.fused.is_compiled", lambda device: False))
@@ -146,11 +148,12 @@ def together(text: Text, names: Sequence[str], kind: str, tau: float = 1.7) -> F
     return compared(run)
 
 
-def from_a_head(dtype: torch.dtype) -> Found:
-    """The gradient is put once, in the type that the products with the head read."""
+def from_a_head(dtype: torch.dtype, head_rows: int = V) -> Found:
+    """The gradient is put once, in the type that the products with the head read, and in aligned rows as on a GPU."""
     text = Text.random(5, 3.0)
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(*shape, 16, generator=generator).to(dtype).double() for shape in ((1, S), (V,)))
+    shapes = (1, S), (head_rows,)
+    hidden, weight = (torch.randn(*shape, 16, generator=generator).to(dtype).double() for shape in shapes)
 
     def run(of: torch.dtype) -> Sequence[Tensor]:
         leaves = [each.detach().to(dtype if of == torch.float32 else of).requires_grad_() for each in (hidden, weight)]
@@ -158,7 +161,11 @@ def from_a_head(dtype: torch.dtype) -> Found:
         loss = compute_together([plans[name] for name in ("cross_entropy", "same_vocab", "p_kl")]).loss
         return loss.detach(), *torch.autograd.grad(loss, leaves)
 
-    return compared(run)
+    def as_on_a_gpu(width: int, device: torch.device) -> int:
+        return aligned.row_distance(width, torch.device("cuda"))
+
+    with patch.object(head, "row_distance", as_on_a_gpu):
+        return compared(run)
 
 
 def at_equal_sides(case: Case) -> Found:
@@ -232,7 +239,8 @@ def _tensors(of: CellMap | EntryLists) -> list[str]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    """Return where it begins, and ends with what kernels may read behind it."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes()
 
 
 def main() -> dict[str, Any]:
@@ -249,6 +257,7 @@ def main() -> dict[str, Any]:
     found["mixture"] = together(Text.random(4, 3.0), ("p_kl", "shared_prefix", "alm", "strict_rest"), "mixed")
     found["two-forms"] = together(Text.random(4, 3.0), ("p_kl", "shared_prefix", "strict", "same_vocab"), "reverse_kl")
     found["head-bf16"] = from_a_head(torch.bfloat16)
+    found["wide-head-bf16"] = from_a_head(torch.bfloat16, V + 40)
     return {name: asdict(each) for name, each in found.items()} | {
         "bytes": bytes_of_rows(),
         "nan": of_nan(),

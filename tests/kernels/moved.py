@@ -16,7 +16,7 @@ def moved_bytes(maps: Sequence[tuple[int, int]] = ()) -> Iterator[list[int]]:
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def note(pointers: Any, mask: Any) -> None:
-        places = pointers.data[mask.data] if pointers.data.size > 1 else pointers.data[:0]
+        places = pointers.data[mask.data.astype(bool)] if pointers.data.size > 1 else pointers.data[:0]
         size = pointers.get_element_ty().primitive_bitwidth // 8
         is_map = sum(((places >= first) & (places < last)).sum() for first, last in maps)
         moved[0] += int(len(places) - is_map) * size

@@ -1,6 +1,6 @@
 """Kernels can be compiled for GPUs, which takes none; and what happens where they cannot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -19,13 +19,15 @@ A100, H100 = 80, 90
 """Compute capabilities."""
 INTEGERS = ("units", "partner", "begins", "cells", "rows", "is_needed", "others")
 """Last words of arguments' names, as all of these."""
-NUMBERS = ("stride", "columns", "num_cells", "num_short", "num_long")
+NUMBERS = ("stride", "columns", "end", "num_cells", "first", "last", "num_parts", "first_part")
 FACTORS = ("over_temperature", "comparison_weight", "mapped_weight", "coverage")
 
 
 def _type_of(name: str, kernel: str, logits: str) -> str:
     if name == "targets":
         return "*i64"
+    if name == "of_cells":
+        return "*fp32"
     if name.endswith(FACTORS) or name == "weight":
         return "fp32"
     if name.endswith(NUMBERS):
@@ -41,8 +43,8 @@ DEFAULT = {"COMPARISON_KIND": FORWARD_KL, "MAPPED_KIND": FORWARD_KL, "IS_FIRST":
 VARIANTS = {
     "row_sums, weighted": ("row_sums._row_sums", {}),
     "row_sums": ("row_sums._row_sums", {"HAS_WEIGHTS": False, "HAS_NEEDED": False}),
-    "log_ratios, short": ("log_ratios._short", {}),
-    "log_ratios, long": ("log_ratios._long", {}),
+    "log_ratios, short": ("log_ratios._lists", dict(zip(("LISTS", "ENTRIES"), launch.SHORT_TILE, strict=True))),
+    "log_ratios, long": ("log_ratios._lists", dict(zip(("LISTS", "ENTRIES"), launch.LONG_TILE, strict=True))),
     "forward KL": ("rows.of_rows", DEFAULT),
     "JSD, value": ("rows.of_rows", {"HAS_GRADIENT": False, "HAS_SURPRISE": False}),
     "JSD, gradient": ("rows.of_rows", {}),
@@ -87,12 +89,33 @@ def test_a_kernel_is_compiled_for_a_gpu(variant: str, capability: int, logits: s
     """Bugs: what Triton's interpreter takes and its compiler does not."""
     name, own = VARIANTS[variant]
     _compile(
-        name, {"BLOCK": launch.BLOCK} | ALL | own, lambda key: _type_of(key, name.split(".")[1], logits), capability
+        name,
+        {"BLOCK": launch.ROWS_BLOCK if name == "rows.of_rows" else launch.BLOCK} | ALL | own,
+        lambda key: _type_of(key, name.split(".")[1], logits),
+        capability,
     )
 
 
-def _compile(name: str, constants: dict[str, Any], type_of: Callable[[str], str], capability: int) -> None:
-    """constants: by name; those of the kernel that are not there are True."""
+@pytest.mark.world
+def test_aligned_rows_of_an_odd_number_of_columns_are_read_several_numbers_at_a_time() -> None:
+    """Bug: a mask that ends at 151,669 columns, for which each number is loaded alone from rows however aligned."""
+    rows = torch.empty(3, 128)[:, :101]
+    assert (launch.readable(101, rows), launch.readable(101, rows.contiguous())) == (112, 101)
+    multiples = ("rows", "stride", "end")
+    ptx = _compile(
+        "row_sums._row_sums", {"BLOCK": launch.BLOCK}, lambda key: _type_of(key, "_row_sums", "*fp32"), H100, multiples
+    )
+    assert "ld.global.v4" in ptx
+
+
+def _compile(
+    name: str,
+    constants: dict[str, Any],
+    type_of: Callable[[str], str],
+    capability: int,
+    multiples: Sequence[str] = (),
+) -> str:
+    """Return the PTX. constants: by name; those of the kernel that are not there are True. multiples: of 16."""
     from importlib import import_module
 
     from triton.backends.compiler import GPUTarget
@@ -103,8 +126,11 @@ def _compile(name: str, constants: dict[str, Any], type_of: Callable[[str], str]
     given = {key: constants.get(key, True) for key in kernel.arg_names if key.isupper()}
     types = {key: "constexpr" if key in given else type_of(key) for key in kernel.arg_names}
     target, options = GPUTarget("cuda", capability, 32), {"num_warps": launch.WARPS}
-    made = triton.compile(ASTSource(kernel, types, given), target=target, options=options)
+    attributes = {(kernel.arg_names.index(key),): [["tt.divisibility", 16]] for key in multiples}
+    made = triton.compile(ASTSource(kernel, types, given, attributes), target=target, options=options)
     assert made.asm["cubin"]
+    ptx: str = made.asm["ptx"]
+    return ptx
 
 
 def test_where_a_kernel_fails_pytorch_computes_and_says_so_once() -> None:

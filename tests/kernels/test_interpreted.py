@@ -54,9 +54,14 @@ def test_a_loss_and_its_gradient_are_those_of_pytorch(found: dict[str, Any], nam
     assert of["error"] < LARGEST_ERROR.get(name, FP32)
 
 
-def test_a_gradient_that_is_put_once_is_rounded_once(found: dict[str, Any]) -> None:
-    """It is rounded to bf16, and so are the gradients that products with it make: 2^−8 each, of the largest number."""
-    assert 0 < found["head-bf16"]["error"] < 2 * 2**-8
+@pytest.mark.parametrize("name", ["head-bf16", "wide-head-bf16"])
+def test_a_gradient_that_is_put_once_is_rounded_once(found: dict[str, Any], name: str) -> None:
+    """It is rounded to bf16, and so are the gradients that products with it make: 2^−8 each, of the largest number.
+
+    Bug: columns of aligned rows beyond the vocabulary that nobody has written, in the gradient of a head that has them.
+    """
+    assert found[name]["kernels"]["gradient of rows"] == 1
+    assert 0 < found[name]["error"] < 2 * 2**-8
 
 
 @pytest.mark.parametrize("name", ["same_vocab", "strict-rest", "shared_prefix"])
