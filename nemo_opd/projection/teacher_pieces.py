@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_opd.projection.matrix import ProjectionMatrix
 from nemo_opd.projection.pair import TokenizerPair
 from nemo_opd.projection.spelling import spell_with
 
@@ -15,10 +17,10 @@ _Pieces = list[list[int]]
 """Student tokens of each teacher token; none for a token that has no image."""
 
 
-def teacher_pieces(
-    pair: TokenizerPair, ids: Mapping[bytes, int], single: Mapping[int, int]
-) -> dict[str, NDArray[np.int32]]:
-    """Return the four arrays of pieces of a ProjectionMatrix, by name.
+def with_teacher_pieces(
+    matrix: ProjectionMatrix, pair: TokenizerPair, ids: Mapping[bytes, int], single: Mapping[int, int]
+) -> ProjectionMatrix:
+    """Set the pieces of the teacher's tokens in both forms.
 
     ids: student tokens by their bytes; single: teacher token → the student token that is its one piece. Other text
     tokens have the pieces that the student's tokenizer gives their bytes, or where these do not come back byte for
@@ -39,12 +41,13 @@ def teacher_pieces(
     for t, length in zip(several, np.bincount(spelled.content, minlength=len(several)).tolist(), strict=True):
         if length:
             spellings[t] = list(islice(ids_of_spellings, length))
-    return {
-        "teacher_spellings": _flat(spellings),
-        "teacher_spelling_ends": _ends(spellings),
-        "teacher_prefix_pieces": _flat(prefixes),
-        "teacher_prefix_ends": _ends(prefixes),
-    }
+    return replace(
+        matrix,
+        teacher_spellings=_flat(spellings),
+        teacher_spelling_ends=_ends(spellings),
+        teacher_prefix_pieces=_flat(prefixes),
+        teacher_prefix_ends=_ends(prefixes),
+    )
 
 
 def _longest_first(content: bytes, ids: Mapping[bytes, int], longest: int) -> list[int]:

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.losses.byte_prefix import PrefixRanges, byte_prefix
+from nemo_opd.losses.byte_prefix import byte_prefix
+from nemo_opd.losses.prefix_chains import PrefixRanges
 
 from . import oracle, oracle_prefix
 

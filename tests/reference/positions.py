@@ -1,6 +1,6 @@
 """A target for each student token (methods.md §5.7), on a source of three letters of which every text can be listed.
 
-A tokenizer is a list of merges; its tokens are strings. A prefix is the tuple of the tokens so far.
+A tokenizer is a sequence of merges; its tokens are strings. A prefix is the tuple of the tokens so far.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 
-Merges = list[tuple[str, str]]
+Merges = tuple[tuple[str, str], ...]
 Prefix = tuple[str, ...]
 Cells = dict[str | None, float]
 """Probabilities of student tokens; None is the rest cell."""
@@ -32,6 +33,7 @@ def source(seed: int) -> dict[str, float]:
     return texts
 
 
+@cache
 def tokenize(text: str, merges: Merges) -> Prefix:
     tokens = list(text)
     for left, right in merges:
@@ -65,16 +67,16 @@ def targets(
     starts, boundaries = begins(ours), begins(theirs)
     for i, a in enumerate(starts):
         j = max(k for k, o in enumerate(boundaries) if o <= a)
+        is_inside = a > boundaries[j]
         cells, ended = mass(q[theirs[:j]], ours[starts.index(boundaries[j]) : i], student)
-        rest = ended if a > boundaries[j] else 0.0
         if ends == "cover" and j > 0:
             r = q[theirs[: j - 1]][theirs[j - 1]]
-            before, _ = mass(q[theirs[: j - 1]], ours[starts.index(boundaries[j - 1]) : i], student)
+            before, ended_before = mass(q[theirs[: j - 1]], ours[starts.index(boundaries[j - 1]) : i], student)
             cells = {c: r * cells.get(c, 0.0) + before.get(c, 0.0) for c in cells | before}
-            rest *= r
-        if ends != "drop" and rest:
-            cells[None] = rest
-        yield i, a == boundaries[j], {c: p / math.fsum(cells.values()) for c, p in cells.items()}
+            ended = r * ended + ended_before
+        if is_inside and ends != "drop" and ended:
+            cells[None] = ended
+        yield i, not is_inside, {c: p / math.fsum(cells.values()) for c, p in cells.items()}
 
 
 def mass(q: dict[str, float], pieces: Prefix, student: Merges) -> tuple[Cells, float]:
