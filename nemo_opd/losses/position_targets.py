@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.read_ahead import ReadAhead
@@ -16,11 +15,10 @@ from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import over
 from nemo_opd.losses.cell_map import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkInputs
-from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.node_masses import ChildMasses, KeptShares, NodeMasses
+from nemo_opd.losses.node_masses import ChildMasses, KeptShares, child_masses
 from nemo_opd.losses.piece_tree import PieceTree, first_pieces
-from nemo_opd.losses.position_units import PositionUnits
+from nemo_opd.losses.position_units import NodePositions, PositionUnits
 from nemo_opd.losses.prefix_chains import Chains, PrefixRanges
 from nemo_opd.losses.reduction import next_tokens
 from nemo_opd.losses.softmax import log_sum_exp
@@ -43,7 +41,7 @@ def position_loss(
     """
     _check(ends, compare)
     targets = _Targets.of(inputs, projection, ends, pieces)
-    temperature, student = inputs.temperature, targets.student
+    temperature, student = inputs.temperature, targets.positions.student
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         log_t, rest = targets.of_part(part)
@@ -74,44 +72,34 @@ class _Targets:
 
     inputs: ChunkInputs
     ends: str
-    student: ChunkPositions
-    """The compared positions."""
+    positions: PositionUnits
+    tree: PieceTree
     first: CommonCells
     """Teacher tokens by their first piece."""
     chains: Chains
     ahead: ReadAhead
-    """The row that predicts each unit's first teacher token y."""
-    inside: NodeMasses
-    before: NodeMasses
-    """With `ends` other than cover, no position."""
-    rows_before: ChunkPositions
-    """The row before, which predicts the teacher token that ends where y begins, of units that need it."""
+    """The row that predicts each unit's first teacher token."""
     ahead_before: ReadAhead
+    """The row before, of units that need it."""
 
     @staticmethod
     def of(inputs: ChunkInputs, projection: ProjectionMatrix, ends: str, pieces: str) -> _Targets:
-        sizes = inputs.student_size, inputs.teacher_size
+        sizes, units = (inputs.student_size, inputs.teacher_size), inputs.units
 
         def tree_on(device: torch.device) -> PieceTree:
             return PieceTree.of(projection, pieces, *sizes, device)
 
-        units = inputs.units
         positions = PositionUnits.of(units, inputs.student_ids, inputs.teacher_ids, tree_on, has_before=ends == "cover")
-        rows, has_row = planned(
-            lambda rows, number: [rows - 1, number.clamp(max=1)], units.teacher_rows, positions.before.per_unit
-        )
-        rows_before = ChunkPositions.of(rows, has_row)
+        prefixes = PrefixRanges.of(projection, inputs.teacher_size, inputs.device)
         return _Targets(
             inputs,
             ends,
-            ChunkPositions.of(units.student_rows, positions.per_unit),
+            positions,
+            tree_on(inputs.device),
             CommonCells.of_prefixes(first_pieces(projection, pieces), *sizes, inputs.device),
-            Chains.of(inputs, PrefixRanges.of(projection, inputs.teacher_size, inputs.device), positions.per_unit),
+            Chains.of(inputs, prefixes, positions.student.lengths),
             inputs.teacher_ahead(units.teacher_rows),
-            NodeMasses.of(positions.inside, tree_on),
-            NodeMasses.of(positions.before, tree_on),
-            rows_before,
-            inputs.teacher_ahead(rows_before.rows, rows_before.offsets),
+            inputs.teacher_ahead(positions.rows_before.rows, positions.rows_before.offsets),
         )
 
     @property
@@ -122,11 +110,11 @@ class _Targets:
             unit_cells(
                 len(self.inputs.units),
                 _COPIES_OF_TEACHER * teacher_size + 3 * self.first.teacher.num_entries + 2 * self.first.num_cells,
-                (self.student.offsets, _COPIES_OF_STUDENT * student_size),
+                (self.positions.student.offsets, _COPIES_OF_STUDENT * student_size),
                 (self.chains.positions.offsets, _COPIES_OF_TEACHER * teacher_size),
-                (self.rows_before.offsets, _COPIES_OF_TEACHER * teacher_size),
-                (self.inside.token_offsets, _COPIES_PER_TOKEN),
-                (self.before.token_offsets, _COPIES_PER_TOKEN),
+                (self.positions.rows_before.offsets, _COPIES_OF_TEACHER * teacher_size),
+                (self.positions.inside.unit_offsets, _COPIES_PER_TOKEN),
+                (self.positions.before.unit_offsets, _COPIES_PER_TOKEN),
             )
         )
 
@@ -142,10 +130,13 @@ class _Targets:
 
 
 class _PartMasses:
-    """Log-masses of a part's positions while they are put together, [p, V + 1]; the last column is the rest."""
+    """Log-masses of a part's positions while they are put together, [p, V + 1]; the last column is the rest.
+
+    A position's have a common factor, which a divergence takes out.
+    """
 
     def __init__(self, targets: _Targets, part: slice) -> None:
-        inputs, student = targets.inputs, targets.student
+        inputs, student = targets.inputs, targets.positions.student
         self._targets, self._part, self._span = targets, part, student.span(part)
         self._size = inputs.student_size
         self._q = self._read(targets.ahead)
@@ -167,8 +158,9 @@ class _PartMasses:
         inputs = self._targets.inputs
         rows = over(ahead.of(self._part).to(inputs.dtype), inputs.temperature)
         if inputs.is_truncated:
-            return _Rows(*split(rows))
-        return _Rows(rows - log_sum_exp(rows).unsqueeze(1), None)
+            return _Rows(*split(rows), torch.zeros_like(rows[:, :1]))
+        log_sum = log_sum_exp(rows) if self._targets.ends == "cover" else torch.zeros_like(rows[:, 0])
+        return _Rows(rows, None, log_sum.unsqueeze(1))
 
     def add_boundaries(self) -> None:
         """Put the teacher's tokens by their first piece at the first position of each unit."""
@@ -186,14 +178,14 @@ class _PartMasses:
 
     def add_inside(self) -> None:
         """Put the tokens below each node at the positions inside of a teacher token."""
-        nodes, moved = self._targets.inside, self._moved
-        position = nodes.positions.index[nodes.units.span(self._part)] - self._span.start
+        nodes, moved = self._targets.positions.inside, self._moved
+        position = nodes.units.rows[nodes.units.span(self._part)] - self._span.start
         unit = self._unit[position]
         is_chain = moved.is_chain.squeeze(1)[unit] & (position == self._last[unit])
         kept = KeptShares(
             moved.first_teacher.squeeze(1)[unit].masked_fill(~is_chain, -1), moved.log_kept.squeeze(1)[unit]
         )
-        self._add(nodes.of_part(self._q.log_p, unit, self._part, self._span.start, kept), self._q, self._unit)
+        self._add(self._below(nodes, self._q, unit, kept), self._q, self._unit)
 
     def add_moved(self) -> None:
         """Add the mass that the realised student token takes from the tokens that it spans."""
@@ -204,19 +196,21 @@ class _PartMasses:
     def add_before(self) -> None:
         """Add the tokens that began a teacher token earlier, and multiply all others with the probability of that."""
         targets = self._targets
-        nodes, rows, ids = targets.before, targets.rows_before, targets.inputs.teacher_ids
+        nodes, rows = targets.positions.before, targets.positions.rows_before
         q, span = self._read(targets.ahead_before), rows.span(self._part)
-        position = nodes.positions.index[nodes.units.span(self._part)] - self._span.start
-        row_of_unit = rows.lengths[self._part].cumsum(0) - 1
-        log_r = self._table.new_zeros((len(row_of_unit), 1))
-        ended = next_tokens(ids, rows.rows[span]).long().unsqueeze(1)
-        units = rows.per_position(torch.arange(len(rows.lengths), device=ended.device))[span] - self._part.start
-        log_r.index_copy_(0, units, q.log_p.gather(1, ended))
-        self._table += log_r[self._unit]
-        self._log_missing += log_r[self._unit]
-        row = row_of_unit[self._unit[position]]
-        kept = KeptShares.all(row, q.log_p.dtype)
-        self._add(nodes.of_part(q.log_p, row, self._part, self._span.start, kept), q, row_of_unit[self._unit])
+        if span.start == span.stop:
+            return
+        has_row = rows.lengths[self._part]
+        ended = next_tokens(targets.inputs.teacher_ids, rows.rows[span]).long().unsqueeze(1)
+        row = (has_row.cumsum(0) - 1).clamp(min=0)[self._unit]
+        log_r = (q.log_p.gather(1, ended) - q.log_sum)[row]
+        log_r = torch.where((has_row > 0)[self._unit].unsqueeze(1), log_r, 0)
+        self._table += log_r
+        self._log_missing += log_r
+        row_of_node = row[nodes.units.rows[nodes.units.span(self._part)] - self._span.start]
+        children = self._below(nodes, q, row_of_node, KeptShares.all(row_of_node, q.log_p.dtype))
+        shift = (self._q.log_sum[self._unit] - q.log_sum[row]).squeeze(1)
+        self._add(replace(children, log_mass=children.log_mass + shift[children.position]), q, row)
 
     def finished(self) -> tuple[Tensor, Tensor]:
         """Return the log-masses [p, V] and of the rest [p, 1].
@@ -232,12 +226,15 @@ class _PartMasses:
         rest = torch.logaddexp(rest, self._log_missing).masked_fill(is_left_out, 0)
         return log_t.masked_fill(is_left_out, -torch.inf), rest
 
+    def _below(self, nodes: NodePositions, q: _Rows, row: Tensor, kept: KeptShares) -> ChildMasses:
+        return child_masses(nodes, self._targets.tree, q.log_p, row, self._part, self._span.start, kept)
+
     def _add(self, children: ChildMasses, q: _Rows, row: Tensor) -> None:
         """Add masses below nodes. row: int64 [p], of each position in q; any for positions without a node."""
         is_boundary = (self._first[self._unit] == torch.arange(len(self._unit), device=row.device))[children.position]
         is_known_already = is_boundary & (children.cell == self._size)
         self._log_add(children.position, children.cell, children.log_mass.masked_fill(is_known_already, -torch.inf))
-        if q.log_unknown is None or not len(q.log_unknown):
+        if q.log_unknown is None:
             return
         unknown = torch.zeros_like(self._log_missing).squeeze(1)
         unknown.index_add_(0, children.position, children.num_unknown.masked_fill(is_known_already, 0))
@@ -254,9 +251,11 @@ class _PartMasses:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A teacher's log-probabilities."""
+    """A teacher's logits/τ. They are not normalised, so that equal logits stay equal."""
 
     log_p: Tensor
     """[u, W]"""
     log_unknown: Tensor | None
     """[u, 1]: of all tokens that are not known; None: all are."""
+    log_sum: Tensor
+    """[u, 1]: log Σ exp, where rows are taken together."""

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import planned
-from nemo_opd.losses.chunk_positions import ChunkPositions
+from nemo_opd.losses.chunk_positions import ChunkPositions, offsets_of
 from nemo_opd.losses.piece_tree import PieceTree, TreeOn
-from nemo_opd.losses.reduction import ChunkUnits, next_tokens
+from nemo_opd.losses.reduction import ChunkUnits, chunk_units, next_tokens
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
 
 
 @dataclass(frozen=True, slots=True)
 class NodePositions:
     """Some of the compared positions, each with a node of the tree."""
 
-    index: Tensor
-    """int64 [I]: a position's place among all that are compared."""
-    node: Tensor
-    """int64 [I]"""
-    per_unit: Tensor
-    """int64 [U]: how many of them are in each unit."""
+    units: ChunkPositions
+    """[I], by unit; its rows are a position's places among all that are compared."""
+    runs: ChunkPositions
+    """[R]: the tree's runs below the node, by position."""
+    token_offsets: Sequence[int]
+    """[R + 1]: where runs begin among the tokens of all; on the host."""
+
+    @property
+    def unit_offsets(self) -> list[int]:
+        """[U + 1]: where units begin among these tokens."""
+        return [self.token_offsets[self.runs.offsets[begin]] for begin in self.units.offsets]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +43,16 @@ class PositionUnits:
     teacher token y, and compared if the chunk's student tokens before it begin the pieces of y, which has more.
     """
 
-    per_unit: Tensor
-    """int64 [U]: compared positions, the first of each chunk."""
+    student: ChunkPositions
+    """[P]: all of them; the first of each chunk."""
     inside: NodePositions
     """Positions inside of a teacher token, with the node of the student tokens since it began."""
     before: NodePositions
     """Positions at which teacher tokens that began a token earlier can go on, with the node of the student tokens since
     then. Left out if the teacher's token before is not a chunk by itself.
     """
+    rows_before: ChunkPositions
+    """The teacher's row before its first, of units with positions in `before`."""
 
     @staticmethod
     def of(
@@ -52,8 +64,34 @@ class PositionUnits:
             return _positions(tree_on(tensors[0].device), *tensors, has_before=has_before)
 
         fields = (units.student_rows, units.teacher_rows, units.student_lengths, units.teacher_lengths)
-        per_unit, *nodes = planned(positions, *fields, student_ids, teacher_ids)
-        return PositionUnits(per_unit, NodePositions(*nodes[:3]), NodePositions(*nodes[3:]))
+        found = planned(positions, *fields, student_ids, teacher_ids)
+        return PositionUnits(
+            ChunkPositions.sent(*found[:3]),
+            _nodes(found[3:10]),
+            _nodes(found[10:17]),
+            ChunkPositions.sent(*found[17:]),
+        )
+
+
+def count_positions(
+    student_ids: Tensor,
+    teacher_ids: Tensor,
+    student_chunk_id: Tensor,
+    teacher_chunk_id: Tensor,
+    projection: ProjectionMatrix,
+    pieces: str,
+) -> Tensor:
+    """Count the compared positions of each sequence, from ids and chunk ids [B, S] and [B, T]: int64 [B]."""
+    sizes = projection.student_vocab_size, projection.teacher_vocab_size
+    units = chunk_units(student_chunk_id, teacher_chunk_id)
+    found = PositionUnits.of(
+        units,
+        student_ids,
+        teacher_ids,
+        lambda device: PieceTree.of(projection, pieces, *sizes, device),
+        has_before=False,
+    )
+    return torch.bincount(found.student.rows // student_ids.shape[1], minlength=len(student_ids))
 
 
 def _positions(
@@ -83,12 +121,11 @@ def _positions(
     follows[1:] &= ((teacher_rows + 1)[:-1] == teacher_rows[1:]) & (teacher_lengths[:-1] == 1)
     before = _nodes_from_before(tree, realised, begins, student_lengths, follows & has_before)
     unit = chunks.per_position(torch.arange(len(student_rows), device=place.device))[is_compared]
-    num_units = len(student_rows)
-    return [
-        torch.bincount(unit, minlength=num_units),
-        *_at_nodes(node[is_compared], node[is_compared] > 0, unit, num_units),
-        *_at_nodes(before[is_compared], before[is_compared] >= 0, unit, num_units),
-    ]
+    per_unit = torch.bincount(unit, minlength=len(student_rows))
+    inside = _at_nodes(tree, node[is_compared], node[is_compared] > 0, unit, len(student_rows))
+    earlier = _at_nodes(tree, before[is_compared], before[is_compared] >= 0, unit, len(student_rows))
+    rows_before = ChunkPositions.of(teacher_rows - 1, earlier[2].clamp(max=1))
+    return [*ChunkPositions.of(student_rows, per_unit).tensors, *inside, *earlier, *rows_before.tensors]
 
 
 def _nodes_from_before(tree: PieceTree, realised: Tensor, begins: Tensor, lengths: Tensor, follows: Tensor) -> Tensor:
@@ -106,6 +143,14 @@ def _nodes_from_before(tree: PieceTree, realised: Tensor, begins: Tensor, length
     return nodes
 
 
-def _at_nodes(node: Tensor, is_meant: Tensor, unit: Tensor, num_units: int) -> list[Tensor]:
+def _at_nodes(tree: PieceTree, node: Tensor, is_meant: Tensor, unit: Tensor, num_units: int) -> list[Tensor]:
+    """Return the tensors of `units` and `runs`, and lengths of runs [R]."""
     index = is_meant.nonzero().squeeze(1)
-    return [index, node[index], torch.bincount(unit[index], minlength=num_units)]
+    per_unit = torch.bincount(unit[index], minlength=num_units)
+    place = ChunkPositions.of(torch.zeros_like(per_unit), per_unit).place
+    runs = ChunkPositions.of(tree.first_run[node[index]], tree.num_runs[node[index]])
+    return [index, place, per_unit, *runs.tensors, tree.run_length[runs.rows]]
+
+
+def _nodes(tensors: Sequence[Tensor]) -> NodePositions:
+    return NodePositions(ChunkPositions.sent(*tensors[:3]), ChunkPositions.sent(*tensors[3:6]), offsets_of(tensors[6]))

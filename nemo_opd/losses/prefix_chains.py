@@ -112,21 +112,21 @@ class Chains:
         after them is no chain.
         """
         units = inputs.units
-        compared = torch.ones_like(units.student_lengths) if num_compared is None else num_compared
-        is_chain, lengths, begins = planned(
-            lambda m, n, rows, compared: [(m == compared) & (n > 1), (n - 1) * ((m == compared) & (n > 1)), rows + 1],
-            units.student_lengths,
-            units.teacher_lengths,
-            units.teacher_rows,
-            compared,
-        )
+
+        def chains(m: Tensor, n: Tensor, rows: Tensor, student_rows: Tensor, *compared: Tensor) -> list[Tensor]:
+            (number,) = compared or (torch.ones_like(m),)
+            is_chain = (m == number) & (n > 1)
+            return [is_chain, (n - 1) * is_chain, rows + 1, student_rows + number - 1]
+
+        fields = (units.student_lengths, units.teacher_lengths, units.teacher_rows, units.student_rows)
+        further = () if num_compared is None else (num_compared,)
+        is_chain, lengths, begins, last_rows = planned(chains, *fields, *further)
         positions = ChunkPositions.of(begins, lengths)
         targets = positions.targets(inputs.teacher_ids)
         last = positions.place == positions.per_position(lengths) - 1
         begin = torch.where(last, prefixes.begin[targets], prefixes.place[targets])
         end = torch.where(last, prefixes.end[targets], prefixes.place[targets] + 1)
         ahead = inputs.teacher_ahead(positions.rows, positions.offsets)
-        last_rows = units.student_rows + compared - 1
         bounds = begin.unsqueeze(1), end.unsqueeze(1)
         return Chains(is_chain.unsqueeze(1), last_rows, positions, *bounds, prefixes, ahead)
 
