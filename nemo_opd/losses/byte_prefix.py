@@ -70,6 +70,11 @@ def byte_prefix(
     require_temperature_1(inputs.teacher, temperature)
     compare = Divergence(divergence, beta, mixed_weight)
     if positions == "all":
+        if continuation_weight:
+            raise ConfigError(
+                f"continuation_weight={continuation_weight}: with positions=all the positions after a chunk's first "
+                "are compared already; leave it out, or choose positions=starts"
+            )
         return position_loss(inputs, projection, compare, ends, pieces)
     if positions != "starts":
         raise ConfigError(f"positions={positions!r}: byte_prefix has no such positions; choose from starts, all")

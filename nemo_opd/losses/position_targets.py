@@ -258,4 +258,4 @@ class _Rows:
     log_unknown: Tensor | None
     """[u, 1]: of all tokens that are not known; None: all are."""
     log_sum: Tensor
-    """[u, 1]: log Σ exp, where rows are taken together."""
+    """[u, 1]: log Σ exp of a whole teacher with ends=cover, else 0."""
