@@ -213,9 +213,51 @@ class SharedPrefixTerm(ChunkTerm):
 
 
 class BytePrefixTerm(ChunkTerm):
-    """The teacher brought onto the student's vocabulary by byte prefixes (methods.md §5.7)."""
+    """The teacher on the student's vocabulary, by the student tokens that begin its tokens (methods.md §5.7)."""
 
     type: Literal["byte_prefix"] = "byte_prefix"
+    positions: Literal["starts", "all"] = "starts"
+    """starts: each chunk's first position; all: every student token that begins inside of a teacher token as well, and
+    KD is divided by the number of these positions.
+    """
+    ends: Literal["drop", "cover", "rest"] = "drop"
+    """positions=all: teacher tokens that would have ended at a position inside. drop: they are left out, which is exact
+    in the mean over a dataset's texts, with forward_kl alone; cover: they are in a rest cell, and tokens that began a
+    teacher token earlier take part, for every divergence and for samples; rest: they are in the rest cell, as in BPM,
+    which is biased.
+    """
+    pieces: Literal["spelling", "longest_prefix"] = "longest_prefix"
+    """Student tokens that a teacher token consists of. spelling: those that the student's tokenizer gives its text;
+    longest_prefix: the longest ones from the left.
+    """
+
+    @field_validator("positions")
+    @classmethod
+    def continuation_is_of_starts(cls, positions: str, info: ValidationInfo) -> str:
+        weight = info.data.get("continuation_weight", 0)
+        if positions == "all" and weight:
+            raise ValueError(
+                f"all with continuation_weight={weight}: the positions after a chunk's first are compared already; "
+                "leave continuation_weight out, or write positions=starts"
+            )
+        return positions
+
+    @field_validator("ends")
+    @classmethod
+    def ends_need_positions_inside(cls, ends: str, info: ValidationInfo) -> str:
+        is_inside = info.data.get("positions") == "all"
+        return _refused_unless(is_inside, ends, info, cls, "positions=starts; write positions=all")
+
+    @field_validator("ends")
+    @classmethod
+    def dropped_ends_need_forward_kl(cls, ends: str, info: ValidationInfo) -> str:
+        divergence = info.data.get("divergence")
+        if info.data.get("positions") == "all" and ends == "drop" and divergence not in (None, "forward_kl"):
+            raise ValueError(
+                f"drop with divergence={divergence}: its targets are exact in the mean over texts, which forward_kl "
+                "alone keeps; write ends=cover, or divergence=forward_kl"
+            )
+        return ends
 
 
 class TCADTerm(DivergenceTerm):

@@ -2,7 +2,7 @@
 
 from nemo_opd.config.aggregation import SelectTeacher, WeightedSum
 from nemo_opd.config.environment import CalculatorEnvironment
-from nemo_opd.config.loss import SampledKLTerm, TCADTerm
+from nemo_opd.config.loss import BytePrefixTerm, SampledKLTerm, TCADTerm
 from nemo_opd.config.objective import GRPOLoss
 from nemo_opd.config.reward import is_paid_by_environment
 from nemo_opd.config.rollout import Rollouts, ServerRollout
@@ -78,6 +78,7 @@ def check_on_policy(config: RunFields) -> None:
     _check_group(config, rollout)
     _check_behaviour(config, rollout)
     _check_scaling(config, rollout)
+    _check_ends(config)
 
 
 def _check_batch(config: RunFields, rollout: Rollouts) -> None:
@@ -192,6 +193,17 @@ def _check_scaling(config: RunFields, rollout: Rollouts) -> None:
             "loss.scaling=dynamic scales KD by CE, which reads sequences of the dataset alone, and "
             "rollout.on_policy_share=1 takes none; write loss.scaling=fixed, or lower rollout.on_policy_share"
         )
+
+
+def _check_ends(config: RunFields) -> None:
+    """Check that no target is right in the mean over a dataset's texts alone."""
+    for i in range(len(config.active_teachers)):
+        term = config.term(i)
+        if isinstance(term, BytePrefixTerm) and term.positions == "all" and term.ends == "drop":
+            raise ValueError(
+                f"{_term_key(config, i)}.ends=drop: its targets are exact in the mean over texts that the teacher's "
+                f"distribution is of, and not over the student's samples; write {_term_key(config, i)}.ends=cover"
+            )
 
 
 def confidence_alphas(config: RunFields) -> list[float | None]:

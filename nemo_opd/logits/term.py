@@ -94,7 +94,7 @@ class Term:
     """Units taken at a time; None: as many as fit a byte budget."""
     ahead: ReadAhead | None = None
     """Other rows that `loss_of` reads, in the order of units, and is passed for each block of them."""
-    further_ahead: ReadAhead | None = None
+    further_aheads: Sequence[ReadAhead] = ()
     """More of these, such as several teacher positions of a chunk."""
     closed_form: ClosedForm | None = None
     """Computes loss and gradient at once, where a unit has one row; None: the gradient is formed by autograd."""
@@ -110,7 +110,7 @@ class Term:
     @property
     def aheads(self) -> list[ReadAhead]:
         """All rows that it reads in addition to the student's."""
-        return [ahead for ahead in (self.ahead, self.further_ahead) if ahead is not None]
+        return [*([] if self.ahead is None else [self.ahead]), *self.further_aheads]
 
     def times(self, factor: float) -> Term:
         return replace(self, factor=self.factor * factor)

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from nemo_opd.config.choices import choices, require_lines
-from nemo_opd.config.loss import DivergenceKind, FunctionTerm, LossTerm, NormalizedTerm, StrictTerm, TCADTerm
+from nemo_opd.config.loss import (
+    BytePrefixTerm,
+    DivergenceKind,
+    FunctionTerm,
+    LossTerm,
+    NormalizedTerm,
+    StrictTerm,
+    TCADTerm,
+)
 from nemo_opd.config.objective import Objective
 from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ConfigError
@@ -24,6 +32,7 @@ from nemo_opd.losses.function import check_function, chunk_function, token_funct
 from nemo_opd.losses.gold import gold
 from nemo_opd.losses.h_kl import h_kl
 from nemo_opd.losses.p_kl import p_kl
+from nemo_opd.losses.position_units import count_positions
 from nemo_opd.losses.reduction import ChunkUnits, count_chunks, count_label_tokens, sampled_mask
 from nemo_opd.losses.same_vocab import same_vocab
 from nemo_opd.losses.sampled_chunk_kl import sampled_chunk_kl
@@ -133,6 +142,9 @@ def build(
     if isinstance(term, StrictTerm):
         of_pairs = {"projection": projection, "has_continuation": term.continuation_weight > 0}
         count, covered = partial(count, **of_pairs), partial(covered, **of_pairs)
+    if isinstance(term, BytePrefixTerm) and term.positions == "all":
+        of_pieces: dict[str, Any] = {"projection": projection, "pieces": term.pieces}
+        count, covered = partial(_count_positions, **of_pieces), partial(_count_positions, **of_pieces)
     unit: _Unit = "prompt" if isinstance(term, TCADTerm) and term.power_alpha is not None else entry.units.kind
     is_per_token = isinstance(term, NormalizedTerm) and term.normalizer == "student_tokens"
     return TermLoss(plan, partial(entry.units.arguments, term.type), count, covered, unit, is_per_token)
@@ -226,6 +238,10 @@ def _count_strict_tokens(arguments: _Arguments, projection: ProjectionMatrix, *,
     units, sequences = _strict(arguments, projection, has_continuation)
     tokens = torch.zeros(len(arguments["student_ids"]), dtype=torch.int64, device=sequences.device)
     return tokens.index_add_(0, sequences, units.student_lengths.long())
+
+
+def _count_positions(arguments: _Arguments, projection: ProjectionMatrix, *, pieces: str) -> Tensor:
+    return count_positions(**arguments, projection=projection, pieces=pieces)
 
 
 @dataclass(frozen=True, slots=True)

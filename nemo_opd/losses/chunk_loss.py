@@ -226,13 +226,13 @@ def first_position_term(
     positions: tuple[Sequence[int], int] | None = None,
     compare_onto: CompareOnto | None = None,
     on_cells: OnCells | None = None,
-    further_ahead: ReadAhead | None = None,
+    further_aheads: Sequence[ReadAhead] = (),
 ) -> Term:
     """Make the term τ² · Σ compare over units (methods.md §5, §7.1).
 
     cells_per_unit: fp32 numbers that a unit takes at the peak of a chunk, both sides' logits included; positions: what
     it takes in addition, see `unit_cells`. compare_onto, on_cells: as `compare`, in closed form and for kernels.
-    further_ahead: more rows that `compare` reads, in the order of units.
+    further_aheads: more rows that `compare` reads, in the order of units.
     """
     temperature, units = inputs.temperature, inputs.units
     ahead = inputs.teacher_ahead(units.teacher_rows)
@@ -255,4 +255,4 @@ def first_position_term(
     measure = None if on_cells is None else on_cells.of.measure
     row_loss = None if measure is None else RowLoss(CellComparison, for_kernels)
     term = inputs.term(units.student_rows, loss_of, cells, ahead=ahead, closed_form=closed, row_loss=row_loss)
-    return replace(term.times(temperature**2), further_ahead=further_ahead)
+    return replace(term.times(temperature**2), further_aheads=further_aheads)

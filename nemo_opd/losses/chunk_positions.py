@@ -29,8 +29,7 @@ class ChunkPositions:
     @staticmethod
     def of(first_rows: Tensor, lengths: Tensor) -> ChunkPositions:
         """Expand first rows [U] and lengths [U]. Waits for the device where the host does not know the lengths."""
-        known = on_host(lengths)
-        offsets = list(accumulate((lengths if known is None else known).tolist(), initial=0))
+        offsets = offsets_of(lengths)
 
         def positions(first_rows: Tensor, lengths: Tensor) -> list[Tensor]:
             begin = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=offsets[-1])
@@ -39,6 +38,15 @@ class ChunkPositions:
 
         rows, place = planned(positions, first_rows, lengths)
         return ChunkPositions(rows, place, lengths, offsets)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What `planned` sends of positions; `sent` puts them together again."""
+        return [self.rows, self.place, self.lengths]
+
+    @staticmethod
+    def sent(rows: Tensor, place: Tensor, lengths: Tensor) -> ChunkPositions:
+        return ChunkPositions(rows, place, lengths, offsets_of(lengths))
 
     @staticmethod
     def single(rows: Tensor) -> ChunkPositions:
@@ -71,10 +79,26 @@ class ChunkPositions:
 
     def log_sum_exp(self, values: Tensor, units: slice) -> Tensor:
         """Compute log Σ exp over positions: [R, X] → [U, X]; if all are −inf the lowest number, without gradient."""
-        values = values.clamp(min=torch.finfo(values.dtype).min)
-        peak = self._reduce("max", values.detach(), units)
-        mass = (values - peak.repeat_interleave(self.lengths[units], dim=0, output_size=len(values))).exp()
-        return self.sum(mass, units).log() + peak
+        return segments_log_sum_exp(values, self.lengths[units])
 
     def _reduce(self, reduce: str, values: Tensor, units: slice) -> Tensor:
-        return torch.segment_reduce(values, reduce, lengths=self.lengths[units], axis=0, unsafe=True)
+        return segments_reduced(reduce, values, self.lengths[units])
+
+
+def offsets_of(lengths: Tensor) -> list[int]:
+    """Return where segments begin, [U + 1] from lengths [U]. Waits for the device if the host does not know them."""
+    known = on_host(lengths)
+    return list(accumulate((lengths if known is None else known).tolist(), initial=0))
+
+
+def segments_reduced(reduce: str, values: Tensor, lengths: Tensor) -> Tensor:
+    """Reduce consecutive segments of rows: [R, …] and lengths [U] → [U, …], in a fixed order."""
+    return torch.segment_reduce(values, reduce, lengths=lengths, axis=0, unsafe=True)
+
+
+def segments_log_sum_exp(values: Tensor, lengths: Tensor) -> Tensor:
+    """Compute log Σ exp of segments: [R, X] → [U, X]; if all are −inf the lowest number, without gradient."""
+    values = values.clamp(min=torch.finfo(values.dtype).min)
+    peak = segments_reduced("max", values.detach(), lengths)
+    mass = (values - peak.repeat_interleave(lengths, dim=0, output_size=len(values))).exp()
+    return segments_reduced("sum", mass, lengths).log() + peak

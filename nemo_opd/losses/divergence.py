@@ -50,6 +50,11 @@ class Divergence:
         return {"forward_kl": 1.0, "reverse_kl": 0.0, "mixed": self.mixed_weight}.get(self.kind)
 
     @property
+    def is_finite_without_teacher(self) -> bool:
+        """Whether a cell adds a finite number if the teacher gives it nothing and the student something."""
+        return self.forward_share in (None, 1)
+
+    @property
     def excess_weight(self) -> float:
         """Factor of s − t in each cell, in addition to the formulas of methods.md §3.1."""
         return 0.0 if self.forward_share is None else 2 * self.forward_share - 1

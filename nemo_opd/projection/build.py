@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BUILDER_VERSION = 3
+_BUILDER_VERSION = 4
 """Raised when the same tokenizers give another matrix than before."""
 
 

@@ -22,7 +22,17 @@ _LARGEST_VOCABULARY = 2**31 - 1
 """Ids are int32."""
 _BUILD_AGAIN = "build it again with nemo-opd projection build"
 _REQUIRED = ("indices", "weights", "exact")
-_ARRAYS = (*_REQUIRED, "byte_prefix", "student_shared_prefix", "teacher_shared_prefix", "teacher_byte_order")
+_PIECES = {"teacher_spellings": "teacher_spelling_ends", "teacher_prefix_pieces": "teacher_prefix_ends"}
+"""Arrays whose length the header names, each with the array of its ends."""
+_ARRAYS = (
+    *_REQUIRED,
+    "byte_prefix",
+    "student_shared_prefix",
+    "teacher_shared_prefix",
+    "teacher_byte_order",
+    *_PIECES.keys(),
+    *_PIECES.values(),
+)
 _SIZES = ("student_vocab_size", "teacher_vocab_size", "row_width")
 _NAMES = ("student_fingerprint", "teacher_fingerprint", "student_name", "teacher_name")
 
@@ -41,6 +51,7 @@ def write(path: str | PathLike[str], content: Mapping[str, Any]) -> None:
     num_rows, row_width = content["indices"].shape
     metadata = {"format": _FORMAT, "version": VERSION, "options": content["options"].to_json()}
     metadata |= {"arrays": " ".join(arrays)}
+    metadata |= {name: str(len(arrays[name])) for name in _PIECES if name in arrays}
     metadata |= zip(_SIZES, map(str, (num_rows, content["teacher_vocab_size"], row_width)), strict=True)
     metadata |= {name: content[name] for name in _NAMES}
     try:
@@ -87,7 +98,7 @@ def _check_header(metadata: Mapping[str, str]) -> None:
 
 
 def _size(metadata: Mapping[str, str], name: str) -> int:
-    text = metadata[name]
+    text = metadata.get(name, "")
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _LARGEST_VOCABULARY):
         raise ProjectionError(f"it has a damaged header: {name} is {text[:40]!r}, no size")
     return int(text)
@@ -110,6 +121,9 @@ def _expected_forms(metadata: Mapping[str, str]) -> dict[str, _Form]:
         "teacher_byte_order": ("I32", (num_columns, 3)),
     }
     listed = metadata["arrays"].split()
+    for name, ends in _PIECES.items():
+        if name in listed:
+            forms |= {name: ("I32", (_size(metadata, name),)), ends: ("I32", (num_columns,))}
     if not set(_REQUIRED) <= set(listed) <= forms.keys():
         raise ProjectionError(f"it has a damaged header: it lists the arrays {', '.join(listed)[:200]!r}")
     return {name: forms[name] for name in listed}

@@ -51,6 +51,14 @@ class ProjectionMatrix:
     """Ψ_T [W]: likewise for teacher tokens."""
     teacher_byte_order: NDArray[np.int32] | None
     """[W, 3]: the teacher tokens in byte order, and the range of those that begin with each, as `byte_order` gives."""
+    teacher_spellings: NDArray[np.int32] | None
+    """σ: the student tokens that spell the teacher tokens, one teacher token after another; None: not made."""
+    teacher_spelling_ends: NDArray[np.int32] | None
+    """[W]: where each teacher token's end in `teacher_spellings`."""
+    teacher_prefix_pieces: NDArray[np.int32] | None
+    """The same, cut into the longest student tokens from the left."""
+    teacher_prefix_ends: NDArray[np.int32] | None
+    """[W]"""
     options: BuilderOptions
 
     def __init__(
@@ -68,6 +76,10 @@ class ProjectionMatrix:
         student_shared_prefix: ArrayLike | None = None,
         teacher_shared_prefix: ArrayLike | None = None,
         teacher_byte_order: ArrayLike | None = None,
+        teacher_spellings: ArrayLike | None = None,
+        teacher_spelling_ends: ArrayLike | None = None,
+        teacher_prefix_pieces: ArrayLike | None = None,
+        teacher_prefix_ends: ArrayLike | None = None,
         options: BuilderOptions | None = None,
     ) -> None:
         """Check and store the arrays. No row is exact when `exact` is not given.
@@ -97,6 +109,12 @@ class ProjectionMatrix:
             "student_shared_prefix": _prefix_map("student_shared_prefix", student_shared_prefix, rows, num_shared),
             "teacher_shared_prefix": _prefix_map("teacher_shared_prefix", teacher_shared_prefix, size, num_shared),
             "teacher_byte_order": _byte_order(teacher_byte_order, size),
+            **_pieces(
+                "teacher_spellings", teacher_spellings, "teacher_spelling_ends", teacher_spelling_ends, size, rows
+            ),
+            **_pieces(
+                "teacher_prefix_pieces", teacher_prefix_pieces, "teacher_prefix_ends", teacher_prefix_ends, size, rows
+            ),
             "options": BuilderOptions() if options is None else options,
         }
         for name, value in values.items():
@@ -236,3 +254,21 @@ def _byte_order(values: ArrayLike | None, size: int) -> NDArray[np.int32] | None
             f"teacher_byte_order gives teacher id {wrong[0]} the range {begin[wrong[0]]} to {end[wrong[0]]} of {size}"
         )
     return array.astype(np.int32)
+
+
+def _pieces(
+    name: str, pieces: ArrayLike | None, ends_name: str, ends: ArrayLike | None, size: int, limit: int
+) -> dict[str, NDArray[np.int32] | None]:
+    """Check the pieces of `size` teacher tokens, ids below `limit`."""
+    if pieces is None and ends is None:
+        return {name: None, ends_name: None}
+    if pieces is None or ends is None:
+        raise ProjectionError(f"{name} and {ends_name} belong together; give both or neither")
+    checked_ends, count = _integers(ends_name, ends, (size,)), len(np.asarray(pieces))
+    if (np.diff(checked_ends, prepend=0) < 0).any() or (checked_ends[-1] if size else 0) != count:
+        raise ProjectionError(f"{ends_name} must ascend from 0 to {count}, the number of {name}")
+    ids = _integers(name, pieces, (count,))
+    outside = np.flatnonzero((ids < 0) | (ids >= limit))
+    if len(outside):
+        raise ProjectionError(f"{name}[{outside[0]}] is {ids[outside[0]]}, outside [0, {limit})")
+    return {name: ids.astype(np.int32), ends_name: checked_ends.astype(np.int32)}

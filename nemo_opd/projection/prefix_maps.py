@@ -15,6 +15,7 @@ from nemo_opd.alignment.roles import RoleOverrides
 from nemo_opd.projection.exact import natural_order
 from nemo_opd.projection.matrix import ProjectionMatrix
 from nemo_opd.projection.pair import Side, TokenizerPair, pair_of
+from nemo_opd.projection.teacher_pieces import with_teacher_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,8 @@ def add_byte_prefix(
 ) -> ProjectionMatrix:
     """Set `byte_prefix` [W], the longest student text token whose bytes begin the teacher token's.
 
-    Also sets `teacher_byte_order` [W, 3], by which the loss of that name finds the tokens that begin with another.
+    Also sets `teacher_byte_order` [W, 3], by which the loss of that name finds the tokens that begin with another, and
+    the student tokens that spell each teacher token (`teacher_pieces.py`).
     Of student ids with the same bytes it is the exact partner, else the most natural one. Tokens that stand for a role
     go to the student token nearest in role; −1 is for those without, and for holes.
     `roles` are those of the matrix when not given. Raises ProjectionError for tokenizers of another pair.
@@ -43,14 +45,17 @@ def byte_prefix_pass(matrix: ProjectionMatrix, pair: TokenizerPair) -> Projectio
     for s in natural_order(student.pieces, student.is_text):
         ids.setdefault(student.contents[s], s)
     byte_prefix = _longest_prefixes(teacher, ids)
-    for s, t in matrix.shared_pairs.tolist():
-        if teacher.is_text[t] and student.is_text[s] and student.contents[s] == teacher.contents[t]:
-            byte_prefix[t] = s
-    for t, s in pair.nearest_student.items():
+    single = {
+        t: s
+        for s, t in matrix.shared_pairs.tolist()
+        if teacher.is_text[t] and student.is_text[s] and student.contents[s] == teacher.contents[t]
+    } | dict(pair.nearest_student)
+    for t, s in single.items():
         byte_prefix[t] = s
     contents = [content if is_text else b"" for content, is_text in zip(teacher.contents, teacher.is_text, strict=True)]
     options = matrix.options.after("byte_prefix", roles=pair.roles)
-    return replace(matrix, byte_prefix=byte_prefix, teacher_byte_order=byte_order(contents), options=options)
+    mapped = replace(matrix, byte_prefix=byte_prefix, teacher_byte_order=byte_order(contents), options=options)
+    return with_teacher_pieces(mapped, pair, ids, single)
 
 
 def byte_order(pieces: Sequence[bytes]) -> NDArray[np.int32]:

@@ -33,6 +33,11 @@ def test_teachers_do_not_read_what_is_not_sampled_yet() -> None:
     ("sections", "message"),
     [
         (
+            {"teachers": [CROSS], "loss": {"type": "byte_prefix", "positions": "all"}},
+            "loss.ends=drop: its targets are exact in the mean over texts that the teacher's distribution is of, and "
+            "not over the student's samples; write loss.ends=cover",
+        ),
+        (
             {"train": {"global_batch_size": 18}},
             "train.global_batch_size=18 counts rollouts, 4 of each prompt (rollout.n), of which it is no multiple; "
             "write train.global_batch_size=20",

@@ -326,6 +326,25 @@ def test_top_k_needs_a_truncated_support() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"positions": "all", "divergence": "jsd"},
+            "loss.ends: drop with divergence=jsd: its targets are exact in the mean over texts, which forward_kl alone "
+            "keeps; write ends=cover, or divergence=forward_kl",
+        ),
+        ({"ends": "rest"}, "loss.ends: rest has no effect with positions=starts; write positions=all"),
+        ({"positions": "all", "continuation_weight": 0.5}, "loss.positions: all with continuation_weight=0.5: the pos"),
+    ],
+)
+def test_targets_that_the_other_settings_rule_out(settings: dict[str, Any], message: str) -> None:
+    """Catches a biased target, or a setting that its author takes for one that does something."""
+    assert message_of(changed("loss", {"type": "byte_prefix", **settings})).startswith(message)
+    accepted = {"positions": "all", "ends": "cover", "divergence": "jsd", "pieces": "spelling"}
+    from_dict(changed("loss", {"type": "byte_prefix", **accepted}))
+
+
 def test_a_wrong_support_is_one_problem() -> None:
     """A rule about two keys has nothing to say while one of them is no valid value."""
     message = message_of(changed("teachers.1.loss", {"type": "same_vocab", "support": "topk", "top_k": 64}))

@@ -234,6 +234,18 @@ LOSSES = [
         same_vocab_options={"support": "student_topk", "top_k": 2, "normalization": "rest"},
     ),
     Case("byte_prefix", byte_prefix, same_vocab_options={}),
+    Case("byte_prefix-spelling", byte_prefix, {"pieces": "spelling"}, same_vocab_options={}),
+    *(
+        Case(
+            f"byte_prefix-{ends}",
+            byte_prefix,
+            {"positions": "all", "ends": ends, "pieces": "spelling"},
+            takes_divergence=ends != "drop",
+            needs_every_token=True,
+            same_vocab_options={},
+        )
+        for ends in ("drop", "cover", "rest")
+    ),
     Case("shared_prefix", shared_prefix, same_vocab_options={}),
     Case("alm", alm, needs_projection=False, takes_divergence=False, is_zero_for_equal_sides=False),
     Case("uld", uld, needs_projection=False, takes_divergence=False),
@@ -265,6 +277,8 @@ ROWS: list[dict[int, float]] = [{3: 1}, {1: 1}, {2: 1}, {0: 1}, {9: 0.7, 0: 0.3}
 """Of the projection: five exact rows, a relaxed pair, a row of no pair, an empty one and a lost claim."""
 EXACT = [True] * 4 + [False, True] + [False] * 3
 PHI = [3, 1, 2, 0, 2, 1, 2, -1, 5, 1, 1]
+SPELLINGS = [[3], [1], [2], [0], [2, 0], [1, 2], [2, 1], [], [5], [1, 2, 0], [1]]
+"""Of ab the student's ab; of cab its cab; bca has the pieces b, c, a."""
 STUDENT_CELLS = [0, 1, 2, 3, 3, 4, 1, -1, 2]
 TEACHER_CELLS = [3, 1, 2, 0, 2, 1, 2, -1, 4, 1, 1]
 CHUNKS = (
@@ -298,7 +312,19 @@ def pair() -> ProjectionMatrix:
         teacher_shared_prefix=TEACHER_CELLS,
         byte_prefix=PHI,
         teacher_byte_order=byte_order([piece or b"" for piece in TEACHER]),
+        **pieces_of(SPELLINGS),
     )
+
+
+def pieces_of(spellings: list[list[int]]) -> dict[str, Any]:
+    """As pieces of both kinds."""
+    ids, ends = [piece for spelling in spellings for piece in spelling], np.cumsum(list(map(len, spellings)))
+    return {
+        "teacher_spellings": np.array(ids, np.int64),
+        "teacher_spelling_ends": ends,
+        "teacher_prefix_pieces": np.array(ids, np.int64),
+        "teacher_prefix_ends": ends,
+    }
 
 
 @cache
@@ -319,6 +345,7 @@ def identity(size: int, known: int | None = None) -> ProjectionMatrix:
         teacher_shared_prefix=cells,
         byte_prefix=np.where(exact, tokens, -1),
         teacher_byte_order=byte_order([bytes([i // 256, i % 256]) for i in range(size)]),
+        **pieces_of([[i] if known else [] for i, known in enumerate(exact)]),
     )
 
 

@@ -43,8 +43,11 @@ def matrix(
     teacher_map: list[int] | None = None,
     byte_prefix: list[int] | None = None,
     teacher: Sequence[bytes | None] | None = None,
+    spellings: Sequence[Sequence[int]] | None = None,
 ) -> ProjectionMatrix:
-    """A projection of exact pairs only, with maps."""
+    """A projection of exact pairs only, with maps; spellings: also as prefix pieces."""
+    ids = None if spellings is None else np.array([piece for pieces in spellings for piece in pieces], np.int64)
+    ends = None if spellings is None else np.cumsum(list(map(len, spellings)))
     indices = np.full((student_size, 1), -1)
     for s, t in pairs:
         indices[s] = t
@@ -57,13 +60,17 @@ def matrix(
         teacher_shared_prefix=teacher_map,
         byte_prefix=byte_prefix,
         teacher_byte_order=None if teacher is None else byte_order([piece or b"" for piece in teacher]),
+        teacher_spellings=ids,
+        teacher_spelling_ends=ends,
+        teacher_prefix_pieces=ids,
+        teacher_prefix_ends=ends,
     )
 
 
 def identity(size: int) -> ProjectionMatrix:
     every = list(range(size))
     pieces = [bytes([i % 256, i // 256]) for i in every]
-    return matrix([(i, i) for i in every], size, size, every, every, every, pieces)
+    return matrix([(i, i) for i in every], size, size, every, every, every, pieces, [[i] for i in every])
 
 
 def pushed(probabilities: list[float], cell_of: list[int]) -> dict[int, float]:

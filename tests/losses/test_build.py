@@ -194,10 +194,13 @@ def test_the_objective_around_a_term_is_no_part_of_its_loss(term, objective):
 CROSS_TERMS = (PKLTerm, GoldTerm, HKLTerm, StrictTerm, BytePrefixTerm, SharedPrefixTerm, ALMTerm, ULDTerm)
 
 
+POSITIONS = [BytePrefixTerm(positions="all", ends=ends) for ends in ("drop", "cover", "rest")]
 CONTINUED = [term(continuation_weight=0.5) for term in CROSS_TERMS if "continuation_weight" in term.model_fields]
 
 
-@pytest.mark.parametrize("settings", [SameVocabTerm(), *(term() for term in CROSS_TERMS), *CONTINUED], ids=repr)
+@pytest.mark.parametrize(
+    "settings", [SameVocabTerm(), *(term() for term in CROSS_TERMS), *CONTINUED, *POSITIONS], ids=repr
+)
 def test_units_are_counted_as_the_loss_counts_them(settings):
     """What the driver counts is what ranks divide by; catches a term that skips units nobody told the driver of, and
     one that adds the likelihoods of chunks which are none of its units."""

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_opd.errors import ProjectionError
-from nemo_opd.losses.byte_prefix import PrefixRanges, byte_prefix
+from nemo_opd.errors import ConfigError, ProjectionError
+from nemo_opd.losses.byte_prefix import byte_prefix
+from nemo_opd.losses.prefix_chains import PrefixRanges
 
 from . import oracle, oracle_prefix
 
@@ -123,3 +124,19 @@ def test_what_does_not_fit_is_named():
         run(student, teacher, oracle_prefix.matrix([], V, W))
     with pytest.raises(ProjectionError, match=r"byte order .* nemo_opd\.projection\.add_byte_prefix"):
         run(student, teacher, oracle_prefix.matrix([], V, W, byte_prefix=PHI))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"positions": "some"}, "positions='some'.*choose from starts, all"),
+        ({"pieces": "some"}, "pieces='some'.*choose from spelling, longest_prefix"),
+        ({"positions": "all", "ends": "some"}, "ends='some'.*choose from drop, cover, rest"),
+        ({"positions": "all", "divergence": "jsd"}, "divergence=jsd.*choose divergence=forward_kl or ends=cover"),
+        ({"positions": "all", "continuation_weight": 0.5}, "continuation_weight=0.5.*choose positions=starts"),
+    ],
+)
+def test_settings_that_rule_each_other_out_are_named(settings: dict, message: str):
+    """Catches a biased target, or a setting that a caller of the function takes for one that does something."""
+    with pytest.raises(ConfigError, match=message):
+        run(logits(S, V, 0), logits(T, W, 1), **settings)

@@ -41,7 +41,7 @@ INTERLEAVED = ("heads", "heads of both sides", "logits", "context")
 MORE_KINDS = ("logits", "logits of both sides", "averaged heads of both sides", "context")
 NAMES = {
     *("same_vocab", "tcad", "sampled_kl-k2", "sampled_chunk_kl-k2", "p_kl", "p_kl-mean", "gold-mean", "h_kl"),
-    *("strict", "byte_prefix", "shared_prefix", "alm", "uld"),
+    *("strict", "byte_prefix", "byte_prefix-cover", "shared_prefix", "alm", "uld"),
 }
 LOGPROBS = torch.full((TEXTS, LENGTH), -2.0)
 CASES = [
@@ -57,7 +57,7 @@ CASES = [
 RUNS = [
     (case, kind)
     for case in CASES
-    for kind in (*KINDS, *(MORE_KINDS if case.name in ("alm", "byte_prefix", "p_kl-mean") else ()))
+    for kind in (*KINDS, *(MORE_KINDS if case.name in ("alm", "byte_prefix", "byte_prefix-cover", "p_kl-mean") else ()))
 ]
 
 

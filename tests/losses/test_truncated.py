@@ -28,7 +28,11 @@ TAKEN = {
     if case.name.split("-")[0] in NAMES
     and not any(part in case.name for part in ("mean", "vocab_topk", "teacher_topk", "student_topk", "union"))
 } | {"uld": next(case for case in cases.LOSSES if case.name == "uld")}
-WITH_ORACLE = [name for name, case in TAKEN.items() if case.loss in oracle_truncated.ORACLES and "contin" not in name]
+WITH_ORACLE = [
+    name
+    for name, case in TAKEN.items()
+    if case.loss in oracle_truncated.ORACLES and "contin" not in name and "positions" not in case.options
+]
 BOUNDED = ["same_vocab", "gold", "gold-tails", "h_kl", "strict-rest", "uld"]
 """Each of their cells is reached by one token at most, and nothing is renormalised on some of the tokens."""
 REALISED = [case for case in cases.ALL_LOSSES if case.loss in (alm, sampled_kl, sampled_chunk_kl)]

@@ -29,6 +29,10 @@ def small_with_maps() -> ProjectionMatrix:
         student_shared_prefix=[0, 0, -1],
         teacher_shared_prefix=[0, -1, 0, 0, 0],
         teacher_byte_order=byte_order([b"a", b"", b"b", b"ab", b"a"]),
+        teacher_spellings=[0, 2, 1, 0, 0],
+        teacher_spelling_ends=[1, 1, 3, 4, 5],
+        teacher_prefix_pieces=[0, 2, 1, 1],
+        teacher_prefix_ends=[1, 1, 2, 3, 4],
     )
 
 
@@ -217,6 +221,10 @@ def test_headers_that_lie(tmp_path: Path, changes: dict[str, str | None], reason
         "student_shared_prefix",
         "teacher_shared_prefix",
         "teacher_byte_order",
+        "teacher_spellings",
+        "teacher_spelling_ends",
+        "teacher_prefix_pieces",
+        "teacher_prefix_ends",
     ],
 )
 def test_a_missing_or_misshapen_array(tmp_path: Path, name: str) -> None:

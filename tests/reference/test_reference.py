@@ -18,8 +18,10 @@ def test_nothing_of_the_package_is_imported() -> None:
 
 
 def test_it_can_be_read_in_one_sitting() -> None:
-    """Lines of code: without blank lines, comments and docstrings."""
-    assert sum(map(lines_of_code, FILES)) <= 300
+    """Lines of code: without blank lines, comments and docstrings. positions.py is a reference by itself."""
+    lines = {file.name: lines_of_code(file) for file in FILES}
+    assert lines.pop("positions.py") <= 100
+    assert sum(lines.values()) <= 300
 
 
 def lines_of_code(file: Path) -> int:

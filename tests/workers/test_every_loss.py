@@ -16,7 +16,7 @@ TERMS = {
     "gold": [],
     "h_kl": ["loss.divergence=reverse_kl"],
     "strict": [],
-    "byte_prefix": [],
+    "byte_prefix": ["loss.positions=all", "loss.ends=cover", "loss.pieces=spelling"],
     "shared_prefix": ["loss.divergence=jsd"],
     "alm": ["loss.temperature=2"],
     "uld": [],

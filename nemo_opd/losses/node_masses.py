@@ -1,0 +1,76 @@
+"""The teacher's mass below nodes of the tree of pieces, by the next piece (methods.md §5.7)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_opd.losses.chunk_positions import segments_log_sum_exp, segments_reduced
+from nemo_opd.losses.piece_tree import PieceTree
+from nemo_opd.losses.position_units import NodePositions
+
+
+@dataclass(frozen=True, slots=True)
+class ChildMasses:
+    """Masses of the runs below the nodes of a part's positions."""
+
+    position: Tensor
+    """int64 [r]: places among the part's compared positions."""
+    cell: Tensor
+    """int64 [r]: the next piece, or V for the teacher tokens that end at the node."""
+    log_mass: Tensor
+    """[r]: −inf if the teacher gives nothing to any token of the run."""
+    num_unknown: Tensor
+    """[r]: tokens of the run that the teacher gives nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptShares:
+    """A teacher token of each position, and log of the share of its mass that stays where its pieces are."""
+
+    token: Tensor
+    """int64 [i]: −1 for none."""
+    log_share: Tensor
+    """[i]"""
+
+    @staticmethod
+    def all(row: Tensor, dtype: torch.dtype) -> KeptShares:
+        """Let all mass stay at positions [i]."""
+        return KeptShares(torch.full_like(row, -1), torch.zeros(len(row), dtype=dtype, device=row.device))
+
+
+def child_masses(
+    nodes: NodePositions,
+    tree: PieceTree,
+    logits: Tensor,
+    row: Tensor,
+    part: slice,
+    first_position: int,
+    kept: KeptShares,
+) -> ChildMasses:
+    """Sum the masses below the nodes of a part's positions, from a teacher's logits/τ [u, W].
+
+    row: int64 [i], of each position with a node. first_position: of the part, among all compared positions.
+    """
+    at = nodes.units.span(part)
+    runs = nodes.runs.span(at)
+    num_tokens = nodes.token_offsets[runs.stop] - nodes.token_offsets[runs.start]
+    run = nodes.runs.rows[runs]
+    position = torch.arange(at.stop - at.start, device=row.device)
+    position = position.repeat_interleave(nodes.runs.lengths[at], output_size=len(run))
+    length = tree.run_length[run]
+    of_token = torch.arange(len(run), device=row.device).repeat_interleave(length, output_size=num_tokens)
+    place = torch.arange(num_tokens, device=row.device) - (length.cumsum(0) - length)[of_token]
+    token = tree.order[tree.run_begin[run][of_token] + place]
+    position_of_token = position[of_token]
+    log_p = logits[row[position_of_token], token]
+    log_kept = torch.where(token == kept.token[position_of_token], kept.log_share[position_of_token], 0)
+    log_mass = segments_log_sum_exp((log_p + log_kept).unsqueeze(1), length).squeeze(1)
+    return ChildMasses(
+        nodes.units.rows[at][position] - first_position,
+        tree.run_cell(run),
+        log_mass.masked_fill(log_mass == torch.finfo(log_mass.dtype).min, -torch.inf),
+        segments_reduced("sum", (log_p == -torch.inf).to(log_p.dtype), length),
+    )

@@ -1,0 +1,158 @@
+"""What a teacher gives to a student token that spans several of its tokens (methods.md §5.7)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_opd.distributed.transfer import planned, together
+from nemo_opd.errors import ProjectionError
+from nemo_opd.logits.read_ahead import ReadAhead
+from nemo_opd.losses.alm import log1mexp, log_surprise
+from nemo_opd.losses.arguments import over
+from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.chunk_positions import ChunkPositions
+from nemo_opd.losses.made_once import made_once
+from nemo_opd.losses.reduction import next_tokens
+from nemo_opd.losses.softmax import log_sum_exp
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
+
+ADD_MAPS = (
+    "which this projection does not have; add it with nemo_opd.projection.add_byte_prefix or "
+    "nemo-opd projection byte-prefix, or use projection: auto"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRanges:
+    """Which teacher tokens begin with which others, as ranges of the tokens in byte order, those without bytes last."""
+
+    place: Tensor
+    """int64 [W]: where a token stands in that order."""
+    begin: Tensor
+    """int64 [W]: begin ≤ place < end are the tokens whose bytes begin with the token's own."""
+    end: Tensor
+    """int64 [W]"""
+
+    @staticmethod
+    def of(projection: ProjectionMatrix, teacher_vocab_size: int, device: torch.device) -> PrefixRanges:
+        """Return the ranges among the first `teacher_vocab_size` tokens; made once as long as the matrix lives.
+
+        Raises ProjectionError for a projection without a byte order.
+        """
+        byte_order = projection.teacher_byte_order
+        if byte_order is None:
+            raise ProjectionError(f"byte_prefix needs the byte order of the teacher's tokens, {ADD_MAPS}")
+        return made_once(
+            lambda: PrefixRanges(
+                *together(PrefixRanges._within(torch.from_numpy(byte_order), teacher_vocab_size), device)
+            ),
+            (byte_order,),
+            PrefixRanges,
+            teacher_vocab_size,
+            device,
+        )
+
+    @staticmethod
+    def _within(byte_order: Tensor, teacher_vocab_size: int) -> list[Tensor]:
+        """Return `place`, `begin` and `end` on the host, which waits for no device to count the tokens."""
+        order, begin, end = byte_order.long().T
+        is_inside = order < teacher_vocab_size
+        inside_before = torch.cat([is_inside.new_zeros(1).long(), is_inside.cumsum(0)])
+        bounds = (inside_before[each[:teacher_vocab_size]] for each in (begin, end))
+        return [order[is_inside].argsort(), *bounds]
+
+
+@dataclass(frozen=True, slots=True)
+class MovedMass:
+    """Lower bound of the teacher's mass for the realised student token x. Other units move nothing."""
+
+    first_teacher: Tensor
+    """int64 [u, 1]: y_1."""
+    realised: Tensor
+    """int64 [u, 1]: x."""
+    is_chain: Tensor
+    """bool [u, 1]"""
+    log_moved: Tensor
+    """[u, 1]: log of the share of q(y_1) that moves to x."""
+    log_kept: Tensor
+    """[u, 1]: log of the share that stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """Chunks whose last student token x ends beyond their first teacher token, among all units."""
+
+    is_chain: Tensor
+    """bool [U, 1]"""
+    last_rows: Tensor
+    """int64 [U]: indices into [B·S], of the logits that predict x."""
+    positions: ChunkPositions
+    """Positions of y_2..y_n, where a unit is a chain; none elsewhere."""
+    begin: Tensor
+    """int64 [R, 1]: what continues the chain there, as a range of the byte order."""
+    end: Tensor
+    """int64 [R, 1]"""
+    prefixes: PrefixRanges
+    ahead: ReadAhead
+    """The teacher's rows at the positions."""
+
+    @staticmethod
+    def of(inputs: ChunkInputs, prefixes: PrefixRanges, num_compared: Tensor | None = None) -> Chains:
+        """Find the chains. Up to y_{n−1} the token itself continues one; at y_n any token that begins with it.
+
+        num_compared: int64 [U], leading student tokens of a chunk that are compared, by default 1; a chunk with others
+        after them is no chain.
+        """
+        units = inputs.units
+
+        def chains(m: Tensor, n: Tensor, rows: Tensor, student_rows: Tensor, *compared: Tensor) -> list[Tensor]:
+            (number,) = compared or (torch.ones_like(m),)
+            is_chain = (m == number) & (n > 1)
+            return [is_chain, (n - 1) * is_chain, rows + 1, student_rows + number - 1]
+
+        fields = (units.student_lengths, units.teacher_lengths, units.teacher_rows, units.student_rows)
+        further = () if num_compared is None else (num_compared,)
+        is_chain, lengths, begins, last_rows = planned(chains, *fields, *further)
+        positions = ChunkPositions.of(begins, lengths)
+        targets = positions.targets(inputs.teacher_ids)
+        last = positions.place == positions.per_position(lengths) - 1
+        begin = torch.where(last, prefixes.begin[targets], prefixes.place[targets])
+        end = torch.where(last, prefixes.end[targets], prefixes.place[targets] + 1)
+        ahead = inputs.teacher_ahead(positions.rows, positions.offsets)
+        bounds = begin.unsqueeze(1), end.unsqueeze(1)
+        return Chains(is_chain.unsqueeze(1), last_rows, positions, *bounds, prefixes, ahead)
+
+    def moved(self, inputs: ChunkInputs, part: slice) -> MovedMass:
+        is_chain, surprise = self.is_chain[part], self._log_surprise(inputs, part)
+        return MovedMass(
+            first_teacher=next_tokens(inputs.teacher_ids, inputs.units.teacher_rows[part]).long().unsqueeze(1),
+            realised=next_tokens(inputs.student_ids, self.last_rows[part]).long().unsqueeze(1),
+            is_chain=is_chain,
+            log_moved=(-surprise.exp()).masked_fill(~is_chain, -math.inf),
+            log_kept=log1mexp(surprise).masked_fill(~is_chain, 0),
+        )
+
+    @torch.no_grad()
+    def _log_surprise(self, inputs: ChunkInputs, part: slice) -> Tensor:
+        """Compute log(−log R) [u, 1] of chains; R: probability of y_2..y_{n−1} and then of a token that y_n begins."""
+        span = self.positions.span(part)
+        logits = over(self.ahead.of(part).to(inputs.dtype), inputs.temperature)
+        place = self.prefixes.place
+        is_meant = (place >= self.begin[span]) & (place < self.end[span])
+        # What is not known of a truncated teacher is not meant: the bound stays one.
+        is_meant = F.pad(is_meant, (0, logits.shape[1] - is_meant.shape[1]))
+        odds_against = _log_mass(logits, ~is_meant) - _log_mass(logits, is_meant)
+        return self.positions.log_sum_exp(log_surprise(odds_against), part)
+
+
+def _log_mass(logits: Tensor, is_counted: Tensor) -> Tensor:
+    """Compute log Σ exp of the counted columns: [R, W] → [R, 1]."""
+    return log_sum_exp(torch.where(is_counted, logits, torch.finfo(logits.dtype).min)).unsqueeze(1)

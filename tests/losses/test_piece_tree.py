@@ -1,0 +1,66 @@
+"""The tree of the teacher's spellings, against lists of tuples."""
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_opd.errors import ConfigError, ProjectionError
+from nemo_opd.losses.piece_tree import PieceTree, first_pieces
+from nemo_opd.projection import ProjectionMatrix
+
+V = 4
+
+
+def random_pieces(seed: int) -> list[tuple[int, ...]]:
+    """Several tokens of the same pieces, tokens without any, and pieces that begin others."""
+    draw = np.random.default_rng(seed)
+    return [tuple(draw.integers(V, size=draw.integers(0, 5)).tolist()) for _ in range(60)]
+
+
+def matrix(spellings: list[tuple[int, ...]]) -> ProjectionMatrix:
+    return ProjectionMatrix(
+        np.full((V, 1), -1),
+        np.zeros((V, 1)),
+        teacher_vocab_size=len(spellings),
+        teacher_spellings=np.array([piece for spelling in spellings for piece in spelling], np.int64),
+        teacher_spelling_ends=np.cumsum([len(spelling) for spelling in spellings]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sizes", [(V, 60), (V - 1, 47)])
+def test_runs_of_every_node_equal_the_lists(seed: int, sizes: tuple[int, int]) -> None:
+    """Catches tokens of one node under another, an end taken for a piece, and tokens beyond a vocabulary."""
+    spellings = random_pieces(seed)
+    projection = matrix(spellings)
+    tree = PieceTree.of(projection, "spelling", *sizes, torch.device("cpu"))
+    spelled = {t: s for t, s in enumerate(spellings[: sizes[1]]) if s and max(s) < sizes[0]}
+    nodes = {(): 0}
+    for pieces in sorted({s[:k] for s in spelled.values() for k in range(len(s))}, key=len):
+        if pieces:
+            nodes[pieces] = int(tree.child(torch.tensor([nodes[pieces[:-1]]]), torch.tensor([pieces[-1]])))
+        node, depth = nodes[pieces], len(pieces)
+        assert node >= 0
+        runs = range(tree.first_run[node], tree.first_run[node] + tree.num_runs[node])
+        cells = tree.run_cell(torch.tensor(runs)).tolist()
+        expected: dict[int, set[int]] = {}
+        for t, s in spelled.items():
+            if s[:depth] == pieces:
+                expected.setdefault(s[depth] if len(s) > depth else sizes[0], set()).add(t)
+        begins, lengths = tree.run_begin[list(runs)].tolist(), tree.run_length[list(runs)].tolist()
+        tokens = [set(tree.order[b : b + n].tolist()) for b, n in zip(begins, lengths, strict=True)]
+        assert dict(zip(cells, tokens, strict=True)) == expected
+    for t, s in spelled.items():
+        places = range(tree.begin[t], tree.begin[t] + tree.length[t])
+        assert tree.node[list(places)].tolist() == [nodes[s[:k]] for k in range(len(s))]
+        assert int(tree.child(torch.tensor([nodes[s[:-1]]]), torch.tensor([s[-1]]))) == nodes.get(s, -1)
+    assert first_pieces(projection, "spelling").tolist() == [s[0] if s else -1 for s in spellings]
+
+
+def test_what_is_not_there_is_named() -> None:
+    """Catches a projection of before, whose user is not told how to add the pieces."""
+    projection = ProjectionMatrix([[0]], [[1.0]])
+    with pytest.raises(ProjectionError, match="add_byte_prefix or nemo-opd projection byte-prefix, or use projection"):
+        PieceTree.of(projection, "spelling", 1, 1, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="choose from spelling, longest_prefix"):
+        first_pieces(projection, "letters")

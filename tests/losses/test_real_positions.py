@@ -1,0 +1,140 @@
+"""Targets at every student position with real tokenizers, against dicts of their spellings."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_opd.alignment import TokenAligner
+from nemo_opd.losses import byte_prefix, same_vocab
+from nemo_opd.projection import ProjectionMatrix, add_byte_prefix, exact_map
+from tests.tokenizers_fixture import real_tokenizer
+
+pytestmark = pytest.mark.tokenizers
+
+TEXT = "Распознавание речи — задача. 言語モデルの蒸留 recognitions"
+Cells = dict[int | None, float]
+
+
+@cache
+def projection(student: str, teacher: str) -> ProjectionMatrix:
+    pair = real_tokenizer(student), real_tokenizer(teacher)
+    return add_byte_prefix(exact_map(*pair), *pair)
+
+
+def batch(student: str, teacher: str) -> tuple[dict, Tensor, Tensor]:
+    """Arguments of a loss, and logits of both sides."""
+    pair = real_tokenizer(student), real_tokenizer(teacher)
+    ids = [tokenizer("\n" + TEXT, add_special_tokens=False).input_ids for tokenizer in pair]
+    alignment = TokenAligner(*pair).align(*ids)
+    matrix, generator = projection(student, teacher), torch.Generator().manual_seed(0)
+    arguments = {
+        "projection": matrix,
+        "student_ids": torch.tensor(ids[:1]),
+        "teacher_ids": torch.tensor(ids[1:]),
+        "student_chunk_id": torch.tensor(alignment.student_chunk_id)[None],
+        "teacher_chunk_id": torch.tensor(alignment.teacher_chunk_id)[None],
+    }
+    sizes = matrix.student_vocab_size, matrix.teacher_vocab_size
+    logits = (2 * torch.randn(1, len(side), size, generator=generator) for side, size in zip(ids, sizes, strict=True))
+    return arguments, *logits
+
+
+@cache
+def spelled(matrix: ProjectionMatrix) -> tuple[list[tuple[int, ...]], dict[tuple[int, ...], list[int]]]:
+    """The pieces of each teacher token, and the tokens that begin with some."""
+    spellings = [tuple(s.tolist()) for s in np.split(matrix.teacher_spellings, matrix.teacher_spelling_ends[:-1])]
+    below: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for t, spelling in enumerate(spellings):
+        for length in range(1, len(spelling) + 1):
+            below[spelling[:length]].append(t)
+    return spellings, below
+
+
+def expected(arguments: dict, student: Tensor, teacher: Tensor, ends: str) -> list[float]:
+    """Forward KL of each position, by a look at the teacher tokens below its node."""
+    spellings, below = spelled(arguments["projection"])
+    chunks = [arguments[f"{side}_chunk_id"][0].tolist() for side in ("student", "teacher")]
+    ids = [arguments[f"{side}_ids"][0].tolist() for side in ("student", "teacher")]
+    p, q = (logits[0].double().log_softmax(-1) for logits in (student, teacher))
+    found, chunk_before, last = [], -1, None
+    for chunk in sorted(set(chunks[0]) & set(chunks[1]) - {-1}):
+        ours, theirs = ([i for i, c in enumerate(side) if c == chunk] for side in chunks)
+        before, last = (last if chunk == chunk_before + 1 else None), (ours, theirs)
+        chunk_before = chunk
+        if 0 in (ours[0], theirs[0]):
+            last = None
+            continue
+        row, y = q[theirs[0] - 1].exp(), ids[1][theirs[0]]
+        for place, i in enumerate(ours):
+            pieces = tuple(ids[0][k] for k in ours[:place])
+            if place and (spellings[y][:place] != pieces or len(spellings[y]) == place):
+                break
+            cells = masses(row, pieces, below.get(pieces, []), spellings) if place else by_first_piece(row, spellings)
+            if ends == "cover" and before is not None and len(before[1]) == 1:
+                row_before, since = q[before[1][0] - 1].exp(), tuple(ids[0][k] for k in before[0]) + pieces
+                r = float(row_before[ids[1][before[1][0]]])
+                more = masses(row_before, since, below.get(since, []), spellings)
+                if not place:
+                    more.pop(None, None)
+                cells = {c: r * cells.get(c, 0) + more.get(c, 0) for c in cells | more}
+            rest = cells.pop(None, 0.0)
+            total = math.fsum(cells.values()) + (rest if ends != "drop" else 0)
+            of_student = p[i - 1].tolist()
+            value = sum(m / total * (math.log(m / total) - of_student[c]) for c, m in cells.items() if m)
+            if ends != "drop" and rest:
+                left = math.fsum(math.exp(x) for c, x in enumerate(of_student) if c not in cells)
+                value += rest / total * (math.log(rest / total) - math.log(left))
+            found.append(value)
+    return found
+
+
+def by_first_piece(q: Tensor, spellings: list[tuple[int, ...]]) -> Cells:
+    first = np.array([spelling[0] if spelling else -1 for spelling in spellings])
+    total = np.bincount(first + 1, q.numpy())
+    cells: Cells = {c: float(total[c + 1]) for c in np.unique(first[first >= 0]).tolist()}
+    return cells | {None: float(total[0])}
+
+
+def masses(q: Tensor, pieces: tuple[int, ...], tokens: list[int], spellings: list[tuple[int, ...]]) -> Cells:
+    cells: Cells = defaultdict(float)
+    for t, p in zip(tokens, q[tokens].tolist(), strict=True):
+        cells[spellings[t][len(pieces)] if len(spellings[t]) > len(pieces) else None] += p
+    return cells
+
+
+@pytest.mark.parametrize("ends", ["drop", "cover", "rest"])
+def test_targets_are_those_of_the_spellings(ends: str) -> None:
+    """Catches a node or a boundary of real tokens that is taken for another, and blocks that change a target."""
+    arguments, student, teacher = batch("llama3_1", "qwen3")
+    # The oracle knows no chain: chunks of one student token and several of the teacher are left out.
+    for chunk in set(arguments["teacher_chunk_id"][0].tolist()):
+        if (arguments["teacher_chunk_id"] == chunk).sum() > 1:
+            arguments["student_chunk_id"][arguments["student_chunk_id"] == chunk] = -1
+    of_positions = expected(arguments, student, teacher, ends)
+    settings = {"positions": "all", "ends": ends, "pieces": "spelling"}
+    whole = byte_prefix(student, teacher, **arguments, **settings)
+    assert whole.metrics["kd"].count == len(of_positions) > len(set(arguments["student_chunk_id"][0].tolist()))
+    assert whole.loss.item() == pytest.approx(math.fsum(of_positions) / len(of_positions), rel=1e-5)
+    in_blocks = byte_prefix(student, teacher, **arguments, **settings, chunk_size=3)
+    assert in_blocks.loss.item() == pytest.approx(whole.loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("ends", ["drop", "cover", "rest"])
+def test_equal_tokenizers_are_same_vocab(ends: str) -> None:
+    """Catches a token whose own text the tokenizer spells otherwise, and one that is taken to go on in the next."""
+    arguments, student, teacher = batch("qwen3", "qwen3")
+    student.requires_grad_()
+    losses = [
+        byte_prefix(student, teacher, **arguments, positions="all", ends=ends, pieces="spelling").loss,
+        same_vocab(student, teacher, mask=arguments["student_chunk_id"] >= 0).loss,
+    ]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    gradients = [torch.autograd.grad(loss, student)[0] for loss in losses]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-9)

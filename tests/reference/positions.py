@@ -1,0 +1,96 @@
+"""A target for each student token (methods.md §5.7), on a source of three letters of which every text can be listed.
+
+A tokenizer is a sequence of merges; its tokens are strings. A prefix is the tuple of the tokens so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+
+Merges = tuple[tuple[str, str], ...]
+Prefix = tuple[str, ...]
+Cells = dict[str | None, float]
+"""Probabilities of student tokens; None is the rest cell."""
+LETTERS, LENGTH = "abc", 8
+
+
+def source(seed: int) -> dict[str, float]:
+    """Probabilities of all texts, each letter drawn after the two before it."""
+    draw = random.Random(seed)
+    odds: dict[str, list[float]] = defaultdict(lambda: [draw.gammavariate(0.5, 1) + 0.02 for _ in LETTERS])
+    texts: dict[str, float] = {}
+    for letters in itertools.product(LETTERS, repeat=LENGTH):
+        text, p = "".join(letters), 1.0
+        for i, letter in enumerate(text):
+            weights = odds[text[max(0, i - 2) : i]]
+            p *= weights[LETTERS.index(letter)] / sum(weights)
+        texts[text] = p
+    return texts
+
+
+@cache
+def tokenize(text: str, merges: Merges) -> Prefix:
+    tokens = list(text)
+    for left, right in merges:
+        i = 0
+        while i < len(tokens) - 1:
+            if tokens[i] == left and tokens[i + 1] == right:
+                tokens[i : i + 2] = [left + right]
+            i += 1
+    return tuple(tokens)
+
+
+def vocabulary(merges: Merges) -> list[str]:
+    return [*LETTERS, *(left + right for left, right in merges)]
+
+
+def next_tokens(texts: dict[str, float], merges: Merges) -> dict[Prefix, dict[str, float]]:
+    """The exact distribution of the token after each prefix."""
+    mass: dict[Prefix, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for text, p in texts.items():
+        tokens = tokenize(text, merges)
+        for i, token in enumerate(tokens):
+            mass[tokens[:i]][token] += p
+    return {prefix: {t: p / math.fsum(of.values()) for t, p in of.items()} for prefix, of in mass.items()}
+
+
+def targets(
+    text: str, ends: str, student: Merges, teacher: Merges, q: dict[Prefix, dict[str, float]]
+) -> Iterator[tuple[int, bool, Cells]]:
+    """Which student token, whether a teacher token begins with it, and the teacher's probabilities for it."""
+    ours, theirs = tokenize(text, student), tokenize(text, teacher)
+    starts, boundaries = begins(ours), begins(theirs)
+    for i, a in enumerate(starts):
+        j = max(k for k, o in enumerate(boundaries) if o <= a)
+        is_inside = a > boundaries[j]
+        cells, ended = mass(q[theirs[:j]], ours[starts.index(boundaries[j]) : i], student)
+        if ends == "cover" and j > 0:
+            r = q[theirs[: j - 1]][theirs[j - 1]]
+            before, ended_before = mass(q[theirs[: j - 1]], ours[starts.index(boundaries[j - 1]) : i], student)
+            cells = {c: r * cells.get(c, 0.0) + before.get(c, 0.0) for c in cells | before}
+            ended = r * ended + ended_before
+        if is_inside and ends != "drop" and ended:
+            cells[None] = ended
+        yield i, not is_inside, {c: p / math.fsum(cells.values()) for c, p in cells.items()}
+
+
+def mass(q: dict[str, float], pieces: Prefix, student: Merges) -> tuple[Cells, float]:
+    """Of the tokens spelled with these pieces first: by the piece after them, and of the one that has none."""
+    cells: Cells = defaultdict(float)
+    ended = 0.0
+    for token, p in q.items():
+        spelling = tokenize(token, student)
+        if spelling == pieces:
+            ended += p
+        elif spelling[: len(pieces)] == pieces:
+            cells[spelling[len(pieces)]] += p
+    return cells, ended
+
+
+def begins(tokens: Prefix) -> list[int]:
+    return [0, *itertools.accumulate(map(len, tokens[:-1]))]
