@@ -64,6 +64,15 @@ class TurnTokens:
         stop = next((token for token in tokens if token[1] in self.stops), None)
         return stop or (tokens[-1] if tokens else (len(closing.rstrip()), ""))
 
+    def closing(self, turn: str) -> int:
+        """Return the place from which a turn has added tokens and white space alone."""
+        place = len(turn.rstrip())
+        for match in reversed(list(self.added.finditer(turn))):
+            if turn[match.end() : place].strip():
+                break
+            place = match.start()
+        return place
+
     def shared(self, a: str, b: str) -> int:
         """Return the length of the common beginning of two texts that cuts no added token of either."""
         length = common_prefix(a, b)
@@ -146,6 +155,8 @@ class _Locator:
 
     def _assistant(self, k: int) -> tuple[Span | None, Turn | None]:
         """Find the content and the turn of assistant message k."""
+        if self._has_call_without_marks(k) and (turn := self._between_renderings(k)):
+            return turn.spans[0], turn
         content, start = self._content(k), self._takeover(k)
         if start is None:
             if content is None or content.stop == content.start:
@@ -165,6 +176,24 @@ class _Locator:
         if content is None or content.stop == content.start:
             return Span(start, start), turn
         return Span(max(start, content.start), content.stop), turn
+
+    def _has_call_without_marks(self, k: int) -> bool:
+        """Return whether message k has a call that takes no mark, as one without arguments."""
+        calls = self._messages[k].get("tool_calls") or []
+        return any(call in calls for call in self._marked.messages[k].get("tool_calls") or [])
+
+    def _between_renderings(self, k: int) -> Turn | None:
+        """Return the turn between the renderings of the messages before k and of these with k.
+
+        None unless both begin the text.
+        """
+        before, through = self._render(self._messages[:k], True), self._render(self._messages[: k + 1], False)
+        if before is None or through is None or not (through.startswith(before) and self._text.startswith(through)):
+            return None
+        start = len(before)
+        closing = start + self._tokens.closing(through[start:])
+        length, end = self._tokens.end(through[closing:])
+        return Turn((Span(start, closing + length),), end in self._tokens.turn_ends)
 
     def _has_other_tags(self, k: int, runs: Sequence[Run]) -> bool:
         """Return whether the template writes tags at a content's ends in another way, as one that parses thinking."""

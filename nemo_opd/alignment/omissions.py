@@ -67,6 +67,11 @@ class _Marked:
             self.message["content"] = self._word(_piece(message["role"], bool(calls)))
         if calls:
             self.message["tool_calls"] = [self._call(call) for call in calls]
+        # Keys of OpenAI's API that few templates read.
+        if isinstance(message.get("function_call"), Mapping):
+            self.message["function_call"] = self._call(message["function_call"])
+        if isinstance(refusal := message.get("refusal"), str) and refusal.strip():
+            self.message["refusal"] = self._word("what the assistant says")
         thoughts = [key for key in THINKING if isinstance(message.get(key), str) and message[key].strip()]
         if thoughts and is_last and message["role"] == "assistant":
             # Some files have one thought under several keys, of which a template reads one.

@@ -41,7 +41,7 @@ class ChunkPositions:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What `planned` sends of positions; `sent` puts them together again."""
+        """Return the tensors of positions that `planned` sends; `sent` puts them together again."""
         return [self.rows, self.place, self.lengths]
 
     @staticmethod

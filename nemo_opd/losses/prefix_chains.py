@@ -1,4 +1,4 @@
-"""What a teacher gives to a student token that spans several of its tokens (methods.md §5.7)."""
+"""Mass that a teacher gives to a student token which spans several of its tokens (methods.md §5.7)."""
 
 from __future__ import annotations
 

@@ -58,6 +58,14 @@ def test_each_kind_of_piece(template: str, pieces: dict[int, set[str]]) -> None:
     assert omitted(template, TALK) == pieces
 
 
+def test_keys_that_few_templates_read() -> None:
+    """Bug: the student learns an empty turn in place of an older file's call, or of a refusal."""
+    older = {"role": "assistant", "content": None, "function_call": CALL["function"]}
+    refusal = {"role": "assistant", "content": None, "refusal": "I cannot."}
+    assert omitted(ALL, [user("Hi"), older]) == {1: {"tool calls"}}
+    assert omitted(ALL, [user("Hi"), refusal]) == {1: {"what the assistant says"}}
+
+
 def test_a_template_that_refuses_other_words_is_asked_message_by_message() -> None:
     """Bug: nothing is found out if one message must be as it is."""
     template = ALL.replace("<end>", "{% if loop.first and m.content != 'Be brief.' %}{{ 1 / 0 }}{% endif %}")

@@ -55,7 +55,7 @@ KERNELS = {
     "gold-continuation": 174,
     "h_kl-continuation": 174,
     "strict-continuation": 147,
-    "byte_prefix-continuation": 222,
+    "byte_prefix-continuation": 223,
     "shared_prefix-continuation": 150,
 }
 """Kernels of forward and backward where all units are one block, budgets to be lowered; a compiled function is one."""
