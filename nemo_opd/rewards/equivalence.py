@@ -174,7 +174,7 @@ def _tidy(formula: str) -> str:
         formula = text[1]
     formula = formula.strip().strip("$").strip().replace("\\%", "%").replace("\\varnothing", "\\emptyset")
     formula = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", _GROUPS.sub("", formula))
-    return _POWER_OF_TEN.sub(r"\\times 10^{\1}", formula).rstrip(".").strip()
+    return " ".join(_POWER_OF_TEN.sub(r"\\times 10^{\1}", formula).rstrip(".").split())
 
 
 def _bare_text(formula: str) -> str:

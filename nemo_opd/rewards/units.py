@@ -97,7 +97,7 @@ def _units(formula: str) -> set[frozenset[tuple[str, int]]]:
 
 def _normalized(formula: str) -> str:
     """Return a formula in lower case, without text commands and the name before =, with one spelling of each sign."""
-    text = _SPACE.sub(" ", _TEXT.sub(r" \1 ", formula)).lower().replace(r"\mu", "µ").replace("μ", "µ")
+    text = " ".join(_SPACE.sub(" ", _TEXT.sub(r" \1 ", formula)).lower().split()).replace(r"\mu", "µ").replace("μ", "µ")
     text = _DEGREE.sub("°", _QUOTIENT.sub(r" \1/\2", text))
     text = _TEMPERATURE.sub(lambda match: " celsius " if match[1] else " fahrenheit ", text)
     text = _PRIME.sub("'", text).replace("°", " degree ").replace("²", "^2").replace("³", "^3").replace(r"\%", "%")
