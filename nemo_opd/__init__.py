@@ -1,10 +1,16 @@
 """Distil any set of teacher language models into a student, whatever their tokenizers."""
 
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nemo_opd.training.callbacks import Callback
     from nemo_opd.training.entry import Finished, distil, distil_on_policy
+
+for _package in ("torch", "transformers", "datasets", "tokenizers"):
+    _spec = PathFinder.find_spec(_package)
+    if _spec is not None and _spec.submodule_search_locations is None:  # Python's own message does not name the file
+        raise ImportError(f"{_spec.origin} is imported in place of the package {_package}; rename it")
 
 __all__ = ["Callback", "Finished", "distil", "distil_on_policy"]
 

@@ -198,6 +198,16 @@ def test_importing_leaves_heavy_libraries_out(modules: str, libraries: tuple[str
     assert done.stdout.strip() == "[]"
 
 
+def test_a_file_that_shadows_a_package_is_named(tmp_path: Path) -> None:
+    """Bug: "No module named 'torch.utils'; 'torch' is not a package", without the user's file of that name."""
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "script.py").write_text("import nemo_opd")
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True)
+
+    assert done.returncode == 1
+    assert f"{tmp_path / 'torch.py'} is imported in place of the package torch; rename it" in done.stderr
+
+
 def test_losses_know_no_config_but_where_they_are_built() -> None:
     wrong = [
         found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,17 +30,34 @@ class _Rows:
                 "data.text_key or data.messages_key, and keep the dataset as it is: texts are tokenized here, for all "
                 "models (with TRL: dataset_kwargs={'skip_prepare_dataset': True})"
             ) from error
+        for ours, theirs in self.columns.items():
+            _require_utf8(found[ours], theirs)
         for each in found.get(TEXT, ()):
             if not isinstance(each, str):
                 raise DataError(f"a row's text is {each!r} ({type(each).__name__}); correct it, or leave the row out")
         return found
 
 
+def _require_utf8(values: Sequence[Any], column: str) -> None:
+    """Raise DataError for a text, or one inside of lists and mappings, that has half of a surrogate pair."""
+    for value in values:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            passage = text[max(0, error.start - 40) : error.end]
+            raise DataError(
+                f"a row's {column} has half of a surrogate pair (\\ud800 to \\udfff), which is no character, at the end "
+                f"of {passage!r}; correct it, or leave the row out"
+            ) from error
+
+
 @dataclass(frozen=True)
 class Collator:
     """Rows of a dataset, as a list of dicts, to `input_ids` of the student, and `batch`, a `nemo_opd.types.Batch`.
 
-    Picklable, for the processes of a DataLoader. Raises DataError for a row without text, and for no rows.
+    Picklable, for the processes of a DataLoader. Raises DataError for a row without text or with half of a surrogate
+    pair, and for no rows.
     """
 
     make_sample: SampleMaker
@@ -53,5 +71,5 @@ class Collator:
         return {"input_ids": batch.student.ids, "batch": batch}
 
     def documents(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Document]:
-        """Return the documents of rows. Raises DataError for a row without text."""
+        """Return the documents of rows. Raises DataError for a row without text or with half of a surrogate pair."""
         return read_documents(_Rows(rows, self.columns), list(range(len(rows))))

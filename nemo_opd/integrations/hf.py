@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch import Tensor, nn
 
 from nemo_opd.errors import ConfigError
@@ -66,23 +67,31 @@ class DistillationMixin:
         self._signature_columns = [*self.distillation.collator.columns, self.args.length_column_name]
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        self._require_lengths(self.train_dataset if train_dataset is None else train_dataset)  # type: ignore[attr-defined]
-        return super()._get_train_sampler(train_dataset)  # type: ignore[misc]
+        dataset = self.train_dataset if train_dataset is None else train_dataset  # type: ignore[attr-defined]
+        return super()._get_train_sampler(self._with_lengths(dataset))  # type: ignore[misc]
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        self._require_lengths(eval_dataset)
-        return super()._get_eval_sampler(eval_dataset)  # type: ignore[misc]
+        return super()._get_eval_sampler(self._with_lengths(eval_dataset))  # type: ignore[misc]
 
-    def _require_lengths(self, dataset: Any) -> None:
-        """Raise ConfigError if a sampler would need the tokens of rows that the collator has not tokenized yet."""
+    def _with_lengths(self, dataset: Any) -> Any:
+        """Return the dataset from which a sampler reads the rows' lengths, which are not tokenized yet.
+
+        Trainer reads a column of a `datasets.Dataset` alone. Raises ConfigError without a column of lengths.
+        """
         strategy = getattr(self.args, "train_sampling_strategy", None)
         column = self.args.length_column_name
-        if strategy in _BY_LENGTH and column not in (getattr(dataset, "column_names", None) or ()):
-            raise ConfigError(
-                f"train_sampling_strategy={strategy}: rows are tokenized in the collator, so their lengths are not "
-                f"known before; add a column {column} to the dataset (length_column_name), such as the length of the "
-                "text, or leave it out"
-            )
+        if strategy not in _BY_LENGTH or column in (getattr(dataset, "column_names", None) or ()):
+            return dataset
+        if not hasattr(dataset, "column_names") and isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
+            rows = (dataset[i] for i in range(len(dataset)))
+            lengths = [row.get(column) if isinstance(row, Mapping) else None for row in rows]
+            if None not in lengths:
+                return Dataset.from_dict({column: lengths})
+        raise ConfigError(
+            f"train_sampling_strategy={strategy}: rows are tokenized in the collator, so their lengths are not "
+            f"known before; add a column {column} to all rows of the dataset (length_column_name), such as the length of the "
+            "text, or leave it out"
+        )
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Normalizers | None]:
         """Return the microbatches of a step, and what the losses of all of them, on all processes, are divided by."""

@@ -142,7 +142,9 @@ def check_folder(reference: str, *, key: str) -> None:
     if not (folder / "config.json").is_file() and (gguf := next(folder.glob("*.gguf"), None)) is not None:
         raise ModelError(f"{key}={reference}: the folder has {gguf.name}, {_kind_of_file(gguf)}; {_WHOLE_FOLDER}")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{key}={reference}: the folder has no config.json; give a folder in Hugging Face form")
+        names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+        content = f"a tokenizer ({', '.join(names)}) without its model's config.json" if names else "no config.json"
+        raise ModelError(f"{key}={reference}: the folder has {content}; {_WHOLE_FOLDER}")
     if not any((folder / name).is_file() for name in (*_WEIGHT_FILES, manifest.NAME)):
         raise ModelError(
             f"{key}={reference}: the folder has no weights (none of {', '.join(_WEIGHT_FILES)}); copy them there or "

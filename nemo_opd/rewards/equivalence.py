@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rewards.notation import EMPTY_SET, readings, same_kind, says_no_solution
+from nemo_opd.rewards.notation import EMPTY_SET, UNDEFINED, readings, same_kind, says_no_solution, says_undefined
+from nemo_opd.rewards.units import contradict
 
 # By its file, since importing the package takes time; -P: modules in its folder have names of the standard library's.
 _COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("equivalence_process.py")))
@@ -29,6 +30,7 @@ LEAST_S = 1.0
 """Lowered limit of processor time, of which ordinary comparisons take a small part; a twentieth of the limit where
 that is more.
 """
+_MIXED_NUMBER = re.compile(r"(?<![\w.^/])(\d{1,20})(?:\\[,; ]|~|\s){1,4}(\d{1,20})\s?/\s?(\d{1,20})(?![\d.])")
 _POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([+-]?\d+)")
 
 
@@ -58,7 +60,7 @@ class Equivalence:
             return False  # algebra takes a word for a product of letters
         if _INTEGER.fullmatch(wanted) and _INTEGER.fullmatch(given):
             return int(wanted) == int(given)
-        if not given or not same_kind(wanted, given):
+        if not given or not same_kind(wanted, given) or contradict(wanted, given):
             return False
         return any(self._answer("equal", *pair) is True for pair in readings(wanted, given))
 
@@ -161,15 +163,18 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _tidy(formula: str) -> str:
-    """Strip dollar signs, and write numbers as algebra reads them: 1000 for 1 000, 2·10^3 for 2e3; the empty set for
-    words that say so.
+    """Strip dollar signs, and write numbers as algebra reads them: 1000 for 1 000, 2·10^3 for 2e3; the empty set and
+    one word for words that say that nothing solves, or that a value does not exist.
     """
     if says_no_solution(_bare_text(formula)):
         return EMPTY_SET
+    if says_undefined(_bare_text(formula)):
+        return UNDEFINED
     if (text := _TEXT.fullmatch(formula.strip().strip("$"))) and re.search(r"\d", text[1]):
         formula = text[1]
     formula = formula.strip().strip("$").strip().replace("\\%", "%").replace("\\varnothing", "\\emptyset")
-    return _POWER_OF_TEN.sub(r"\\times 10^{\1}", _GROUPS.sub("", formula)).rstrip(".").strip()
+    formula = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", _GROUPS.sub("", formula))
+    return " ".join(_POWER_OF_TEN.sub(r"\\times 10^{\1}", formula).rstrip(".").split())
 
 
 def _bare_text(formula: str) -> str:

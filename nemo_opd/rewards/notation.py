@@ -9,8 +9,15 @@ _NO_SOLUTION = re.compile(
     r"|(?:therea?(?:is|re)|ithas|(?:theequation|thesystem|it)has)?no(?:real|valid|possible|such)?solutions?(?:exists?)?)"
 )
 """Words for no solution, in lower case without spaces."""
+UNDEFINED = "undefined"
+_UNDEFINED = re.compile(
+    r"(?:(?:it|thelimit|thevalue|theexpression)?(?:is)?(?:undefined|notdefined)"
+    r"|(?:it|thelimit|thevalue)?(?:doesnotexist|doesn['’]texist)|d\.?n\.?e\.?)"
+)
+"""Words for a value that does not exist, in lower case without spaces."""
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 _DEGREES = re.compile(_NUMBER + r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°|(?:\\text\s*\{)?\s*degrees?\b\s*\}?)")
+_RADIANS = re.compile(r"(?:\\(?:text|mathrm)\s*\{)?\s*\brad(?:ian)?s?\b\s*\}?")
 _PER_CENT = re.compile(r"\s*(?:\\,)?\s*(?:%|(?:\\text\s*\{)?\s*per\s?cent\s*\}?)$")
 _SIZES = re.compile(r"\\(?:left|right|big|Big|bigg|Bigg)[lr]?(?![A-Za-z])\s*")
 _NAME = re.compile(r"^(?:\(?\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\)?)\s*(?:=|\\in)\s*")
@@ -21,6 +28,11 @@ _TOKEN = re.compile(r"\\?.", re.DOTALL)
 def says_no_solution(text: str) -> bool:
     """Return whether a text in lower case, without spaces and commands that set text, says that nothing solves."""
     return _NO_SOLUTION.fullmatch(text.rstrip(".")) is not None
+
+
+def says_undefined(text: str) -> bool:
+    """Return whether a text in lower case, without spaces and commands that set text, says that no value exists."""
+    return _UNDEFINED.fullmatch(text.rstrip(".")) is not None
 
 
 def same_kind(wanted: str, given: str) -> bool:
@@ -37,7 +49,8 @@ def readings(wanted: str, given: str) -> Iterator[tuple[str, str]]:
 
     50 % is 50 and 1/2, 30 degrees are 30 and pi/6, the set of one point is that point.
     """
-    yield wanted, given
+    if not (_are_degrees_and_radians(wanted, given) or _are_degrees_and_radians(given, wanted)):
+        yield wanted, given
     numbers = [_PER_CENT.sub("", formula) for formula in (wanted, given)]
     if numbers != [wanted, given]:
         yield numbers[0], numbers[1]
@@ -48,12 +61,16 @@ def readings(wanted: str, given: str) -> Iterator[tuple[str, str]]:
             for formula, number in zip((wanted, given), numbers, strict=True)
         ]
         yield hundredths[0], hundredths[1]
-    radians = [_DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", formula) for formula in (wanted, given)]
+    radians = [_RADIANS.sub("", _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", formula)) for formula in (wanted, given)]
     if radians != [wanted, given]:
         yield radians[0], radians[1]
     points = [_only_element(formula) for formula in (wanted, given)]
     if points != [wanted, given]:
         yield points[0], points[1]
+
+
+def _are_degrees_and_radians(degrees: str, radians: str) -> bool:
+    return _DEGREES.search(degrees) is not None and _RADIANS.search(radians) is not None
 
 
 def _only_element(formula: str) -> str:

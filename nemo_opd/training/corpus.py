@@ -132,10 +132,14 @@ def _require_answers(config: RunConfig, documents: Dataset, key: str) -> None:
                 return
             roles |= {message["role"] for message in plain}
     if "assistant" in roles:
+        why, way_out = (
+            ("none has a mark", "mark those to learn with 1, or write data.learned_turns=all")
+            if turns == "marked"
+            else ("all are marked as not learned", "mark those to learn with 1, or remove the marks")
+        )
         raise DataError(
             f"{key}: data.learned_turns={turns} leaves none of the assistant's messages in {len(documents)} "
-            f"conversations to learn: {'none has a mark' if turns == 'marked' else 'all are marked as not learned'} "
-            f"({', '.join(MARKS)}); correct the marks, or write data.learned_turns=all"
+            f"conversations to learn: {why} ({', '.join(MARKS)}); {way_out}"
         )
     raise DataError(
         f"{key}: in none of {len(documents)} conversations the assistant says anything (roles: "

@@ -16,8 +16,10 @@ from trl import SFTConfig, SFTTrainer
 
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
+from nemo_opd.data.documents import MESSAGES, TEXT
 from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.errors import ConfigError, DataError, ModelError
+from nemo_opd.integrations.collator import Collator
 from nemo_opd.integrations.distillation import Distillation
 from nemo_opd.integrations.hf import DistillationMixin
 from nemo_opd.integrations.settings import read_settings
@@ -254,6 +256,24 @@ def test_a_row_without_text_is_told(distillation: Distillation) -> None:
         distillation.collator([{"text": "a"}, {"text": None}])
 
 
+@pytest.mark.parametrize(
+    ("key", "row", "passage"),
+    [
+        ("text", {"text": "ab\ud83d"}, "at the end of 'ab"),
+        ("messages", {"messages": [{"role": "user", "content": "ab\ud83d"}]}, "ab"),
+        ("messages", {"messages": '[{"role": "user", "content": "ab\\ud83d"}]'}, "ab"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_told(
+    distillation: Distillation, key: str, row: dict[str, Any], passage: str
+) -> None:
+    """Bug: the tokenizer's TypeError, which names neither the row nor the character."""
+    columns = {"text": TEXT} if key == "text" else {"messages": MESSAGES}
+    collator = Collator(distillation.collator.make_sample, columns)
+    with pytest.raises(DataError, match=f"half of a surrogate pair.*{passage}"):
+        collator([row])
+
+
 @pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
 def test_rows_are_grouped_by_a_column_of_lengths(
     distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path, strategy: str
@@ -266,6 +286,21 @@ def test_rows_are_grouped_by_a_column_of_lengths(
     ours.train_dataset = Dataset.from_list([{**row, "length": len(row["text"])} for row in rows])
     ours.train()
     assert ours.state.global_step == 1
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_rows_of_a_list_are_grouped_by_their_length(
+    distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path, strategy: str
+) -> None:
+    """Bug: "add a column length to the dataset", which every row of the list has."""
+    measured = [{**row, "length": len(row["text"])} for row in rows]
+    ours = trainer(distillation, measured, tmp_path, max_steps=1, save_strategy="no")
+    ours.args.train_sampling_strategy = strategy
+    ours.train()
+    assert ours.state.global_step == 1
+    ours.train_dataset = [*measured[1:], rows[0]]
+    with pytest.raises(ConfigError, match="add a column length to all rows"):
+        ours.train()
 
 
 def test_a_step_without_anything_to_learn_is_told(distillation: Distillation, tmp_path: Path) -> None:

@@ -133,6 +133,14 @@ def test_a_file_that_is_no_safetensors(folder: Path, content: bytes) -> None:
     assert f"{WEIGHTS} is missing or damaged (" in refusal(folder)
 
 
+def test_a_folder_with_a_tokenizer_alone(tmp_path: Path) -> None:
+    """Bug: "the folder has no config.json", which says neither what is there nor what to name."""
+    (tmp_path / "tokenizer.model").write_bytes(b"\n")
+    message = refusal(tmp_path)
+    assert "has a tokenizer (tokenizer.model) without its model's config.json" in message
+    assert "Hugging Face form" in message
+
+
 def test_a_gguf_file_and_a_folder_of_one(folder: Path) -> None:
     """Bug: there is no such folder."""
     (folder / CONFIG).unlink()
