@@ -26,7 +26,7 @@ _Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PieceTree:
-    """Nodes are sequences of pieces that begin a teacher token with more pieces; node 0 is the empty one.
+    """Nodes are sequences of pieces that begin a teacher token or are all of its pieces; node 0 is the empty one.
 
     A node's tokens follow one another in `order`, in runs of the same next piece. Each node has its runs in ascending
     order of that piece; the run of the tokens that end at the node comes first.
@@ -55,7 +55,7 @@ class PieceTree:
     run_length: Tensor
     """int64 [R]"""
     run_child: Tensor
-    """int64 [R]: the node with the next piece; −1 if no token has more pieces."""
+    """int64 [R]: the node with the next piece; −1 for tokens that end at the node."""
 
     @staticmethod
     def of(
@@ -83,6 +83,11 @@ class PieceTree:
         """Return the next piece of runs, or V for the run of tokens that end at the node."""
         piece = self.run_key[runs] % (self.student_size + 1) - 1
         return torch.where(piece == _ENDS_HERE, self.student_size, piece)
+
+    def has_pieces_below(self, nodes: Tensor) -> Tensor:
+        """Return whether a token has more pieces than a node: int64 [X] → bool [X]."""
+        first = self.run_key[self.first_run[nodes]] % (self.student_size + 1) - 1
+        return (self.num_runs[nodes] > 1) | (first != _ENDS_HERE)
 
     def child(self, nodes: Tensor, pieces: Tensor) -> Tensor:
         """Return the nodes with one more piece, −1 if there is none: int64 [X] and [X] → [X]."""
@@ -177,8 +182,7 @@ def _runs(
         is_first = np.append(True, (np.diff(node) != 0) | (np.diff(piece) != 0))
         first = np.flatnonzero(is_first)
         count = np.diff(first, append=len(at))
-        # The last token of a run has most pieces, or as many as any.
-        has_child = length[tokens[first + count - 1]] > depth + 1
+        has_child = piece[first] != _ENDS_HERE
         child = np.where(has_child, num_nodes + np.cumsum(has_child) - 1, -1)
         depths.append([node[first], piece[first], at[first], count, child])
         num_nodes += int(has_child.sum())

@@ -48,8 +48,8 @@ class PositionUnits:
     inside: NodePositions
     """Positions inside of a teacher token, with the node of the student tokens since it began."""
     before: NodePositions
-    """Positions at which teacher tokens that began a token earlier can go on, with the node of the student tokens since
-    then. Left out if the teacher's token before is not a chunk by itself.
+    """Positions that teacher tokens which began a token earlier reach, with the node of the student tokens since then.
+    Left out if the teacher's token before is not a chunk by itself.
     """
     rows_before: ChunkPositions
     """The teacher's row before its first, of units with positions in `before`."""
@@ -120,6 +120,8 @@ def _positions(
     follows[1:] = (student_rows + student_lengths)[:-1] == student_rows[1:]
     follows[1:] &= ((teacher_rows + 1)[:-1] == teacher_rows[1:]) & (teacher_lengths[:-1] == 1)
     before = _nodes_from_before(tree, realised, begins, student_lengths, follows & has_before)
+    # At a boundary the realised token alone ends there, which the target has already.
+    before = before.masked_fill((place == 0) & ~tree.has_pieces_below(before.clamp(min=0)), -1)
     unit = chunks.per_position(torch.arange(len(student_rows), device=place.device))[is_compared]
     per_unit = torch.bincount(unit, minlength=len(student_rows))
     inside = _at_nodes(tree, node[is_compared], node[is_compared] > 0, unit, len(student_rows))

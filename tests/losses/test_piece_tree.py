@@ -36,7 +36,7 @@ def test_runs_of_every_node_equal_the_lists(seed: int, sizes: tuple[int, int]) -
     tree = PieceTree.of(projection, "spelling", *sizes, torch.device("cpu"))
     spelled = {t: s for t, s in enumerate(spellings[: sizes[1]]) if s and max(s) < sizes[0]}
     nodes = {(): 0}
-    for pieces in sorted({s[:k] for s in spelled.values() for k in range(len(s))}, key=len):
+    for pieces in sorted({s[:k] for s in spelled.values() for k in range(len(s) + 1)}, key=len):
         if pieces:
             nodes[pieces] = int(tree.child(torch.tensor([nodes[pieces[:-1]]]), torch.tensor([pieces[-1]])))
         node, depth = nodes[pieces], len(pieces)
@@ -53,7 +53,7 @@ def test_runs_of_every_node_equal_the_lists(seed: int, sizes: tuple[int, int]) -
     for t, s in spelled.items():
         places = range(tree.begin[t], tree.begin[t] + tree.length[t])
         assert tree.node[list(places)].tolist() == [nodes[s[:k]] for k in range(len(s))]
-        assert int(tree.child(torch.tensor([nodes[s[:-1]]]), torch.tensor([s[-1]]))) == nodes.get(s, -1)
+        assert int(tree.child(torch.tensor([nodes[s[:-1]]]), torch.tensor([s[-1]]))) == nodes[s]
     assert first_pieces(projection, "spelling").tolist() == [s[0] if s else -1 for s in spellings]
 
 

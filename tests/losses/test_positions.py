@@ -22,6 +22,8 @@ PAIRS: dict[str, tuple[Merges, Merges]] = {"letters": ((), (AB, ABC)), "merges":
 """Merges of the student and of the teacher. All tokens of the teacher that begin where no realised one does are ruled
 out by those that are realised, so `cover` is exact.
 """
+SHORTER: dict[str, tuple[Merges, Merges]] = {"ends inside": ((), (("b", "c"), AB))}
+"""A teacher token that began earlier can end inside of the realised one, so `cover` is not exact."""
 EMPTY = -60.0
 """log of a probability of 0, for logits that are finite."""
 
@@ -100,7 +102,7 @@ def chunk_ids(tokens: tuple[str, ...], sides: list[list[tuple[str, ...]]], b: in
 
 @cache
 def toy(name: str) -> Toy:
-    return Toy(*PAIRS[name])
+    return Toy(*(PAIRS | SHORTER)[name])
 
 
 def gradient(name: str, **settings) -> float:
@@ -153,10 +155,10 @@ def test_halves_of_both_forms_do_not_mix(name: str, halves: tuple[str, str]) -> 
     off = [
         abs(of[c] / math.fsum(of.values()) - case.p[state].get(c, 0.0)) for state, of in mean.items() for c in of if c
     ]
-    assert (max(off) < 1e-9) == (halves == ("drop", "drop")) or halves == ("cover", "cover")
+    assert (max(off) < 1e-9) == (halves == ("drop", "drop"))
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", PAIRS | SHORTER)
 @pytest.mark.parametrize("ends", ["drop", "cover", "rest"])
 def test_value_equals_the_lists(name: str, ends: str) -> None:
     """Catches a wrong position, cell or weight, with any student."""
