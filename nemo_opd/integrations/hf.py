@@ -89,8 +89,8 @@ class DistillationMixin:
                 return Dataset.from_dict({column: lengths})
         raise ConfigError(
             f"train_sampling_strategy={strategy}: rows are tokenized in the collator, so their lengths are not "
-            f"known before; add a column {column} to all rows of the dataset (length_column_name), such as the length of the "
-            "text, or leave it out"
+            f"known before; add a column {column} to all rows of the dataset (length_column_name), such as the "
+            "length of the text, or leave it out"
         )
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Normalizers | None]:
