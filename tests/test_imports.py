@@ -198,6 +198,7 @@ def test_importing_leaves_heavy_libraries_out(modules: str, libraries: tuple[str
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.world
 def test_a_file_that_shadows_a_package_is_named(tmp_path: Path) -> None:
     """Bug: "No module named 'torch.utils'; 'torch' is not a package", without the user's file of that name."""
     (tmp_path / "torch.py").touch()

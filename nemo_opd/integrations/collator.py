@@ -47,7 +47,7 @@ def _require_utf8(values: Sequence[Any], column: str) -> None:
         except UnicodeEncodeError as error:
             passage = text[max(0, error.start - 40) : error.end]
             raise DataError(
-                f"a row's {column} has half of a surrogate pair (\\ud800 to \\udfff), which is no character, at the "
+                f"a row's {column} has half of a surrogate pair (\\ud800 to \\udfff), which is not a character, at the "
                 f"end of {passage!r}; correct it, or leave the row out"
             ) from error
 

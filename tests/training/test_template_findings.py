@@ -105,7 +105,7 @@ def test_conversations_without_a_learned_message_are_refused(check: Check) -> No
     ):
         check("", "", [PLAIN] * 3, "data.learned_turns=marked")
     with pytest.raises(
-        DataError, match=r"data\.learned_turns=all leaves none .*all are marked as not learned .*or remove the marks"
+        DataError, match=r"learned_turns=all leaves none .*all are marked as not learned .*or remove the marks"
     ):
         check("", "", [[PLAIN[0], {**PLAIN[1], "train": False}]] * 3)
     with pytest.raises(DataError, match=r"line 2 of .*messages\[1\]\.weight is 0\.5; it must be 1 or true"):
