@@ -74,6 +74,17 @@ def pruned(model: str, short: str) -> list[Setting]:
     ]
 
 
+EVERY_POSITION = [
+    (ends, about, cross("byte_prefix", positions="all", ends=ends, pieces="spelling"))
+    for ends, about in (
+        ("drop", "given whether a token has ended (A)"),
+        ("cover", "with tokens that reach beyond (B)"),
+        ("rest", "ended tokens in the rest cell (BPM)"),
+    )
+]
+"""Endings of `byte_prefix` at every student position."""
+
+
 def transplanted(tokenizer: str, losses: tuple[str, ...]) -> list[Setting]:
     mapped, drawn = student(f"{tokenizer}_tokenizer"), student(f"{tokenizer}_tokenizer_random")
     of_ce = cross("p_kl", kd_weight=0.0)
@@ -87,6 +98,12 @@ def transplanted(tokenizer: str, losses: tuple[str, ...]) -> list[Setting]:
         *(own(loss, f"mapped rows, cross-entropy and {loss}", mapped | cross(loss)) for loss in losses[:2]),
         own("random_ce", "random rows, cross-entropy alone", drawn | of_ce),
         *(own(loss, f"mapped rows, cross-entropy and {loss}", mapped | cross(loss)) for loss in losses[2:]),
+        *(
+            own(
+                f"positions_{ends}", f"mapped rows, cross-entropy and byte_prefix everywhere, {about}", mapped | changes
+            )
+            for ends, about, changes in EVERY_POSITION
+        ),
         own("random_p_kl", "random rows, cross-entropy and p_kl", drawn | cross("p_kl")),
         own(
             "ce_as_long",
