@@ -108,7 +108,7 @@ BOUND: dict[type[BaseModel], str] = {
     loss.GoldTerm: "type",
     loss.HKLTerm: "type",
     loss.SharedPrefixTerm: "type",
-    loss.BytePrefixTerm: "type",
+    loss.BytePrefixTerm: "type positions ends pieces",
     loss.FunctionTerm: "type function arguments",
     objective.GRPOLoss: "type policy_weight clip_low clip_high dual_clip scale_advantages",
 }
