@@ -35,7 +35,7 @@ def test_truncated_weights(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "reason"), [("config.json", "no config.json"), ("model.safetensors", "no weights")]
+    ("missing", "reason"), [("config.json", "without its model's config.json"), ("model.safetensors", "no weights")]
 )
 def test_incomplete_folder(copy: Path, missing: str, reason: str) -> None:
     (copy / missing).unlink()
