@@ -311,7 +311,7 @@ def shared_prefix(at: Place) -> Comparison:
 
 
 def alm(at: Place) -> Comparison:
-    value = at.across(losses.alm)
+    value = at.across(losses.alm, temperature=1.0)  # its coin, before the root
     i, k, j, m = at.bounds(CHUNK)
     b = np.prod([at.student.masses(x)[at.student.ids[x]] for x in range(i, k)])
     factors = [at.teacher.masses(x)[at.teacher.ids[x]] for x in range(j, m)]
