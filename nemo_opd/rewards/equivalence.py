@@ -166,9 +166,10 @@ def _tidy(formula: str) -> str:
     """Strip dollar signs, and write numbers as algebra reads them: 1000 for 1 000, 2·10^3 for 2e3; the empty set and
     one word for words that say that nothing solves, or that a value does not exist.
     """
-    if says_no_solution(_bare_text(formula)):
+    bare = _bare_text(formula)
+    if says_no_solution(bare):
         return EMPTY_SET
-    if says_undefined(_bare_text(formula)):
+    if says_undefined(bare):
         return UNDEFINED
     if (text := _TEXT.fullmatch(formula.strip().strip("$"))) and re.search(r"\d", text[1]):
         formula = text[1]
