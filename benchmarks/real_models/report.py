@@ -19,6 +19,7 @@ FACTS = "prepared.json"
 TITLES = {
     "prune": "Fewer layers: prune and recover",
     "tokenizer": "Another tokenizer: transplant and heal",
+    "languages": "Gemma-3-270M teaches four languages",
     "gold": "Against TRL's GOLD trainer",
     "on_policy": "On-policy: sums, from a teacher that reads the solution",
 }
@@ -52,7 +53,7 @@ def main() -> None:
 
 def write_report(results: Path, outcomes: Sequence[Outcome], facts: dict[str, object], seeds: Sequence[int]) -> None:
     """Write `<results>.md` and figures into `results`."""
-    for experiment in ("prune", "tokenizer", "gold"):
+    for experiment in ("prune", "tokenizer", "languages", "gold"):
         _write(results / f"{experiment}.png", results_png(outcomes, experiment, TITLES[experiment]))
         _write(
             results / f"{experiment}_curves.png",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from benchmarks.real_models.place import Place
 from benchmarks.real_models.questions import TASK
 
-Experiment = Literal["prune", "tokenizer", "gold", "on_policy"]
+Experiment = Literal["prune", "tokenizer", "languages", "gold", "on_policy"]
 LOSSES = ("p_kl", "alm", "gold", "uld", "h_kl", "strict", "byte_prefix", "shared_prefix")
 """Across tokenizers, in the order in which they are run."""
 TOP_K = 64
@@ -74,15 +74,12 @@ def pruned(model: str, short: str) -> list[Setting]:
     ]
 
 
-EVERY_POSITION = [
-    (ends, about, cross("byte_prefix", positions="all", ends=ends, pieces="spelling"))
-    for ends, about in (
-        ("drop", "given whether a token has ended (A)"),
-        ("cover", "with tokens that reach beyond (B)"),
-        ("rest", "ended tokens in the rest cell (BPM)"),
-    )
-]
-"""Endings of `byte_prefix` at every student position."""
+ENDS = {
+    "drop": "given whether a token has ended (A)",
+    "cover": "with tokens that reach beyond (B)",
+    "rest": "ended tokens in the rest cell (BPM)",
+}
+"""Of `byte_prefix` at every student position, with how a table describes them."""
 
 
 def transplanted(tokenizer: str, losses: tuple[str, ...]) -> list[Setting]:
@@ -100,9 +97,11 @@ def transplanted(tokenizer: str, losses: tuple[str, ...]) -> list[Setting]:
         *(own(loss, f"mapped rows, cross-entropy and {loss}", mapped | cross(loss)) for loss in losses[2:]),
         *(
             own(
-                f"positions_{ends}", f"mapped rows, cross-entropy and byte_prefix everywhere, {about}", mapped | changes
+                f"positions_{ends}",
+                f"mapped rows, cross-entropy and byte_prefix everywhere, {about}",
+                mapped | cross("byte_prefix", positions="all", ends=ends, pieces="spelling"),
             )
-            for ends, about, changes in EVERY_POSITION
+            for ends, about in ENDS.items()
         ),
         own("random_p_kl", "random rows, cross-entropy and p_kl", drawn | cross("p_kl")),
         own(
@@ -114,6 +113,38 @@ def transplanted(tokenizer: str, losses: tuple[str, ...]) -> list[Setting]:
     ]
 
 
+def _with_gemma(name: str, about: str, loss: str, **more: Any) -> Setting:
+    gemma = {"name": "gemma", "type": "cross_tokenizer", "model": "{root}/models/gemma3"}
+    changes = student("original") | {"loss": {"type": loss, **more}, "teachers": [gemma]}
+    return Setting("languages", f"gemma_{name}", about, changes, None if name == "ce" else "gemma_ce")
+
+
+WITH_GEMMA = [
+    _with_gemma("ce", "cross-entropy alone", "byte_prefix", kd_weight=0.0),
+    _with_gemma("starts", "cross-entropy and byte_prefix", "byte_prefix"),
+    *(
+        _with_gemma(
+            ends,
+            f"cross-entropy and byte_prefix everywhere, {about}",
+            "byte_prefix",
+            positions="all",
+            ends=ends,
+            pieces="spelling",
+        )
+        for ends, about in ENDS.items()
+    ),
+    _with_gemma(
+        "starts_by_token",
+        "cross-entropy and byte_prefix, divided by tokens",
+        "byte_prefix",
+        normalizer="student_tokens",
+    ),
+    _with_gemma("p_kl", "cross-entropy and p_kl", "p_kl"),
+    _with_gemma("gold", "cross-entropy and gold", "gold"),
+    _with_gemma("alm", "cross-entropy and alm at temperature 100", "alm"),
+    _with_gemma("alm_1", "cross-entropy and alm at temperature 1", "alm", temperature=1.0),
+]
+"""Gemma-3-270M teaches SmolLM2-135M other languages."""
 PAIR = student("demo_tokenizer")
 GOLD = [
     Setting("gold", "trl_ours", "TRL GOLD, our optimizer and weights", PAIR | cross("gold"), trainer="trl"),
@@ -161,6 +192,7 @@ ON_POLICY = [
 ]
 SETTINGS: tuple[Setting, ...] = (
     *pruned("half", "every second layer"),
+    *WITH_GEMMA,
     *transplanted("demo", LOSSES),
     *ON_POLICY,
     *GOLD,
@@ -170,6 +202,7 @@ SETTINGS: tuple[Setting, ...] = (
 """In the order of the first seed."""
 LATER_SEEDS = {
     "prune": ("half_ce", "half_kd", "half_cached", "half_ce_as_long"),
+    "languages": ("gemma_ce", "gemma_drop", "gemma_cover"),
     "tokenizer": ("demo_ce", "demo_p_kl", "demo_alm", "demo_gold", "demo_random_ce"),
     "gold": ("trl_ours", "gold_trl", "p_kl_as_long"),
     "on_policy": ("frozen", "ema", "grpo"),
@@ -192,11 +225,13 @@ def configuration(setting: Setting, seed: int, steps: int, size: Size, place: Pl
 
 
 def _off_policy(setting: Setting, size: Size) -> dict[str, Any]:
+    is_languages = setting.experiment == "languages"
+    files, lr = ("languages_", 1e-4) if is_languages else ("", 3e-4)
     return {
-        "student": {"dtype": size.dtype, "optimizer": {"lr": 3e-4}, "scheduler": {"warmup_steps": 4}},
+        "student": {"dtype": size.dtype, "optimizer": {"lr": lr}, "scheduler": {"warmup_steps": 4}},
         "data": {
-            "train": {"jsonl_files": ["{root}/data/train.jsonl"]},
-            "validation": {"jsonl_files": ["{root}/data/validation.jsonl"]},
+            "train": {"jsonl_files": [f"{{root}}/data/{files}train.jsonl"]},
+            "validation": {"jsonl_files": [f"{{root}}/data/{files}validation.jsonl"]},
             "domain_key": "domain",
             "append_eos": False,
         },

@@ -13,7 +13,7 @@ from nemo_opd.aggregation.scores import (
     sequence_scores,
     token_nats,
 )
-from nemo_opd.aggregation.shares import coverage_metrics, density_metrics, leakage_metrics, share_metrics
+from nemo_opd.aggregation.shares import coverage_metrics, leakage_metrics, share_metrics
 
 __all__ = [
     "PART",
@@ -27,7 +27,6 @@ __all__ = [
     "TokenScore",
     "build_parts",
     "coverage_metrics",
-    "density_metrics",
     "gap",
     "joined_scores",
     "kd_of",

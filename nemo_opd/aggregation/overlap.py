@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import planned
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.overlap import plan_chunk_overlap, plan_overlap
+from nemo_opd.losses.teacher_images import teacher_images
 from nemo_opd.types import SampledRows, TeacherRows, TokenRows
 
 if TYPE_CHECKING:
@@ -31,13 +34,18 @@ class Overlap:
     """None where they share a tokenizer."""
     student_vocab_size: int
     teacher_vocab_size: int
+    images: NDArray[np.bool_] | None = None
+    """[W]: teacher tokens that the loss has an image of; None if it needs none."""
 
     @staticmethod
-    def across(projection: ProjectionMatrix | None, student_vocab_size: int, teacher_vocab_size: int) -> Overlap | None:
+    def across(
+        projection: ProjectionMatrix | None, student_vocab_size: int, teacher_vocab_size: int, loss: str
+    ) -> Overlap | None:
         """Return the overlap with a teacher of another tokenizer; None where no token is the same in both."""
         if projection is None or not len(projection.shared_pairs):
             return None
-        return Overlap(projection, student_vocab_size, teacher_vocab_size)
+        images = teacher_images(loss, projection)
+        return Overlap(projection, student_vocab_size, teacher_vocab_size, images)
 
     def plan(
         self,
@@ -47,7 +55,7 @@ class Overlap:
         teacher: TeacherRows,
         sampled: SampledRows | None,
     ) -> PlannedLoss:
-        """Plan the metric `overlap` of the samples in these rows, or of all texts without samples.
+        """Plan the metric `overlap`, and `kd_mass` with images, of these rows' samples or, without any, all texts.
 
         student: the rows that the teacher is compared on.
         """
@@ -73,6 +81,7 @@ class Overlap:
             teacher_chunk_id=teacher.chunks.teacher,
             student_vocab_size=self.student_vocab_size,
             teacher_vocab_size=self.teacher_vocab_size,
+            images=self.images,
         )
 
 

@@ -69,6 +69,10 @@ class Part:
         rows = batch.teachers[self.teacher]
         return self.term.num_texts(self.student_side(batch), rows, batch.sampled)
 
+    def num_positions(self, batch: Batch) -> int:
+        """Count the units in the batch."""
+        return self.term.num_places(self.student_side(batch), batch.teachers[self.teacher], batch.sampled)
+
     def num_covered(self, batch: Batch) -> Tensor:
         """Count the student's scored tokens that are in a unit: int64 [B]."""
         return self.term.num_covered(self.student_side(batch), batch.teachers[self.teacher], batch.sampled)
@@ -280,6 +284,6 @@ def build_parts(
             teacher_vocab_size=sizes[1],
         )
         matrix = projection.start if isinstance(projection, LearnedProjection) else projection
-        compared = Overlap(None, *sizes) if is_same else Overlap.across(matrix, *sizes)
+        compared = Overlap(None, *sizes) if is_same else Overlap.across(matrix, *sizes, config.term(i).type)
         parts.append(Part(teacher.name, factor, term, i, itemgetter(i), compared))
     return Parts(tuple(parts), count_together=rule.counts_together)

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from nemo_opd.aggregation.parts import Parts
-from nemo_opd.losses.reduction import count_chunks, count_label_tokens
+from nemo_opd.losses.reduction import count_label_tokens
 from nemo_opd.types import Batch, Mean, Metric
 
 
 def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
-    """Return `kd_coverage/<teacher>`, the share of the student's scored tokens that are in a unit of its KD.
+    """Return `kd_coverage/<teacher>`, the share of the student's scored tokens that are in a unit of its KD, and with
+    another tokenizer `kd_positions/<teacher>`, the units over the scored tokens.
 
     names: of all teachers. With `select_teacher` and `routed` a teacher is measured on its own texts, and
     left out if it has none.
@@ -23,6 +24,8 @@ def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[s
         if total := int(scored.sum()):
             named = names if part.name is None else [part.name]
             metrics |= {f"kd_coverage/{name}": Mean(int(covered.sum()), total) for name in named}
+            if rows.chunks is not None:
+                metrics[f"kd_positions/{part.name}"] = Mean(part.num_positions(batch), total)
     return metrics
 
 
@@ -42,21 +45,6 @@ def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
             usable, changed = rows.chunks.histories.sum(0).tolist()
             metrics[f"changed_history/{part.name}"] = Mean(changed, usable)
     return metrics
-
-
-def density_metrics(batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
-    """Return `alignment_density/<teacher>` of teachers with another tokenizer: chunks that are compared over the
-    student's scored tokens; 1 where each token has a partner by itself.
-
-    names: of all teachers.
-    """
-    found: dict[str, Metric] = {}
-    for name, rows in zip(names, batch.teachers, strict=True):
-        if rows.chunks is not None:
-            scored = count_label_tokens(batch.student.loss_mask) * (rows.tokens.lengths > 0)
-            chunks = count_chunks(rows.chunks.student, rows.chunks.teacher)
-            found[f"alignment_density/{name}"] = Mean(int(chunks.sum()), int(scored.sum()))
-    return found
 
 
 def leakage_metrics(batch: Batch, names: Sequence[str]) -> dict[str, Metric]:

@@ -226,7 +226,7 @@ class BytePrefixTerm(ChunkTerm):
     teacher token earlier take part, for every divergence and for samples; rest: they are in the rest cell, as in BPM,
     which is biased.
     """
-    pieces: Literal["spelling", "longest_prefix"] = "longest_prefix"
+    pieces: Literal["spelling", "longest_prefix"] = "spelling"
     """Student tokens that a teacher token consists of. spelling: those that the student's tokenizer gives its text;
     longest_prefix: the longest ones from the left.
     """

@@ -76,6 +76,10 @@ class TermLoss:
         """Count the rows that have a unit."""
         return int((self.count(self.batch_arguments(student, teacher, sampled)) > 0).sum())
 
+    def num_places(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> int:
+        """Count the units of these rows."""
+        return int(self.count(self.batch_arguments(student, teacher, sampled)).sum())
+
     def num_units(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> float:
         """Count the units of these rows for the normalizer, or the student's tokens, those of a sequence times its
         rollout weight.

@@ -43,14 +43,14 @@ def byte_prefix(
     mixed_weight: float = 0.5,
     positions: str = "starts",
     ends: str = "drop",
-    pieces: str = "longest_prefix",
+    pieces: str = "spelling",
     continuation_weight: float = 0.0,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
     """Compute τ² · Σ divergence(u, p) / normalizer over chunks, and `kd` in nats per chunk (methods.md §5.7).
 
-    u(v) = Σ q over the teacher tokens whose first piece is v: the longest student token that begins them, or with
-    pieces="spelling" the first token of the student's own spelling. Where a chunk is one student token x and the
+    u(v) = Σ q over the teacher tokens whose first piece is v: the first token of the student's own spelling, or with
+    pieces="longest_prefix" the longest student token that begins them. Where a chunk is one student token x and the
     teacher tokens y_1..y_n, the chain-factorised bound of what the teacher gives x moves from φ(y_1) to x:
     q_1(y_1)···q_{n−1}(y_{n−1}) · Σ q_n over the tokens that begin with y_n. Cells are the student tokens that some
     teacher token reaches, x where it is none of them, and one for the rest where both sides have one; student and

@@ -22,8 +22,8 @@ class ChildMasses:
     """int64 [r]: the next piece, or V for the teacher tokens that end at the node."""
     log_mass: Tensor
     """[r]: −inf if the teacher gives nothing to any token of the run."""
-    num_unknown: Tensor
-    """[r]: tokens of the run that the teacher gives nothing."""
+    num_unknown: Tensor | None
+    """[r]: tokens of the run that a truncated teacher does not know; None for a whole one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ def child_masses(
     part: slice,
     first_position: int,
     kept: KeptShares,
+    *,
+    is_truncated: bool,
 ) -> ChildMasses:
     """Sum the masses below the nodes of a part's positions, from a teacher's logits/τ [u, W].
 
@@ -72,5 +74,5 @@ def child_masses(
         nodes.units.rows[at][position] - first_position,
         tree.run_cell(run),
         log_mass.masked_fill(log_mass == torch.finfo(log_mass.dtype).min, -torch.inf),
-        segments_reduced("sum", (log_p == -torch.inf).to(log_p.dtype), length),
+        segments_reduced("sum", (log_p == -torch.inf).to(log_p.dtype), length) if is_truncated else None,
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.logits.planned import PlannedLoss
@@ -12,6 +15,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.label_positions import LabelPositions
+from nemo_opd.losses.made_once import made_once
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.support import largest
 from nemo_opd.types import Mean, Metric
@@ -74,6 +78,7 @@ def plan_chunk_overlap(
     teacher_ids: Tensor,
     student_chunk_id: Tensor,
     teacher_chunk_id: Tensor,
+    images: NDArray[np.bool_] | None = None,
     top_k: int = _TOP_K,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
@@ -81,8 +86,9 @@ def plan_chunk_overlap(
 ) -> PlannedLoss:
     """Plan `overlap` at the first positions of aligned chunks, where student tokens count as their exact partners.
 
-    Tokens without one are in no overlap, so that 1 is not always within reach. Arguments as of `p_kl`. Raises
-    ConfigError for shapes or sizes that do not fit, ProjectionError for a projection without exact pairs.
+    Tokens without one are in no overlap, so that 1 is not always within reach. images, bool [W]: teacher tokens whose
+    share of the probability is the metric `kd_mass`. Other arguments as of `p_kl`. Raises ConfigError for shapes or
+    sizes that do not fit, ProjectionError for a projection without exact pairs.
     """
     inputs = ChunkInputs.of(
         student_logits,
@@ -99,16 +105,21 @@ def plan_chunk_overlap(
     sizes = inputs.student_size, inputs.teacher_size
     partner = TokenPairs.exact(projection, *sizes, inputs.device).partner
     k, ahead = min(top_k, *sizes), inputs.teacher_ahead(inputs.units.teacher_rows)
+    has_image = None if images is None else _on_device(images, inputs)
 
     def read(logits: Tensor, part: slice) -> Tensor:
-        return _shared(partner[largest(logits, k)], largest(ahead.of(part), k))
+        teacher = ahead.of(part)
+        shared = _shared(partner[largest(logits, k)], largest(teacher, k))
+        if has_image is None:
+            return shared
+        return torch.cat([shared, teacher.to(inputs.dtype).softmax(1) @ has_image], 1)
 
     return plan_readings(
         inputs.student,
         inputs.units.student_rows,
         read,
         _mean,
-        num_values=1,
+        num_values=1 if images is None else 2,
         cells=unit_cells(len(inputs.units), _LIVE_COPIES * sum(sizes)),
         width=inputs.student_size,
         chunk_size=chunk_size,
@@ -116,10 +127,18 @@ def plan_chunk_overlap(
     )
 
 
+def _on_device(images: NDArray[np.bool_], inputs: ChunkInputs) -> Tensor:
+    """Return 1 for teacher tokens with an image and 0 for others, [W, 1]."""
+    size, dtype, device = inputs.teacher_size, inputs.dtype, inputs.device
+    key = (plan_chunk_overlap, size, dtype, device)
+    return made_once(lambda: torch.from_numpy(images[:size]).to(device, dtype).unsqueeze(1), (images,), *key)
+
+
 def _shared(first: Tensor, second: Tensor) -> Tensor:
     """Compute the share of the entries of a row that are in the other's as well: [U, k] and [U, k] → [U, 1]."""
     return (first.unsqueeze(2) == second.unsqueeze(1)).any(2).double().mean(1, keepdim=True)
 
 
-def _mean(found: Tensor) -> dict[str, Metric]:
-    return {"overlap": Mean(found.sum(), found.shape[1])}
+def _mean(readings: Tensor) -> dict[str, Metric]:
+    names = ("overlap", "kd_mass")
+    return {name: Mean(values.sum(), readings.shape[1]) for name, values in zip(names, readings, strict=False)}

@@ -227,17 +227,20 @@ class _PartMasses:
         return log_t.masked_fill(is_left_out, -torch.inf), rest
 
     def _below(self, nodes: NodePositions, q: _Rows, row: Tensor, kept: KeptShares) -> ChildMasses:
-        return child_masses(nodes, self._targets.tree, q.log_p, row, self._part, self._span.start, kept)
+        tree, is_truncated = self._targets.tree, self._targets.inputs.is_truncated
+        return child_masses(nodes, tree, q.log_p, row, self._part, self._span.start, kept, is_truncated=is_truncated)
 
     def _add(self, children: ChildMasses, q: _Rows, row: Tensor) -> None:
         """Add masses below nodes. row: int64 [p], of each position in q; any for positions without a node."""
         is_boundary = (self._first[self._unit] == torch.arange(len(self._unit), device=row.device))[children.position]
-        is_known_already = is_boundary & (children.cell == self._size)
-        self._log_add(children.position, children.cell, children.log_mass.masked_fill(is_known_already, -torch.inf))
-        if q.log_unknown is None:
+        # At a boundary the target has these tokens already; dropped ones would not count.
+        has_ended = children.cell == self._size
+        is_left_out = has_ended if self._targets.ends == "drop" else is_boundary & has_ended
+        self._log_add(children.position, children.cell, children.log_mass.masked_fill(is_left_out, -torch.inf))
+        if q.log_unknown is None or children.num_unknown is None:
             return
         unknown = torch.zeros_like(self._log_missing).squeeze(1)
-        unknown.index_add_(0, children.position, children.num_unknown.masked_fill(is_known_already, 0))
+        unknown.index_add_(0, children.position, children.num_unknown.masked_fill(is_left_out, 0))
         share = unknown / (q.log_p == -torch.inf).sum(1).clamp(min=1)[row]
         missing = q.log_unknown[row] + share.log().unsqueeze(1)
         self._log_missing = torch.logaddexp(self._log_missing, missing)

@@ -40,7 +40,9 @@ class PositionUnits:
     """The compared positions of each chunk.
 
     A chunk's first student token is compared at the teacher's boundary. A later one is inside of the chunk's first
-    teacher token y, and compared if the chunk's student tokens before it begin the pieces of y, which has more.
+    teacher token y, and compared if the chunk's student tokens before it begin the pieces of y, which has more. In a
+    chunk of several teacher tokens, one that may cross the end of y is compared only if it is the chunk's last, which
+    has the teacher's chain.
     """
 
     student: ChunkPositions
@@ -84,14 +86,52 @@ def count_positions(
     """Count the compared positions of each sequence, from ids and chunk ids [B, S] and [B, T]: int64 [B]."""
     sizes = projection.student_vocab_size, projection.teacher_vocab_size
     units = chunk_units(student_chunk_id, teacher_chunk_id)
-    found = PositionUnits.of(
-        units,
-        student_ids,
-        teacher_ids,
-        lambda device: PieceTree.of(projection, pieces, *sizes, device),
-        has_before=False,
-    )
-    return torch.bincount(found.student.rows // student_ids.shape[1], minlength=len(student_ids))
+
+    def positions(student_rows: Tensor, *tensors: Tensor) -> list[Tensor]:
+        compared = _Compared.of(PieceTree.of(projection, pieces, *sizes, student_rows.device), student_rows, *tensors)
+        sequence = student_rows[compared.unit] // student_ids.shape[1]
+        return [torch.bincount(sequence[compared.is_compared], minlength=len(student_ids))]
+
+    fields = (units.student_rows, units.teacher_rows, units.student_lengths, units.teacher_lengths)
+    return planned(positions, *fields, student_ids, teacher_ids)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """All student tokens of the chunks, [R]."""
+
+    chunks: ChunkPositions
+    realised: Tensor
+    """int64 [R]: token ids."""
+    unit: Tensor
+    """int64 [R]: each token's chunk."""
+    node: Tensor
+    """int64 [R]: the tree's node of the tokens since the teacher token began."""
+    is_compared: Tensor
+    """bool [R]"""
+
+    @staticmethod
+    def of(
+        tree: PieceTree,
+        student_rows: Tensor,
+        teacher_rows: Tensor,
+        student_lengths: Tensor,
+        teacher_lengths: Tensor,
+        student_ids: Tensor,
+        teacher_ids: Tensor,
+    ) -> _Compared:
+        chunks = ChunkPositions.of(student_rows, student_lengths)
+        realised, place = chunks.targets(student_ids), chunks.place
+        unit = chunks.per_position(torch.arange(len(student_rows), device=place.device))
+        first = next_tokens(teacher_ids, teacher_rows).long()[unit]
+        at = (tree.begin[first] + place).clamp(max=len(tree.pieces) - 1)
+        has_piece = place < tree.length[first]
+        differs = ~has_piece | (tree.pieces[at] != realised)
+        num_different = differs.long().cumsum(0) - differs.long()
+        is_like = num_different == num_different[student_lengths.cumsum(0) - student_lengths][unit]
+        may_cross = differs & (teacher_lengths[unit] > 1) & (place < student_lengths[unit] - 1)
+        is_compared = (place == 0) | (has_piece & is_like & ~may_cross)
+        return _Compared(chunks, realised, unit, torch.where(place == 0, 0, tree.node[at]), is_compared)
 
 
 def _positions(
@@ -105,27 +145,21 @@ def _positions(
     *,
     has_before: bool,
 ) -> list[Tensor]:
-    chunks = ChunkPositions.of(student_rows, student_lengths)
-    realised, place = chunks.targets(student_ids), chunks.place
-    first = chunks.per_position(next_tokens(teacher_ids, teacher_rows).long())
-    at = (tree.begin[first] + place).clamp(max=len(tree.pieces) - 1)
-    has_piece = place < tree.length[first]
-    differs = (~has_piece | (tree.pieces[at] != realised)).long()
-    differed = differs.cumsum(0) - differs
+    compared = _Compared.of(
+        tree, student_rows, teacher_rows, student_lengths, teacher_lengths, student_ids, teacher_ids
+    )
     begins = student_lengths.cumsum(0) - student_lengths
-    is_like = differed == differed[chunks.per_position(begins)]
-    is_compared = (place == 0) | (has_piece & is_like)
-    node = torch.where(place == 0, 0, tree.node[at])
     follows = torch.zeros_like(teacher_lengths, dtype=torch.bool)
     follows[1:] = (student_rows + student_lengths)[:-1] == student_rows[1:]
     follows[1:] &= ((teacher_rows + 1)[:-1] == teacher_rows[1:]) & (teacher_lengths[:-1] == 1)
-    before = _nodes_from_before(tree, realised, begins, student_lengths, follows & has_before)
+    before = _nodes_from_before(tree, compared.realised, begins, student_lengths, follows & has_before)
     # At a boundary the realised token alone ends there, which the target has already.
-    before = before.masked_fill((place == 0) & ~tree.has_pieces_below(before.clamp(min=0)), -1)
-    unit = chunks.per_position(torch.arange(len(student_rows), device=place.device))[is_compared]
+    is_boundary = compared.chunks.place == 0
+    before = before.masked_fill(is_boundary & ~tree.has_pieces_below(before.clamp(min=0)), -1)
+    unit, node, before = (values[compared.is_compared] for values in (compared.unit, compared.node, before))
     per_unit = torch.bincount(unit, minlength=len(student_rows))
-    inside = _at_nodes(tree, node[is_compared], node[is_compared] > 0, unit, len(student_rows))
-    earlier = _at_nodes(tree, before[is_compared], before[is_compared] >= 0, unit, len(student_rows))
+    inside = _at_nodes(tree, node, node > 0, unit, len(student_rows))
+    earlier = _at_nodes(tree, before, before >= 0, unit, len(student_rows))
     rows_before = ChunkPositions.of(teacher_rows - 1, earlier[2].clamp(max=1))
     return [*ChunkPositions.of(student_rows, per_unit).tensors, *inside, *earlier, *rows_before.tensors]
 

@@ -200,7 +200,13 @@ def check_texts(config: RunConfig, statistics: Survey) -> list[str]:
     ]
     if statistics.coverage and all(share == 0 for share in statistics.coverage):
         raise DataError("; ".join(uncovered))
-    return [*warnings, *uncovered]
+    unfit = [
+        f"teachers.{i} ({config.active_names[i]}): in {num_texts} texts {sentence}"
+        for i, targets in enumerate(statistics.targets)
+        if targets is not None
+        for sentence in targets.warnings(config.term(i))
+    ]
+    return [*warnings, *uncovered, *unfit]
 
 
 def warn_of_spelled_tokens(config: RunConfig, data: Corpus, student: ModelInfo) -> Iterator[str]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from nemo_opd.aggregation import (
     build_parts,
     coverage_metrics,
-    density_metrics,
     gap,
     joined_scores,
     leakage_metrics,
@@ -209,7 +208,6 @@ class Models:
         scored = self.collect(self.submit(batch, "validation"))
         by_rank = self._call_student("evaluate", self._student_parts(scored), scored)
         metrics = self._reduced([metrics for metrics, _ in by_rank], scored)
-        metrics |= density_metrics(scored.batch, self._names)
         if self._groups is None:
             return metrics
         losses = joined_losses([by_rank[rank][1] for rank in leads(self._grid.student)])

@@ -89,7 +89,7 @@ def preflight(config: RunConfig) -> Plan:
     check_answers(config, device, teachers, parts, student.size.vocab_size)
     warnings += warn_of_shared_data(config)
     warnings += check_templates(config, data, student, teachers)
-    statistics = survey(config, data, student, teachers, parts)
+    statistics = survey(config, data, student, teachers, parts, [teacher.projection for teacher in teacher_plans])
     warnings += check_texts(config, statistics)
     if isinstance(data, Corpus):
         warnings += warn_of_spelled_tokens(config, data, student)

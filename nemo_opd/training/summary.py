@@ -186,9 +186,13 @@ def _traffic_rows(plan: Plan) -> dict[str, str]:
 def _coverage_rows(plan: Plan) -> dict[str, str]:
     """Return rows with each teacher's coverage and longest sequence, estimated from a few texts."""
     rows = {}
-    for name, share, width in zip(plan.config.active_names, plan.survey.coverage, plan.survey.widths, strict=True):
+    statistics = plan.survey
+    of_teachers = zip(plan.config.active_names, statistics.coverage, statistics.targets, statistics.widths, strict=True)
+    for name, share, targets, width in of_teachers:
         if share is not None:
             rows[f"{name}, KD coverage"] = f"{share:.1%} of the scored tokens in {plan.survey.num_texts} texts"
+        if targets is not None:
+            rows |= {f"{name}, {label}": value for label, value in targets.lines().items()}
         rows[f"{name}, longest sequence"] = f"about {width:,} of its tokens"
     return rows
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+import numpy as np
 import torch
 
 from nemo_opd.aggregation import Parts, coverage_metrics
@@ -20,15 +21,18 @@ from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.logging.metrics import merge
 from nemo_opd.progress import tracked
+from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.renderer import num_tokens
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.prompts import Prompts
+from nemo_opd.training.target_shares import TargetShares
 from nemo_opd.training.teachers_without_model import require_stored
 from nemo_opd.types import Batch, SampledRows
 
 _NUM_TEXTS = 64
 """Number of texts, at equal distances over the training data."""
+_TEXTS_PER_DOMAIN = 8
 _WINDOWS = 4
 """Windows that are looked at of a text that is packed in several."""
 GOOD_COVERAGE = 0.9
@@ -53,23 +57,34 @@ class Survey:
     """Share of the scored tokens with KD from each active teacher; None where unknown."""
     widths: tuple[int, ...]
     """Estimated tokens of each active teacher's longest sequence."""
+    targets: tuple[TargetShares | None, ...]
+    """What each active teacher's loss can compare; None for the student's tokenizer, or without texts."""
     tokens_per_byte: tuple[float, ...]
     """Tokens of the student and of each active teacher for a byte of text; 0 where unknown."""
 
 
 def survey(
-    config: RunConfig, data: Corpus | Prompts, student: ModelInfo, teachers: Sequence[ModelInfo], parts: Parts
+    config: RunConfig,
+    data: Corpus | Prompts,
+    student: ModelInfo,
+    teachers: Sequence[ModelInfo],
+    parts: Parts,
+    projections: Sequence[ProjectionMatrix | None],
 ) -> Survey:
-    """Survey the data. Raises DataError, with the row, for a text that cannot be used, or that a cache lacks."""
+    """Survey the data. projections: of the active teachers, None for the student's tokenizer.
+
+    Raises DataError, with the row, for a text that cannot be used, or that a cache lacks."""
     rows = sampled_rows(len(data.train))
     prompts = data.train.read(rows) if isinstance(data, Prompts) else []
     texts = list(_responses(data, prompts) if isinstance(data, Prompts) else _documents(data, rows))
     samples = [sample for text in texts for sample in text]
     require_stored(config, samples)
+    batches = [_batch_of(sample, config) for sample in samples]
     covered = merge(
-        coverage_metrics(parts, _batch_of(sample, config), config.active_names)
-        for sample in tracked(samples, "looking at what the teachers cover", "texts")
+        coverage_metrics(parts, batch, config.active_names)
+        for batch in tracked(batches, "looking at what the teachers cover", "texts")
     )
+    of_domains = _domains(config, data) if any(matrix is not None for matrix in projections) else {}
     if samples:
         lengths = [len(sample.student) for sample in samples]
         by_teacher = [[len(sample.teachers[i].tokens) for sample in samples] for i in range(len(teachers))]
@@ -88,6 +103,10 @@ def survey(
         num_without_label=sum(not any(sample.student.loss_mask.any() for sample in text) for text in texts),
         is_complete=len(texts) == len(data.train),
         coverage=tuple(covered[name].value() if name in covered else None for name in names),
+        targets=tuple(
+            None if matrix is None else TargetShares.of(batches, i, matrix, of_domains, config.term(i).type)
+            for i, matrix in enumerate(projections)
+        ),
         tokens_per_byte=_tokens_per_byte(samples, lengths, by_teacher),
         widths=tuple(_width(config, i, teachers[i], own, lengths, rates[i]) for i, own in enumerate(by_teacher)),
     )
@@ -106,6 +125,18 @@ def _documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sequence[Sample]]:
             yield [data.make_sample(document)] if data.packed is None else data.packed.make(document)[:_WINDOWS]
         except (AlignmentError, DataError) as error:
             raise DataError(f"data.train: row {row} (counted from 0 over all files) cannot be used: {error}") from error
+
+
+def _domains(config: RunConfig, data: Corpus | Prompts) -> dict[str, list[Batch]]:
+    """Return batches of some validation documents by their domain."""
+    if isinstance(data, Prompts) or data.validation is None or data.domains is None:
+        return {}
+    batches: dict[str, list[Batch]] = {name: [] for name in data.domains.names}
+    for number, name in enumerate(data.domains.names):
+        rows = np.flatnonzero(data.domains.numbers.numpy() == number)
+        for row in rows[list(sampled_rows(len(rows)))][:_TEXTS_PER_DOMAIN].tolist():
+            batches[name].append(_batch_of(data.make_sample(read_documents(data.validation, [row])[0]), config))
+    return batches
 
 
 def _responses(data: Prompts, prompts: Sequence[Prompt]) -> Iterator[Sequence[Sample]]:

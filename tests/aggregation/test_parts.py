@@ -265,9 +265,16 @@ def test_the_share_of_tokens_that_get_kd(tiny: Tiny) -> None:
     fewer[0, 2], fewer[2] = -1, -1
     whole = replace(whole, teachers=(replace(cross, chunks=replace(cross.chunks, student=fewer)), same))
     found = coverage_metrics(parts_of(tiny), whole, names)
-    assert found == {"kd_coverage/cross": Mean(3 + 1, 8), "kd_coverage/same": Mean(8, 8)}
+    assert found == {f"kd_{kind}/cross": Mean(3 + 1, 8) for kind in ("coverage", "positions")} | {
+        "kd_coverage/same": Mean(8, 8)
+    }
     parts = [coverage_metrics(parts_of(tiny), part, names) for part in shards(pad_rows(whole, 4), 2)]
     assert parts[0]["kd_coverage/cross"].merge(parts[1]["kd_coverage/cross"]) == Mean(4, 8)
     chosen = only_chosen(whole, torch.tensor([1, 0, 0]))
     shared = coverage_metrics(parts_of(tiny, "aggregation=select_teacher"), chosen, names)
-    assert shared == {"kd_coverage/cross": Mean(1, 4), "kd_coverage/same": Mean(4, 4)}, "each in its own texts"
+    assert shared["kd_coverage/cross"] == shared["kd_positions/cross"] == Mean(1, 4), "in its own texts"
+    assert shared["kd_coverage/same"] == Mean(4, 4), "in its own texts"
+    joined = replace(cross, chunks=ChunkRows(cross.chunks.student.clamp(max=2), cross.chunks.teacher.clamp(max=2)))
+    several = coverage_metrics(parts_of(tiny), replace(whole, teachers=(joined, same)), names)
+    assert several["kd_coverage/cross"] == Mean(8, 8)
+    assert several["kd_positions/cross"] == Mean(2 + 1 + 2, 8), "a chunk of several tokens is compared once"

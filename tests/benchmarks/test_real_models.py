@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.real_models import one, outcomes
+from benchmarks.real_models import languages, one, outcomes
 from benchmarks.real_models.bits import bits_per_byte
 from benchmarks.real_models.models import kept_layers, with_single_digits
 from benchmarks.real_models.originals import Original, join_parts
@@ -113,6 +113,33 @@ def test_parts_of_a_model_are_joined_and_checked(tmp_path: Path) -> None:
     assert (tmp_path / "model").read_bytes() == b"first second"
     with pytest.raises(SystemExit, match=r"tiny_b-1\.0-py3-none-any\.whl, tiny_a-1\.0.*SHA-256 .* not 0000"):
         join_parts(replace(original, sha256="0000"), tmp_path, tmp_path / "model")
+
+
+def test_paragraphs_of_manuals(tmp_path: Path) -> None:
+    """Catches a paragraph that is read twice or is not translated, and spaces from line breaks between characters."""
+    page = '<page xmlns="http://projectmallard.org/1.0/"><title>No</title>{}</page>'
+    russian = "Нажмите <gui>Файл</gui>, затем выберите\n пункт Открыть."
+    files = {
+        "usr/share/help/C/help/a.page": page.format(f"<p>{'Untranslated – text. ' * 3}</p>"),
+        "usr/share/help/ru/help/a.page": page.format(
+            f"<p>{'Untranslated – text. ' * 3}</p><p>{'ASCII alone. ' * 9}</p><p>короткий</p>"
+            + f"<p>{russian}</p>" * 2
+            + "".join(f"<p>{i} {russian}</p>" for i in range(9))
+        ),
+        "usr/share/doc/installation-guide-amd64/ja/a.html": "<html><h1>No</h1>"
+        + "".join(f"<p>{i}番目。電子メールを\n使えるように<a>設定</a>します。</p><div>No</div>" for i in range(20)),
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    for folder in ("usr/share/help", "usr/share/doc/installation-guide-amd64"):
+        for language in languages.MEASURED:
+            (tmp_path / folder / language).mkdir(parents=True, exist_ok=True)
+    (russian_page,) = languages.training_pages(tmp_path, 10**6)
+    line = "Нажмите Файл, затем выберите пункт Открыть."
+    assert (russian_page.domain, russian_page.text) == ("ru", "\n".join([line, *(f"{i} {line}" for i in range(9))]))
+    (japanese,) = languages.validation_pages(tmp_path, 9, [], 250)
+    assert japanese.text.splitlines()[1] == "1番目。電子メールを使えるように設定します。"
 
 
 def test_digits_of_a_gguf_tokenizer_are_single_tokens(place: Place) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_opd.alignment import pieces_of
@@ -65,10 +66,11 @@ def plain_maps(projection: ProjectionMatrix | None, name: str) -> dict[str, Any]
             if t >= 0:
                 R[s, t] = weight
     pieces = pieces_of(tokenizer(name))
+    spellings = np.split(projection.teacher_spellings, projection.teacher_spelling_ends[:-1])
     return {
         "R": R,
         "exact": projection.exact.tolist(),
-        "phi": projection.byte_prefix.tolist(),
+        "phi": [int(ids[0]) if len(ids) else -1 for ids in spellings],
         "psi": (projection.student_shared_prefix.tolist(), projection.teacher_shared_prefix.tolist()),
         "pieces": [piece or None for piece in pieces.as_list()],
     }

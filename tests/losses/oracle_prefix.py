@@ -45,7 +45,12 @@ def matrix(
     teacher: Sequence[bytes | None] | None = None,
     spellings: Sequence[Sequence[int]] | None = None,
 ) -> ProjectionMatrix:
-    """A projection of exact pairs only, with maps; spellings: also as prefix pieces."""
+    """A projection of exact pairs only, with maps.
+
+    spellings: also as prefix pieces; by default the token of `byte_prefix` alone.
+    """
+    if spellings is None and byte_prefix is not None:
+        spellings = [[s] if s >= 0 else [] for s in byte_prefix]
     ids = None if spellings is None else np.array([piece for pieces in spellings for piece in pieces], np.int64)
     ends = None if spellings is None else np.cumsum(list(map(len, spellings)))
     indices = np.full((student_size, 1), -1)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from nemo_opd.losses import byte_prefix
+from nemo_opd.losses.position_units import count_positions
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.projection.prefix_maps import byte_order
+from tests.losses.oracle_prefix import matrix
 from tests.reference import positions
 from tests.reference.positions import Cells, Merges, next_tokens, source, targets, tokenize, vocabulary
 
@@ -173,3 +175,28 @@ def test_value_equals_the_lists(name: str, ends: str) -> None:
             for c, t in cells.items():
                 total += weight * t * (math.log(t) - (math.log(rest) if c is None else of_state[c]))
     assert case.loss(states, positions="all", ends=ends).item() == pytest.approx(total, rel=1e-8)
+
+
+@pytest.mark.parametrize(("student", "num_compared"), [([0, 1, 5, 4], 1), ([0, 1, 6], 2), ([0, 1, 2, 3, 4], 3)])
+def test_a_token_that_crosses_the_teachers_is_compared_only_if_it_is_the_last(
+    student: list[int], num_compared: int
+) -> None:
+    """Catches a target without mass on the realised token, which ends inside of the teacher's second token: after
+    `begin`, ab·cd of the teacher is a·bc·d, a·bcd or a·b·c·d of the student.
+    """
+    pieces = [b"", b"ab", b"cd"]
+    projection = matrix([], 7, 3, byte_prefix=[0, 1, 3], teacher=pieces, spellings=[[0], [1, 2], [3, 4]])
+    chunks = [-1, *[0] * (len(student) - 1)]
+    generator = torch.Generator().manual_seed(0)
+    arguments = {
+        "student_ids": torch.tensor([student]),
+        "teacher_ids": torch.tensor([[0, 1, 2]]),
+        "student_chunk_id": torch.tensor([chunks]),
+        "teacher_chunk_id": torch.tensor([[-1, 0, 0]]),
+        "projection": projection,
+    }
+    assert count_positions(**arguments, pieces="spelling").tolist() == [num_compared]
+    logits = (torch.randn(1, length, size, generator=generator) for length, size in ((len(student), 7), (3, 3)))
+    loss = byte_prefix(*logits, **arguments, positions="all")
+    assert loss.metrics["kd"].count == num_compared
+    assert loss.loss.isfinite()

@@ -1,0 +1,67 @@
+"""What losses across tokenizers can compare in a few texts, against counts by hand."""
+
+import pytest
+import torch
+
+from nemo_opd.config.loss import BytePrefixTerm, GoldTerm, PKLTerm
+from nemo_opd.training.target_shares import TargetShares
+from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
+from tests.losses.oracle_prefix import matrix
+
+STUDENT = (b"", b"ab", b"c", b"d")
+TEACHER = (b"", b"abc", b"d", b"cd", b"abcd")
+SPELLINGS = ([0], [1, 2], [3], [2, 3], [])
+"""The last one has no image."""
+
+
+def batch(student: list[int], teacher: list[int], chunks: tuple[list[int], list[int]]) -> Batch:
+    sides = []
+    for ids in (student, teacher):
+        mask = torch.ones(1, len(ids), dtype=torch.bool)
+        mask[0, 0] = False
+        sides.append(TokenRows(torch.tensor([ids]), torch.tensor([len(ids)]), mask, mask.int()))
+    ours, theirs = (torch.tensor([side], dtype=torch.int32) for side in chunks)
+    return Batch(sides[0], (TeacherRows(sides[1], ChunkRows(ours, theirs)),))
+
+
+# The texts: begin | ab·c | d | ab·c·d of the student, which the teacher has as one token each, the last of which has no
+# pieces; and begin ab·c | d.
+MATRIX = matrix([(0, 0), (3, 2)], 4, 5, teacher=TEACHER, spellings=SPELLINGS)
+BATCHES = [
+    batch([0, 1, 2, 3, 1, 2, 3], [0, 1, 2, 4], ([-1, 1, 1, 2, 3, 3, 3], [-1, 1, 2, 3])),
+    batch([0, 1, 2, 3], [0, 1, 2], ([-1, 0, 0, 1], [-1, 0, 1])),
+]
+
+
+def test_shares_are_those_counted_by_hand() -> None:
+    """Catches starts that are counted by token, insides without pieces, and tokens of the vocabulary in place of the
+    texts'.
+    """
+    shares = TargetShares.of(BATCHES, 0, MATRIX, {"short": BATCHES[1:]}, "gold")
+    assert shares is not None
+    assert shares.starts == pytest.approx((3 + 2) / (6 + 3))
+    assert shares.every == pytest.approx((4 + 3) / (6 + 3))
+    assert shares.kinds == {"n:1": pytest.approx(3 / 5), "1:1": pytest.approx(2 / 5)}
+    assert shares.images == {"gold": pytest.approx(2 / 5), "byte_prefix": pytest.approx(4 / 5)}
+    assert shares.domains == {"short": (pytest.approx(2 / 3), pytest.approx(1.0))}
+
+
+def test_a_loss_that_compares_little_is_named_with_one_that_compares_more() -> None:
+    """Catches advice to take what the run has, and a warning for a loss that compares enough."""
+    few = TargetShares(0.4, 0.9, {"n:1": 1.0}, {"gold": 0.3, "byte_prefix": 1.0}, {})
+    first, image = few.warnings(GoldTerm())
+    assert (
+        "40% of the student's tokens; write loss.type=byte_prefix with loss.positions=all, which compares 90%" in first
+    )
+    assert (
+        image == "gold has an image of 30% of the teacher's tokens; write loss.type=byte_prefix, which has one of 100%"
+    )
+    assert few.warnings(BytePrefixTerm(positions="all")) == []
+    assert len(few.warnings(PKLTerm())) == 1
+    many = TargetShares(0.9, 0.95, {"1:1": 1.0}, {"p_kl": 0.8, "byte_prefix": 1.0}, {})
+    assert many.warnings(PKLTerm()) == []
+
+
+def test_texts_without_chunks_have_no_shares() -> None:
+    """Catches a division by zero for texts that nothing is aligned in."""
+    assert TargetShares.of([batch([0, 1], [0, 1], ([-1, -1], [-1, -1]))], 0, MATRIX, {}, "p_kl") is None
