@@ -308,12 +308,12 @@ def test_a_server_that_failed_gets_a_single_request_after_its_rest(monkeypatch: 
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     spread = Spread(["a", "b"])
-    with pytest.raises(EndpointError), spread.next().asked():
+    with pytest.raises(EndpointError), spread.next().track_request():
         raise EndpointError
-    with spread.next().asked():
+    with spread.next().track_request():
         assert spread.next().url == "b"  # which has more under way, but the other rests
     clock[0] += 60
-    with spread.next().asked() as _, spread.next().asked() as _:
+    with spread.next().track_request() as _, spread.next().track_request() as _:
         assert [each.in_flight for each in spread._addresses] == [1, 1]
         assert [spread.next().url for _ in range(2)] == ["b", "b"]
 
