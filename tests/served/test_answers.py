@@ -96,7 +96,7 @@ def test_all_tokens_are_known_or_the_answer_is_refused() -> None:
     """Catches a token that such a row displaces, taken for one of probability 0: a reverse KL was infinite."""
     backwards = lambda ids: of_uniform(VOCAB)(ids).flip(1)  # noqa: E731
     with endpoint(answering(backwards)) as (url, _):
-        with pytest.raises(EndpointError, match=r"id 49 is no token of the vocabulary"):
+        with pytest.raises(EndpointError, match=r"id 49 is not in the vocabulary"):
             asked(url, vocab_size=VOCAB - 2, logprobs=VOCAB)
         (found,) = asked(url, vocab_size=VOCAB - 2, logprobs=VOCAB - 3)
     assert found.log_rest.isfinite().all()
@@ -139,7 +139,7 @@ def shifted(reply: Json) -> None:
         (changed(lambda reply: reply.update(choices=[])), "an answer of another form"),
         (
             changed(lambda reply: reply["choices"][0]["prompt_logprobs"][1]["1"].update(logprob=0.5)),
-            "0.5 is no log-probability",
+            "0.5 is not a log-probability",
         ),
         (
             changed(lambda reply: [e.update(logprob=-0.1) for e in reply["choices"][0]["prompt_logprobs"][1].values()]),
