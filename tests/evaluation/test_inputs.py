@@ -35,7 +35,7 @@ finally:
         ),
         (
             "+reward.extract={type:json,schema_file:README.md}",
-            "reward.extract.schema_file=README.md: no JSON schema: Expecting value",
+            "reward.extract.schema_file=README.md: not a JSON schema: Expecting value",
         ),
         ("model=demo:student data.arrow_files=[]", "sets, data and benchmarks name nothing to ask; set one of them"),
         ("+reward.extract={type:regex,pattern:'(a'}", "reward.extract.pattern: no regular expression: missing ), "),

@@ -113,7 +113,7 @@ def test_a_column_of_the_reward_and_of_the_evaluation() -> None:
         ("own.reward.terms.0.reward.answer_key=no", "has no column 'no'; set evaluation.sets.own.reward.answer_key to"),
         (
             "own.reward.terms.0.reward.extract.schema_file=README.md",
-            "evaluation.sets.own.reward.terms.0.reward.extract.schema_file=README.md: no JSON schema",
+            "evaluation.sets.own.reward.terms.0.reward.extract.schema_file=README.md: not a JSON schema",
         ),
     ],
 )
