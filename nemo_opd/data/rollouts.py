@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.alignment import ChatTokens, TokenAligner, align_chat, pieces_of
-from nemo_opd.alignment.chat_messages import plain_messages, said_by
+from nemo_opd.alignment.chat_messages import message_texts, plain_messages
 from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.chat import CrossTokenizerChat
 from nemo_opd.data.context import Content, said_in
@@ -200,7 +200,7 @@ def _sampled_tokens(rollout: Rollout) -> ChatTokens:
     spans[is_turn] = rollout.turns - ended[:, None] * [[0, 1]]
     starts = np.append(rollout.turns[:, 0], len(rollout.ids))
     places = np.where(is_turn[:, None], spans, np.stack([stops, starts], 1)[np.cumsum(is_turn)]).astype(np.int32)
-    contents = tuple(map(said_by, plain_messages(rollout.messages)))
+    contents = tuple(map(message_texts, plain_messages(rollout.messages)))
     return ChatTokens(rollout.ids, rollout.loss_mask, spans, contents, places)
 
 
