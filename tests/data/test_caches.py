@@ -80,7 +80,7 @@ def test_a_full_disk_under_conversions(lines: Source, conversions: Path, small_f
 def test_a_disk_without_a_byte(lines: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` says so without the number of the error."""
     monkeypatch.setattr(disk, "free_bytes", lambda path: 0)
-    with pytest.raises(StorageError, match=r"no room for what is converted .* or set \$HF_DATASETS_CACHE to another"):
+    with pytest.raises(StorageError, match=r"no room for the converted data .* or set \$HF_DATASETS_CACHE to another"):
         load(lines)
 
 

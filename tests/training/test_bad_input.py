@@ -380,7 +380,7 @@ def test_a_truncated_projection(refused: Refused, tiny: Tiny, inputs: Path, kept
     file.write_bytes(file.read_bytes()[: int(kept * file.stat().st_size)])
     message = refused(ProjectionError, f"teachers.0.projection={file}")
 
-    assert message.startswith(f"teachers.0.projection: {file} is damaged or no projection file (")
+    assert message.startswith(f"teachers.0.projection: {file} is damaged or not a projection file (")
     assert message.endswith("build it again with nemo-opd projection build")
 
 
