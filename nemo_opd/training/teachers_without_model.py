@@ -110,7 +110,7 @@ def _reads_students_ids(
     student: ModelInfo,
     teacher: ModelInfo,
 ) -> bool:
-    """Return whether teacher and student have the same tokens of a text (after the teacher's context, if it has one)."""
+    """Return whether the teacher's tokens of a text, after its context if it has one, are the student's."""
     if config.data.messages_key is not None and settings.context is None:
         ours = student.tokenizer.chat_template, dict(config.student.chat_template_kwargs)
         if ours != (teacher.tokenizer.chat_template, dict(settings.chat_template_kwargs)):
@@ -189,9 +189,9 @@ def _require_original_tokenizer(cache: str, key: str) -> None:
     manifest = require_cache(cache, key)
     if (present := fingerprint(load_tokenizer(cache, key=key))) != manifest.tokenizer:
         raise DataError(
-            f"{key}: its answers were made with another tokenizer than the one in it (fingerprint "
-            f"{manifest.tokenizer[:12]}… and {present[:12]}…); put the tokenizer of {manifest.teacher} back, or build "
-            "the cache in another folder"
+            f"{key}: its answers were made with another tokenizer than the one in it (fingerprints "
+            f"{manifest.tokenizer[:12]}… and {present[:12]}…); put the tokenizer of {manifest.teacher} back, or "
+            "build the cache in another folder"
         )
 
 
