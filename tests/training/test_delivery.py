@@ -148,7 +148,7 @@ def test_hidden_states_that_cross_nodes_are_sent_and_said(configure: Configure, 
     table = batch_grid(plan)
     shown = dict(zip(*(list(column.cells) for column in table.columns), strict=True))
     name = plan.config.active_names[0]
-    assert shown[f"{name}, between nodes"] == "0.53 MiB of hidden states a step, 0.00 MiB of heads once, by nccl"
+    assert shown[f"{name}, between nodes"] == "0.53 MiB of hidden states per step, 0.00 MiB of heads once, by nccl"
 
 
 def test_groups_that_stay_on_their_nodes_are_not_refused(configure: Configure, with_heads: str) -> None:

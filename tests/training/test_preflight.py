@@ -379,9 +379,9 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     assert float(rows["overlap"]) > 0.5
     assert rows["recommended loss"] == "p_kl"
     assert rows["training documents"] == str(NUM_DOCUMENTS)
-    assert rows["packed rows a step"] == "4"
-    assert rows["tokens at a time"].endswith(" a rank")
-    assert rows["steps an epoch"] == "about 4"
+    assert rows["packed rows per step"] == "4"
+    assert rows["tokens at a time"].endswith(" per rank")
+    assert rows["steps per epoch"] == "about 4"
     assert rows["steps"] == "4"
     assert {"cross: hidden states handed over", "same: parameters", "all"} <= rows.keys()
 
