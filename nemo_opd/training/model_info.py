@@ -52,7 +52,7 @@ class ModelInfo:
 
     @property
     def computed_size(self) -> ModelSize:
-        """Size of the model with its head cut to the rows for which losses compute logits."""
+        """Size of the model with a head of `vocab_size` rows, the ones that losses compute logits of."""
         return replace(self.size, vocab_size=self.vocab_size)
 
     def ids_missing_in(self, other: "ModelInfo") -> NDArray[np.int64]:

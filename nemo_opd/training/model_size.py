@@ -34,7 +34,7 @@ class LayerSize:
     num_experts: int
     """Experts per token; 0 for a dense layer."""
     window: int | None
-    """Length of sliding-window attention; None for full attention."""
+    """Length of the sliding attention window, or None with full attention."""
     norms: int
     """Elements per token that pass through norms."""
     score_heads: int

@@ -138,7 +138,7 @@ class Models:
     def _on_teachers(
         self, method: str, batch: Batch, *more: object, about: str = "", only: Collection[int] | None = None
     ) -> list[Call]:
-        """Call a method of every teacher, or of those in `only`, with the tokens of each rank's rows and their cuts.
+        """Call a method of every teacher (or of `only` these) with the tokens of each rank's rows and their cuts.
 
         Teachers on the same devices take turns. more: further arguments for every rank.
         """
@@ -192,7 +192,7 @@ class Models:
         return [outputs[i] for i in range(len(self.teachers))]
 
     def _scores(self, by_teacher: Sequence[Sequence[TeacherOutput]], batch: Batch) -> list[SequenceScores | None]:
-        """Return each teacher's scores for the batch's sequences; None for a teacher without scores."""
+        """Return each teacher's scores for the batch's sequences, or None if it has no scores."""
         scores: list[SequenceScores | None] = []
         for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
             parts = [part for rank in leads(layout) if (part := by_rank[rank].scores) is not None]

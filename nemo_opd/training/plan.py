@@ -30,7 +30,7 @@ class Plan:
     config: RunConfig
     output_dir: Path
     progress: Progress | None
-    """Checkpoint to continue from; None for a new run."""
+    """Progress in the checkpoint to continue from, or None in a new run."""
     damaged_steps: tuple[int, ...]
     """Steps of newer checkpoints, which are damaged."""
     checkpoint_bytes: int
@@ -53,7 +53,7 @@ class Plan:
     benchmarks: Benchmarks | None
     """Benchmarks of the evaluation; None if it has none."""
     token_groups: TokenGroups | None
-    """Groups in which validation tokens are counted; None without validation or if they are off."""
+    """Groups of validation tokens, or None if the run has no validation or they are off."""
     survey: Survey
     """Statistics of a few training texts."""
     warnings: tuple[str, ...]
@@ -62,7 +62,7 @@ class Plan:
     total_steps: int
     memory: MemoryEstimate
     server_share: float | None
-    """Share of a GPU's memory for a rollout server on the training GPUs; None without one or if the memory is unknown."""
+    """Share of GPU memory for a rollout server on the training GPUs, or None if there is none or it is unknown."""
     utilization: Utilization
 
     @property

@@ -170,7 +170,7 @@ def preflight(config: RunConfig) -> Plan:
 
 
 def _token_groups(config: RunConfig, student: ModelInfo, data: Corpus | Prompts, parts: Parts) -> TokenGroups | None:
-    """Return the groups in which validation tokens are counted; None without validation or if they are off."""
+    """Return the groups of validation tokens, or None if the run has no validation or they are off."""
     if data.validation is None or not config.logging.token_groups:
         return None
     return TokenGroups(

@@ -46,7 +46,7 @@ class RolloutSteps:
     """Prompt → rollout with the dataset's response."""
     make_sample: Callable[[Rollout], Sample]
     rewards: Callable[[Sequence[Rollout]], list[float]] | None
-    """Rollouts of a batch → their rewards; None without a reward."""
+    """Rollouts of a batch → their rewards, if the run has a reward."""
 
 
 class RolloutSource:
@@ -56,7 +56,7 @@ class RolloutSource:
     """
 
     timed_as = "rollout_s"
-    """Name of the timer span in which the driver waits for a batch."""
+    """Name of the timer span of waiting for a batch."""
 
     def __init__(self, config: RunConfig, order: BatchOrder, total_steps: int) -> None:
         """order: order of the prompts. total_steps: steps of the run; nothing is sampled beyond them."""

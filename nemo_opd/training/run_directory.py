@@ -44,7 +44,7 @@ def checkpoints_of(config: RunConfig, output_dir: Path) -> CheckpointManager:
 
 
 def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = True) -> Found | None:
-    """Return the checkpoint to continue from; None for a new run.
+    """Return the checkpoint to continue from, or None in a new run.
 
     hashed: as for `CheckpointManager.newest`. Raises ConfigError if the directory has checkpoints and `run.resume` is
     not `auto`, and CheckpointError if the run cannot be continued.

@@ -18,7 +18,7 @@ class SamplingBatch:
     rows: int
     """Number of sequences."""
     prompt: int
-    """Tokens of the longest prompt, to which all are padded."""
+    """Tokens of the longest prompt; all prompts are padded to it."""
     new: int
     """Tokens of the longest continuation."""
 

@@ -45,7 +45,7 @@ class SkippedSteps:
     def require_sound_end(self, validated: float | None) -> None:
         """Raise NotFiniteError if the run would end with a diverged student.
 
-        validated: bits per byte of the student; None without validation, so that the last step decides.
+        validated: bits per byte of the student. Without validation (None) the last step decides.
         """
         if validated is None:
             has_diverged, evidence = self.in_a_row > 0 and self._is_students, "the last step was skipped"

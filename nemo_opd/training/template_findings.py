@@ -26,7 +26,7 @@ _LEARNED = {
     "tool calls": "learn to end its turn in place of a call",
     "what the assistant says": "learn to say nothing",
 }
-"""Pieces that a learned message needs, and what the student would learn without them."""
+"""Piece that a learned message needs → wrong behaviour that the student would learn without it."""
 
 
 def check_templates(

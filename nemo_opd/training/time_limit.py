@@ -20,7 +20,7 @@ class TimeLimit:
     """Deadline by which a run must have saved."""
 
     def __init__(self, limit: timedelta | None, checkpoint_bytes: int) -> None:
-        """limit: time since the start of the job; None for no limit."""
+        """limit: time since the start of the job, or None."""
         self._end = None if limit is None else job_start() + limit.total_seconds()
         self._save_s = 1 + checkpoint_bytes / _BYTES_PER_S
         self._step_s = self._last = 0.0
@@ -58,7 +58,7 @@ class TimeLimit:
 
 
 def job_start() -> float:
-    """Return the start of the Slurm job, or else of this process, in seconds since 1970."""
+    """Return the start of the Slurm job, or without Slurm of this process, in seconds since 1970."""
     if start := os.environ.get(_SLURM):
         return float(start)
     return psutil.Process().create_time()
