@@ -75,7 +75,7 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
     `parallelism`, `attn_implementation` or `fused_layers` does not fit; EndpointError as `check_endpoint` does.
     """
     if not has_configuration(settings):
-        return _without_configuration(settings, key)
+        return _tokenizer_and_limit(settings, key)
     config = load_config(settings.reference, key=f"{key}.model")
     check_parallelism(config, settings.parallelism, device, key=f"{key}.parallelism")
     lora = settings.lora if isinstance(settings, Student) else None
@@ -137,7 +137,7 @@ def tokenizer_info(settings: Teacher, key: str) -> ModelInfo:
     return ModelInfo(size, tokenizer, pieces, pieces.vocab_size)
 
 
-def _without_configuration(settings: Student | Teacher, key: str) -> ModelInfo:
+def _tokenizer_and_limit(settings: Student | Teacher, key: str) -> ModelInfo:
     assert not isinstance(settings, Student)
     info = tokenizer_info(settings, key)
     if settings.served is None:

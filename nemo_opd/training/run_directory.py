@@ -103,7 +103,7 @@ class RunLock:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 with file:
-                    raise ConfigError(self._in_use(file)) from None
+                    raise ConfigError(self._in_use_message(file)) from None
             except OSError as error:
                 _LOG.warning("%s cannot be locked (%s); make sure that no other run uses the folder", self.path, error)
             # The previous holder may have removed the file after we opened it; then lock the new one.
@@ -116,7 +116,7 @@ class RunLock:
             return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
         return False
 
-    def _in_use(self, file: TextIO) -> str:
+    def _in_use_message(self, file: TextIO) -> str:
         file.seek(0)
         holder = file.read() or "another process"
         return (

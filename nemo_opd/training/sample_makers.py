@@ -64,7 +64,7 @@ def build_rollout_sample_maker(
 
     lengths = student.pieces.lengths[: student.vocab_size]
     readers = _readers(config, student, teachers, reader)
-    return RolloutSampleMaker(lengths, _in_contexts(config, teachers, readers))
+    return RolloutSampleMaker(lengths, _add_contexts(config, teachers, readers))
 
 
 def _text_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> TextSampleMaker:
@@ -90,7 +90,7 @@ def _chat_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence
         return _chat_reader(settings, student, teacher, config.data.learned_turns)
 
     encoder = _chat_encoder(config.student, student, config.train.max_length, config.data.learned_turns)
-    return ChatSampleMaker(encoder, _in_contexts(config, teachers, _readers(config, student, teachers, reader)))
+    return ChatSampleMaker(encoder, _add_contexts(config, teachers, _readers(config, student, teachers, reader)))
 
 
 def _readers(
@@ -108,7 +108,7 @@ def _readers(
     )
 
 
-def _in_contexts(
+def _add_contexts(
     config: RunConfig, teachers: Sequence[ModelInfo], readers: Sequence[_IdentifiedReader]
 ) -> tuple[_IdentifiedReader | InContext[_IdentifiedReader], ...]:
     """Wrap the readers of those active teachers that have a context."""

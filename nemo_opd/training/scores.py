@@ -62,7 +62,7 @@ def _differences(
 ) -> dict[str, Score]:
     """Return how much better the student is at the second of two steps than at the first, and than each teacher."""
     entries = [entry for entry in values if entry.set == set_name and measure in entry.values]
-    student_by_step = {entry.step: entry for entry in entries if entry.teacher is None}
+    student_by_step: dict[float, QuestionValues] = {entry.step: entry for entry in entries if entry.teacher is None}
     after = student_by_step.get(steps[1])
     if after is None:
         return {}

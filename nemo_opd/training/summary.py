@@ -126,7 +126,9 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def _dry_run_result(plan: Plan) -> Iterator[Text]:
     """Yield the result, and the data that the checks did not read."""
-    yield Text.assemble(("dry run passed", "bold green"), ": settings, models, data and layout fit; nothing was written")
+    yield Text.assemble(
+        ("dry run passed", "bold green"), ": settings, models, data and layout fit; nothing was written"
+    )
     config = plan.config
     loaded = [teacher.reference for teacher in config.active_teachers if teacher.is_computed]
     models = dict.fromkeys([config.student.model, *loaded])

@@ -92,7 +92,7 @@ def test_each_rank_of_a_teacher_knows_who_reads_it(configure: Configure) -> None
         ),
         (
             ["cluster.placement=separate", "cluster.teacher_ranks=[3,1]"],
-            r"^train\.global_batch_size=16 is not a multiple of the teachers' data-parallel ranks, 3 and 1; write train",
+            r"^train\.global_batch_size=16 is not a multiple of the teachers' data-parallel ranks, 3 and 1; write",
         ),
     ],
 )

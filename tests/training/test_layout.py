@@ -205,7 +205,9 @@ def test_ranks_on_a_cpu_are_not_asked_for_as_gpus(monkeypatch: pytest.MonkeyPatc
 def test_replicas_divide_data_parallel_ranks() -> None:
     assert resolve_layout("student.parallelism", 16, Parallelism(tp=2, replicas=4)) == Layout(dp=8, tp=2, replicas=4)
     assert resolve_layout("student.parallelism", 16, Parallelism(tp=2)) == Layout(dp=8, tp=2)
-    with pytest.raises(ConfigError, match=r"^student.parallelism.replicas=3 does not divide the 8 .* write .*replicas=2,"):
+    with pytest.raises(
+        ConfigError, match=r"^student.parallelism.replicas=3 does not divide the 8 .* write .*replicas=2,"
+    ):
         resolve_layout("student.parallelism", 16, Parallelism(tp=2, replicas=3))
 
 

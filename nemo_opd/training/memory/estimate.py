@@ -92,7 +92,7 @@ def _sharing_server(config: RunConfig, machine: Machine) -> ServerRollout | None
 
 
 def _server_parts(config: RunConfig, machine: Machine) -> list[Part]:
-    """Return the server's memory: `rollout.memory_share` or the least share while it samples, little while it sleeps."""
+    """Return the server's memory: `rollout.memory_share` or the least share; little while it sleeps."""
     if (server := _sharing_server(config, machine)) is None:
         return []
     awake = int((server.memory_share or COMMON_SHARE) * (machine.device_bytes or 0))

@@ -52,7 +52,9 @@ class Part:
         return self.num_bytes.get(phase, 0)
 
 
-def constant_part(owner: str, name: str, num_bytes: int, *phases: Phase, on_host: bool = False, in_turn: bool = False) -> Part:
+def constant_part(
+    owner: str, name: str, num_bytes: int, *phases: Phase, on_host: bool = False, in_turn: bool = False
+) -> Part:
     """Return a part of the same size in each of `phases`."""
     return Part(owner, name, dict.fromkeys(phases, num_bytes), on_host, in_turn)
 

@@ -60,8 +60,8 @@ def student_parts(config: RunConfig, situation: Situation) -> list[Part]:
         constant_part(_STUDENT, "optimizer", optimizer, *(STUDENT_PHASES if leaves else STEP)),
         *_pass_parts(config, situation, c),
         *_loss_parts(config, situation, c),
-        constant_part(_STUDENT, "teachers' output, copied", copied, *_with_output(config)),
-        constant_part(_STUDENT, "output of teachers on other nodes", situation.arriving, *_with_output(config)),
+        constant_part(_STUDENT, "teachers' output, copied", copied, *_output_phases(config)),
+        constant_part(_STUDENT, "output of teachers on other nodes", situation.arriving, *_output_phases(config)),
         *_sampling_parts(_STUDENT, Phase.ROLLOUT, setup, student, situation.device, batch),
         Part(_STUDENT, "learned projections", learned),
         constant_part(_STUDENT, "parameters, optimizer", (weights + optimizer) * leaves, *LOADED, on_host=True),
@@ -96,7 +96,9 @@ def _pass_parts(config: RunConfig, situation: Situation, c: int) -> list[Part]:
     accumulated, unsharded_gradients, activations = max(moments, key=sum)
     return [
         constant_part(_STUDENT, "gathered parameters", sum(setup.gathered(student, c)), Phase.LOSS, Phase.BACKWARD),
-        Part(_STUDENT, "gradients", {Phase.LOSS: before_pass, Phase.BACKWARD: accumulated, Phase.OPTIMIZER: after_pass}),
+        Part(
+            _STUDENT, "gradients", {Phase.LOSS: before_pass, Phase.BACKWARD: accumulated, Phase.OPTIMIZER: after_pass}
+        ),
         Part(_STUDENT, "unsharded gradients", {Phase.LOSS: summed, Phase.BACKWARD: summed + unsharded_gradients}),
         Part(_STUDENT, "activations", {Phase.LOSS: saved, Phase.BACKWARD: activations}),
     ]
@@ -190,7 +192,7 @@ class TeacherProcess:
         batches = 1 if self.settings.is_student else 1 + self.config.batches_ahead
         numel = batches * self.rows * self.width * (rank_columns if kind == "logits" else columns)
         head = rank_columns * columns if kind == "hidden states" else 0
-        phases, on_host = _with_output(self.config), self.situation.through_host
+        phases, on_host = _output_phases(self.config), self.situation.through_host
         return [
             constant_part(name, f"{kind} handed over", numel * itemsize, *phases, on_host=on_host),
             constant_part(name, "head handed over", head * itemsize, *phases, on_host=on_host),
@@ -236,7 +238,7 @@ class TeacherProcess:
         return [
             constant_part(name, "parameters", on_device, *((Phase.LOADING,) if leaves else Phase)),
             constant_part(name, "parameters", on_device * leaves, *_TURN, in_turn=True),
-            constant_part(name, "gathered parameters", stay * (not leaves), *_with_output(self.config)),
+            constant_part(name, "gathered parameters", stay * (not leaves), *_output_phases(self.config)),
             constant_part(name, "gathered parameters", layers + stay * leaves, Phase.TEACHERS, in_turn=True),
             constant_part(name, "parameters", shard * leaves, *LOADED, on_host=True),
         ]
@@ -266,7 +268,7 @@ def teacher_processes(config: RunConfig, situation: Situation) -> list[TeacherPr
     return [TeacherProcess(config, settings, setup, situation) for settings, setup in teachers]
 
 
-def _with_output(config: RunConfig) -> tuple[Phase, ...]:
+def _output_phases(config: RunConfig) -> tuple[Phase, ...]:
     """Return the phases with teacher output in memory: from the first batch on, which may be one of validation."""
     return LOADED if config.data.validation.given else STEP
 

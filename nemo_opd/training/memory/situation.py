@@ -103,7 +103,7 @@ class ModelSetup:
         return -(-vocab_size // self.layout.tp)
 
     def work(self, model: Student | Teacher, rows: int, length: int, device: str) -> Work:
-        """Return the work of a microbatch of `rows` sequences of `length` positions, shared by context-parallel ranks."""
+        """Return a rank's work on `rows` sequences of `length` positions, divided over context-parallel ranks."""
         dtype, layout = compute_dtype(model.dtype, device), self.layout
         return Work(
             rows * -(-length // layout.cp),
