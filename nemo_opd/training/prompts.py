@@ -84,7 +84,7 @@ class Prompts:
         return self.order(config).start
 
     def steps(self, config: RunConfig) -> list[int]:
-        """Return the optimizer steps of each epoch."""
+        """Return the optimizer steps of each of `train.epochs`, by default one."""
         return [self.order(config).steps_per_epoch] * (config.train.epochs or 1)
 
     def from_dataset(self, prompt: Prompt) -> Rollout:

@@ -55,7 +55,7 @@ class Session:
     engine: Engine
     """Engine that samples from the student; set only if the run samples or has `evaluation`."""
     evaluator: Evaluator
-    """Set only with `evaluation`."""
+    """Evaluator; set only with `evaluation`."""
 
     def __init__(self, plan: Plan, callbacks: Sequence[Any] = ()) -> None:
         """callbacks: added to those in `run.callbacks`."""

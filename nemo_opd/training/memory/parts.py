@@ -110,7 +110,7 @@ class MemoryEstimate:
 
     @property
     def shortest(self) -> Memory:
-        """The memory with the largest shortage; of equal ones the largest peak."""
+        """The memory with the largest shortage; ties go to the largest peak."""
         return max(self.memories, key=lambda memory: (memory.shortage, memory.peak))
 
     @property

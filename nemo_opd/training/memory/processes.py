@@ -108,9 +108,9 @@ def _loss_parts(config: RunConfig, situation: Situation, c: int) -> list[Part]:
     """Return the parts of the loss.
 
     If logits are handed over: whole logits and their gradient; a soft cap also keeps the tanh. Otherwise: the
-    gradients of hidden states and head, and blocks of logits. Context-parallel ranks gather the hidden states. The
-    head's gradient is in fp32, during the loss also in the compute dtype if that is lower. All heads compute the same
-    number of rows at a time, which share the block's budget.
+    gradients of hidden states and head, and blocks of logits. Context-parallel ranks gather the hidden states. In the
+    loss phase the head's gradient is summed in fp32, next to a copy in the compute dtype if that is lower; only the
+    latter is left afterwards. All heads compute equally many rows at a time, which share the block's budget.
     """
     setup, budget = situation.student, situation.block_bytes
     size, rows, length = setup.size, config.train.longest_at_a_time(setup.layout.dp), config.train.max_length
