@@ -157,7 +157,7 @@ def test_another_tokenizer_in_the_folder_is_refused(built: Built, tmp_path: Path
     settled = preflight(built.cached("some")).config.model_dump(mode="json")
     folder = shutil.copytree(built.folder / "cross_some", tmp_path / "c")
     load_tokenizer("demo:student", key="").save_pretrained(folder)
-    message = "teachers.0.cache: the tokenizer in it is not that of its answers .*; put the tokenizer of demo:teach"
+    message = "teachers.0.cache: its answers were made with another tokenizer .*; put the tokenizer of demo:teach"
     for settings, model in ((built.cached("some").model_dump(mode="json"), {}), (settled, {"model": str(folder)})):
         settings["teachers"] = [settings["teachers"][0] | {"cache": str(folder)} | model]
         with pytest.raises(DataError, match=message):

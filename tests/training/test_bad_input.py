@@ -396,7 +396,7 @@ def test_a_projection_that_is_missing(refused: Refused) -> None:
 def test_a_batch_that_does_not_divide(refused: Refused) -> None:
     message = refused(ConfigError, "train.global_batch_size=7", "cluster.device=cpu", "cluster.cpu_ranks=2")
 
-    assert message.startswith("train.global_batch_size=7 is no multiple of the student's data-parallel ranks, 2; ")
+    assert message.startswith("train.global_batch_size=7 is not a multiple of the student's data-parallel ranks, 2; ")
     assert "write train.global_batch_size=6" in message
 
 

@@ -142,7 +142,7 @@ def test_a_remote_cluster_has_gpus_that_this_machine_has_not(monkeypatch: pytest
 
     assert resolve_device(remote) == "cuda"
     assert resolve_ranks(remote, "cuda") == 128
-    with pytest.raises(ConfigError, match=r"^cluster\.gpus_per_node: this machine has no GPU to count; say how many"):
+    with pytest.raises(ConfigError, match=r"^cluster\.gpus_per_node: this machine has no GPU to count; set it to"):
         resolve_ranks(remote.model_copy(update={"gpus_per_node": None}), "cuda")
 
 
@@ -379,9 +379,9 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     assert float(rows["overlap"]) > 0.5
     assert rows["recommended loss"] == "p_kl"
     assert rows["training documents"] == str(NUM_DOCUMENTS)
-    assert rows["packed rows a step"] == "4"
-    assert rows["tokens at a time"].endswith(" a rank")
-    assert rows["steps an epoch"] == "about 4"
+    assert rows["packed rows per step"] == "4"
+    assert rows["tokens at a time"].endswith(" per rank")
+    assert rows["steps per epoch"] == "about 4"
     assert rows["steps"] == "4"
     assert {"cross: hidden states handed over", "same: parameters", "all"} <= rows.keys()
 
@@ -701,5 +701,5 @@ def test_gpus_of_the_rollout_server_are_not_the_trainings(monkeypatch: pytest.Mo
         resolve_ranks(Cluster(), "cuda", reserved=4)
     with pytest.raises(ConfigError, match=r"rollout\.gpus=1: the run is on CPUs; leave it out"):
         resolve_ranks(Cluster(), "cpu", reserved=1)
-    with pytest.raises(ConfigError, match=r"rollout\.gpus=1: Ray gives out the GPUs of cluster\.address"):
+    with pytest.raises(ConfigError, match=r"rollout\.gpus=1: Ray assigns the GPUs of cluster\.address"):
         resolve_ranks(Cluster(address="auto"), "cuda", reserved=1)

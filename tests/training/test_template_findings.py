@@ -86,9 +86,9 @@ def test_a_teacher_that_reads_less_is_said(check: Check) -> None:
     """Bug: a teacher that never sees the calls is compared in silence."""
     (warning,) = check(CALLS, "", [talk(), PLAIN, PLAIN])
     assert warning == (
-        "data.train: the chat template of teachers.0 leaves out tool calls in 1 of 3 conversations that were "
-        "looked at, so this model does not read it; name a file with a template that writes it as "
-        "teachers.0.chat_template, or leave it out of the data"
+        "data.train: the chat template of teachers.0 leaves out tool calls in 1 of 3 conversations checked, so this "
+        "model does not read it; set teachers.0.chat_template to a file with a template that writes it, or leave it "
+        "out of the data"
     )
 
 
