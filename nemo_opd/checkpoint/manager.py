@@ -104,8 +104,8 @@ class CheckpointManager:
     def writing(self, progress: Progress, estimate: int = 0) -> Iterator[Path]:
         """Yield a temporary folder for the workers' part, which becomes the checkpoint of `progress.step` at the end.
 
-        The disk must have room for `estimate` bytes and for as much as the newest checkpoint. On an error the folder is
-        removed. Afterwards only the best and the newest `keep_last` checkpoints remain, unless the last step was
+        Requires disk space for the larger of `estimate` bytes and the newest checkpoint's size. On an error the folder
+        is removed. Afterwards only the best and the newest `keep_last` checkpoints remain, unless the last step was
         skipped: then the student may have diverged, and an older checkpoint may be needed. Raises CheckpointError if
         the checkpoint cannot be written.
         """

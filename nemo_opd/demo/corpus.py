@@ -73,7 +73,7 @@ def arrow_file(split: Split) -> Path:
 
 
 def build(root: Path, sources: list[_SourceFile], folder: Path) -> None:
-    """Write `train.arrow` and `validation.arrow` into `folder` atomically. Raises DataError if a split is empty."""
+    """Write `train.arrow` and `validation.arrow` into `folder`, each atomically. Raises DataError if one is empty."""
     for split in get_args(Split):
         split_sources = [source for source in sources if _split_of(source.path) == split]
         if not split_sources:
