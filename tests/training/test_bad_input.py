@@ -434,7 +434,7 @@ def test_several_nodes_without_an_address(refused: Refused) -> None:
 def test_cuda_ipc_on_cpu(refused: Refused) -> None:
     message = refused(ConfigError, "cluster.device=cpu", "handoff.transport=cuda_ipc")
 
-    assert message.startswith("handoff.transport=cuda_ipc: the run is on cpu, which hands over by shared_memory; ")
+    assert message.startswith("handoff.transport=cuda_ipc: the run is on cpu, where only shared_memory works; ")
     assert message.endswith("write handoff.transport=auto or shared_memory")
 
 
@@ -491,7 +491,7 @@ def test_a_checkpoint_that_is_torn(refused: Refused, configure: Configure, input
     record.write_text(record.read_text()[:-20])
     message = refused(CheckpointError, f"run.output_dir={inputs}", "run.resume=auto")
 
-    assert message.startswith(f"no checkpoint in {inputs}/checkpoints is whole: {record} is damaged: invalid JSON")
+    assert message.startswith(f"no checkpoint in {inputs}/checkpoints is complete: {record} is damaged: invalid JSON")
     assert message.endswith("copy one there again, or start anew with another run.output_dir")
 
 
