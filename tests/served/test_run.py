@@ -271,7 +271,7 @@ def test_bad_settings_are_refused(servers: Servers, tmp_path: Path) -> None:
     says = answering(scores_of(servers.live.teachers[1].reference), "the same")
     with endpoint(says, "the same", limit=40) as (url, _):
         short = from_dict(served | {"teachers": [teacher | {"urls": [url]}]})
-        with pytest.raises(ConfigError, match=r"train.max_length=48: the servers of same can be asked about 39 tokens"):
+        with pytest.raises(ConfigError, match=r"train.max_length=48: the servers of same accept 39 tokens"):
             preflight(short)
     with pytest.raises(ConfigError, match=r"--hidden-states: the servers of teachers.1 .*--top-k"):
         build_cache(servers.served(4), 1, tmp_path / "c", CacheForm(None))

@@ -253,7 +253,7 @@ def test_a_folder_with_other_files_stays_as_it_is(tmp_path: Path, capsys: pytest
     asked = ["--model", "demo:teacher_same", "--data", str(tmp_path / "texts.jsonl"), "--top-k", "4"]
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     assert exit_status("cache", "build", *asked, "--output", str(model)) == 1
-    assert "it is no cache and holds other files, such as " in capsys.readouterr().err
+    assert "it is not a cache and holds other files, such as " in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 

@@ -198,7 +198,7 @@ def test_ranks_on_a_cpu_are_not_asked_for_as_gpus(monkeypatch: pytest.MonkeyPatc
     """Bug: on a machine without a GPU the way out was `gpus_per_node=2`, which was written already."""
     monkeypatch.setattr(Processes, "started", lambda: Processes(0, 2, 0))
     placement = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=1)
-    with pytest.raises(ConfigError, match=r"^cluster\.cpu_ranks=1: .* write cluster\.cpu_ranks=2$"):
+    with pytest.raises(ConfigError, match=r"^cluster\.cpu_ranks=1: .* set cluster\.cpu_ranks=2$"):
         require_processes(Cluster(launcher="local", gpus_per_node=2), placement, "cpu")
 
 

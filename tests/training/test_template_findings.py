@@ -101,11 +101,11 @@ def test_a_prompt_that_asks_for_thinking_is_said(check: Check) -> None:
 def test_conversations_without_a_learned_message_are_refused(check: Check) -> None:
     """Bug: a whole run learns nothing."""
     with pytest.raises(
-        DataError, match=r"data\.learned_turns=marked leaves none .* in 3 conversations .*none has a mark"
+        DataError, match=r"data\.learned_turns=marked selects none .* in 3 conversations: none has a mark"
     ):
         check("", "", [PLAIN] * 3, "data.learned_turns=marked")
     with pytest.raises(
-        DataError, match=r"learned_turns=all leaves none .*all are marked as not learned .*or remove the marks"
+        DataError, match=r"learned_turns=all selects none .*all are marked as not learned .*or remove the marks"
     ):
         check("", "", [[PLAIN[0], {**PLAIN[1], "train": False}]] * 3)
     with pytest.raises(DataError, match=r"line 2 of .*messages\[1\]\.weight is 0\.5; it must be 1 or true"):
