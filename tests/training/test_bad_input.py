@@ -278,7 +278,7 @@ def test_a_tokenizer_too_large_for_its_model(refused: Refused, tiny: Tiny, input
     message = refused(ModelError, f"student.tokenizer={inputs / 'tokenizer'}")
 
     assert message.startswith(f"student.tokenizer={inputs / 'tokenizer'}: its tokenizer has ids up to {size}, but ")
-    assert f"{size} token embeddings; name the tokenizer of the model" in message
+    assert f"{size} token embeddings; set student.tokenizer to the model's tokenizer" in message
 
 
 def test_a_same_tokenizer_teacher_with_another_tokenizer(refused: Refused, tiny: Tiny) -> None:

@@ -95,7 +95,7 @@ def test_a_teacher_that_reads_less_is_said(check: Check) -> None:
 def test_a_prompt_that_asks_for_thinking_is_said(check: Check) -> None:
     """Bug: the student learns to answer at once, and is asked to go on after <think>."""
     (warning,) = check(THINKS, "", [PLAIN] * 3)
-    assert "ends the generation prompt with '<think>', and in 3 of 3 conversations" in warning
+    assert "ends the generation prompt with '<think>', but in 3 of 3 conversations" in warning
 
 
 def test_conversations_without_a_learned_message_are_refused(check: Check) -> None:
