@@ -182,7 +182,7 @@ def test_a_template_that_refuses() -> None:
         ("Hi", "must be a list of messages"),
         ({"role": "user", "content": "Hi"}, "must be a list of messages"),
         (["Hi"], r"messages\[0\] is 'Hi', which is not a mapping with a role"),
-        ([user("a"), {"content": "Hi"}], r"messages\[1\] is .* no mapping with a role"),
+        ([user("a"), {"content": "Hi"}], r"messages\[1\] is .* not a mapping with a role"),
         ([user("a"), {"role": "tool", "content": {"t": 3}}], r"messages\[1\].content is \{'t': 3\}"),
         ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\].content has a part of type 'image'"),
         ([user("a"), {"role": "user", "content": [{"type": "image_url", "text": ""}]}], r"messages\[1\].*'image_url'"),

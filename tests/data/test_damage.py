@@ -238,8 +238,8 @@ def write_chats(path: Path, chats: list[Any]) -> None:
     ("chat", "reason"),
     [
         ([], "without messages"),
-        ([{"content": "no role"}], "no mapping with a role"),
-        ([{"role": 1, "content": "x"}], "no mapping with a role"),
+        ([{"content": "no role"}], "not a mapping with a role"),
+        ([{"role": 1, "content": "x"}], "not a mapping with a role"),
         ([{"role": "user", "content": 1}], "content is 1"),
         ({"role": "user"}, "conversation"),
         ("{", "conversation"),

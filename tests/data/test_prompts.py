@@ -72,7 +72,7 @@ def test_conversations_end_before_the_assistants_last_turn(tmp_path: Path, as_js
         ([ANSWER], "row 1 .* no user message .*roles: assistant"),
         ([{"role": "system", "content": "Be kind."}, ANSWER], "row 1 .* no user message .*system, assistant"),
         ([], "row 1 .*without messages"),
-        ([{"content": "no role"}], "row 1 .*no mapping with a role"),
+        ([{"content": "no role"}], "row 1 .*not a mapping with a role"),
         ("{", "row 1 .*malformed JSON"),
         ({"role": "user"}, "row 1 .*must be a list of messages"),
     ],
