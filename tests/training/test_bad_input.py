@@ -434,7 +434,7 @@ def test_several_nodes_without_an_address(refused: Refused) -> None:
 def test_cuda_ipc_on_cpu(refused: Refused) -> None:
     message = refused(ConfigError, "cluster.device=cpu", "handoff.transport=cuda_ipc")
 
-    assert message.startswith("handoff.transport=cuda_ipc: the run is on cpu, which hands over by shared_memory; ")
+    assert message.startswith("handoff.transport=cuda_ipc: the run is on cpu, where only shared_memory works; ")
     assert message.endswith("write handoff.transport=auto or shared_memory")
 
 
