@@ -491,7 +491,7 @@ def test_a_checkpoint_that_is_torn(refused: Refused, configure: Configure, input
     record.write_text(record.read_text()[:-20])
     message = refused(CheckpointError, f"run.output_dir={inputs}", "run.resume=auto")
 
-    assert message.startswith(f"no checkpoint in {inputs}/checkpoints is whole: {record} is damaged: invalid JSON")
+    assert message.startswith(f"no checkpoint in {inputs}/checkpoints is complete: {record} is damaged: invalid JSON")
     assert message.endswith("copy one there again, or start anew with another run.output_dir")
 
 
