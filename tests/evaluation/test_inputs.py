@@ -31,7 +31,7 @@ finally:
         ),
         (
             "model=demo:student benchmarks=[gsm8k_]",
-            "benchmarks.0.task='gsm8k_': lm-eval has no such task; near names are gsm8k",
+            "benchmarks.0.task='gsm8k_': lm-eval has no such task; similar names are gsm8k",
         ),
         (
             "+reward.extract={type:json,schema_file:README.md}",
