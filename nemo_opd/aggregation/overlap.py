@@ -53,7 +53,7 @@ class Overlap:
         teacher: TeacherRows,
         sampled: SampledRows | None,
     ) -> PlannedLoss:
-        """Plan the metric `overlap`, and `kd_mass` with images, over the sampled rows, or over all if `sampled` is None.
+        """Plan the metric `overlap`, and `kd_mass` with images, of the sampled rows, or of all if `sampled` is None.
 
         student: the student's tokens that this teacher is compared on.
         """

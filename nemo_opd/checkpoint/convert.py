@@ -223,7 +223,7 @@ def require_unused(target: Path) -> None:
 def read_whole_checkpoint(checkpoint: Path) -> Progress:
     """Return the driver's part of a checkpoint, after comparing all files with the manifest.
 
-    Raises CheckpointError if the folder is not a complete checkpoint, and says what it is if that can be recognized.
+    Raises CheckpointError if the folder is not a complete checkpoint, naming the kind of folder if it is recognized.
     """
     argument = f"--checkpoint={checkpoint}"
     if not checkpoint.is_dir():

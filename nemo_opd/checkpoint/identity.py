@@ -141,7 +141,7 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def newest_of_same_run(checkpoints: CheckpointManager, config: RunConfig, *, hashed: bool = True) -> Found | None:
-    """Return the newest complete checkpoint, which `config` can continue from, or None if there are no checkpoints.
+    """Return the newest complete checkpoint, which `config` can continue from, or None without checkpoints.
 
     hashed: as for `CheckpointManager.newest`. Raises CheckpointError if it belongs to another run or all are damaged.
     """

@@ -133,7 +133,7 @@ class CheckpointManager:
     def _remove_old(self, best: Container[int]) -> None:
         for step in (step for step in self.steps()[: -self.keep_last] if step not in best):
             # Rename first, so that files that cannot be removed (in use on NFS) do not count as a checkpoint. A
-            # checkpoint that cannot even be renamed stays: that is no reason to end a run that has just saved.
+            # checkpoint that cannot even be renamed stays: this must not end a run that has just saved.
             with suppress(OSError):
                 old = self.path(step).rename(self.folder / f"{TEMPORARY}{self.path(step).name}")
                 shutil.rmtree(old, ignore_errors=True)
@@ -159,7 +159,7 @@ class CheckpointManager:
             sync(self.folder)
 
     def newest(self, *, hashed: bool = True) -> Found | None:
-        """Return the newest complete checkpoint, or None if there are no checkpoints.
+        """Return the newest complete checkpoint, or None without checkpoints.
 
         hashed: compare hashes in addition to sizes. Raises CheckpointError if all are damaged.
         """

@@ -129,7 +129,7 @@ def _by_question(samples: Mapping[str, Sequence[Mapping[str, Any]]], metric: str
 
 
 def _normal_interval(value: float, error: object, confidence: float) -> Estimate:
-    """Return the normal interval for a standard error, without a width if there is none."""
+    """Return the normal interval for a standard error, without a width if the error is missing."""
     has_error = isinstance(error, int | float) and math.isfinite(error)
     half = NormalDist().inv_cdf((1 + confidence) / 2) * float(error) if has_error else 0.0  # type: ignore[arg-type]
     return Estimate(value, value - half, value + half)

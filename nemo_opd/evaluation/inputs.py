@@ -103,7 +103,7 @@ def resolved_sets(
     """Yield the sets of questions.
 
     data, reward: defaults for sets without these settings. prefix: prefix of the keys of `evaluation`. Raises
-    ConfigError if texts are given a system message, or if there is nothing to ask.
+    ConfigError if texts have a system message, or if no questions are set.
     """
     if not (evaluation.all_sets or evaluation.benchmarks):
         way_out = f", or {prefix.rstrip('.')}=null to evaluate nothing" if prefix else ""

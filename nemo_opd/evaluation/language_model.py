@@ -41,7 +41,7 @@ class LanguageModel(TemplateLM):
     """The model as lm-eval calls it.
 
     Texts are tokenized as in lm-eval's `hf` backend: with the tokenizer's special tokens, unless the text contains them
-    already. A text without context follows the bos token, or the eos token if there is no bos.
+    already. A text without context follows the bos token, or the eos token if the tokenizer lacks bos.
     """
 
     def __init__(self, model: TextModel, scorer: Scorer, generator: Generator) -> None:

@@ -174,10 +174,10 @@ def reading_ranks(pieces: Sequence[Sequence[Piece]], num_teacher_ranks: int) -> 
     return [tuple(ranks) for ranks in readers]
 
 
-def overlap(one: range, other: range) -> range:
+def overlap(first: range, second: range) -> range:
     """Return the intersection of two ranges."""
-    start = max(one.start, other.start)
-    return range(start, max(start, min(one.stop, other.stop)))
+    start = max(first.start, second.start)
+    return range(start, max(start, min(first.stop, second.stop)))
 
 
 def _shifted(numbers: range, by: int) -> range:

@@ -93,7 +93,7 @@ class Distillation:
         return self
 
     def counts(self, batches: Sequence[Batch]) -> Tensor:
-        """Count the units by which losses are normalized: float64 [counts], to be summed over processes."""
+        """Count the normalizers of a global batch's losses: float64 [counts], to be summed over processes."""
         return torch.tensor([self._parts.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
 
     def normalizers(self, counts: Tensor) -> Normalizers:
@@ -120,8 +120,8 @@ class Distillation:
     ) -> LossOutput:
         """Return the batch's share of the loss of a global batch, ce_weight · CE + kd_weight · KD, and its metrics.
 
-        student_logits: [B, S, V] for `batch.student.ids`, unshifted. normalizers: those of the global batch, if `batch`
-        is only a part of it. teacher_logits: result of `teacher_logits`, by default computed now. for_validation: add
+        student_logits: [B, S, V] for `batch.student.ids`, unshifted. normalizers: of the global batch, if `batch` is
+        only a part of it. teacher_logits: result of `teacher_logits`, by default computed now. for_validation: add
         bits per byte and accuracy to the metrics. Raises ModelError if the logits have another vocabulary.
         """
         if student_logits.shape[-1] < self.vocab_size:

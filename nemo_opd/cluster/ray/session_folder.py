@@ -15,7 +15,7 @@ _PREFIX = "opd_"
 LOCK = "owner.lock"
 _FOR_RAY = "ray"
 _RECREATED_S = 60.0
-"""Age from which a recreated folder is no longer in use."""
+"""Minimum age of a recreated folder that is no longer in use."""
 
 
 class SessionFolder:
