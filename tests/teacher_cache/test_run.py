@@ -146,7 +146,7 @@ def test_bad_settings_are_refused(built: Built) -> None:
     entry = {"name": "cross", "type": "cached", "cache": str(built.folder)}
     with pytest.raises(DataError, match=r"teachers.0.cache: .* is no teacher cache"):
         preflight(from_dict(settings | {"teachers": [entry]}))
-    with pytest.raises(ConfigError, match="dtype is about a model that is loaded"):
+    with pytest.raises(ConfigError, match="dtype is for a model that is loaded"):
         from_dict(settings | {"teachers": [entry | {"dtype": "float16"}]})
     with pytest.raises(ConfigError, match=r"rollout.type=hf: the student of this run samples its texts"):
         build_cache(compose(config_name="on_policy_demo"), 0, built.folder / "none", CacheForm(4))
