@@ -296,4 +296,4 @@ def test_the_command_asks_servers(servers: Servers, tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit) as refused:
         main(["cache", "build", "--tokenizer", model, "--model", model, *common, "--output", str(tmp_path / "none")])
     assert refused.value.code == 1
-    assert "it is for --urls alone" in capsys.readouterr().err
+    assert "it is only for --urls" in capsys.readouterr().err

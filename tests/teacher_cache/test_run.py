@@ -219,7 +219,7 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("", [], "data: required, but not given"),
         ("run: {name: '${nowhere}'}", [], "run.name: Interpolation key 'nowhere' not found; correct the reference"),
         ("run: {name: a}", ["run.name=[1"], "run.name=[1: cannot be read as key=value; quote"),
-        ("run: {name: a}", ["--urls", "http://127.0.0.1:1"], "--urls: the servers need the name of the model"),
+        ("run: {name: a}", ["--urls", "http://127.0.0.1:1"], "--urls: requests to the servers need the model's name"),
     ],
 )
 def test_settings_that_cannot_be_read_are_told(
