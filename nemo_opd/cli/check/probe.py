@@ -124,7 +124,7 @@ def _products_of(sizes: tuple[int, int, int], has_gpu: bool) -> dict[str, Callab
         "logits, bf16": lambda: hidden @ head.t(),
         "gradient of hidden states": lambda: gradient @ head,
     }
-    if has_gpu:  # only CUDA multiplies bf16 numbers with fp32 sums
+    if has_gpu:  # torch.mm has out_dtype only on CUDA
         fp32 = torch.float32
         sums = torch.zeros(columns, width, device=device)
         aligned = torch.empty(rows, -(-columns // 64) * 64, device=device)[:, :columns]
