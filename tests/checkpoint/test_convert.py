@@ -213,7 +213,7 @@ def test_an_average_begins_with_the_weights(
 
     assert_equal(weights_in(tmp_path / "out"), weights_in(world.weights))
     message = refused(capsys, "to-hf", f"--checkpoint={start}", f"--output={tmp_path / 'no'}", "--average=student")
-    assert "--average=student: this is no teacher with weights: ema; those of the run are mean" in message
+    assert "--average=student: not a teacher with weights: ema; the run has mean" in message
 
 
 def test_trained_weights_there_and_back(world: World, tmp_path: Path) -> None:

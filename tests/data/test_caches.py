@@ -87,7 +87,7 @@ def test_a_disk_without_a_byte(lines: Source, monkeypatch: pytest.MonkeyPatch) -
 def test_unpacked_files_that_cannot_be_kept(packed: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "taken").touch()
     monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "taken"))
-    with pytest.raises(ConfigError, match=r"^the cache folder .*taken/unpacked cannot be made .*; set \$NEMO_OPD"):
+    with pytest.raises(ConfigError, match=r"^the cache folder .*taken/unpacked cannot be created .*; set \$NEMO_OPD"):
         load(packed)
 
 

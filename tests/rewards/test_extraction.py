@@ -101,7 +101,7 @@ def test_a_schema_that_cannot_be_read_is_one_message(tmp_path: Path, content: st
 
 
 def test_a_pattern_that_cannot_be_read_is_refused() -> None:
-    with pytest.raises(ValidationError, match="no regular expression"):
+    with pytest.raises(ValidationError, match="not a regular expression"):
         extracted("", type="regex", pattern="(")
 
 

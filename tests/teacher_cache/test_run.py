@@ -146,7 +146,7 @@ def test_bad_settings_are_refused(built: Built) -> None:
     entry = {"name": "cross", "type": "cached", "cache": str(built.folder)}
     with pytest.raises(DataError, match=r"teachers.0.cache: .* is not a teacher cache"):
         preflight(from_dict(settings | {"teachers": [entry]}))
-    with pytest.raises(ConfigError, match="dtype is about a model that is loaded"):
+    with pytest.raises(ConfigError, match="dtype is for a model that is loaded"):
         from_dict(settings | {"teachers": [entry | {"dtype": "float16"}]})
     with pytest.raises(ConfigError, match=r"rollout.type=hf: the student of this run samples its texts"):
         build_cache(compose(config_name="on_policy_demo"), 0, built.folder / "none", CacheForm(4))
@@ -219,7 +219,7 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("", [], "data: required, but not given"),
         ("run: {name: '${nowhere}'}", [], "run.name: Interpolation key 'nowhere' not found; correct the reference"),
         ("run: {name: a}", ["run.name=[1"], "run.name=[1: cannot be read as key=value; quote"),
-        ("run: {name: a}", ["--urls", "http://127.0.0.1:1"], "--urls: the servers need the name of the model"),
+        ("run: {name: a}", ["--urls", "http://127.0.0.1:1"], "--urls: requests to the servers need the model's name"),
     ],
 )
 def test_settings_that_cannot_be_read_are_told(
