@@ -144,7 +144,7 @@ def test_bad_settings_are_refused(built: Built) -> None:
     """Catches a folder that is no cache, and settings of a model that are ignored."""
     settings = built.live.model_dump(mode="json")
     entry = {"name": "cross", "type": "cached", "cache": str(built.folder)}
-    with pytest.raises(DataError, match=r"teachers.0.cache: .* is no teacher cache"):
+    with pytest.raises(DataError, match=r"teachers.0.cache: .* is not a teacher cache"):
         preflight(from_dict(settings | {"teachers": [entry]}))
     with pytest.raises(ConfigError, match="dtype is about a model that is loaded"):
         from_dict(settings | {"teachers": [entry | {"dtype": "float16"}]})
