@@ -16,7 +16,7 @@ from nemo_opd.teacher_cache.reader import SHARDS
 from nemo_opd.teacher_cache.shard import SUFFIX, Bytes, Segment, encoded_ids, id_bytes, key_of, write_shard
 
 SHARD_BYTES = 256 * 2**20
-"""Size at which a shard is written. A killed worker loses no more than this; writing needs twice as much memory."""
+"""Shards are written at this size. A killed worker loses no more than this; writing needs twice as much memory."""
 
 
 class CacheWriter:
