@@ -110,5 +110,5 @@ def test_a_column_is_what_each_setting_that_names_it_needs(tmp_path: Path) -> No
 
 def test_one_record_has_no_other(tmp_path: Path) -> None:
     documents = load_documents(written(tmp_path, ROWS[:1]), layout("hint"), key="data.train")
-    with pytest.raises(DataError, match=r"data.train has 1 record, and contrast=true"):
+    with pytest.raises(DataError, match=r"data.train has 1 record, but contrast=true"):
         with_others(documents, "data.train")
