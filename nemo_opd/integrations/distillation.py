@@ -120,7 +120,7 @@ class Distillation:
     ) -> LossOutput:
         """Return the batch's share of the loss of a global batch, ce_weight · CE + kd_weight · KD, and its metrics.
 
-        student_logits: [B, S, V] for `batch.student.ids`, unshifted. normalizers: of the global batch, if `batch` is
+        student_logits: [B, S, V] for `batch.student.ids`, unshifted. normalizers: for the global batch, if `batch` is
         only a part of it. teacher_logits: result of `teacher_logits`, by default computed now. for_validation: add
         bits per byte and accuracy to the metrics. Raises ModelError if the logits have another vocabulary.
         """
