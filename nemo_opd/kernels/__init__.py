@@ -1,5 +1,5 @@
-"""Triton kernels over rows of logits, with their inputs (methods.md §8.1), and of parts of layers.
+"""Triton kernels for losses of logit rows (methods.md §8.1) and for parts of decoder layers.
 
-Triton is imported where a kernel is first launched: by `row_sums`, `log_ratios`, `rows`, `rms_norm`, `swiglu` and
-`rotary`, and by no other module but the `arithmetic` that they share.
+Only `row_sums`, `log_ratios`, `rows`, `rms_norm`, `swiglu`, `rotary` and their shared `arithmetic` import Triton; other
+modules import them at the first launch.
 """

@@ -1,4 +1,4 @@
-"""Functions of cells that kernels share."""
+"""Functions shared by the kernels."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-3.0e38)
-"""Stands for −∞ as a maximum, from which −∞ can be taken."""
+"""Finite stand-in for a maximum of −∞, so that subtracting it from −∞ does not give NaN."""
 
 
 @triton.jit
 def add_to_sum(peak, total, x, weight):  # type: ignore[no-untyped-def]
-    """Add weight · exp(x) to total · exp(peak), lane by lane."""
+    """Add weight · exp(x) to total · exp(peak) in each lane; return the new peak and total."""
     new = tl.maximum(peak, tl.where(weight > 0, x, -float("inf")))
     return new, total * tl.exp(peak - new) + tl.where(weight > 0, weight * tl.exp(x - new), 0.0)
 
 
 @triton.jit
 def log_of_sum(peak, total):  # type: ignore[no-untyped-def]
-    """Join lanes: return peak and log of the sum, less that peak."""
+    """Sum over lanes; return the peak, and the log of the sum minus the peak."""
     highest = tl.max(peak, 0)
     return highest, tl.log(tl.sum(total * tl.exp(peak - highest), 0))
 
 
 @triton.jit
 def _expm1_of_negative(x):  # type: ignore[no-untyped-def]
-    """Compute exp(x) − 1 for x ≤ 0; a Taylor polynomial near 0, where the difference would lose its digits."""
+    """Compute exp(x) − 1 for x ≤ 0, near 0 by a Taylor polynomial, since the difference would cancel."""
     series = 1 + x / 7 * (1 + x / 8)
     for j in tl.static_range(6, 1, -1):
         series = 1 + x / j * series
@@ -34,7 +34,7 @@ def _expm1_of_negative(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log1p_of_negative(x):  # type: ignore[no-untyped-def]
-    """Compute log(1 + x) for −1 ≤ x ≤ 0; 2 artanh(x / (2 + x)) near 0, as a series."""
+    """Compute log(1 + x) for −1 ≤ x ≤ 0, near 0 by the series of 2 artanh(x / (2 + x))."""
     y = x / (2 + x)
     q = y * y
     near = 2 * y * (1 + q * (1.0 / 3 + q * (1.0 / 5 + q * (1.0 / 7 + q / 9))))
@@ -43,24 +43,25 @@ def _log1p_of_negative(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _not_nan(x):  # type: ignore[no-untyped-def]
-    """Put 0 for 0 · ±∞."""
+    """Replace NaN from 0 · ±∞ by 0."""
     return tl.where(x == x, x, 0.0)
 
 
 @triton.jit
 def compare(t, s, log_ratio, KIND: tl.constexpr, weight):  # type: ignore[no-untyped-def]
-    """Return the value of each cell, and its derivative by log s (methods.md §3.1).
+    """Return the divergence of each cell, and its derivative with respect to log s (methods.md §3.1).
 
-    Both are homogeneous in t and s, so that parts of a cell add up to it. KIND: see `forms`.
+    t, s: the teacher's and the student's probability of the cell. log_ratio: log t − log s. KIND: see `forms`. Both
+    results are homogeneous in t and s, so that parts of a cell add up to the cell.
     """
     excess = s - t
     if KIND == 3:
-        of_smaller = tl.where(log_ratio >= 0, 1 - weight, weight)
-        mixture = _log1p_of_negative(_expm1_of_negative(-tl.abs(log_ratio)) * of_smaller)
-        # 0 where a side is empty, and NaN where it is NaN: nothing else of jsd would tell.
+        smaller_weight = tl.where(log_ratio >= 0, 1 - weight, weight)
+        mixture = _log1p_of_negative(_expm1_of_negative(-tl.abs(log_ratio)) * smaller_weight)
+        # 0 if a side is empty, but NaN if it is NaN: no other part of jsd would show that.
         gradient = tl.where(s == 0, 0.0, (tl.minimum(-log_ratio, 0.0) - mixture) * s) * (1 - weight)
-        of_teacher = tl.where(t == 0, 0.0, (tl.minimum(log_ratio, 0.0) - mixture) * t)
-        return of_teacher * weight + gradient, gradient
+        teacher_part = tl.where(t == 0, 0.0, (tl.minimum(log_ratio, 0.0) - mixture) * t)
+        return teacher_part * weight + gradient, gradient
     if KIND == 4:
         sign = tl.where(excess > 0, 0.5, tl.where(excess < 0, -0.5, 0.0))
         return tl.abs(excess) / 2, sign * s

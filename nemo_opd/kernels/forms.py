@@ -1,4 +1,4 @@
-"""Losses of units of one row each, as kernels compute them together with their gradients."""
+"""Losses of units with one row each, in the form that kernels take."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Measure:
     """Divergence of two distributions (methods.md §3.1)."""
 
     kind: int
-    """One of those above."""
+    """FORWARD_KL, REVERSE_KL, MIXED, JSD or TVD."""
     weight: float = 0.0
-    """mixed: the share of forward KL; jsd: β."""
+    """Weight of forward KL for MIXED, β for JSD."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class EntryLists:
-    """Y lists of entries, those of up to `launch.SHORT` entries first."""
+    """Y lists of entries, with short lists of up to `launch.SHORT` entries first."""
 
     begins: Tensor
     """int32 [Y + 1]"""
-    others: Tensor
-    """int32 [M]: what each entry is about."""
+    entries: Tensor
+    """int32 [M]: tokens or cells."""
     weights: Tensor
     """fp32 [M], above 0."""
     num_short: int
@@ -57,21 +57,21 @@ class EntryLists:
 
 @dataclass(frozen=True, slots=True)
 class CellMap:
-    """Cells that the tokens of two vocabularies fall into, some into several with weights that sum to 1 at most.
+    """Map of the tokens of two vocabularies to cells. A token may be in several, with weights that sum to at most 1.
 
-    Most cells have one token a side, of weight 1: a pair. Y others have lists.
+    Most cells are pairs: one token per side, with weight 1. The Y remaining cells have lists of tokens.
     """
 
     partner: Tensor
-    """int32 [V]: the teacher token of a pair; −1 for the other tokens."""
+    """int32 [V]: the teacher token of a pair; −1 for tokens without a pair."""
     student_weights: Tensor
-    """fp32 [V]: sum of a token's weights."""
+    """fp32 [V]: sum of each token's weights."""
     teacher_weights: Tensor
     """fp32 [W]"""
     student_of_cell: EntryLists
     """Y lists of tokens."""
     teacher_of_cell: EntryLists
-    """Y lists, of the same cells in the same order."""
+    """Y lists of tokens, for the same cells in the same order."""
     cells_of_student: EntryLists
     """V lists of cells."""
     num_pairs: int
@@ -83,7 +83,7 @@ class CellMap:
 
 @dataclass(frozen=True, slots=True)
 class CellComparison:
-    """Divergence of two softmaxes on common cells, renormalised, plus coverage · −log of the student's mass on them."""
+    """Divergence of two softmaxes renormalised on common cells, plus coverage · −log of the student's mass on them."""
 
     teacher: Tensor
     """[u, W]"""
@@ -102,4 +102,4 @@ class RowLoss:
 
     kind: type[RowForm]
     of: Callable[[slice], RowForm]
-    """Return what it is of consecutive units."""
+    """Function from a slice of units to their form."""

@@ -1,4 +1,4 @@
-"""Losses of the rows of a block and the sum of their gradients, with few passes over the rows."""
+"""Losses of a block's rows, and the sum of their gradients, in few passes over the rows."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from nemo_opd.kernels import launch
 from nemo_opd.kernels.forms import FORWARD_KL, CellComparison, Comparison, Measure, RowForm, Surprise
 
 _FORMS: tuple[type[RowForm], ...] = (Surprise, Comparison, CellComparison)
-"""Kinds of losses, of each of which one at a time is computed."""
+"""Kinds of losses; a pass computes at most one of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Units in the rows of a block."""
+    """Units of a loss and their rows in a block."""
 
     form: RowForm
     places: slice | Tensor
-    """Rows of the units, none of them twice; int64 [u]."""
+    """Unique rows of the units; int64 [u]."""
     factors: Tensor
-    """fp32 [u]: what the gradient of each is multiplied with."""
+    """fp32 [u]: factor of each unit's gradient."""
     num_columns: int
-    """Leading columns that are the student's vocabulary."""
+    """Number of leading columns, the student's vocabulary."""
 
     def __len__(self) -> int:
         return len(self.factors)
 
     def in_rows(self) -> Placed:
-        """Return the same with a teacher whose columns are next to each other."""
+        """Return a copy with contiguous columns of the teacher."""
         if isinstance(self.form, Surprise):
             return self
         return replace(self, form=replace(self.form, teacher=_in_rows(self.form.teacher)))
 
 
 def add_losses(student: Tensor, parts: Sequence[Placed], total: Tensor, *, is_first: bool) -> list[Tensor]:
-    """Return the losses of each part's units, fp32 [u], and add Σ factor · gradient to that of a block.
+    """Return the losses of each part's units, fp32 [u], and add Σ factor · gradient to a block's gradient.
 
-    student: logits [R, ≥ X]; parts: one of each kind of `RowForm` at most. total: [R, X], of any floating-point type;
-    rows in which some part has a unit are read only if something was put there, else put.
+    student: logits [R, ≥ X]. parts: at most one of each kind of `RowForm`. total: [R, X], of any floating-point type.
+    is_first: overwrite the rows that have a unit in any part, instead of adding to them.
     """
     # Triton launches on the current device.
     with torch.cuda.device_of(student):
-        return _added(_in_rows(student), [part.in_rows() for part in parts], total, is_first)
+        return _add_losses(_in_rows(student), [part.in_rows() for part in parts], total, is_first)
 
 
-def _added(student: Tensor, parts: Sequence[Placed], total: Tensor, is_first: bool) -> list[Tensor]:
+def _add_losses(student: Tensor, parts: Sequence[Placed], total: Tensor, is_first: bool) -> list[Tensor]:
     from nemo_opd.kernels.row_sums import row_sums
 
     most = max(len(part) for part in parts)
@@ -57,20 +57,20 @@ def _added(student: Tensor, parts: Sequence[Placed], total: Tensor, is_first: bo
     maps = [_unit_of_row(part, numbers, len(student)) for part in parts]
     is_needed = maps[0] if len(maps) == 1 else torch.stack(maps).amax(0)
     sums: dict[tuple[float, int], Tensor] = {}
-    # A part with weights first: its sums have those that need none.
+    # A part with weights first: its sums include the unweighted sums that other parts need.
     for part in sorted(parts, key=lambda part: not isinstance(part.form, CellComparison)):
         key = _temperature(part), part.num_columns
         if key not in sums:
             weights = part.form.cells.student_weights if isinstance(part.form, CellComparison) else None
             sums[key] = row_sums(student, part.num_columns, key[0], weights, is_needed, most)
     prepared = [
-        _Prepared.of(student, part, of_row, sums[_temperature(part), part.num_columns])
-        for part, of_row in zip(parts, maps, strict=True)
+        _Prepared.of(student, part, units, sums[_temperature(part), part.num_columns])
+        for part, units in zip(parts, maps, strict=True)
     ]
-    if any(each.needs_lean for each in prepared):
-        _launch_rows(student, [each for each in prepared if each.needs_lean], total, is_first, has_gradient=False)
+    if first_pass := [part for part in prepared if part.needs_grad_sum]:
+        _launch_rows(student, first_pass, total, is_first, has_gradient=False)
     _launch_rows(student, prepared, total, is_first, has_gradient=True)
-    return [each.losses for each in prepared]
+    return [part.losses for part in prepared]
 
 
 def _in_rows(logits: Tensor) -> Tensor:
@@ -82,33 +82,33 @@ def _temperature(part: Placed) -> float:
 
 
 def _unit_of_row(part: Placed, numbers: Tensor, num_rows: int) -> Tensor:
-    """Return int32 [R], −1 for rows of no unit."""
+    """Return the unit of each row, int32 [R], −1 for rows without a unit."""
     if isinstance(part.places, slice) and (part.places.start, part.places.stop) == (0, num_rows):
         return numbers[:num_rows]
-    found = torch.full((num_rows,), -1, dtype=torch.int32, device=numbers.device)
+    units = torch.full((num_rows,), -1, dtype=torch.int32, device=numbers.device)
     if isinstance(part.places, Tensor):
-        return found.index_copy_(0, part.places, numbers[: len(part)])
-    found[part.places] = numbers[: len(part)]
-    return found
+        return units.index_copy_(0, part.places, numbers[: len(part)])
+    units[part.places] = numbers[: len(part)]
+    return units
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A part, with what one pass over its rows needs to know beforehand."""
+    """Part with the inputs and outputs of a pass over its rows."""
 
     part: Placed
     units: Tensor
-    """int32 [R]"""
+    """int32 [R]: unit of each row, −1 for rows without a unit."""
     sums: Tensor
-    """[R, 4] of the student."""
+    """[R, 4]: `row_sums` of the student."""
     teacher_sums: Tensor | None
     ratios: Tensor | None
-    """[u, Y]: of cells with lists."""
+    """[u, Y]: log-ratios of cells with lists."""
     losses: Tensor
-    """[u], written by the kernel; of a `CellComparison`, it adds to the parts that its pass over rows does not form."""
-    leans: Tensor
-    """[u]: Σ of the divergence's gradient with respect to log s, written by a first pass as are losses; not read of
-    forward KL.
+    """[u], written by the kernel. For a `CellComparison`, the kernel adds to the losses of cells with lists."""
+    grad_sums: Tensor
+    """[u]: sum of the divergence's gradient with respect to log s, written with the losses in a first pass. Not read
+    for forward KL.
     """
 
     @staticmethod
@@ -125,11 +125,12 @@ class _Prepared:
         weights = form.cells.teacher_weights
         teacher = row_sums(form.teacher, len(weights), form.temperature, weights, None, len(part))
         rows = _rows_of(part)
-        ratios, losses, leans = log_ratios(student, rows, form, sums, teacher)
+        ratios, losses, grad_sums = log_ratios(student, rows, form, sums, teacher)
         if form.coverage:
-            own = sums.index_select(0, rows)
-            losses = losses + form.coverage * ((own[:, 0] - own[:, 2]) + (own[:, 1] - own[:, 3]))
-        return _Prepared(part, units, sums, teacher, ratios, losses, leans)
+            unit_sums = sums.index_select(0, rows)
+            peaks, log_sums = unit_sums[:, 0] - unit_sums[:, 2], unit_sums[:, 1] - unit_sums[:, 3]
+            losses = losses + form.coverage * (peaks + log_sums)
+        return _Prepared(part, units, sums, teacher, ratios, losses, grad_sums)
 
     @property
     def measure(self) -> Measure:
@@ -137,17 +138,17 @@ class _Prepared:
         return Measure(FORWARD_KL) if isinstance(form, Surprise) else form.measure
 
     @property
-    def needs_lean(self) -> bool:
+    def needs_grad_sum(self) -> bool:
         return self.measure.kind != FORWARD_KL
 
     def num_bytes(self, *, has_gradient: bool) -> int:
-        """Count what is read in addition to the student's row. Cells with lists take part in gradients alone."""
+        """Count the bytes read in addition to the student's rows. Cells with lists are read for gradients only."""
         form, num = self.part.form, len(self.part)
         if isinstance(form, Surprise):
             return 0
         if isinstance(form, Comparison):
             return num * self.part.num_columns * form.teacher.element_size()
-        entries = len(form.cells.cells_of_student.others) if has_gradient else 0
+        entries = len(form.cells.cells_of_student.entries) if has_gradient else 0
         gathered = form.cells.num_pairs * form.teacher.element_size() + 4 * entries
         return num * gathered + 8 * (self.part.num_columns + entries)
 
@@ -162,67 +163,69 @@ def _rows_of(part: Placed) -> Tensor:
 def _launch_rows(
     student: Tensor, prepared: Sequence[_Prepared], total: Tensor, is_first: bool, *, has_gradient: bool
 ) -> None:
-    from nemo_opd.kernels.rows import of_rows
+    from nemo_opd.kernels.rows import rows_kernel
 
-    num_rows = max(len(each.part) for each in prepared)
-    by_form = {type(each.part.form): each for each in prepared}
-    a, b, c = (by_form.get(kind) for kind in _FORMS)
-    num_columns = max(each.part.num_columns for each in prepared)
+    num_rows = max(len(entry.part) for entry in prepared)
+    by_form = {type(entry.part.form): entry for entry in prepared}
+    surprise, comparison, mapped = (by_form.get(kind) for kind in _FORMS)
+    num_columns = max(entry.part.num_columns for entry in prepared)
 
     def arguments() -> tuple[Any, ...]:
         return (
             *(student, student.stride(0), launch.readable(num_columns, student)),
             *(total, total.stride(0), total.shape[1]),
-            *_given_surprise(a, student),
-            *_given_comparison(b, student),
-            *_given_comparison(c, student),
-            *_given_cells(c, student),
-            *(a is not None, b is not None, c is not None),
-            *(FORWARD_KL if each is None else each.measure.kind for each in (b, c)),
-            has_gradient and c is not None and c.ratios is not None and c.ratios.shape[1] > 0,
+            *_surprise_arguments(surprise, student),
+            *_comparison_arguments(comparison, student),
+            *_comparison_arguments(mapped, student),
+            *_cell_arguments(mapped, student),
+            *(surprise is not None, comparison is not None, mapped is not None),
+            *(FORWARD_KL if entry is None else entry.measure.kind for entry in (comparison, mapped)),
+            has_gradient and mapped is not None and mapped.ratios is not None and mapped.ratios.shape[1] > 0,
             *(has_gradient, is_first, launch.ROWS_BLOCK),
         )
 
     written = (1 if is_first else 2) * total.shape[1] * total.element_size() if has_gradient else 0
     num_bytes = num_rows * (total.shape[1] * student.element_size() + written)
-    num_bytes += sum(each.num_bytes(has_gradient=has_gradient) for each in prepared)
+    num_bytes += sum(entry.num_bytes(has_gradient=has_gradient) for entry in prepared)
     name = "gradient of rows" if has_gradient else "divergences of rows"
-    launch.launch(name, num_bytes, lambda: of_rows[(len(student),)](*arguments(), num_warps=launch.WARPS))
+    launch.launch(name, num_bytes, lambda: rows_kernel[(len(student),)](*arguments(), num_warps=launch.WARPS))
 
 
-def _given_surprise(of: _Prepared | None, none: Tensor) -> tuple[Any, ...]:
-    """Return the kernel's arguments for a `Surprise`. none: a tensor in place of those that are not read."""
-    if of is None:
-        return (none, none, none, none, none, 0)
-    assert isinstance(of.part.form, Surprise)
-    return (of.units, of.part.form.targets, of.part.factors, of.sums, of.losses, of.part.num_columns)
+def _surprise_arguments(prepared: _Prepared | None, unused: Tensor) -> tuple[Any, ...]:
+    """Return the kernel's arguments for a `Surprise`. unused: any tensor, passed for arguments that are not read."""
+    if prepared is None:
+        return (unused, unused, unused, unused, unused, 0)
+    part = prepared.part
+    assert isinstance(part.form, Surprise)
+    return (prepared.units, part.form.targets, part.factors, prepared.sums, prepared.losses, part.num_columns)
 
 
-def _given_comparison(of: _Prepared | None, none: Tensor) -> tuple[Any, ...]:
-    if of is None:
-        return (none, none, 0, none, none, none, none, none, 0, 0, 1.0, 0.0)
-    form = of.part.form
+def _comparison_arguments(prepared: _Prepared | None, unused: Tensor) -> tuple[Any, ...]:
+    if prepared is None:
+        return (unused, unused, 0, unused, unused, unused, unused, unused, 0, 0, 1.0, 0.0)
+    part, form = prepared.part, prepared.part.form
     assert not isinstance(form, Surprise)
-    factors = of.part.factors if form.temperature == 1 else of.part.factors / form.temperature
-    sums = factors, of.sums, of.teacher_sums
+    factors = part.factors if form.temperature == 1 else part.factors / form.temperature
     read = form.cells.partner if isinstance(form, CellComparison) else form.teacher
-    num_columns = of.part.num_columns
-    numbers = num_columns, launch.readable(num_columns, read), 1 / form.temperature, form.measure.weight
-    return (of.units, form.teacher, form.teacher.stride(0), *sums, of.losses, of.leans, *numbers)
+    return (
+        *(prepared.units, form.teacher, form.teacher.stride(0)),
+        *(factors, prepared.sums, prepared.teacher_sums, prepared.losses, prepared.grad_sums),
+        *(part.num_columns, launch.readable(part.num_columns, read), 1 / form.temperature, form.measure.weight),
+    )
 
 
-def _given_cells(of: _Prepared | None, none: Tensor) -> tuple[Any, ...]:
-    if of is None:
-        return (0.0, none, none, none, none, none, 0)
-    form = of.part.form
+def _cell_arguments(prepared: _Prepared | None, unused: Tensor) -> tuple[Any, ...]:
+    if prepared is None:
+        return (0.0, unused, unused, unused, unused, unused, 0)
+    form = prepared.part.form
     assert isinstance(form, CellComparison)
-    entries = form.cells.cells_of_student
+    lists = form.cells.cells_of_student
     return (
         form.coverage,
         form.cells.partner,
-        entries.begins,
-        entries.others,
-        entries.weights,
-        of.ratios,
+        lists.begins,
+        lists.entries,
+        lists.weights,
+        prepared.ratios,
         form.cells.num_cells,
     )

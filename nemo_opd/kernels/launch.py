@@ -1,4 +1,4 @@
-"""Launching of kernels, and whether it is done."""
+"""Launching of kernels, and the decision to use them."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from torch import Tensor
 from nemo_opd.errors import OPDError
 
 BLOCK = 1024
-"""Columns that a kernel takes at a time."""
+"""Columns that a kernel processes at a time."""
 ROWS_BLOCK = 512
-"""Columns that the pass over rows takes at a time, which has many numbers of each: with 1024 it needs 128 registers
-of a thread, of two programs a multiprocessor, and 64 with 512, of four.
+"""Columns that `rows_kernel` processes at a time. It has many values per column: with 1024 it needs 128 registers per
+thread, so that two programs fit a multiprocessor; with 512 it needs 64, and four fit.
 """
 WARPS = 8
 """Warps of a program."""
 READ_AT_A_TIME = 16
-"""Numbers: Triton loads several of a row at a time if it knows that a multiple of them is read."""
+"""Triton vectorises loads of a row if it knows that the number of columns is a multiple of this."""
 SHORT = 32
-"""Entries of a short list."""
+"""Maximum entries of a short list."""
 SHORT_TILE, LONG_TILE = (256, 2), (8, 64)
-"""Lists that a program takes at a time, and entries of each. Between Llama 3.1 and Qwen3, 5,447 lists of a student's
-tokens are short, most of two entries, and 326 have 33 to 564; all of the teacher's tokens have one.
+"""Lists that a program processes at a time, and entries of each. Between Llama 3.1 and Qwen3, 5,447 lists of student
+tokens are short, most with two entries, and 326 have 33 to 564; all lists of teacher tokens have one.
 """
 
 _LARGE_GPU = 132
 """Multiprocessors of an H100."""
 
 _is_on: bool | None = None
-"""Whether functions of losses are compiled; None: on all devices but CPUs."""
+"""Whether functions of losses are compiled; by default on all devices except CPUs."""
 _has_failed = False
 
 
 class KernelError(OPDError):
-    """A kernel that could not be compiled or launched."""
+    """Failure to compile or launch a kernel."""
 
 
 @contextmanager
 def compiling(is_on: bool | None) -> Iterator[None]:
-    """Compile functions of losses inside and use kernels, on any device; False: do neither; None: not on CPUs."""
+    """Set whether functions of losses are compiled and kernels used inside. None: on all devices except CPUs."""
     global _is_on
-    before, _is_on = _is_on, is_on
+    previous, _is_on = _is_on, is_on
     try:
         yield
     finally:
-        _is_on = before
+        _is_on = previous
 
 
 def is_compiled(device: torch.device) -> bool:
@@ -63,16 +63,15 @@ def is_compiled(device: torch.device) -> bool:
 def launch(
     name: str, num_bytes: int, run: Callable[[], object], *, without: str = "train.compile_losses=false"
 ) -> None:
-    """Run a kernel. Raises KernelError where it cannot be.
+    """Run a kernel. Raises KernelError if it cannot be compiled or launched.
 
-    num_bytes: what it reads and writes of rows of logits and gradients, nothing of it from a cache, and what gathers
-    take. Maps that all rows share are counted once: they are small enough to stay in a GPU's cache. without: the
-    setting that leaves it out.
+    num_bytes: memory traffic of logits, gradients and gathers without a cache, for measurements. Maps that all rows
+    share count once, as they fit a GPU's cache. without: setting that avoids the kernel, for the message.
     """
     try:
         run()
     except Exception as error:
-        if not _is_tritons(error):
+        if not _is_from_triton(error):
             raise
         reason = " ".join(str(error).split("\n")[:2]).strip()
         raise KernelError(
@@ -81,20 +80,20 @@ def launch(
 
 
 def launch_layer(name: str, tensors: Sequence[Tensor], run: Callable[[], object]) -> None:
-    """Run a kernel of a layer, which reads or writes each of these tensors once. Raises KernelError."""
-    launch(name, sum(each.nbytes for each in tensors), run, without="fused_layers=false of the model")
+    """Run a layer's kernel, which reads or writes each of these tensors once. Raises KernelError."""
+    launch(name, sum(tensor.nbytes for tensor in tensors), run, without="fused_layers=false of the model")
 
 
 def readable(num_columns: int, *rows: Tensor) -> int:
-    """Return how many columns to read of rows or maps for `num_columns`: some more if all have them in memory.
+    """Return `num_columns` rounded up to a multiple of `READ_AT_A_TIME`, if all rows or maps extend so far in memory.
 
-    They may hold anything. Loads of a number of columns that is not a multiple of `READ_AT_A_TIME` take one at a time.
+    Otherwise return `num_columns`, and columns are loaded one at a time. The additional columns may hold anything.
     """
     end = -(-num_columns // READ_AT_A_TIME) * READ_AT_A_TIME
-    return end if all(_has(each, end) for each in rows) else num_columns
+    return end if all(_extends_to(tensor, end) for tensor in rows) else num_columns
 
 
-def _has(rows: Tensor, num_columns: int) -> bool:
+def _extends_to(rows: Tensor, num_columns: int) -> bool:
     begin_of_last = 0
     if rows.dim() == 2:
         if rows.stride(0) < num_columns:
@@ -105,14 +104,14 @@ def _has(rows: Tensor, num_columns: int) -> bool:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Return how many programs a GPU runs at once, at least; elsewhere as many as a large one."""
+    """Return a GPU's number of multiprocessors; an H100's for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _LARGE_GPU
 
 
-def _is_tritons(error: Exception) -> bool:
-    """Return whether an error is of compiling or launching, and no mistake of a caller and no lack of memory.
+def _is_from_triton(error: Exception) -> bool:
+    """Return whether an error comes from compiling or launching, not from the caller or a lack of memory.
 
-    After an error that CUDA reports, such as an illegal access, nothing can be computed in this process any more.
+    Errors that CUDA reports, such as an illegal access, do not count: after them the process cannot use the GPU.
     """
     from triton.errors import TritonError
 
@@ -121,23 +120,23 @@ def _is_tritons(error: Exception) -> bool:
 
 
 def give_up(error: KernelError) -> None:
-    """Launch no kernels from now on, and say so."""
+    """Warn, and disable kernels in this process."""
     global _has_failed
     _has_failed = True
     warnings.warn(f"{error}; PyTorch's are used, more slowly", stacklevel=2)
 
 
 def are_used(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether kernels compute losses of logits of this type there; on a CPU they would have to be interpreted.
+    """Return whether kernels compute losses of logits in this dtype on a device.
 
-    They compute in fp32, so that fp64 is left to PyTorch.
+    They compute in fp32, so PyTorch computes losses of fp64 logits.
     """
-    takes = dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return takes and not _has_failed and is_compiled(device) and is_supported(device.type)
+    is_computed = dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return is_computed and not _has_failed and is_compiled(device) and is_supported(device.type)
 
 
 def is_supported(device: str) -> bool:
-    """Return whether Triton has kernels for a type of device."""
+    """Return whether Triton kernels run on a type of device; on a CPU only if interpreted."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return (device == "cuda" or is_interpreted) and _has_triton()
 

@@ -1,4 +1,4 @@
-"""Elementwise parts of decoder layers as functions that autograd knows, each of few kernels."""
+"""Elementwise parts of decoder layers as autograd functions over fused kernels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class RMSNorm(torch.autograd.Function):
         from nemo_opd.kernels.rms_norm import rms_norm
 
         with torch.cuda.device_of(x):  # Triton launches on the current device.
-            found, inverse = rms_norm(_in_rows(x).contiguous(), weight, eps)
+            output, inverse = rms_norm(_in_rows(x).contiguous(), weight, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return found.view(x.shape)
+        return output.view(x.shape)
 
     @staticmethod
     @once_differentiable
@@ -27,34 +27,36 @@ class RMSNorm(torch.autograd.Function):
         from nemo_opd.kernels.rms_norm import rms_norm_gradient
 
         x, weight, inverse = ctx.saved_tensors
-        after, before = _in_rows(gradient).contiguous(), _in_rows(x).contiguous()
+        rows, gradient_rows = _in_rows(x).contiguous(), _in_rows(gradient).contiguous()
         with torch.cuda.device_of(x):
-            found, of_weight = rms_norm_gradient(after, before, weight, inverse, of_weight=ctx.needs_input_grad[1])
-        return found.view(x.shape), of_weight, None
+            x_gradient, weight_gradient = rms_norm_gradient(
+                gradient_rows, rows, weight, inverse, needs_weight=ctx.needs_input_grad[1]
+            )
+        return x_gradient.view(x.shape), weight_gradient, None
 
 
 class SwiGLU(torch.autograd.Function):
-    """`swiglu` of gate and up [..., F], or of both in one tensor [..., 2 · F]."""
+    """`swiglu` of gate and up [..., F], or of a single tensor [..., 2 · F] with both."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
         from nemo_opd.kernels.swiglu import swiglu
 
-        ctx.save_for_backward(*given)
-        gate, up = _halves(given)
+        ctx.save_for_backward(*inputs)
+        gate, up = _gate_and_up(inputs)
         with torch.cuda.device_of(gate):
-            return swiglu(gate, up).view(*given[0].shape[:-1], gate.shape[1])
+            return swiglu(gate, up).view(*inputs[0].shape[:-1], gate.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         from nemo_opd.kernels.swiglu import swiglu_gradient
 
-        given = ctx.saved_tensors
-        made = tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in given)
+        inputs = ctx.saved_tensors
+        gradients = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
         with torch.cuda.device_of(gradient):
-            swiglu_gradient(_in_rows(gradient), *_halves(given), *_halves(made))
-        return made
+            swiglu_gradient(_in_rows(gradient), *_gate_and_up(inputs), *_gate_and_up(gradients))
+        return gradients
 
 
 class Rotary(torch.autograd.Function):
@@ -67,24 +69,24 @@ class Rotary(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> tuple[Tensor | None, ...]:
-        return *_rotated(of_query, of_key, *ctx.saved_tensors, back=True), None, None
+    def backward(ctx: Any, query_gradient: Tensor, key_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return *_rotated(query_gradient, key_gradient, *ctx.saved_tensors, back=True), None, None
 
 
 def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
     from nemo_opd.kernels.rotary import rotated
 
-    query, key = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key))
+    query, key = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key))
     with torch.cuda.device_of(query):
         return rotated(query, key, cos.contiguous(), sin.contiguous(), back=back)
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """Return [R, columns], of any distance between rows, from [..., columns]."""
+    """Return [..., columns] as rows [R, columns] with contiguous columns and any row stride."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _halves(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    rows = tuple(map(_in_rows, given))
+def _gate_and_up(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    rows = tuple(map(_in_rows, tensors))
     return rows[0].chunk(2, -1) if len(rows) == 1 else rows

@@ -1,4 +1,4 @@
-"""Log-ratios of the cells of two vocabularies that are sums over lists of tokens."""
+"""Log-ratios of cells that are lists of tokens of two vocabularies."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ def log_ratios(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log q̂ − log p̂ of the Y cells with lists, fp32 [u, Y], and two sums over these cells, fp32 [u].
 
-    The sums are of the divergence, and of its gradient with respect to log p̂. student: logits [R, ≥ V]; rows: int32
-    [u], those of the units; sums: `row_sums` [R, 4] and [u, 4] with weights. A cell that is empty on both sides has 0.
+    The sums are the divergence, and its gradient with respect to log p̂. student: logits [R, ≥ V]. rows: int32 [u], the
+    rows of the units. sums: weighted `row_sums`, [R, 4] and [u, 4]. For cells that are empty on both sides the ratio is
+    0.
     """
     cells = form.cells
-    num_units, of_student, of_teacher = len(rows), cells.student_of_cell, cells.teacher_of_cell
-    num_short, num_cells = of_student.num_short, cells.num_cells
+    num_units, student_lists, teacher_lists = len(rows), cells.student_of_cell, cells.teacher_of_cell
+    num_short, num_cells = student_lists.num_short, cells.num_cells
     ratios = torch.empty(num_units, num_cells, dtype=torch.float32, device=student.device)
     num_long_tiles = triton.cdiv(num_cells - num_short, launch.LONG_TILE[0])
     sums = torch.zeros(2, num_units, 1 + num_long_tiles, dtype=torch.float32, device=student.device)
     arguments = (
         *(student, student.stride(0), rows, form.teacher, form.teacher.stride(0), student_sums, teacher_sums),
-        *(of_student.begins, of_student.others, of_student.weights),
-        *(of_teacher.begins, of_teacher.others, of_teacher.weights),
+        *(student_lists.begins, student_lists.entries, student_lists.weights),
+        *(teacher_lists.begins, teacher_lists.entries, teacher_lists.weights),
         *(ratios, num_cells, sums, 1 + num_long_tiles, 1 / form.temperature, form.measure.weight),
         form.measure.kind,
     )
@@ -41,37 +42,38 @@ def log_ratios(
             _lists[(num_units, num_long_tiles)](*arguments, *launch.LONG_TILE, num_short, num_cells, 1)
 
     if num_units and num_cells:
-        read = len(of_student.others) * student.element_size() + len(of_teacher.others) * form.teacher.element_size()
-        maps = 8 * (len(of_student.others) + len(of_teacher.others)) + 8 * num_cells
-        launch.launch("log_ratios", num_units * (read + 4 * num_cells) + maps, run)
-    values, leans = sums.sum(2)
-    return ratios, values, leans
+        num_student, num_teacher = len(student_lists.entries), len(teacher_lists.entries)
+        gathered = num_student * student.element_size() + num_teacher * form.teacher.element_size()
+        maps = 8 * (num_student + num_teacher) + 8 * num_cells
+        launch.launch("log_ratios", num_units * (gathered + 4 * num_cells) + maps, run)
+    values, grad_sums = sums.sum(2)
+    return ratios, values, grad_sums
 
 
 @triton.jit
-def _shift(sums, row, other_sums, unit):  # type: ignore[no-untyped-def]
-    """Take log-sums of this side from those of the other, on the cells: the peaks first, which are large."""
-    peaks = tl.load(other_sums + unit * 4 + 2) - tl.load(sums + row * 4 + 2)
-    return peaks + (tl.load(other_sums + unit * 4 + 3) - tl.load(sums + row * 4 + 3))
+def _shift(sums, row, teacher_sums, unit):  # type: ignore[no-untyped-def]
+    """Return the teacher's minus the student's log-sum over the cells. Subtracts the peaks, which are large, first."""
+    peaks = tl.load(teacher_sums + unit * 4 + 2) - tl.load(sums + row * 4 + 2)
+    return peaks + (tl.load(teacher_sums + unit * 4 + 3) - tl.load(sums + row * 4 + 3))
 
 
 @triton.jit
 def _log_sums(  # type: ignore[no-untyped-def]
-    logits, begin, end, others, weights, over_temperature, LISTS: tl.constexpr, ENTRIES: tl.constexpr
+    logits, begin, end, tokens, weights, over_temperature, LISTS: tl.constexpr, ENTRIES: tl.constexpr
 ):
-    """Return log Σ weight · exp(logits/τ) of lists [LISTS], of which ENTRIES are taken at a time."""
+    """Return log Σ weight · exp(logits/τ) of lists [LISTS], with ENTRIES of each at a time."""
     peak = tl.full([LISTS, ENTRIES], LOWEST, tl.float32)
     total = tl.zeros([LISTS, ENTRIES], tl.float32)
     for first in range(0, tl.max(end - begin, 0), ENTRIES):
         entry = begin[:, None] + first + tl.arange(0, ENTRIES)[None, :]
         inside = entry < end[:, None]
-        other = tl.load(others + entry, mask=inside, other=0)
+        token = tl.load(tokens + entry, mask=inside, other=0)
         weight = tl.load(weights + entry, mask=inside, other=0.0)
-        x = tl.load(logits + other, mask=inside, other=-float("inf")).to(tl.float32) * over_temperature
+        x = tl.load(logits + token, mask=inside, other=-float("inf")).to(tl.float32) * over_temperature
         peak, total = add_to_sum(peak, total, x, weight)
     highest = tl.max(peak, 1)
-    whole = tl.sum(total * tl.exp(peak - highest[:, None]), 1)
-    return tl.where(whole > 0, highest + tl.log(tl.where(whole > 0, whole, 1.0)), -float("inf"))
+    list_sum = tl.sum(total * tl.exp(peak - highest[:, None]), 1)
+    return tl.where(list_sum > 0, highest + tl.log(tl.where(list_sum > 0, list_sum, 1.0)), -float("inf"))
 
 
 @triton.jit
@@ -84,14 +86,14 @@ def _lists(  # type: ignore[no-untyped-def]
     sums,
     teacher_sums,
     begins,
-    others,
+    entries,
     weights,
     teacher_begins,
-    teacher_others,
+    teacher_entries,
     teacher_weights,
     ratios,
     num_cells,
-    of_cells,
+    partial_sums,
     num_parts,
     over_temperature,
     weight,
@@ -102,29 +104,29 @@ def _lists(  # type: ignore[no-untyped-def]
     last,
     first_part,
 ):
-    """Take the cells from `first` to `last`, LISTS at a time, of a unit; a part of its sums is of each program."""
+    """Compute the cells `first` to `last` of a unit, LISTS at a time. Each program writes a part of the unit's sums."""
     unit = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + unit).to(tl.int64)
     nothing = -float("inf")
     shift = _shift(sums, row, teacher_sums, unit)
-    values, leans = tl.zeros([LISTS], tl.float32), tl.zeros([LISTS], tl.float32)
+    values, grad_sums = tl.zeros([LISTS], tl.float32), tl.zeros([LISTS], tl.float32)
     for start in range(first + tl.program_id(1) * LISTS, last, tl.num_programs(1) * LISTS):
         cell = start + tl.arange(0, LISTS)
         inside = cell < last
         begin, end = tl.load(begins + cell, mask=inside, other=0), tl.load(begins + cell + 1, mask=inside, other=0)
-        log_p = _log_sums(student + row * stride, begin, end, others, weights, over_temperature, LISTS, ENTRIES)
+        log_p = _log_sums(student + row * stride, begin, end, entries, weights, over_temperature, LISTS, ENTRIES)
         begin = tl.load(teacher_begins + cell, mask=inside, other=0)
         end = tl.load(teacher_begins + cell + 1, mask=inside, other=0)
-        of_unit = teacher + unit * teacher_stride
-        log_q = _log_sums(of_unit, begin, end, teacher_others, teacher_weights, over_temperature, LISTS, ENTRIES)
+        teacher_row = teacher + unit * teacher_stride
+        log_q = _log_sums(teacher_row, begin, end, teacher_entries, teacher_weights, over_temperature, LISTS, ENTRIES)
         ratio = tl.where((log_q == nothing) & (log_p == nothing), 0.0, (log_q - log_p) - shift)
         tl.store(ratios + unit * num_cells + cell, ratio, mask=inside)
         p = tl.exp((log_p - tl.load(sums + row * 4 + 2)) - tl.load(sums + row * 4 + 3))
         q = tl.exp((log_q - tl.load(teacher_sums + unit * 4 + 2)) - tl.load(teacher_sums + unit * 4 + 3))
-        value, lean = compare(q, p, ratio, KIND, weight)
+        value, gradient = compare(q, p, ratio, KIND, weight)
         values += tl.where(inside, value, 0.0)
-        # No token of a cell that p̂ leaves empty is pulled.
-        leans += tl.where(inside & (log_p > nothing), lean, 0.0)
-    place = of_cells + unit * num_parts + first_part + tl.program_id(1)
+        # Cells without student mass have no gradient.
+        grad_sums += tl.where(inside & (log_p > nothing), gradient, 0.0)
+    place = partial_sums + unit * num_parts + first_part + tl.program_id(1)
     tl.store(place, tl.sum(values, 0))
-    tl.store(place + tl.num_programs(0) * num_parts, tl.sum(leans, 0))
+    tl.store(place + tl.num_programs(0) * num_parts, tl.sum(grad_sums, 0))

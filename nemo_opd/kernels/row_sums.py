@@ -1,4 +1,4 @@
-"""Sums of exponentials along rows of logits, each of which is read once."""
+"""Sums of exponentials along rows of logits, which read each row once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from nemo_opd.kernels.arithmetic import LOWEST, add_to_sum, log_of_sum
 def row_sums(
     rows: Tensor, num_columns: int, temperature: float, weights: Tensor | None, is_needed: Tensor | None, num_rows: int
 ) -> Tensor:
-    """Return fp32 [R, 4] of logits [R, ≥ X]: peak and log Σ exp(x − peak), the same weighted by `weights` [X].
+    """Return fp32 [R, 4] for logits/τ x [R, ≥ X]: peak and log Σ exp(x − peak), and both weighted by `weights` [X].
 
-    is_needed: int32 [R], below 0 for rows that are left out; num_rows: how many are not.
+    is_needed: int32 [R], below 0 for rows to skip. num_rows: number of rows that are not skipped.
     """
-    found = torch.empty(len(rows), 4, dtype=torch.float32, device=rows.device)
-    given = rows if weights is None else weights
-    needed = found if is_needed is None else is_needed
+    sums = torch.empty(len(rows), 4, dtype=torch.float32, device=rows.device)
     num_bytes = num_rows * num_columns * rows.element_size() + (0 if weights is None else 4 * num_columns)
     launch.launch(
         "row_sums",
@@ -31,16 +29,16 @@ def row_sums(
             num_columns,
             launch.readable(num_columns, rows, *(() if weights is None else (weights,))),
             1 / temperature,
-            given,
-            needed,
-            found,
+            rows if weights is None else weights,
+            sums if is_needed is None else is_needed,
+            sums,
             weights is not None,
             is_needed is not None,
             launch.BLOCK,
             num_warps=launch.WARPS,
         ),
     )
-    return found
+    return sums
 
 
 @triton.jit
@@ -52,7 +50,7 @@ def _row_sums(  # type: ignore[no-untyped-def]
     over_temperature,
     weights,
     is_needed,
-    found,
+    sums,
     HAS_WEIGHTS: tl.constexpr,
     HAS_NEEDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -62,7 +60,7 @@ def _row_sums(  # type: ignore[no-untyped-def]
         if tl.load(is_needed + row) < 0:
             return
     peak, total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
-    own_peak, own_total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
+    weighted_peak, weighted_total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(rows + row * stride + columns, mask=columns < end, other=0.0).to(tl.float32)
@@ -71,11 +69,11 @@ def _row_sums(  # type: ignore[no-untyped-def]
         if HAS_WEIGHTS:
             weight = tl.load(weights + columns, mask=columns < end, other=0.0)
             weight = tl.where(columns < num_columns, weight, 0.0)
-            own_peak, own_total = add_to_sum(own_peak, own_total, x, weight)
+            weighted_peak, weighted_total = add_to_sum(weighted_peak, weighted_total, x, weight)
     highest, log_sum = log_of_sum(peak, total)
-    tl.store(found + row * 4, highest)
-    tl.store(found + row * 4 + 1, log_sum)
+    tl.store(sums + row * 4, highest)
+    tl.store(sums + row * 4 + 1, log_sum)
     if HAS_WEIGHTS:
-        highest, log_sum = log_of_sum(own_peak, own_total)
-        tl.store(found + row * 4 + 2, highest)
-        tl.store(found + row * 4 + 3, log_sum)
+        highest, log_sum = log_of_sum(weighted_peak, weighted_total)
+        tl.store(sums + row * 4 + 2, highest)
+        tl.store(sums + row * 4 + 3, log_sum)

@@ -1,4 +1,4 @@
-"""One pass over rows of logits that forms the losses of their units, or the sum of their gradients."""
+"""Kernel that computes the losses of rows of logits, or the sum of their gradients, in one pass."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from nemo_opd.kernels.arithmetic import compare
 
 @triton.jit
 def _sums(place):  # type: ignore[no-untyped-def]
-    """Return the peak of a row and log of its sum, less that peak."""
+    """Return a row's peak, and the log of its sum minus the peak."""
     return tl.load(place), tl.load(place + 1)
 
 
-# Slices that begin anywhere, and of which single numbers are read: they need no variants by alignment.
-@triton.jit(do_not_specialize_on_alignment=("targets", "mapped_leans"))
-def of_rows(  # type: ignore[no-untyped-def]
+# Slices with any alignment, read one number at a time: variants for aligned pointers would gain nothing.
+@triton.jit(do_not_specialize_on_alignment=("targets", "mapped_grad_sums"))
+def rows_kernel(  # type: ignore[no-untyped-def]
     student,
     stride,
     student_end,
@@ -38,7 +38,7 @@ def of_rows(  # type: ignore[no-untyped-def]
     comparison_sums,
     comparison_teacher_sums,
     comparison_losses,
-    comparison_leans,
+    comparison_grad_sums,
     comparison_columns,
     comparison_end,
     comparison_over_temperature,
@@ -51,7 +51,7 @@ def of_rows(  # type: ignore[no-untyped-def]
     mapped_sums,
     mapped_teacher_sums,
     mapped_losses,
-    mapped_leans,
+    mapped_grad_sums,
     mapped_columns,
     mapped_end,
     mapped_over_temperature,
@@ -73,13 +73,14 @@ def of_rows(  # type: ignore[no-untyped-def]
     IS_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute losses of a row. *_units[row]: its unit of that form, below 0 where it has none.
+    """Compute the losses of a row.
 
-    *_end: how many columns are read, as `launch.readable` returns them; those beyond *_columns are left out.
+    *_units[row]: the row's unit of that form, below 0 if it has none. *_end: number of columns to read, from
+    `launch.readable`; columns beyond *_columns are ignored.
 
-    Without gradients: put the divergences of Comparison and CellComparison (mapped), and the sums (leans) of their
-    gradients by log s. With them: put Σ factor · gradient into `total`, or add it; and the surprises, and the
-    divergences whose leans are known to be 0.
+    Without gradients: write the divergences of Comparison and CellComparison (mapped), and the sums of their gradients
+    with respect to log s (grad_sums). With gradients: write Σ factor · gradient to `total`, or add it; and write the
+    surprises, and the forward KLs, whose grad_sums are always 0.
     """
     row = tl.program_id(0).to(tl.int64)
     surprise, comparison, mapped = tl.full([], -1, tl.int64), tl.full([], -1, tl.int64), tl.full([], -1, tl.int64)
@@ -92,7 +93,7 @@ def of_rows(  # type: ignore[no-untyped-def]
     if (surprise < 0) & (comparison < 0) & (mapped < 0):
         return
     nothing = -float("inf")
-    # All numbers of the row first: what is stored in the loop might change them, as far as the compiler knows.
+    # Load all of the row's numbers first: the compiler cannot know that the loop's stores do not change them.
     if HAS_SURPRISE:
         has_surprise, surprise = surprise >= 0, tl.maximum(surprise, 0)
         target, surprise_factor = tl.load(targets + surprise), tl.load(surprise_factors + surprise)
@@ -103,30 +104,30 @@ def of_rows(  # type: ignore[no-untyped-def]
         t_peak, t_log = _sums(comparison_teacher_sums + comparison * 4)
         comparison_factor, comparison_pull = tl.load(comparison_factors + comparison), 0.0
         if HAS_GRADIENT and COMPARISON_KIND != 0:
-            comparison_pull = tl.load(comparison_leans + comparison)
+            comparison_pull = tl.load(comparison_grad_sums + comparison)
         teacher = comparison_teacher + comparison * comparison_stride
     if HAS_MAPPED:
         has_mapped, mapped = mapped >= 0, tl.maximum(mapped, 0)
         on_cells_peak, on_cells_log = _sums(mapped_sums + row * 4 + 2)
-        own_peak, own_log = _sums(mapped_sums + row * 4)
-        other_peak, other_log = _sums(mapped_teacher_sums + mapped * 4 + 2)
+        all_peak, all_log = _sums(mapped_sums + row * 4)
+        teacher_peak, teacher_log = _sums(mapped_teacher_sums + mapped * 4 + 2)
         mapped_factor, mapped_pull = tl.load(mapped_factors + mapped), coverage
         if HAS_GRADIENT and MAPPED_KIND != 0:
-            mapped_pull += tl.load(mapped_leans + mapped)
-        other_teacher = mapped_teacher + mapped * mapped_stride
-    comparison_value, comparison_lean = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    mapped_value, mapped_lean = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+            mapped_pull += tl.load(mapped_grad_sums + mapped)
+        teacher_row = mapped_teacher + mapped * mapped_stride
+    comparison_value, comparison_grad_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    mapped_value, mapped_grad_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        # Loads before what is computed of them, so that they do not wait for each other.
+        # All loads first, so that they do not wait for each other.
         z = tl.load(student + row * stride + column, mask=column < student_end, other=nothing).to(tl.float32)
         if HAS_COMPARISON:
             y = tl.load(teacher + column, mask=(column < comparison_end) & has_comparison, other=nothing).to(tl.float32)
         if HAS_MAPPED:
-            other = tl.load(partner + column, mask=(column < mapped_end) & has_mapped, other=-1)
+            teacher_token = tl.load(partner + column, mask=(column < mapped_end) & has_mapped, other=-1)
             is_mapped = (column < mapped_columns) & has_mapped
-            is_pair = is_mapped & (other >= 0)
-            w = tl.load(other_teacher + other, mask=is_pair, other=nothing).to(tl.float32)
+            is_pair = is_mapped & (teacher_token >= 0)
+            w = tl.load(teacher_row + teacher_token, mask=is_pair, other=nothing).to(tl.float32)
         gradient = tl.zeros([BLOCK], tl.float32)
         if HAS_SURPRISE:
             p = tl.exp((tl.where(column < surprise_columns, z, nothing) - surprise_peak) - surprise_log)
@@ -143,19 +144,19 @@ def of_rows(  # type: ignore[no-untyped-def]
             if HAS_GRADIENT:
                 gradient += tl.where(has_comparison, comparison_factor * (slope - s * comparison_pull), 0.0)
             else:
-                comparison_lean += slope
+                comparison_grad_sum += slope
             comparison_value += value
         if HAS_MAPPED:
             x = tl.where(is_mapped, z, nothing) * mapped_over_temperature
             y = w * mapped_over_temperature
             log_s = (x - on_cells_peak) - on_cells_log
             s = tl.where(is_pair, tl.exp(log_s), 0.0)
-            t = tl.exp((y - other_peak) - other_log)
-            shift = (other_peak - on_cells_peak) + (other_log - on_cells_log)
+            t = tl.exp((y - teacher_peak) - teacher_log)
+            shift = (teacher_peak - on_cells_peak) + (teacher_log - on_cells_log)
             value, slope = compare(t, s, (y - x) - shift, MAPPED_KIND, mapped_weight)
             mapped_value += tl.where(is_pair, value, 0.0)
             if HAS_GRADIENT:
-                own = tl.where(is_pair, slope - s * mapped_pull, 0.0)
+                mapped_gradient = tl.where(is_pair, slope - s * mapped_pull, 0.0)
                 if HAS_CELLS:
                     begin = tl.load(begins + column, mask=is_mapped, other=0)
                     end = tl.load(begins + column + 1, mask=is_mapped, other=0)
@@ -164,15 +165,15 @@ def of_rows(  # type: ignore[no-untyped-def]
                         cell = tl.load(cells + begin + j, mask=listed, other=0)
                         weight = tl.load(weights + begin + j, mask=listed, other=0.0)
                         ratio = tl.load(ratios + mapped * num_cells + cell, mask=listed, other=0.0)
-                        # The part of its cell that is the token's, on either side.
+                        # The token's part of its cell, on either side.
                         s = tl.where(listed, tl.exp(log_s), 0.0)
                         t = tl.where(listed & (log_s > nothing), tl.exp(log_s + ratio), 0.0)
-                        _, by_cell = compare(t, s, ratio, MAPPED_KIND, mapped_weight)
-                        own += weight * (by_cell - s * mapped_pull)
-                own += coverage * tl.exp((x - own_peak) - own_log)
-                gradient += tl.where(has_mapped, mapped_factor * own, 0.0)
+                        _, cell_slope = compare(t, s, ratio, MAPPED_KIND, mapped_weight)
+                        mapped_gradient += weight * (cell_slope - s * mapped_pull)
+                mapped_gradient += coverage * tl.exp((x - all_peak) - all_log)
+                gradient += tl.where(has_mapped, mapped_factor * mapped_gradient, 0.0)
             else:
-                mapped_lean += tl.where(is_pair, slope, 0.0)
+                mapped_grad_sum += tl.where(is_pair, slope, 0.0)
         if HAS_GRADIENT:
             inside = column < num_columns
             place = total + row * total_stride + column
@@ -185,11 +186,11 @@ def of_rows(  # type: ignore[no-untyped-def]
     if HAS_COMPARISON and (not HAS_GRADIENT or COMPARISON_KIND == 0):
         tl.store(comparison_losses + comparison, tl.sum(comparison_value, 0), mask=has_comparison)
         if not HAS_GRADIENT:
-            tl.store(comparison_leans + comparison, tl.sum(comparison_lean, 0), mask=has_comparison)
+            tl.store(comparison_grad_sums + comparison, tl.sum(comparison_grad_sum, 0), mask=has_comparison)
     if HAS_MAPPED and (not HAS_GRADIENT or MAPPED_KIND == 0):
-        # What is there is of the cells with lists.
+        # The losses already contain the cells with lists.
         value = tl.load(mapped_losses + mapped) + tl.sum(mapped_value, 0)
         tl.store(mapped_losses + mapped, value, mask=has_mapped)
         if not HAS_GRADIENT:
-            lean = tl.load(mapped_leans + mapped) + tl.sum(mapped_lean, 0)
-            tl.store(mapped_leans + mapped, lean, mask=has_mapped)
+            grad_sum = tl.load(mapped_grad_sums + mapped) + tl.sum(mapped_grad_sum, 0)
+            tl.store(mapped_grad_sums + mapped, grad_sum, mask=has_mapped)

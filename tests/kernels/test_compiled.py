@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 
 A100, H100 = 80, 90
 """Compute capabilities."""
-INTEGERS = ("units", "partner", "begins", "cells", "rows", "is_needed", "others")
+INTEGERS = ("units", "partner", "begins", "cells", "rows", "is_needed", "entries")
 """Last words of arguments' names, as all of these."""
 NUMBERS = ("stride", "columns", "end", "num_cells", "first", "last", "num_parts", "first_part")
 FACTORS = ("over_temperature", "comparison_weight", "mapped_weight", "coverage")
@@ -26,8 +26,6 @@ FACTORS = ("over_temperature", "comparison_weight", "mapped_weight", "coverage")
 def _type_of(name: str, kernel: str, logits: str) -> str:
     if name == "targets":
         return "*i64"
-    if name == "of_cells":
-        return "*fp32"
     if name.endswith(FACTORS) or name == "weight":
         return "fp32"
     if name.endswith(NUMBERS):
@@ -45,14 +43,14 @@ VARIANTS = {
     "row_sums": ("row_sums._row_sums", {"HAS_WEIGHTS": False, "HAS_NEEDED": False}),
     "log_ratios, short": ("log_ratios._lists", dict(zip(("LISTS", "ENTRIES"), launch.SHORT_TILE, strict=True))),
     "log_ratios, long": ("log_ratios._lists", dict(zip(("LISTS", "ENTRIES"), launch.LONG_TILE, strict=True))),
-    "forward KL": ("rows.of_rows", DEFAULT),
-    "JSD, value": ("rows.of_rows", {"HAS_GRADIENT": False, "HAS_SURPRISE": False}),
-    "JSD, gradient": ("rows.of_rows", {}),
+    "forward KL": ("rows.rows_kernel", DEFAULT),
+    "JSD, value": ("rows.rows_kernel", {"HAS_GRADIENT": False, "HAS_SURPRISE": False}),
+    "JSD, gradient": ("rows.rows_kernel", {}),
     "TVD of pairs": (
-        "rows.of_rows",
+        "rows.rows_kernel",
         {"MAPPED_KIND": TVD, "HAS_SURPRISE": False, "HAS_COMPARISON": False, "HAS_CELLS": False},
     ),
-    "cross-entropy": ("rows.of_rows", DEFAULT | {"HAS_COMPARISON": False, "HAS_MAPPED": False, "HAS_CELLS": False}),
+    "cross-entropy": ("rows.rows_kernel", DEFAULT | {"HAS_COMPARISON": False, "HAS_MAPPED": False, "HAS_CELLS": False}),
 }
 
 
@@ -90,7 +88,7 @@ def test_a_kernel_is_compiled_for_a_gpu(variant: str, capability: int, logits: s
     name, own = VARIANTS[variant]
     _compile(
         name,
-        {"BLOCK": launch.ROWS_BLOCK if name == "rows.of_rows" else launch.BLOCK} | ALL | own,
+        {"BLOCK": launch.ROWS_BLOCK if name == "rows.rows_kernel" else launch.BLOCK} | ALL | own,
         lambda key: _type_of(key, name.split(".")[1], logits),
         capability,
     )
