@@ -1,4 +1,4 @@
-"""The objective of a run: a loss of its teachers, and cross-entropy."""
+"""The objective of a run: distillation losses and cross-entropy."""
 
 from typing import Annotated, Literal
 
@@ -32,12 +32,12 @@ class Objective(Settings):
     ce_weight: float = Field(1.0, ge=0)
     """Weight of CE, the cross-entropy of the dataset's tokens."""
     scaling: Literal["fixed", "dynamic"] = "fixed"
-    """dynamic: KD is also scaled by EMA(CE)/EMA(KD), over the steps before that had both."""
+    """dynamic: also scale KD by EMA(CE)/EMA(KD), over previous steps that had both."""
     scaling_decay: float = Field(0.99, gt=0, lt=1)
-    """dynamic: decay of these moving averages."""
+    """dynamic: decay of the moving averages."""
     scaling_cap: float = Field(100.0, gt=0, allow_inf_nan=False)
-    """dynamic: largest scale. A KD below 1/scaling_cap of CE has next to nothing left to teach, and to bring that up to
-    CE would multiply noise.
+    """dynamic: largest scale. If KD is below 1/scaling_cap of CE, there is almost nothing left to learn, and scaling it
+    up to CE would amplify noise.
     """
 
 
@@ -46,35 +46,35 @@ class SameVocabLoss(Objective, SameVocabTerm):
 
 
 class PKLLoss(Objective, PKLTerm):
-    """p_kl for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
+    """p_kl for cross-tokenizer teachers without their own loss; same_vocab for same-tokenizer teachers."""
 
 
 class GoldLoss(Objective, GoldTerm):
-    """gold for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
+    """gold for cross-tokenizer teachers without their own loss; same_vocab for same-tokenizer teachers."""
 
 
 class HKLLoss(Objective, HKLTerm):
-    """h_kl for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
+    """h_kl for cross-tokenizer teachers without their own loss; same_vocab for same-tokenizer teachers."""
 
 
 class StrictLoss(Objective, StrictTerm):
-    """strict for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
+    """strict for cross-tokenizer teachers without their own loss; same_vocab for same-tokenizer teachers."""
 
 
 class BytePrefixLoss(Objective, BytePrefixTerm):
-    """byte_prefix for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
+    """byte_prefix for cross-tokenizer teachers without their own loss; same_vocab for same-tokenizer teachers."""
 
 
 class SharedPrefixLoss(Objective, SharedPrefixTerm):
-    """shared_prefix for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
+    """shared_prefix for cross-tokenizer teachers without their own loss; same_vocab for same-tokenizer teachers."""
 
 
 class ALMLoss(Objective, ALMTerm):
-    """alm for every cross-tokenizer teacher without its own loss; the others have forward KL."""
+    """alm for cross-tokenizer teachers without their own loss; forward KL for same-tokenizer teachers."""
 
 
 class ULDLoss(Objective, ULDTerm):
-    """uld for every cross-tokenizer teacher without its own loss; the others have forward KL."""
+    """uld for cross-tokenizer teachers without their own loss; forward KL for same-tokenizer teachers."""
 
 
 class TCADLoss(Objective, TCADTerm):
@@ -90,7 +90,7 @@ class FunctionLoss(Objective, FunctionTerm):
 
 
 class GRPOLoss(Objective, DivergenceTerm, ImportanceSettings):
-    """Rewards compared within the rollouts of a prompt; teachers with a weight add a KL."""
+    """Rewards compared among the rollouts of a prompt; teachers with a weight add a KL."""
 
     type: Literal["grpo"] = "grpo"
     kd_weight: float = Field(0.0, ge=0)
@@ -102,13 +102,13 @@ class GRPOLoss(Objective, DivergenceTerm, ImportanceSettings):
     policy_weight: float = Field(1.0, gt=0)
     """Weight of the policy gradient."""
     clip_low: float = Field(0.2, ge=0, lt=1)
-    """The ratio to the model that sampled is clipped below at 1 − clip_low."""
+    """Lower clipping bound of the ratio to the sampling model: 1 − clip_low."""
     clip_high: float = Field(0.28, ge=0)
-    """The ratio is clipped above at 1 + clip_high."""
+    """Upper clipping bound of the ratio: 1 + clip_high."""
     dual_clip: float | None = Field(3.0, gt=1)
-    """Upper bound of the ratio where the advantage is negative; null: no bound."""
+    """Upper bound of the ratio for negative advantages, or null for no bound."""
     scale_advantages: bool = True
-    """Divide by the standard deviation of the rewards within a prompt."""
+    """Divide advantages by the standard deviation of the prompt's rewards."""
 
 
 Loss = Annotated[
