@@ -173,7 +173,7 @@ def _teacher(shape: Shape, layers: int, tp: int) -> TeacherWorker:
     worker.device, worker.vocab_size, worker.score = str(DEVICE), vocab, None
     residence = Residence(model, worker.device, offload=False, gives_back=False)
     mesh: Any = None  # for ranks that sample
-    worker._own = TeacherModel(model=model, mesh=mesh, logit_rows=worker.logit_rows, use=residence.use)
+    worker._source = TeacherModel(model=model, mesh=mesh, logit_rows=worker.logit_rows, use=residence.use)
     worker._tasks, worker._buffer_task = FrozenTasks(FORWARD, FORWARD, FORWARD), FORWARD
     return worker
 

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 for _package in ("torch", "transformers", "datasets", "tokenizers"):
     _spec = PathFinder.find_spec(_package)
-    if _spec is not None and _spec.submodule_search_locations is None:  # Python's own message does not name the file
+    if _spec is not None and _spec.submodule_search_locations is None:  # Python's own message does not name it
         raise ImportError(f"{_spec.origin} is imported in place of the package {_package}; rename it")
 
 __all__ = ["Callback", "Finished", "distil", "distil_on_policy"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: most parts of the package need far less than these names."""
+    """Import public names on first use: most parts of the package need far less than they do."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from nemo_opd.training import callbacks, entry

@@ -1,4 +1,4 @@
-"""Commands with a time limit, which leave no process behind."""
+"""Commands with a time limit that leave no process behind."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CLOSED_S = 5.0
-"""Until a killed command's output ends, which it does not if a process hangs in a driver or has left the session."""
+"""Wait for the end of a killed command's output, which may not come if a process hangs in a driver or left the session.
+"""
 
 
 def run(
     command: Sequence[str], limit_s: float, *, paths: Sequence[str], folder: Path | None = None
 ) -> tuple[int | None, str]:
-    """Run a command in a separate session; return its exit status, None past its limit, and what it printed.
+    """Run a command in a separate session; return its exit status, None if it exceeded the limit, and its output.
 
-    paths: PYTHONPATH of the command. What it has started is killed with it, and when it has ended. Raises OSError where
-    there is no command of that name.
+    paths: PYTHONPATH of the command. Its child processes are killed when it ends or is killed. Raises OSError if the
+    command does not exist.
     """
     process = subprocess.Popen(
         command,
@@ -36,27 +37,27 @@ def run(
         return process.returncode, output
     except subprocess.TimeoutExpired:
         _end(process.pid)
-        return None, _rest(process)
+        return None, _remaining_output(process)
     finally:
         _end(process.pid)
 
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt inside for SIGTERM and SIGHUP too, so that commands that run are ended."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    """Raise KeyboardInterrupt in the block for SIGTERM and SIGHUP too, so that running commands are ended."""
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _rest(process: subprocess.Popen[str]) -> str:
+def _remaining_output(process: subprocess.Popen[str]) -> str:
     try:
         return process.communicate(timeout=_CLOSED_S)[0]
     except subprocess.TimeoutExpired as error:
-        # In bytes, also of a process whose output is text [CPython issue 87597].
+        # Bytes even in text mode [CPython issue 87597].
         return error.output.decode(errors="replace") if isinstance(error.output, bytes) else error.output or ""
 
 

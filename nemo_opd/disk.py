@@ -1,4 +1,4 @@
-"""Errors of writing as one sentence: the file, the reason, the room there is, the way out."""
+"""Write errors as one sentence: the file, the reason, the free space, the way out."""
 
 import errno
 import os
@@ -15,9 +15,9 @@ from nemo_opd.errors import OPDError, StorageError
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 OF_THE_DISK = FULL | {errno.EIO, errno.EROFS, errno.EFBIG}
-"""Never a mistake of the program."""
+"""Never caused by a mistake in the program."""
 ELSEWHERE = "choose another run.output_dir"
-"""Way out of a run."""
+"""Way out for a run."""
 _WAYS_OUT = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space, or have the quota raised",
@@ -27,20 +27,20 @@ _WAYS_OUT = {
     errno.EACCES: "change its permissions",
     errno.EPERM: "change its permissions",
 }
-"""Ways out by the number of the error."""
-_OF_RUST = re.compile(r"\(os error (\d+)\)")
-"""End of the errors of safetensors and tokenizers, which are no OSError."""
+"""Ways out by error number."""
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+"""End of the errors of safetensors and tokenizers, which are not OSErrors."""
 
 
 def error_number(error: BaseException | None) -> int | None:
-    """Return the number of the system's error that `error` is or was raised after; None where it is of another kind."""
+    """Return the system's error number of `error` or of its cause, or None for other errors."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    if (found := _OF_RUST.search(str(error))) is not None:
-        return int(found.group(1))
-    # torch's writer of archives raises a second error after one of writing.
-    before = None if error is None else error.__cause__ or error.__context__
-    number = None if before is None else error_number(before)
+    if (match := _RUST_ERROR.search(str(error))) is not None:
+        return int(match.group(1))
+    # After a write error, torch's archive writer raises a second error.
+    cause = None if error is None else error.__cause__ or error.__context__
+    number = None if cause is None else error_number(cause)
     return number if number in OF_THE_DISK else None
 
 
@@ -52,10 +52,9 @@ def storage_errors(
     needed: int | None = None,
     instead: str = ELSEWHERE,
 ) -> Iterator[None]:
-    """Raise `kind`, in one sentence about `path`, for an error of the operating system inside.
+    """Turn an operating system error in the block into `kind`, with one sentence about `path`.
 
-    needed: bytes in all, where known. instead: what else can be done. Other errors pass, those of a network among
-    them.
+    needed: total bytes, if known. instead: an alternative for the user. Other errors pass, including network errors.
     """
     try:
         yield
@@ -77,13 +76,13 @@ def refusal(path: Path, number: int, *, needed: int | None = None, instead: str 
 
 
 def require_room(path: Path, needed: int, what: str, *, instead: str, kind: type[OPDError] = StorageError) -> None:
-    """Raise `kind` where the file system of `path` has less room than `needed` bytes."""
+    """Raise `kind` if the file system of `path` has less free space than `needed` bytes."""
     if free_bytes(path) < needed:
         raise kind(f"{path}: no room for {what} ({room(path, needed)}); free some space, or {instead}")
 
 
 def room(path: Path, needed: int | None) -> str:
-    """Return what is needed, where known, and what is free; no further file may be the reason too."""
+    """Return the bytes needed, if known, and the bytes free, with a note if the file system has no inodes left."""
     free = f"{decimal(free_bytes(path))} free"
     files = os.statvfs(existing(path))
     if files.f_files and not files.f_favail:
@@ -92,12 +91,12 @@ def room(path: Path, needed: int | None) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """Return what an ordinary user may still write where `path` is or is to be; any number where there is no limit."""
+    """Return the bytes that an ordinary user may still write at `path`, or sys.maxsize without a limit."""
     usage = shutil.disk_usage(existing(path))
     return usage.free if usage.total else sys.maxsize
 
 
 def existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that is there."""
-    # Path.exists raises where a folder above may not be looked into.
-    return next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
+    """Return the path, or its nearest existing parent."""
+    # Path.exists raises if a parent folder is not accessible.
+    return next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))

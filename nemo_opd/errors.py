@@ -1,12 +1,12 @@
-"""The errors a user can cause. Each is also the matching builtin, so `except ValueError` keeps working.
+"""Errors that a user can cause. Each also derives from the matching builtin, so `except ValueError` works.
 
-A message says what is wrong (with the key and the value), why, and what to do about it.
-All of them survive pickling, because workers raise them in other processes.
+A message says what is wrong (with the key and the value), why, and how to correct it. All of them survive pickling,
+because workers raise them in other processes.
 """
 
 
 class OPDError(Exception):
-    """Base of every error raised on purpose by nemo_opd."""
+    """Base of all errors that nemo_opd raises on purpose."""
 
 
 class ConfigError(OPDError, ValueError):
@@ -30,27 +30,27 @@ class ProjectionError(OPDError, ValueError):
 
 
 class HandoffError(OPDError, RuntimeError):
-    """A teacher's output that could not be handed to the student."""
+    """A teacher's output that could not be sent to the student."""
 
 
 class SenderGoneError(HandoffError):
-    """A teacher's output of which the process has ended, whose own error says why."""
+    """A teacher's output whose process has ended; that process reports the reason."""
 
 
 class RolloutError(OPDError, RuntimeError):
-    """A rollout engine, a reward or an environment that does not do its part."""
+    """A rollout engine, reward or environment that fails or returns invalid results."""
 
 
 class EndpointError(OPDError, RuntimeError):
-    """A server that does not answer for a teacher, or otherwise than it should."""
+    """A teacher's server that does not answer, or answers incorrectly."""
 
 
 class CheckpointError(OPDError, RuntimeError):
-    """A checkpoint that is incomplete, unreadable or of another run."""
+    """A checkpoint that is incomplete, unreadable or from another run."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint of which a file is missing, or not as it was written."""
+    """A checkpoint with a missing or changed file."""
 
 
 class StorageError(OPDError, OSError):
@@ -58,23 +58,23 @@ class StorageError(OPDError, OSError):
 
 
 class HubError(OPDError, RuntimeError):
-    """A model that could not be pushed to the Hugging Face Hub; its folder is as it was."""
+    """A model that could not be pushed to the Hugging Face Hub; its folder is unchanged."""
 
 
 class CallbackError(OPDError, RuntimeError):
-    """An exception in a user's callback; the traceback is a note of this one."""
+    """An exception in a user's callback, with its traceback as a note."""
 
 
 class NotFiniteError(OPDError, FloatingPointError):
-    """Training that has produced NaN or infinity."""
+    """Training that produced NaN or infinity."""
 
 
 class ClusterError(OPDError, RuntimeError):
-    """Resources that are not there, or a worker that died."""
+    """Missing resources, or a worker that died."""
 
 
 class WorkerError(ClusterError):
-    """An exception inside a worker, with its group and rank; the traceback, if there is one, is a note of this one."""
+    """An exception inside a worker, with its group, rank and, as a note, its traceback if available."""
 
     def __init__(self, group: str, rank: int, error: str, traceback: str) -> None:
         super().__init__(group, rank, error, traceback)

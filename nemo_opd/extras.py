@@ -1,4 +1,4 @@
-"""Libraries that only some settings need, which come with an extra of the package."""
+"""Libraries that only some settings need, installed with an extra of the package."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def require_extras(
 
 
 def require_library(module: str, setting: str) -> None:
-    """Raise ConfigError where a library that a setting needs is not installed."""
+    """Raise ConfigError if a library that a setting needs is not installed."""
     if find_spec(module) is None:
         raise ConfigError(
             f"{setting}: needs the library {module}, which is not installed; run "

@@ -1,4 +1,4 @@
-"""Work in progress: whoever works reports it here, and displays read it."""
+"""Current work: reported here by the code that works, and read by displays."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from typing import TypeVar
 T = TypeVar("T")
 
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
-"""Environment variables that switch the progress bars of libraries off."""
+"""Environment variables that disable the progress bars of libraries."""
 
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """A piece of work that takes a while."""
+    """A task that takes a while."""
 
     name: str
     total: int | None = None
-    """Units there are; None where nobody knows."""
+    """Number of units, or None if unknown."""
     unit: str = ""
     """Plural, such as `texts`; `B` for bytes."""
     done: float = 0
     started: float = field(default_factory=time.monotonic)
     measure: Callable[[], float] | None = None
-    """Asked for `done` where the work cannot count itself."""
+    """Returns `done` for work that cannot count itself."""
     _lock: Lock = field(default_factory=Lock, repr=False)
 
     def advance(self, number: float = 1) -> None:
-        """Count what is done; several threads may do parts of one work."""
+        """Count finished units; several threads may work on one task."""
         with self._lock:
             self.done += number
 
@@ -42,7 +42,7 @@ class Work:
         return time.monotonic() - self.started
 
     def look(self) -> float:
-        """Units that are done."""
+        """Return the finished units."""
         if self.measure is not None:
             self.done = self.measure()
         return self.done
@@ -55,7 +55,7 @@ _under_way: list[Work] = []
 def working(
     name: str, total: int | None = None, unit: str = "", *, measure: Callable[[], float] | None = None
 ) -> Iterator[Work]:
-    """Inside, displays show this work, as far as it has advanced. Threads may work side by side."""
+    """Announce work to displays during the block. Threads may announce work at the same time."""
     work = Work(name, total, unit, measure=measure)
     with announced(work):
         yield work
@@ -73,7 +73,7 @@ def announced(work: Work) -> Iterator[None]:
 
 @contextmanager
 def separately() -> Iterator[None]:
-    """Inside, nothing is under way but what begins there: an exception that is kept keeps the work of its frames."""
+    """Hide all outer work during the block, as a kept exception keeps its frames' work announced."""
     global _under_way
     outside, _under_way = _under_way, []
     try:
@@ -83,7 +83,7 @@ def separately() -> Iterator[None]:
 
 
 def tracked(items: Iterable[T], name: str, unit: str, total: int | None = None) -> Iterator[T]:
-    """Yield the items, and show how many have been dealt with. total: their number, where they do not know it."""
+    """Yield the items, and show the progress through them. total: their number, if they have no length."""
     with working(name, len(items) if total is None and isinstance(items, Sized) else total, unit) as work:
         for item in items:
             yield item
@@ -91,20 +91,20 @@ def tracked(items: Iterable[T], name: str, unit: str, total: int | None = None) 
 
 
 def current() -> Work | None:
-    """Return the newest work under way, one whose total is known before others; None where there is none."""
+    """Return the newest current work, preferring work with a known total; None while idle."""
     newest_first = list(reversed(_under_way))
     return next((work for work in newest_first if work.total is not None), newest_first[0] if newest_first else None)
 
 
 def quiet_libraries() -> None:
-    """Switch off the progress bars and stack dumps of libraries that are imported afterwards, here and in processes
-    started here, and the bars of a transformers that is already imported.
+    """Disable progress bars and stack dumps of libraries that are imported later, here and in child processes, and the
+    bars of an already imported transformers.
 
-    A variable that the user has set stays.
+    Variables set by the user are kept.
     """
     for name in BARS:
         os.environ.setdefault(name, "1")
     if "transformers" in sys.modules and os.environ[BARS[0]] == "1":
         sys.modules["transformers"].utils.logging.disable_progress_bar()
-    # Below errors, such as those that it raises too: PyTorch prints a C++ stack when a connection is lost.
+    # PyTorch logs a C++ stack when a connection is lost, besides raising the error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

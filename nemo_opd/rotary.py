@@ -1,4 +1,4 @@
-"""Rotary embeddings whose factors depend on the longest text of a forward pass (methods.md §8.4)."""
+"""Rotary embeddings with factors that depend on the longest text of a forward pass (methods.md §8.4)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,26 +7,28 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RotaryLimit:
-    """The length up to which a model reads texts with its original rotary factors."""
+    """Longest text that a model reads with its original rotary factors."""
 
     length: int
     """Tokens."""
     grows: bool
-    """Whether the factors of longer texts depend on their length (`dynamic`), and are not the same (`longrope`)."""
+    """Whether the factors of longer texts depend on their length (`dynamic`) or are the same for all of them
+    (`longrope`).
+    """
 
     def is_beyond(self, length: int) -> bool:
         return length > self.length
 
-    def reads_alike(self, length: int, other: int) -> bool:
-        """Return whether texts of two lengths are read with the same factors."""
+    def reads_alike(self, length: int, other_length: int) -> bool:
+        """Return whether texts of both lengths are read with the same factors."""
         longer = self.is_beyond(length)
-        return length == other or (longer == self.is_beyond(other) and not (longer and self.grows))
+        return length == other_length or (longer == self.is_beyond(other_length) and not (longer and self.grows))
 
 
 def rotary_limit(config: Mapping[str, Any]) -> RotaryLimit | None:
-    """Return the limit of a model with this configuration, as transformers saves it; None if all factors are fixed.
+    """Return the limit of a model from its configuration as saved by transformers; None if all factors are fixed.
 
-    Of layers with different embeddings, the smallest limit.
+    For layers with different embeddings, the smallest limit.
     """
     rope = config.get("rope_parameters") or {}
     by_layer = [value for value in rope.values() if isinstance(value, Mapping)] or [rope]

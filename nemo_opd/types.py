@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 HISTORY_SAME, HISTORY_REWRITTEN, HISTORY_CHANGED = range(3)
-"""Kinds of history before a place: the same contents; the same but for white space and Unicode form; others."""
+"""Kinds of history before a position: the same contents; the same except white space and Unicode form; different."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Which tokens of two tokenizations of one text stand for the same bytes (methods.md §1.2).
+    """The tokens of two tokenizations of one text that stand for the same bytes (methods.md §1.2).
 
-    Chunk ids are −1 where a token has no partner and non-decreasing elsewhere.
+    Chunk ids are −1 for tokens without a partner and non-decreasing otherwise.
     """
 
     student_chunk_id: NDArray[np.int32]
@@ -49,13 +49,13 @@ class Alignment:
     inexact: NDArray[np.bool_]
     """[C]: the bytes of both sides differ. Losses skip these chunks."""
     special: NDArray[np.bool_]
-    """[C]: a pair of special tokens of one role."""
+    """[C]: a pair of special tokens with the same role."""
     whitespace: NDArray[np.bool_]
     """[C]: all bytes are ASCII white space."""
     digit: NDArray[np.bool_]
     """[C]: all bytes are ASCII digits."""
     history: NDArray[np.int8]
-    """[C]: HISTORY_SAME, HISTORY_REWRITTEN or HISTORY_CHANGED, of the contents before the chunk; non-decreasing."""
+    """[C]: HISTORY_SAME, HISTORY_REWRITTEN or HISTORY_CHANGED, for the contents before the chunk; non-decreasing."""
 
     @property
     def num_chunks(self) -> int:
@@ -63,21 +63,21 @@ class Alignment:
 
 
 PAD_ID = 0
-"""Any id that every vocabulary has: causal models do not see padding, and the mask keeps it out of the losses."""
+"""An id in every vocabulary: causal models do not see padding, and the mask keeps it out of the losses."""
 NO_CHUNK = -1
 _FILL = "fill"
-"""Key in the metadata of a field of `Rows`: the value of its padding and of empty rows, where that is not 0."""
+"""Metadata key of a field of `Rows`: the value of its padding and of empty rows, by default 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tensors with a row for each sequence, as fields, in nested Rows or in tuples of these. A field may be None.
+    """Tensors with a row per sequence, held as fields, in nested Rows or in tuples of these. A field may be None.
 
-    A new field needs no other edit: slices, copies and padding reach all fields.
+    Slices, copies and padding reach all fields, so a new field needs no other edit.
     """
 
     def map(self, function: Callable[[Tensor, int], Tensor]) -> Self:
-        """Return a copy with `function(tensor, fill)` in the place of every tensor; fill: the value of its padding."""
+        """Return a copy with every tensor replaced by `function(tensor, fill)`; fill: the value of its padding."""
 
         def mapped(value: Any, fill: int) -> Any:
             if value is None:
@@ -85,19 +85,17 @@ class Rows:
             if isinstance(value, Rows):
                 return value.map(function)
             if isinstance(value, tuple):
-                return tuple(mapped(each, fill) for each in value)
+                return tuple(mapped(element, fill) for element in value)
             return function(value, fill)
 
-        return replace(
-            self, **{each.name: mapped(getattr(self, each.name), each.metadata.get(_FILL, 0)) for each in fields(self)}
-        )
+        return replace(self, **{f.name: mapped(getattr(self, f.name), f.metadata.get(_FILL, 0)) for f in fields(self)})
 
     def emptied(self, where: Tensor) -> Self:
-        """Return a copy with empty rows where bool [B] is true."""
+        """Return a copy with empty rows at the true elements of bool [B]."""
         return self.map(lambda tensor, fill: tensor.masked_fill(where.view(-1, *[1] * (tensor.dim() - 1)), fill))
 
     def part(self, start: int, stop: int) -> Self:
-        """Return rows [start, stop), in their full width."""
+        """Return rows [start, stop) at full width."""
         return self.map(lambda tensor, _: tensor[start:stop])
 
     def narrowed(self, width: int) -> Self:
@@ -109,8 +107,8 @@ class Rows:
 class TokenRows(Rows):
     """Sequences of one tokenizer, right-padded.
 
-    Models are causal, so positions before the padding never see it and no attention mask is needed. Where they can,
-    they read no padding at all.
+    Models are causal, so positions before the padding never see it and no attention mask is needed. Models that support
+    packing read no padding at all.
     """
 
     ids: Tensor = field(metadata={_FILL: PAD_ID})
@@ -120,8 +118,8 @@ class TokenRows(Rows):
     loss_mask: Tensor
     """bool [B, S]: token i is scored, by the logits at i−1. False at position 0 and in the padding."""
     num_bytes: Tensor
-    """int32 [B, S]: bytes of content that a token stands for, where every model that reads the sequence predicts them;
-    0 elsewhere. They add up to the same number for each of those models.
+    """int32 [B, S]: bytes of content that a token stands for if every model that reads the sequence predicts them,
+    otherwise 0. Their sum is the same for each of these models.
     """
 
     def __len__(self) -> int:
@@ -129,95 +127,99 @@ class TokenRows(Rows):
 
     @property
     def packed_lengths(self) -> list[int]:
-        """Tokens that models read of each sequence: one, of padding, where it is empty."""
+        """Tokens of each sequence that models read; an empty sequence has one, of padding."""
         lengths: list[int] = self.lengths.clamp(min=1).tolist()
         return lengths
 
     def rows(self, start: int, stop: int) -> TokenRows:
-        """Return sequences [start, stop), cut to the longest of them (one position at least)."""
-        own = self.part(start, stop)
-        return own.narrowed(max(1, int(own.lengths.max()) if len(own) else 1))
+        """Return sequences [start, stop), cut to the longest of them (at least one position)."""
+        part = self.part(start, stop)
+        return part.narrowed(max(1, int(part.lengths.max()) if len(part) else 1))
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows(Rows):
-    """The alignment of a batch; chunks that no loss may use are already −1."""
+    """The alignment of a batch; chunks that losses must not use are already −1."""
 
     student: Tensor = field(metadata={_FILL: NO_CHUNK})
     """int32 [B, S]"""
     teacher: Tensor = field(metadata={_FILL: NO_CHUNK})
     """int32 [B, T]"""
     histories: Tensor | None = None
-    """int64 [B, 2]: chunks that a loss could use, and those of them after contents that the sides read differently,
+    """int64 [B, 2]: chunks that a loss could use, and how many of them follow contents that the sides read differently,
     compared or not. None in parts of a global batch.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class MovedRows(Rows):
-    """The student's tokens where a teacher with its tokenizer reads them after another prompt (methods.md §13)."""
+    """The student's tokens for a same-tokenizer teacher that reads them after another prompt (methods.md §13)."""
 
     by: Tensor
-    """int64 [B]: place of a token that both read among the teacher's, less its place among the student's."""
+    """int64 [B]: position of a shared token in the teacher's sequence minus its position in the student's."""
     loss_mask: Tensor
     """bool [B, S]: token i of the student is compared, by the logits at i−1 and at i−1+by."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows(Rows):
-    """A batch as one teacher sees it."""
+    """A batch as one teacher reads it."""
 
     tokens: TokenRows
-    """The teacher's own tokens; the student's where they share a tokenizer and the teacher has no separate prompt."""
+    """The teacher's own tokens, or the student's if they share a tokenizer and the teacher has no separate prompt."""
     chunks: ChunkRows | None
-    """The alignment with the student; None where they share a tokenizer."""
+    """The alignment with the student, or None if they share a tokenizer."""
     weights: Tensor | None = None
-    """float32 [B]: what each sequence counts for in this teacher's loss; None for 1."""
+    """float32 [B]: weight of each sequence in this teacher's loss. None stands for 1."""
     rollout_weights: Tensor | None = None
-    """float32 [B]: what each sequence counts for among those sampled for its prompt, times `weights`, and what its
-    units count for in the normalizer; None for 1.
+    """float32 [B]: weight of each sequence among its prompt's samples, times `weights`; it also weights the sequence's
+    units in the normalizer. None stands for 1.
     """
     moved: MovedRows | None = None
-    """None where positions are the student's, or the tokenizer is another."""
+    """Set if positions differ from the student's, with the same tokenizer."""
     leakage: Tensor | None = None
-    """int64 [B, 2]: bytes of the response that also stand in the teacher's context, and its bytes; None without one."""
+    """int64 [B, 2]: bytes of the response that also occur in the teacher's context, and all its bytes. None without a
+    context.
+    """
     variants: tuple[TokenRows, ...] = ()
-    """The same responses without the context and with another record's, for the privilege gap; empty where that is not
+    """The same responses without the context and with another record's, for the privilege gap; empty if it is not
     measured, and in parts of a global batch.
     """
 
     def student_side(self, student: TokenRows) -> TokenRows:
-        """Return the student's tokens that this teacher is compared on; its own where they share a tokenizer.
+        """Return the student's tokens that this teacher is compared on; with a shared tokenizer, its own.
 
-        Those may be fewer: a teacher that is not asked about a sequence has an empty row for it.
+        These may be fewer: a teacher that is not asked about a sequence has an empty row for it.
         """
         if self.moved is not None:
             return replace(student, loss_mask=self.moved.loss_mask)
         return self.tokens if self.chunks is None else student
 
     def logit_positions(self, student: TokenRows) -> tuple[int, Tensor | None]:
-        """Return how many positions losses read this teacher's logits at, and what each is moved by: int64 [B]; None
-        for 0. student: of the same rows.
+        """Return the number of positions that losses read this teacher's logits at, and their offsets, int64 [B] or
+        None for 0.
+
+        student: tokens of the same rows.
         """
         if self.moved is not None:
             return student.ids.shape[1], self.moved.by
         return self.tokens.ids.shape[1], None
 
     def without(self, where: Tensor) -> TeacherRows:
-        """Return a copy with empty sequences where bool [B] is true; their weights stay."""
+        """Return a copy with empty sequences at the true elements of bool [B]; their weights stay."""
         return replace(self.emptied(where), weights=self.weights, rollout_weights=self.rollout_weights)
 
     def rows(self, start: int, stop: int, student_width: int) -> TeacherRows:
-        """Return sequences [start, stop), each side cut to the longest of them; student_width: of its rows."""
-        own = replace(self, variants=()).part(start, stop)
-        tokens, chunks, moved = self.tokens.rows(start, stop), own.chunks, own.moved
+        """Return sequences [start, stop), each side cut to its longest one. student_width: the student's."""
+        part = replace(self, variants=()).part(start, stop)
+        tokens, chunks, moved = self.tokens.rows(start, stop), part.chunks, part.moved
         if chunks is not None:
             width = tokens.ids.shape[1]
             student, teacher = chunks.student[:, :student_width], chunks.teacher[:, :width]
             chunks = replace(chunks, student=student, teacher=teacher, histories=None)
         if moved is not None:
             moved = moved.narrowed(student_width)
-        return replace(own, tokens=tokens, chunks=chunks, moved=moved)
+        return replace(part, tokens=tokens, chunks=chunks, moved=moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,31 +227,31 @@ class SampledRows(Rows):
     """Rewards, weights and log-probabilities of sampled sequences (methods.md §10.1)."""
 
     is_sampled: Tensor
-    """bool [B]: sampled, where the batch has sequences of a dataset as well."""
+    """bool [B]: false for sequences of a dataset in the batch."""
     logprobs: Tensor
-    """float32 [B, S]: of the sampled tokens by the engine, at temperature 1; 0 elsewhere."""
+    """float32 [B, S]: log-probabilities of the sampled tokens by the engine, at temperature 1; 0 elsewhere."""
     behaviour_logprobs: Tensor
-    """float32 [B, S]: by the policy that sampled them, after temperature, top-k and top-p; 0 elsewhere."""
+    """float32 [B, S]: log-probabilities by the sampling policy, after temperature, top-k and top-p; 0 elsewhere."""
     advantages: Tensor
-    """float32 [B]: of each sequence over the others of its prompt; 0 where it was not sampled."""
+    """float32 [B]: advantage of each sequence over its prompt's other sequences; 0 if it was not sampled."""
     prompts: Tensor = field(metadata={_FILL: -1})
-    """int64 [B]: which prompt it continues; rollouts of one prompt have the same number."""
+    """int64 [B]: index of the prompt that it continues; rollouts of one prompt share it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch(Rows):
-    """The same texts as the student and every teacher see them. Row b is the same text on all sides."""
+    """The same texts as the student and every teacher read them. Row b is the same text on all sides."""
 
     student: TokenRows
     teachers: tuple[TeacherRows, ...]
     sampled: SampledRows | None = None
-    """None where every sequence is of a dataset."""
+    """None if all sequences are from a dataset."""
     row: Tensor | None = None
-    """int64 [B]: the row that a sequence was packed into; consecutive. None in parts of a global batch, and where each
-    is a row.
+    """int64 [B]: consecutive index of the row that a sequence was packed into. None in parts of a global batch, and
+    without packing.
     """
     domain: Tensor | None = field(default=None, metadata={_FILL: -1})
-    """int64 [B]: the domain of a validation text. None in parts of a global batch, and where texts have none."""
+    """int64 [B]: domain of a validation text. None in parts of a global batch, and if texts have no domains."""
 
     def __len__(self) -> int:
         return len(self.student)
@@ -259,20 +261,20 @@ class Batch(Rows):
         student = self.student.rows(start, stop)
         width = student.ids.shape[1]
         teachers = tuple(teacher.rows(start, stop, width) for teacher in self.teachers)
-        own = replace(self, teachers=(), row=None, domain=None).part(start, stop)
-        sampled = None if own.sampled is None else own.sampled.narrowed(width)
-        return replace(own, student=student, teachers=teachers, sampled=sampled)
+        part = replace(self, teachers=(), row=None, domain=None).part(start, stop)
+        sampled = None if part.sampled is None else part.sampled.narrowed(width)
+        return replace(part, student=student, teachers=teachers, sampled=sampled)
 
 
 @dataclass(frozen=True, slots=True)
 class Normalizers:
-    """Units of the global batch by which sums are divided (methods.md §7.1)."""
+    """Unit counts of the global batch that sums are divided by (methods.md §7.1)."""
 
     ce: int
     """Label tokens of the sequences that were not sampled."""
     kd: tuple[float, ...]
-    """Per part of the KD: aligned chunks, or label tokens where the teacher shares the student's tokenizer; for tcad
-    sequences. Those of a sequence times its rollout weight, where it has one.
+    """Per part of the KD: aligned chunks, label tokens if the teacher shares the student's tokenizer, or sequences for
+    tcad. A sequence with a rollout weight counts its units times that weight.
     """
     policy: int = 0
     """Sampled tokens that are scored."""
@@ -280,14 +282,14 @@ class Normalizers:
 
 @dataclass(frozen=True, slots=True)
 class SequenceScores:
-    """Confidence of a teacher in each sequence, on its own tokens (methods.md §6.1)."""
+    """A teacher's confidence in each sequence, on its own tokens (methods.md §6.1)."""
 
     bits: Tensor
-    """float64 [B]: summed over the tokens that are scored and carry text."""
+    """float64 [B]: sum over scored tokens that carry text."""
     num_bytes: Tensor
-    """int64 [B]: the text they carry."""
+    """int64 [B]: bytes of text that these tokens carry."""
     num_tokens: Tensor
-    """int64 [B]: how many they are."""
+    """int64 [B]: number of these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +328,7 @@ class Max:
 
     def merge(self, other: Self) -> Max:
         ours, theirs = self.maximum, other.maximum
-        # The host waits for no tensor. `clamp` keeps a NaN of either side.
+        # No host synchronisation. `clamp` keeps a NaN of either side.
         if not isinstance(ours, float | int):
             return Max(ours.clamp(min=theirs))
         if not isinstance(theirs, float | int):
@@ -339,7 +341,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """Merging keeps the later; for what is equal on all ranks, such as the learning rate."""
+    """Merging keeps the later value; for values that are equal on all ranks, such as the learning rate."""
 
     latest: Number
 
@@ -352,9 +354,9 @@ class Last:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveShare:
-    """(Σ w)² / (n Σ w²): how many equally weighted units n units of weights w are worth, as a share of them.
+    """(Σ w)² / (n Σ w²): the effective number of n units with weights w, as a share of n.
 
-    Merging adds all three.
+    Merging adds all three sums.
     """
 
     total: Number
@@ -377,7 +379,7 @@ Metrics = Mapping[str, Metric]
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A loss as this rank's share: the sum of `loss` over ranks is the global value."""
+    """This rank's share of a loss: the sum of `loss` over ranks is the global value."""
 
     loss: Tensor
     """Scalar: sum over this call's units / normalizer."""

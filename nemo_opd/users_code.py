@@ -1,7 +1,7 @@
-"""Calls of a user's own code, which can neither end the run without an error nor block it for ever.
+"""Calls of a user's own code, which can neither end the run silently nor block it indefinitely.
 
-Exceptions are code in C that ignores signals, code that ends the process (`os._exit`), and code that uses SIGALRM
-itself, such as math-verify by default: its time is compared when it returns.
+Exceptions are C code that ignores signals, code that ends the process (`os._exit`), and code that uses SIGALRM itself,
+such as math-verify by default: its time is checked when it returns.
 """
 
 import importlib
@@ -23,10 +23,10 @@ from nemo_opd.errors import ConfigError
 T = TypeVar("T")
 LARGEST_REWARD = 1e15
 _MESSAGE_LENGTH = 500
-"""Characters of an error's message that are shown."""
+"""Maximum characters of an error message that are shown."""
 TEXT_S = 5.0
 _AGAIN_S = 1.0
-"""Time between interruptions of code that handles the first one as an error."""
+"""Time between further interruptions of code that handled the first one as an error."""
 
 
 class UsersCodeError(Exception):
@@ -34,17 +34,17 @@ class UsersCodeError(Exception):
 
 
 class _Overdue(BaseException):
-    """Interruption of the user's code; no Exception, so that code which handles all of those does not handle it."""
+    """Interruption of the user's code; a BaseException, so that `except Exception` does not catch it."""
 
 
 def called(function: Callable[..., T], *arguments: Any, timeout_s: float, key: str) -> T:
-    """Return what the function returns.
+    """Call the function and return its result.
 
-    key: setting of `timeout_s`. Raises UsersCodeError for whatever the function raises, SystemExit too, and where it
-    takes longer than `timeout_s`. KeyboardInterrupt passes.
+    key: setting of `timeout_s`. Raises UsersCodeError if the function raises anything, SystemExit included, or takes
+    longer than `timeout_s`. KeyboardInterrupt passes.
 
-    The main thread is interrupted by an alarm, in waiting calls and regular expressions too. In another thread the
-    function is called in one more, which is abandoned when its time is up.
+    In the main thread an alarm interrupts the function, even in waiting calls and regular expressions. In another
+    thread the function runs in a further thread, which is abandoned when its time is up.
     """
     try:
         return _limited(function, arguments, timeout_s)
@@ -57,9 +57,9 @@ def called(function: Callable[..., T], *arguments: Any, timeout_s: float, key: s
 
 
 def imported(reference: str, *, key: str, form: str) -> Any:
-    """Import what `package.module:name` names, from the working folder too.
+    """Import the object named by `package.module:name`, also from the working folder.
 
-    key: setting. form: its form, for messages. Raises ConfigError where it cannot be imported.
+    key: name of the setting. form: its form, for messages. Raises ConfigError if it cannot be imported.
     """
     module, _, name = reference.partition(":")
     if str(Path.cwd()) not in sys.path:
@@ -68,7 +68,7 @@ def imported(reference: str, *, key: str, form: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # an import may raise anything, and call sys.exit
+    except BaseException as error:  # an import may raise any error, or call sys.exit
         raise ConfigError(
             f"{key}={reference}: cannot be imported ({_described(error)}); give `{form}`, with the package "
             "installed or in the working folder"
@@ -76,14 +76,15 @@ def imported(reference: str, *, key: str, form: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a short text of a value that the code returned."""
-    written = " ".join(_safely(repr, value).split())
-    return written if len(written) <= 80 else written[:77] + "..."
+    """Return a short text for a value that the user's code returned."""
+    text = " ".join(_safely(repr, value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _safely(text_of: Callable[[object], str], value: object) -> str:
-    """Return the value's text, without secrets; its type where the text is made by user's code that fails or takes
-    longer than `TEXT_S`.
+    """Return the value's text without secrets, or its type if making the text fails or takes longer than `TEXT_S`.
+
+    Making the text may run the user's code.
     """
     try:
         return without_secrets(_limited(text_of, (value,), TEXT_S))
@@ -102,28 +103,28 @@ def is_finite(value: Any) -> bool:
 
 
 def is_reward(value: Any) -> bool:
-    """Return whether statistics of rewards, squares included, can be computed with a number."""
+    """Return whether a number can be used in statistics of rewards, which square it."""
     return is_finite(value) and abs(value) <= LARGEST_REWARD
 
 
 def _described(error: BaseException) -> str:
-    """Return type, message and place of an error in a user's code, in one line."""
+    """Return type, message and place of an error in the user's code, in one line."""
     message = " ".join(_safely(str, error).split())[:_MESSAGE_LENGTH]
     frames = traceback.extract_tb(error.__traceback__)
-    at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{': ' if message else ''}{message}{at}"
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{': ' if message else ''}{message}{place}"
 
 
 def _limited(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
-    by = _by_alarm if threading.current_thread() is threading.main_thread() else _in_a_thread
-    return by(function, arguments, timeout_s)
+    call = _with_alarm if threading.current_thread() is threading.main_thread() else _in_thread
+    return call(function, arguments, timeout_s)
 
 
-def _by_alarm(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
-    """Raise _Overdue in the function when the time is up; an alarm that was set before is kept.
+def _with_alarm(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
+    """Raise _Overdue in the function when the time is up; a previously set alarm is restored.
 
-    It is one function and not a context manager because an alarm can ring between any two lines: unless `is_inside` it
-    does nothing, and inside what it raises passes the `finally`.
+    This is one function, not a context manager, because an alarm can ring between any two lines: it does nothing unless
+    `is_inside`, and an error it raises inside passes the `finally`.
     """
     is_inside = False
 
@@ -132,24 +133,24 @@ def _by_alarm(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s:
             raise _Overdue
 
     start = time.monotonic()
-    rest = interval = 0.0
+    remaining = interval = 0.0
     handler = signal.signal(signal.SIGALRM, ring)
     try:
-        rest, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, _AGAIN_S)
+        remaining, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, _AGAIN_S)
         is_inside = True
         result = function(*arguments)
     finally:
         is_inside = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if rest:
-            signal.setitimer(signal.ITIMER_REAL, max(1e-3, rest - (time.monotonic() - start)), interval)
+        if remaining:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, remaining - (time.monotonic() - start)), interval)
     if time.monotonic() - start > timeout_s:
         raise _Overdue
     return result
 
 
-def _in_a_thread(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
+def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -158,11 +159,11 @@ def _in_a_thread(function: Callable[..., T], arguments: tuple[Any, ...], timeout
         except BaseException as error:
             outcome.set_exception(error)
 
-    # The end of the process does not wait for a daemon.
+    # The process does not wait for daemon threads at exit.
     threading.Thread(target=run, name="user's code", daemon=True).start()
     try:
         return outcome.result(timeout_s)
-    except FutureTimeoutError:  # the code may raise the same
+    except FutureTimeoutError:  # the code may raise this error too
         if outcome.done():
             raise
         raise _Overdue from None

@@ -1,4 +1,4 @@
-"""The version of this package, and the commit of its checkout."""
+"""Version of this package, and commit of its checkout."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ UNKNOWN = "unknown"
 
 
 def package_version() -> str:
-    """Return the version that is installed, or that a checkout on PYTHONPATH, which is not installed, would have."""
+    """Return the installed version, or the checkout's if it is on PYTHONPATH without being installed."""
     try:
         return version("nemo-opd")
     except PackageNotFoundError:
@@ -21,12 +21,12 @@ def package_version() -> str:
 
 
 def commit() -> str:
-    """Return the checkout's commit, with `-dirty` if files were changed: `$NEMO_OPD_COMMIT`, else what git says.
+    """Return the checkout's commit, with `-dirty` if files were changed: `$NEMO_OPD_COMMIT`, or from git.
 
-    `UNKNOWN` if the package alone is there, or a copy of the checkout without its repository.
+    Returns `UNKNOWN` without a checkout, or for a copy of it without its repository.
     """
-    if named := os.environ.get("NEMO_OPD_COMMIT"):
-        return named
+    if from_environment := os.environ.get("NEMO_OPD_COMMIT"):
+        return from_environment
     if CHECKOUT is None:
         return UNKNOWN
     command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=7"]

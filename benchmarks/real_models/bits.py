@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def bits_per_byte(model_folder: Path, validation: Path) -> dict[str, float]:
+def bits_per_byte(model_folder: Path, validation: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
     """Return bits per byte over all texts, under the key `all`, and by domain. The tokenizer is a byte-level one.
 
     The first token of a text is no target, and neither it nor an end-of-text token counts, as in the product.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).eval()
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for line in validation.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.real_models.bits import bits_per_byte
 from benchmarks.real_models.outcomes import Outcome, StepTimes, outcome_of, read_outcomes, write_outcome
 from benchmarks.real_models.place import Place
 from benchmarks.real_models.questions import TASK
@@ -37,6 +38,13 @@ def run_one(setting: Setting, seed: int, size: Size, place: Place, results: Path
     if setting.experiment == "prune":
         accuracy = which_line(str(folder / "final"), folder / "evaluation", place, size.dtype)
         outcome = replace(outcome, end={**outcome.end, TASK: accuracy})
+    if setting.experiment == "languages":
+        # The run counts the bytes that all its models predict, which differ between runs with the teacher and without.
+        start, end = (
+            bits_per_byte(model, place.languages_validation, torch.float32)
+            for model in (place.original, folder / "final")
+        )
+        outcome = replace(outcome, start=start, end=end)
     write_outcome(results, replace(outcome, settings=without_folder(outcome.settings, place.root)))
     for name in ("checkpoints", "final", "final_told"):
         shutil.rmtree(folder / name, ignore_errors=True)

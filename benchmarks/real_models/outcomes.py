@@ -72,7 +72,7 @@ class StepTimes:
 def outcome_of(
     folder: Path, experiment: str, setting: str, seed: int, settings: Mapping[str, Any], wall_s: float
 ) -> Outcome:
-    """Read what a whole run has left."""
+    """Read what a whole run has left. Without a validation it has no `start`, `end` and `teacher`."""
     records = read(folder / "metrics.jsonl")
     measured = [record for record in records if "val/bits_per_byte" in record or "eval/sums/greedy" in record]
     cpu = {row["step"]: row["cpu_s"] for row in read(folder / CPU_TIMES)}
@@ -84,9 +84,9 @@ def outcome_of(
         seed,
         steps,
         settings,
-        _scores(measured[0]),
-        _scores(measured[-1]),
-        _scores(measured[0], f"/{settings['teachers'][0]['name']}"),
+        _scores(measured[0]) if measured else {},
+        _scores(measured[-1]) if measured else {},
+        _scores(measured[0], f"/{settings['teachers'][0]['name']}") if measured else {},
         curves(records),
         per_step,
         per_step * steps,

@@ -227,12 +227,12 @@ def configuration(setting: Setting, seed: int, steps: int, size: Size, place: Pl
 def _off_policy(setting: Setting, size: Size) -> dict[str, Any]:
     is_languages = setting.experiment == "languages"
     files, lr = ("languages_", 1e-4) if is_languages else ("", 3e-4)
+    validation = {"validation": {"jsonl_files": ["{root}/data/validation.jsonl"]}, "domain_key": "domain"}
     return {
         "student": {"dtype": size.dtype, "optimizer": {"lr": lr}, "scheduler": {"warmup_steps": 4}},
         "data": {
             "train": {"jsonl_files": [f"{{root}}/data/{files}train.jsonl"]},
-            "validation": {"jsonl_files": [f"{{root}}/data/{files}validation.jsonl"]},
-            "domain_key": "domain",
+            **({} if is_languages else validation),
             "append_eos": False,
         },
         "train": {"global_batch_size": size.rows, "micro_batch_size": size.rows, "max_length": size.max_length},

@@ -1,4 +1,4 @@
-"""Aggregation of several teachers' losses into one (methods.md §6)."""
+"""Combination of several teachers' losses into one objective (methods.md §6)."""
 
 from nemo_opd.aggregation.confidence import weighted_by_confidence
 from nemo_opd.aggregation.objective import TERMS, ObjectiveTerms, TermName

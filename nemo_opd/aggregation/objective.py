@@ -1,4 +1,4 @@
-"""The objective of a run: weighted cross-entropy, distillation and policy gradient of rewards (methods.md §7.3)."""
+"""The training objective: weighted cross-entropy, distillation and policy gradient of rewards (methods.md §7.3)."""
 
 from collections.abc import Collection, Sequence
 from typing import Literal
@@ -19,10 +19,10 @@ TERMS: tuple[TermName, ...] = ("ce", "kd", "policy")
 
 
 class ObjectiveTerms:
-    """Terms of the objective, planned for rows of a batch."""
+    """Planner of the objective's terms for rows of a batch."""
 
     def __init__(self, settings: Objective, parts: Parts, vocab_size: int) -> None:
-        """Keep the settings. vocab_size: of the student's tokenizer."""
+        """Store the settings. vocab_size: size of the student's tokenizer."""
         self._settings = settings
         self._parts = parts
         self._vocab_size = vocab_size
@@ -38,11 +38,11 @@ class ObjectiveTerms:
         kd_scale: float = 1.0,
         terms: Collection[TermName] = TERMS,
     ) -> list[PlannedLoss]:
-        """Plan these terms, multiplied by their weights: cross-entropy, each part of the KD, the policy gradient.
+        """Plan the selected terms, multiplied by their weights: cross-entropy, each part of KD, the policy gradient.
 
-        Student's logits [B, S, V], teachers' logits [B, T, W], batch and divisors (`Parts.divisors`) are of the same
-        rows; normalizers: of the global batch. kd_scale: multiplies the KD in addition to its weight. Rows without
-        samples have no policy gradient.
+        Student logits [B, S, V], teacher logits [B, T, W], batch and divisors (`Parts.divisors`) cover the same rows;
+        normalizers cover the global batch. kd_scale: extra factor of the KD. Rows without samples have no policy
+        gradient.
         """
         losses = []
         if "ce" in terms:

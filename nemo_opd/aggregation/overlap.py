@@ -1,4 +1,4 @@
-"""Overlap of the student's likeliest tokens with a teacher's, in the student's samples or in validation."""
+"""Overlap of the student's and a teacher's likeliest tokens, in the student's samples or in validation."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from nemo_opd.types import SampledRows, TeacherRows, TokenRows
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-_EVERY = 16
-"""Period of the tokens, or aligned chunks, that are compared, from the second on: each row of a teacher costs a
-product.
-"""
+_STRIDE = 16
+"""Only tokens, or aligned chunks, 1, 17, 33, … are compared: each teacher row costs a product with the head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Overlap of one teacher with the student."""
+    """The `overlap` metric of one teacher and the student."""
 
     projection: ProjectionMatrix | None
-    """None where they share a tokenizer."""
+    """None if they share a tokenizer."""
     student_vocab_size: int
     teacher_vocab_size: int
     images: NDArray[np.bool_] | None = None
@@ -41,7 +39,7 @@ class Overlap:
     def across(
         projection: ProjectionMatrix | None, student_vocab_size: int, teacher_vocab_size: int, loss: str
     ) -> Overlap | None:
-        """Return the overlap with a teacher of another tokenizer; None where no token is the same in both."""
+        """Return the metric for a teacher with another tokenizer, or None if the two have no token in common."""
         if projection is None or not len(projection.shared_pairs):
             return None
         images = teacher_images(loss, projection)
@@ -55,13 +53,13 @@ class Overlap:
         teacher: TeacherRows,
         sampled: SampledRows | None,
     ) -> PlannedLoss:
-        """Plan the metric `overlap`, and `kd_mass` with images, of these rows' samples or, without any, all texts.
+        """Plan the metric `overlap`, and `kd_mass` with images, of the sampled rows, or of all if `sampled` is None.
 
-        student: the rows that the teacher is compared on.
+        student: the student's tokens that this teacher is compared on.
         """
-        of_samples = () if sampled is None else (sampled.is_sampled,)
+        is_sampled = () if sampled is None else (sampled.is_sampled,)
         if teacher.chunks is None:
-            (mask,) = planned(_some_tokens, student.loss_mask, *of_samples)
+            (mask,) = planned(_strided_mask, student.loss_mask, *is_sampled)
             return plan_overlap(
                 student_logits,
                 teacher_logits,
@@ -70,7 +68,7 @@ class Overlap:
                 teacher_vocab_size=self.teacher_vocab_size,
             )
         assert self.projection is not None
-        (chunks,) = planned(_some_chunks, teacher.chunks.student, *of_samples)
+        (chunks,) = planned(_strided_chunks, teacher.chunks.student, *is_sampled)
         return plan_chunk_overlap(
             student_logits,
             teacher_logits,
@@ -85,11 +83,11 @@ class Overlap:
         )
 
 
-def _some_tokens(mask: Tensor, is_sampled: Tensor | None = None) -> list[Tensor]:
-    is_taken = torch.arange(mask.shape[1], device=mask.device) % _EVERY == 1
-    return [mask & is_taken if is_sampled is None else mask & is_sampled.unsqueeze(1) & is_taken]
+def _strided_mask(mask: Tensor, is_sampled: Tensor | None = None) -> list[Tensor]:
+    mask = mask & (torch.arange(mask.shape[1], device=mask.device) % _STRIDE == 1)
+    return [mask if is_sampled is None else mask & is_sampled.unsqueeze(1)]
 
 
-def _some_chunks(chunks: Tensor, is_sampled: Tensor | None = None) -> list[Tensor]:
-    some = chunks.masked_fill(chunks % _EVERY != 1, -1)
-    return [some if is_sampled is None else some.masked_fill(~is_sampled.unsqueeze(1), -1)]
+def _strided_chunks(chunks: Tensor, is_sampled: Tensor | None = None) -> list[Tensor]:
+    chunks = chunks.masked_fill(chunks % _STRIDE != 1, -1)
+    return [chunks if is_sampled is None else chunks.masked_fill(~is_sampled.unsqueeze(1), -1)]

@@ -1,4 +1,4 @@
-"""Scores of sequences by a teacher, each in bits per byte."""
+"""Teacher confidence in sequences, in bits per byte."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ from nemo_opd.losses.reduction import count_label_tokens, label_rows, next_token
 from nemo_opd.types import SequenceScores, TokenRows
 
 _LIVE_COPIES = 4
-"""Tensors of a chunk's size alive at its peak."""
+"""Peak number of live tensors the size of a chunk."""
 
 TokenScore = Score | Literal["log_probability"]
-"""log_probability: the teacher's log-probability of each token, with text or without; see `mean_logprob`."""
+"""log_probability: log-probability of every scored token, including tokens without text; see `mean_logprob`."""
 
 
 def _surprisal(log_p: Tensor, targets: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def _entropy(log_p: Tensor, targets: Tensor) -> Tensor:
     return torch.special.entr(log_p.exp()).sum(1)
 
 
-def _surprisal_of_the_likeliest(log_p: Tensor, targets: Tensor) -> Tensor:
+def _min_surprisal(log_p: Tensor, targets: Tensor) -> Tensor:
     return -log_p.amax(1)
 
 
@@ -42,18 +42,18 @@ NATS: dict[TokenScore, Callable[[Tensor, Tensor], Tensor]] = {
     "bits_per_byte": _surprisal,
     "log_probability": _surprisal,
     "entropy": _entropy,
-    "max_probability": _surprisal_of_the_likeliest,
+    "max_probability": _min_surprisal,
 }
 """Log-probabilities [U, W] and tokens [U] → [U]."""
-_NATS_KNOWN: dict[TokenScore, Callable[[SparseRows], Tensor]] = {
-    "bits_per_byte": lambda known: -known.log_p_next,
-    "log_probability": lambda known: -known.log_p_next,
-    "entropy": lambda known: known.entropy,
-    "max_probability": lambda known: -known.log_p[:, 0],
+_SPARSE_NATS: dict[TokenScore, Callable[[SparseRows], Tensor]] = {
+    "bits_per_byte": lambda rows: -rows.log_p_next,
+    "log_probability": lambda rows: -rows.log_p_next,
+    "entropy": lambda rows: rows.entropy,
+    "max_probability": lambda rows: -rows.log_p[:, 0],
 }
-"""The same where the likeliest tokens alone are known, over the whole vocabulary."""
+"""The same for truncated logits, whose values still refer to the whole vocabulary."""
 require_lines(get_args(Score), NATS, "NATS in nemo_opd/aggregation/scores.py")
-require_lines(NATS, _NATS_KNOWN, "_NATS_KNOWN in nemo_opd/aggregation/scores.py")
+require_lines(NATS, _SPARSE_NATS, "_SPARSE_NATS in nemo_opd/aggregation/scores.py")
 
 
 def sequence_scores(
@@ -67,9 +67,9 @@ def sequence_scores(
     """Sum a teacher's bits and bytes of each sequence over the scored tokens that carry text (methods.md §6.1).
 
     Bits of a token: −log2 p(token) (bits_per_byte), the entropy of p (entropy), or −log2 of the largest probability
-    (max_probability); −log2 p(token) of the scored tokens without text as well (log_probability). Unshifted logits
-    [B, T, W], of which the first `vocab_size` columns count; no more than a chunk of them is in fp32. Raises
-    ConfigError for shapes or sizes that do not fit.
+    (max_probability). log_probability: −log2 p(token), also over scored tokens without text. Logits [B, T, W] are
+    unshifted; only the first `vocab_size` columns count, and at most a chunk of them is in fp32. Raises ConfigError
+    for shapes or sizes that do not fit.
     """
     counted = _counted(tokens, score)
     nats = token_nats(logits_BTW, tokens, score=score, vocab_size=vocab_size, chunk_size=chunk_size)
@@ -78,7 +78,7 @@ def sequence_scores(
 
 
 def _counted(tokens: TokenRows, score: TokenScore) -> Tensor:
-    """Return bool [B, T]: tokens that are scored, as `planned`."""
+    """Return a mask of the tokens that count towards the score: bool [B, T]."""
     if score == "log_probability":
         return tokens.loss_mask
     return planned(lambda mask, num_bytes: [mask & (num_bytes > 0)], tokens.loss_mask, tokens.num_bytes)[0]
@@ -92,7 +92,7 @@ def token_nats(
     vocab_size: int,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Return the nats of the single tokens that `sequence_scores` adds up, 0 of others: float64 [B, T]."""
+    """Return the nats per token that `sequence_scores` sums, 0 for tokens it skips: float64 [B, T]."""
     counted = _counted(tokens, score)
     return nats_by_score(logits_BTW, tokens, counted, [score], vocab_size=vocab_size, chunk_size=chunk_size)[0]
 
@@ -106,7 +106,7 @@ def nats_by_score(
     vocab_size: int,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Return the nats of the counted tokens by each score, 0 of others, in one pass: float64 [scores, B, T].
+    """Compute several scores of the counted tokens in one pass, 0 elsewhere: nats, float64 [scores, B, T].
 
     counted: bool [B, T].
     """
@@ -115,46 +115,46 @@ def nats_by_score(
     size = own_columns("vocab_size", vocab_size, teacher.shape[-1], teacher.shape[-1])
     rows = label_rows(counted)
     targets = next_tokens(tokens.ids, rows)
-    # A place for every token, whose sum does not depend on the order in which a device adds.
+    # One element per token, so that sums do not depend on a device's order of additions.
     nats = torch.zeros(len(scores), tokens.ids.numel(), dtype=torch.float64, device=teacher.device)
     parts = unit_parts(teacher, unit_cells(len(rows), _LIVE_COPIES * size), chunk_size)
     for part in own_share(teacher, parts, slice(0, 0)):
         if isinstance(teacher, SparseLogits):
-            known = teacher.known(rows[part])
-            found = [_NATS_KNOWN[score](known) for score in scores]
+            sparse = teacher.known(rows[part])
+            values = [_SPARSE_NATS[score](sparse) for score in scores]
         else:
             log_p = teacher.read(rows[part], size).to(compute_dtype(teacher)).log_softmax(1)
-            found = [NATS[score](log_p, targets[part]) for score in scores]
-        for own, each in zip(nats, found, strict=True):
-            own[rows[part] + 1] = each.double()
+            values = [NATS[score](log_p, targets[part]) for score in scores]
+        for score_nats, part_nats in zip(nats, values, strict=True):
+            score_nats[rows[part] + 1] = part_nats.double()
     return teacher.reduce(nats).view(len(scores), *tokens.ids.shape)
 
 
-def joined_scores(parts: Sequence[SequenceScores], is_given: Tensor | None = None) -> SequenceScores:
-    """Return scores of consecutive sequences as those of all, on the host; of these only, where others are padding."""
+def joined_scores(parts: Sequence[SequenceScores], is_real: Tensor | None = None) -> SequenceScores:
+    """Concatenate scores of consecutive sequences on the host. is_real: bool, false for padding, which is dropped."""
     bits, num_bytes, num_tokens = torch.stack(
-        [torch.cat(side).double() for side in zip(*map(sides, parts), strict=True)]
-    ).cpu()  # in one copy, which the host waits for
-    together = bits, num_bytes.long(), num_tokens.long()
-    return SequenceScores(*(side if is_given is None else side[is_given] for side in together))
+        [torch.cat(tensors).double() for tensors in zip(*map(score_tensors, parts), strict=True)]
+    ).cpu()  # a single blocking copy
+    joined = bits, num_bytes.long(), num_tokens.long()
+    return SequenceScores(*(tensor if is_real is None else tensor[is_real] for tensor in joined))
 
 
-def sides(scores: SequenceScores) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fields in their order."""
+def score_tensors(scores: SequenceScores) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the fields in declaration order."""
     return scores.bits, scores.num_bytes, scores.num_tokens
 
 
 def bits_per_byte(scores: Sequence[SequenceScores]) -> Tensor:
-    """Divide bits by bytes: float64 [teachers, B]; +inf where a teacher has no scored byte in a sequence."""
+    """Divide bits by bytes: float64 [teachers, B]; +inf for a sequence without a scored byte of the teacher."""
     bits = torch.stack([score.bits for score in scores])
     num_bytes = torch.stack([score.num_bytes for score in scores])
     return torch.where(num_bytes > 0, bits / num_bytes.clamp(min=1), torch.inf)
 
 
 def mean_logprob(scores: SequenceScores) -> Tensor:
-    """Return the teacher's mean log-probability per token, in nats: float64 [B]; −inf without a scored token.
+    """Compute the teacher's mean log-probability per token, in nats: float64 [B]; −inf without a scored token.
 
-    scores: those of score="log_probability".
+    scores: computed with score="log_probability".
     """
     nats = scores.bits.double() * math.log(2)
     return torch.where(scores.num_tokens > 0, -nats / scores.num_tokens.clamp(min=1), -torch.inf)

@@ -1,4 +1,4 @@
-"""Metrics of the share that each teacher has in the KD."""
+"""Metrics of each teacher's share in the KD."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[s
     """Return `kd_coverage/<teacher>`, the share of the student's scored tokens that are in a unit of its KD, and with
     another tokenizer `kd_positions/<teacher>`, the units over the scored tokens.
 
-    names: of all teachers. With `select_teacher` and `routed` a teacher is measured on its own texts, and
-    left out if it has none.
+    names: the names of all teachers. With `select_teacher` and `routed` only a teacher's own texts count, and a teacher
+    without texts has no metric.
     """
     metrics: dict[str, Metric] = {}
     for part in parts.parts:
@@ -22,17 +22,17 @@ def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[s
         if parts.count_together:
             scored = scored * (rows.tokens.lengths > 0)
         if total := int(scored.sum()):
-            named = names if part.name is None else [part.name]
-            metrics |= {f"kd_coverage/{name}": Mean(int(covered.sum()), total) for name in named}
+            part_names = names if part.name is None else [part.name]
+            metrics |= {f"kd_coverage/{name}": Mean(int(covered.sum()), total) for name in part_names}
             if rows.chunks is not None:
                 metrics[f"kd_positions/{part.name}"] = Mean(part.num_positions(batch), total)
     return metrics
 
 
 def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
-    """Return by teacher the mean weight of a sequence (`weight/`), or the share of its sequences (`share/`), if
-    that differs from batch to batch; with another tokenizer, the share of aligned chunks after contents that the
-    student reads differently (`changed_history/`).
+    """Return per teacher the mean sequence weight (`weight/`) or the share of sequences (`share/`), if it varies by
+    batch; with another tokenizer also `changed_history/`, the share of aligned chunks after contents that the student
+    reads differently.
     """
     metrics: dict[str, Metric] = {}
     for part in parts.parts:
@@ -48,14 +48,14 @@ def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
 
 
 def leakage_metrics(batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
-    """Return `leakage/<teacher>` of teachers with a context: the share of the responses' bytes that also stand in it.
+    """Return `leakage/<teacher>` of teachers with a context: the share of response bytes that also occur in it.
 
-    names: of all teachers (methods.md §13).
+    names: the names of all teachers (methods.md §13).
     """
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for name, rows in zip(names, batch.teachers, strict=True):
         if rows.leakage is not None:
             leaked, num_bytes = rows.leakage.sum(0).tolist()
             if num_bytes:
-                found[f"leakage/{name}"] = Mean(leaked, num_bytes)
-    return found
+                metrics[f"leakage/{name}"] = Mean(leaked, num_bytes)
+    return metrics

@@ -11,19 +11,19 @@ from nemo_opd.types import Batch
 
 
 def teacher_weights(settings: WeightedSum, weights: Sequence[float], vocab_sizes: Sequence[int]) -> list[float]:
-    """Return the factor of each teacher's loss, whatever the sequence (methods.md §6.1).
+    """Return the sequence-independent factor of each teacher's loss (methods.md §6.1).
 
-    The weight, unless weights differ from sequence to sequence and have it in them. With vocabulary scaling
-    log W_i / log min_j W_j as well: a divergence over more tokens counts for more.
+    It is the teacher's weight, or 1 with weights per sequence, which already include it. Vocabulary scaling multiplies
+    it by log W_i / log min_j W_j, so that a divergence over more tokens counts for more.
     """
-    own = list(weights) if settings.score is None else [1.0] * len(weights)
+    factors = list(weights) if settings.score is None else [1.0] * len(weights)
     if not settings.vocabulary_scaling:
-        return own
+        return factors
     smallest = math.log(min(vocab_sizes))
-    return [weight * math.log(size) / smallest for weight, size in zip(own, vocab_sizes, strict=True)]
+    return [factor * math.log(size) / smallest for factor, size in zip(factors, vocab_sizes, strict=True)]
 
 
 def weighted(batch: Batch, weights_IB: Tensor) -> Batch:
-    """Add the weight of each sequence for each teacher, [teachers, B], to the batch."""
+    """Set each teacher's sequence weights, [teachers, B], in the batch."""
     pairs = zip(batch.teachers, weights_IB, strict=True)
     return replace(batch, teachers=tuple(replace(teacher, weights=weights) for teacher, weights in pairs))

@@ -1,4 +1,4 @@
-"""Weights of teachers by how sure each is of a sequence."""
+"""Teacher weights per sequence from their confidence."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ from nemo_opd.types import SequenceScores
 def sequence_weights(
     scores: Sequence[SequenceScores], *, score: Score, alpha: float, priors: Sequence[float]
 ) -> Tensor:
-    """Compute softmax_i(alpha · score_i + log prior_i) by sequence: float32 [teachers, B], detached (methods.md §6.1).
+    """Compute softmax_i(alpha · score_i + log prior_i) per sequence: float32 [teachers, B], detached (methods.md §6.1).
 
     score_i is −bits per byte, −entropy in bits per byte, or the largest probability per byte: 2^(−its bits per byte),
-    the geometric mean over bytes. priors: of each teacher, above 0; where all are equally sure, weights are as these. A
-    teacher without a scored byte in a sequence has no weight there; where none has one, priors decide alone. A teacher
-    whose score is NaN has a weight of NaN, and the others are as without it: the metrics then name the teacher, and
-    the step is not taken (methods.md §12).
+    the geometric mean over bytes. priors: one per teacher, above 0; with equal scores the weights are proportional to
+    them. A teacher without a scored byte in a sequence gets weight 0; if all lack one, only the priors count. A NaN
+    score gives its teacher a weight of NaN and does not affect the other teachers: the metrics then name the teacher,
+    and the step is skipped (methods.md §12).
     """
     bits = bits_per_byte(scores)
     score_IB = torch.exp2(-bits) if score == "max_probability" else -bits

@@ -1,4 +1,4 @@
-"""Which tokens of two tokenizations of one text stand for the same bytes (methods.md §1)."""
+"""Alignment of two tokenizations of one text by the bytes that their tokens stand for (methods.md §1)."""
 
 from nemo_opd.alignment.aligner import TokenAligner
 from nemo_opd.alignment.backend import fingerprint

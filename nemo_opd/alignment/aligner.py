@@ -1,4 +1,4 @@
-"""Aligns the ids of a student and a teacher that stand for one text (methods.md §1)."""
+"""Alignment of student and teacher ids that stand for one text (methods.md §1)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 _VERSION = 3
-"""Raised when the same ids are aligned in another way than before."""
+"""Increment when the same ids are aligned differently."""
 
 
 class TokenAligner:
-    """Aligner of one pair of tokenizers. Holds arrays only: cheap to pickle, safe to share between threads."""
+    """An aligner for one pair of tokenizers. Holds only arrays: cheap to pickle, safe to share between threads."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TokenAligner:
         *,
         roles: RoleOverrides | None = None,
     ) -> None:
-        """Prepare for two tokenizers. `roles` adds to or replaces roles of special tokens: content → role or roles.
+        """Prepare two tokenizers. roles: content → role or roles, added to or replacing roles of special tokens.
 
         Raises AlignmentError for a tokenizer whose pieces cannot be exact.
         """
@@ -48,7 +48,7 @@ class TokenAligner:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides an alignment: both tokenizers, the roles, the version of the method."""
+        """SHA-256 of everything that determines an alignment: both tokenizers, the roles, the version of the method."""
         digest = hashlib.sha256(
             f"{_VERSION} {self.student_pieces.fingerprint} {self.teacher_pieces.fingerprint}".encode()
         )
@@ -76,11 +76,11 @@ class TokenAligner:
 
     def student_spelling(self, ids: Sequence[int] | NDArray[np.integer]) -> Spelling:
         """Return the bytes of student ids. Raises AlignmentError as `align` does."""
-        return spell(_checked(ids, "student", self.student_pieces), self._student_table)
+        return spell(_valid_ids(ids, "student", self.student_pieces), self._student_table)
 
     def teacher_spelling(self, ids: Sequence[int] | NDArray[np.integer]) -> Spelling:
         """Return the bytes of teacher ids. Raises AlignmentError as `align` does."""
-        return spell(_checked(ids, "teacher", self.teacher_pieces), self._teacher_table)
+        return spell(_valid_ids(ids, "teacher", self.teacher_pieces), self._teacher_table)
 
     def _make_tables(self) -> None:
         special = self._special
@@ -108,12 +108,12 @@ def _read_text(ids: ArrayLike, spelling: Spelling, pieces: Pieces, chunk_id: NDA
 
 
 def _for_kernel(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a writable array: Numba compiles anew for a read-only one, out of Ray's store or a mapped file."""
+    """Return a writable array: Numba recompiles for read-only ones, from Ray's store or a mapped file."""
     return np.require(array, requirements=["C", "W"])
 
 
-def _checked(ids: ArrayLike, side: str, pieces: Pieces) -> NDArray[np.int64]:
-    """Return the ids writable and contiguous, as the kernels are compiled for."""
+def _valid_ids(ids: ArrayLike, side: str, pieces: Pieces) -> NDArray[np.int64]:
+    """Check ids and return them writable and contiguous, as the kernels are compiled for."""
     array = np.asarray(ids)
     if array.size == 0:
         array = array.astype(np.int64)

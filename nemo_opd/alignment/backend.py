@@ -1,4 +1,4 @@
-"""Facts from a fast tokenizer's serialised backend on how its tokens spell text."""
+"""A fast tokenizer's serialised backend, read for how its tokens spell text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Kind = Literal["byte_level", "sentencepiece"]
 META_SPACE = "▁"
 _MERGES = '"merges":['
-"""Opens the list of merges and nothing else: quotation marks inside a JSON string are escaped."""
+"""Start of the list of merges, and of nothing else: quotation marks inside a JSON string are escaped."""
 _END_OF_MODEL = "]}}"
 
 
@@ -26,45 +26,46 @@ _END_OF_MODEL = "]}}"
 class AddedToken:
     id: int
     stored: str
-    """Its content as the normaliser left it, which is what is matched in a text and decoded. White space that it
-    swallows around itself (lstrip, rstrip) is no part of it."""
+    """The content as the normaliser left it, which is matched in texts and decoded. White space that the token swallows
+    around itself (lstrip, rstrip) is excluded.
+    """
     special: bool
     in_byte_alphabet: bool
-    """The normaliser wrote the content in the GPT-2 alphabet."""
+    """Whether the normaliser wrote the content in the GPT-2 alphabet."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The parts of a tokenizer's backend that decide which bytes a token stands for."""
+    """The parts of a tokenizer's backend that determine which bytes a token stands for."""
 
     kind: Kind
-    """byte_level: the GPT-2 alphabet, one character a byte. sentencepiece: UTF-8 with `▁` for a space."""
+    """byte_level: the GPT-2 alphabet, one character per byte. sentencepiece: UTF-8 with `▁` for a space."""
     byte_fallback: bool
     """`<0xHH>` stands for one byte."""
     vocab: dict[str, int]
-    """The model's own pieces; added tokens may be among them."""
+    """The model's own pieces, which may include added tokens."""
     merges_json: str
-    """A list of pairs; parsed where it is asked for, because it is most of the parsing."""
+    """List of pairs. Parsed on demand, since it takes most of the parsing time."""
     unk_token: str | None
     added: tuple[AddedToken, ...]
     fingerprint: str
 
     @cached_property
     def merges(self) -> tuple[tuple[str, str], ...]:
-        """BPE merges, the first is applied first; empty for a unigram model."""
+        """BPE merges in the order of application; empty for a unigram model."""
         return tuple((left, right) for left, right in json.loads(self.merges_json))
 
 
 @dataclass(frozen=True, slots=True)
 class _Serialized:
-    """A backend as JSON. Serialising takes tenths of a second for large vocabularies: do it once."""
+    """A backend as JSON. Serialising takes tenths of a second for large vocabularies, so do it once."""
 
     text: str
     fingerprint: str
 
 
 def rust_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """Return the backend of a fast tokenizer. Raises AlignmentError where there is none."""
+    """Return the backend of a fast tokenizer. Raises AlignmentError for a slow tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise AlignmentError(
@@ -79,7 +80,7 @@ def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 of what determines the tokenizer's behaviour, without truncation and padding, set by calls.
+    """Return the SHA-256 of a tokenizer's behaviour, except truncation and padding, which calls set.
 
     Raises AlignmentError for a tokenizer without a fast backend.
     """
@@ -89,16 +90,16 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def serialize(tokenizer: PreTrainedTokenizerBase) -> _Serialized:
     """Serialise the backend. Raises AlignmentError for a tokenizer without a fast one."""
     text = rust_tokenizer(tokenizer).to_str()
-    # Version, truncation and padding come first.
+    # The version, truncation and padding precede this key.
     _, key, behaviour = text.partition('"added_tokens":')
     assert key, "a serialised tokenizer lists its added tokens"
     return _Serialized(text, hashlib.sha256(behaviour.encode()).hexdigest())
 
 
 def read_backend(tokenizer: PreTrainedTokenizerBase, serialized: _Serialized | None = None) -> Backend:
-    """Read the facts. `serialized` saves serialising again.
+    """Read a tokenizer's backend. Pass `serialized` to avoid serialising again.
 
-    Raises AlignmentError where a token's bytes cannot be told from its text.
+    Raises AlignmentError if a token's bytes cannot be told from its text.
     """
     backend = rust_tokenizer(tokenizer)
     serialized = serialized or serialize(tokenizer)
@@ -129,7 +130,7 @@ def read_backend(tokenizer: PreTrainedTokenizerBase, serialized: _Serialized | N
 
 
 def _parse(text: str) -> tuple[dict[str, Any], str]:
-    """Parse all but the merges, and the merges as JSON. They are the last list of the last object."""
+    """Parse everything but the merges, and return the merges as JSON: the last list of the last object."""
     head, opening, tail = text.partition(_MERGES)
     if not opening:
         return json.loads(text), "[]"
@@ -138,7 +139,7 @@ def _parse(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _steps(component: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a decoder or normaliser; key: of the steps of a sequence."""
+    """Yield the steps of a decoder or normaliser. key: key of the steps in a sequence."""
     if component is None:
         return
     if component["type"] == "Sequence":

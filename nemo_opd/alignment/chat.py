@@ -1,4 +1,4 @@
-"""Aligns one conversation as two tokenizers' chat templates render it (methods.md §1.5)."""
+"""Alignment of one conversation that two tokenizers' chat templates render (methods.md §1.5)."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ class ChatTokens:
     ids: NDArray[np.int32]
     """[S]"""
     assistant_mask: NDArray[np.bool_]
-    """[S]: what the model itself has to write: an assistant turn from the end of the generation prompt through its
-    end-of-turn token."""
+    """[S]: tokens that the model itself writes: assistant turns from the generation prompt's end through their end
+    tokens.
+    """
     spans: NDArray[np.int32]
-    """[M, 2]: tokens of message k's content, [start, stop); increasing and disjoint, empty for an empty content."""
-    said: tuple[tuple[str, ...], ...] = ()
-    """Texts by message that its author wrote, however the template renders them; empty where they are unknown."""
+    """[M, 2]: range [start, stop) of message k's content tokens; increasing and disjoint, empty for an empty content.
+    """
+    texts: tuple[tuple[str, ...], ...] = ()
+    """Texts that each message's author wrote, however the template renders them; empty if unknown."""
     places: NDArray[np.int32] | None = None
-    """[M, 2]: tokens among which the template has rendered message k; None: `spans`."""
+    """[M, 2]: range of tokens that the template rendered for message k; None if it equals `spans`."""
 
     @property
     def is_content(self) -> NDArray[np.bool_]:
-        """[S]: tokens of contents, not of the template's own text."""
+        """[S]: whether a token belongs to a content rather than to the template's own text."""
         edges = np.zeros(len(self.ids) + 1, np.int32)
         np.add.at(edges, self.spans[:, 0], 1)
         np.add.at(edges, self.spans[:, 1], -1)
         return np.cumsum(edges[:-1]) > 0
 
     def cut(self, length: int) -> ChatTokens:
-        """Cut to the first `length` tokens, of all messages."""
+        """Cut to the first `length` tokens; all messages stay."""
         places = None if self.places is None else np.minimum(self.places, length)
         return replace(
             self,
@@ -64,18 +66,18 @@ class ChatTokens:
             ids=self.ids[start:],
             assistant_mask=self.assistant_mask[start:],
             spans=np.maximum(self.spans[message:] - start, 0).astype(np.int32),
-            said=self.said[message:],
+            texts=self.texts[message:],
             places=places,
         )
 
     def rendered(self, k: int, spelling: Spelling) -> bytes:
-        """Return the bytes of message k in the spelling of `ids`."""
+        """Return the bytes of message k. spelling: of `ids`."""
         start, stop = (self.spans if self.places is None else self.places)[k]
         return spelling.data[spelling.edges[start] : spelling.edges[stop]].tobytes()
 
 
 def align_chat(aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens) -> Alignment:
-    """Align contents message by message, and the special tokens of the templates between them by role.
+    """Align contents message by message, and the templates' special tokens between them by role.
 
     The templates' own text has no partner, and no chunk crosses the edge of a content. Either side may have been cut.
     Raises AlignmentError for different numbers of messages and for ids outside a vocabulary.
@@ -93,20 +95,20 @@ def align_chat(aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens) 
     both = [(p, s, t) for p, (s, t) in enumerate(sides) if len(s) and len(t)]
     parts = [aligner.align(student.ids[s], teacher.ids[t]) for _, s, t in both]
     s_positions, t_positions = [s for _, s, _ in both], [t for _, _, t in both]
-    s_chunk = _placed_ids([part.student_chunk_id for part in parts], s_positions, parts, len(student.ids))
-    t_chunk = _placed_ids([part.teacher_chunk_id for part in parts], t_positions, parts, len(teacher.ids))
+    s_chunk = _sequence_ids([part.student_chunk_id for part in parts], s_positions, parts, len(student.ids))
+    t_chunk = _sequence_ids([part.teacher_chunk_id for part in parts], t_positions, parts, len(teacher.ids))
     bounds = np.concatenate([np.empty((0, 4), np.int32), *(part.bounds for part in parts)])
-    bounds[:, :2] = _placed_bounds(bounds[:, :2], s_positions, parts)
-    bounds[:, 2:] = _placed_bounds(bounds[:, 2:], t_positions, parts)
+    bounds[:, :2] = _sequence_bounds(bounds[:, :2], s_positions, parts)
+    bounds[:, 2:] = _sequence_bounds(bounds[:, 2:], t_positions, parts)
     return Alignment(
         s_chunk,
         t_chunk,
         bounds,
-        one_to_one=_joined([part.one_to_one for part in parts], np.bool_),
-        inexact=_joined([part.inexact for part in parts], np.bool_),
-        special=_joined([part.special for part in parts], np.bool_),
-        whitespace=_joined([part.whitespace for part in parts], np.bool_),
-        digit=_joined([part.digit for part in parts], np.bool_),
+        one_to_one=_concatenate([part.one_to_one for part in parts], np.bool_),
+        inexact=_concatenate([part.inexact for part in parts], np.bool_),
+        special=_concatenate([part.special for part in parts], np.bool_),
+        whitespace=_concatenate([part.whitespace for part in parts], np.bool_),
+        digit=_concatenate([part.digit for part in parts], np.bool_),
         history=_histories([p for p, _, _ in both], parts, _content_histories(aligner, student, teacher)),
     )
 
@@ -114,25 +116,26 @@ def align_chat(aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens) 
 def _content_histories(aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens) -> NDArray[np.int8]:
     """Compare the two sides' renderings of each message: [M]."""
     ours, theirs = aligner.student_spelling(student.ids), aligner.teacher_spelling(teacher.ids)
-    said = student.said or teacher.said or ((),) * len(student.spans)
-    read = [
-        content_history(student.rendered(k, ours), teacher.rendered(k, theirs), texts) for k, texts in enumerate(said)
+    texts = student.texts or teacher.texts or ((),) * len(student.spans)
+    histories = [
+        content_history(student.rendered(k, ours), teacher.rendered(k, theirs), written)
+        for k, written in enumerate(texts)
     ]
-    return np.array(read, np.int8)
+    return np.array(histories, np.int8)
 
 
 def _histories(numbers: list[int], parts: list[Alignment], contents: NDArray[np.int8]) -> NDArray[np.int8]:
-    """Return the histories of chunks in the parts with these numbers, of which the odd ones are contents.
+    """Return the histories of the chunks in these parts; parts with odd numbers are contents.
 
-    Where both sides hold all that a message says, what differs inside it is the templates' (marks around calls).
+    If both sides contain all texts of a message, differences inside it are the templates' (marks around calls).
     """
-    before = np.maximum.accumulate(np.concatenate([[0], contents])).astype(np.int8)
+    earlier = np.maximum.accumulate(np.concatenate([[0], contents])).astype(np.int8)
     histories = []
     for p, part in zip(numbers, parts, strict=True):
         k, is_content = divmod(p, 2)
-        own = np.minimum(part.history, contents[k]) if is_content else np.zeros_like(part.history)
-        histories.append(np.maximum(before[k], own))
-    return _joined(histories, np.int8)
+        history = np.minimum(part.history, contents[k]) if is_content else np.zeros_like(part.history)
+        histories.append(np.maximum(earlier[k], history))
+    return _concatenate(histories, np.int8)
 
 
 def _parts(tokens: ChatTokens, pieces: Pieces, side: str) -> Iterator[_Positions]:
@@ -157,25 +160,27 @@ def _special_positions(ids: NDArray[np.int32], pieces: Pieces, side: str) -> _Po
     return np.flatnonzero(pieces.lengths[ids] == 0)
 
 
-def _placed_ids(
+def _sequence_ids(
     chunk_ids: list[NDArray[np.int32]], positions: list[_Positions], parts: list[Alignment], length: int
 ) -> NDArray[np.int32]:
-    """Turn chunk ids of the parts, each counted from 0, into ids over the whole sequence."""
+    """Turn the parts' chunk ids, each counted from 0, into ids over the full sequence."""
     first = np.cumsum([0, *(part.num_chunks for part in parts)])[:-1]
-    numbered = _joined(chunk_ids, np.int32)
+    ids_in_parts = _concatenate(chunk_ids, np.int32)
     shift = np.repeat(first, [len(ids) for ids in chunk_ids])
-    placed = np.full(length, -1, np.int32)
-    placed[_joined(positions, np.int64)] = np.where(numbered < 0, -1, numbered + shift)
-    return placed
+    sequence_ids = np.full(length, -1, np.int32)
+    sequence_ids[_concatenate(positions, np.int64)] = np.where(ids_in_parts < 0, -1, ids_in_parts + shift)
+    return sequence_ids
 
 
-def _placed_bounds(bounds: NDArray[np.int32], positions: list[_Positions], parts: list[Alignment]) -> NDArray[np.int64]:
-    """Move bounds [C, 2] within parts to the sequence. A chunk's tokens are neighbours in both."""
+def _sequence_bounds(
+    bounds: NDArray[np.int32], positions: list[_Positions], parts: list[Alignment]
+) -> NDArray[np.int64]:
+    """Move bounds [C, 2] from parts to the sequence. A chunk's tokens are adjacent in both."""
     first = np.cumsum([0, *map(len, positions)])[:-1]
     shift = np.repeat(first, [part.num_chunks for part in parts])
-    where = _joined(positions, np.int64)
-    return np.stack([where[bounds[:, 0] + shift], where[bounds[:, 1] - 1 + shift] + 1], axis=1)
+    position_of = _concatenate(positions, np.int64)
+    return np.stack([position_of[bounds[:, 0] + shift], position_of[bounds[:, 1] - 1 + shift] + 1], axis=1)
 
 
-def _joined(arrays: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+def _concatenate(arrays: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     return np.concatenate([np.empty(0, dtype), *arrays])

@@ -1,9 +1,9 @@
-"""Marks inside the messages of a conversation, which show where a chat template writes them.
+"""Marks inside the messages of a conversation, which show their positions in the rendered text.
 
 A template may trim a content, quote it as JSON, parse thinking out of it, write calls around it or move it. So messages
-are not searched for in the rendered text: a private-use character is put at both ends of all that a message says, and
-the conversation is rendered again. Marks leave the form of a message as it is, so a template that looks for a call
-or a tag such as `</think>` still finds it.
+are not searched for in the rendered text. Instead, each text that a message says gets a private-use character at both
+ends, and the conversation is rendered again. Marks keep the form of a message, so a template that looks for a call or a
+tag such as `</think>` still finds it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from nemo_opd.alignment.chat_messages import THINKING, Message
 from nemo_opd.errors import AlignmentError
 
 Render = Callable[[Sequence[Message], bool], str | None]
-"""Renders messages, with or without the generation prompt; returns None if the template refuses them."""
+"""Function that renders messages with or without the generation prompt; None if the template rejects them."""
 
 _Kind = Literal["start", "end", "inner", "other"]
-"""start, end: the first and the last mark of a content, which has the latter alone if it is empty or made of tags;
-inner: a mark between them; other: a mark in thinking or a call."""
+"""start, end: the first and last mark of a content; a content that is empty or consists of tags has only the latter.
+inner: a mark between them. other: a mark in thinking or a call.
+"""
 _KINDS: tuple[_Kind, ...] = ("start", "end", "inner", "other")
 _PRIVATE_USE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 _IS_PRIVATE = re.compile("([\U000f0000-\U000ffffd\U00100000-\U0010fffd])")
 _TAG = re.compile(r"(<[^<>\s]{1,64}>|\[/?[A-Z_]{2,}\])")
-"""Words of a content that a template may look for. They get no marks inside."""
+"""Words of a content that a template may look for. They have no marks inside."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
     position: int
-    """Character of the text without marks."""
+    """Index in the text without marks."""
     message: int
     kind: _Kind
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive marks of one message. `start` and `stop` are characters of the text without marks."""
+    """Consecutive marks of one message. `start` and `stop` are indices in the text without marks."""
 
     message: int
     start: int
@@ -52,52 +53,52 @@ class Run:
     has_content: bool
     has_other: bool
     num_before: int
-    """Marks of the message before this run's last one."""
+    """Number of the message's marks before this run's last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """A content's text before its first mark and after its last one: white space and tags."""
+    """A content's text before its first mark and after its last: white space and tags."""
 
     lead: str = ""
     trail: str = ""
 
 
 class MarkedConversation:
-    """Messages with marks, and the marks' places in the rendered text."""
+    """Messages with marks, and the positions of the marks in the rendered text."""
 
     def __init__(self, render: Render, messages: Sequence[Message], text: str) -> None:
         """Mark all messages whose marks change nothing else in `text`, the rendered messages.
 
-        Takes one rendering if all can be marked, and one more if a content begins or ends with white space.
-        Raises AlignmentError for more messages than there are marks.
+        Takes one rendering if all can be marked, and another if a content begins or ends with white space. Raises
+        AlignmentError if there are more messages than marks.
         """
         self._render, self._text = render, text
-        self._characters = _characters(text, len(messages))
-        self._meanings = {
-            c: (k, kind) for k, row in enumerate(self._characters) for c, kind in zip(row, _KINDS, strict=True)
+        self._mark_characters = _mark_characters(text, len(messages))
+        self._mark_of_character = {
+            c: (k, kind) for k, row in enumerate(self._mark_characters) for c, kind in zip(row, _KINDS, strict=True)
         }
         marked = [self._marked(k, message, keys=True) for k, message in enumerate(messages)]
-        fitting = self._replaced(messages, marked, range(len(messages)))
-        if fitting is None:
-            # A template may read an argument by its name.
+        result = self._mark_all(messages, marked, range(len(messages)))
+        if result is None:
+            # A template may look up an argument by its name.
             marked = [self._marked(k, message, keys=False) for k, message in enumerate(messages)]
-            fitting = self._fitting(list(messages), [], marked, range(len(messages)))
-        self.messages, self._marks = fitting
-        """Messages, with marks if these change nothing else."""
-        self._is_marked = [before != after for before, after in zip(messages, self.messages, strict=True)]
+            result = self._mark_most(list(messages), [], marked, range(len(messages)))
+        self.messages, self._marks = result
+        """Messages, with marks unless these change other text."""
+        self._is_marked = [message != with_marks for message, with_marks in zip(messages, self.messages, strict=True)]
         silent = [k for k, message in enumerate(messages) if marked[k] == message]
         if silent:
-            empty = [{**message, "content": self._characters[k][1]} for k, message in enumerate(messages)]
-            self.messages, self._marks = self._replaced(self.messages, empty, silent) or (self.messages, self._marks)
+            empty = [{**message, "content": self._mark_characters[k][1]} for k, message in enumerate(messages)]
+            self.messages, self._marks = self._mark_all(self.messages, empty, silent) or (self.messages, self._marks)
         self._marks = self._without_quotes(self.messages)
-        self.runs = self._located_runs(messages)
-        """Marked texts, in the order of the rendered text."""
-        self.edges = self._written_edges(marked)
-        """By message, as the template writes them."""
+        self.runs = self._find_runs(messages)
+        """Marked texts, in rendered order."""
+        self.edges = self._rendered_edges(marked)
+        """For each message, as the template writes them."""
 
     def is_marked(self, k: int) -> bool:
-        """Return whether what message k says has marks, also if the template leaves it out."""
+        """Return whether message k has marks, even if the template leaves it out."""
         return self._is_marked[k]
 
     def tail(self, rendered: str) -> str:
@@ -105,20 +106,20 @@ class MarkedConversation:
         return rendered[max((match.end() for match in self._matches(rendered)), default=0) :]
 
     def after(self, rendered: str, run: Run) -> str:
-        """Return the text of a rendering after the last mark of a run, to the next mark or the end."""
+        """Return a rendering's text after the last mark of a run, to the next mark or the end."""
         marks = self._matches(rendered)
-        numbers = [i for i, mark in enumerate(marks) if self._meanings[mark.group()][0] == run.message]
+        numbers = [i for i, mark in enumerate(marks) if self._mark_of_character[mark.group()][0] == run.message]
         if run.num_before >= len(numbers):
             return ""
         i = numbers[run.num_before]
         return rendered[marks[i].end() : marks[i + 1].start() if i + 1 < len(marks) else len(rendered)]
 
     def _matches(self, rendered: str) -> list[re.Match[str]]:
-        return [match for match in _IS_PRIVATE.finditer(rendered) if match.group() in self._meanings]
+        return [match for match in _IS_PRIVATE.finditer(rendered) if match.group() in self._mark_of_character]
 
     def _marked(self, k: int, message: Message, *, keys: bool) -> Message:
-        """Return a message with marks. keys: whether the names of arguments have some."""
-        start, end, inner, other = self._characters[k]
+        """Return a message with marks. keys: whether argument names get marks, too."""
+        start, end, inner, other = self._mark_characters[k]
         marked = dict(message)
         if isinstance(message.get("content"), str):
             marked["content"] = _marked_text(message["content"], start, end, inner)
@@ -129,87 +130,87 @@ class MarkedConversation:
             marked["tool_calls"] = [_marked_call(call, other, keys) for call in message["tool_calls"]]
         return marked
 
-    def _fitting(
+    def _mark_most(
         self, messages: list[Message], marks: list[Mark], marked: Sequence[Message], indices: range
     ) -> tuple[list[Message], list[Mark]]:
-        """Replace the messages at `indices` by marked ones, or some of them if a mark there changes other text.
+        """Replace the messages at `indices` by marked ones, except those whose marks change other text.
 
-        messages, marks: so far. Some templates count or compare what a message says.
+        messages, marks: the result so far. Some templates count or compare contents.
         """
-        if fitting := self._replaced(messages, marked, indices):
-            return fitting
+        if result := self._mark_all(messages, marked, indices):
+            return result
         if len(indices) == 1:
             return messages, marks
         half = len(indices) // 2
-        return self._fitting(*self._fitting(messages, marks, marked, indices[:half]), marked, indices[half:])
+        return self._mark_most(*self._mark_most(messages, marks, marked, indices[:half]), marked, indices[half:])
 
-    def _replaced(
+    def _mark_all(
         self, messages: Sequence[Message], marked: Sequence[Message], indices: Sequence[int]
     ) -> tuple[list[Message], list[Mark]] | None:
-        """Replace messages by marked ones, and find the marks; return None if that changes other text."""
+        """Replace messages by marked ones and find the marks; return None if that changes other text."""
         attempt = list(messages)
         for k in indices:
             attempt[k] = marked[k]
-        text, marks = self._read(self._render(attempt, False) or "")
+        text, marks = self._extract_marks(self._render(attempt, False) or "")
         return (attempt, marks) if text == self._text else None
 
-    def _read(self, rendered: str) -> tuple[str, list[Mark]]:
-        """Return a rendering without its marks, and the marks."""
+    def _extract_marks(self, rendered: str) -> tuple[str, list[Mark]]:
+        """Split a rendering into its text without marks, and the marks."""
         texts, marks, position = [], [], 0
         for part in _IS_PRIVATE.split(rendered):
-            if part in self._meanings:
-                marks.append(Mark(position, *self._meanings[part]))
+            if part in self._mark_of_character:
+                marks.append(Mark(position, *self._mark_of_character[part]))
             else:
                 texts.append(part)
                 position += len(part)
         return "".join(texts), marks
 
-    def _written_edges(self, marked: Sequence[Message]) -> list[Edges]:
-        """Return each content's edges with as much white space as the template writes.
+    def _rendered_edges(self, marked: Sequence[Message]) -> list[Edges]:
+        """Return each content's edges with only the white space that the template keeps.
 
-        That is known from a rendering of the contents without it: what the texts between marks lose by that.
+        The conversation is rendered again with stripped contents: text between marks shrinks by the white space kept.
         """
         edges = [self._edges(k, message.get("content")) for k, message in enumerate(marked)]
-        written = [Edges(edge.lead.lstrip(), edge.trail.rstrip()) for edge in edges]
-        if written == edges:
+        rendered = [Edges(edge.lead.lstrip(), edge.trail.rstrip()) for edge in edges]
+        if rendered == edges:
             return edges
-        text, marks = self._read(self._render(list(map(_stripped, self.messages)), False) or "")
+        text, marks = self._extract_marks(self._render(list(map(_stripped, self.messages)), False) or "")
         if [(mark.message, mark.kind) for mark in marks] != [(mark.message, mark.kind) for mark in self._marks]:
-            return written
+            return rendered
         for i in range(len(marks) + 1):
-            left, right = (marks[i - 1] if i else None), (marks[i] if i < len(marks) else None)
-            if left and right and left.message == right.message:
+            previous, following = (marks[i - 1] if i else None), (marks[i] if i < len(marks) else None)
+            if previous and following and previous.message == following.message:
                 continue
-            trail, lead = _shared_white_space(
+            trail, lead = _kept_white_space(
                 _between(self._text, self._marks, i),
                 _between(text, marks, i),
-                edges[left.message] if left and left.kind == "end" else Edges(),
-                edges[right.message] if right and right.kind in ("start", "end") else Edges(),
+                edges[previous.message] if previous and previous.kind == "end" else Edges(),
+                edges[following.message] if following and following.kind in ("start", "end") else Edges(),
             )
-            if left and left.kind == "end":
-                written[left.message] = replace(written[left.message], trail=trail)
-            if right and right.kind in ("start", "end"):
-                written[right.message] = replace(written[right.message], lead=lead)
-        return written
+            if previous and previous.kind == "end":
+                rendered[previous.message] = replace(rendered[previous.message], trail=trail)
+            if following and following.kind in ("start", "end"):
+                rendered[following.message] = replace(rendered[following.message], lead=lead)
+        return rendered
 
     def _without_quotes(self, marked: Sequence[Message]) -> list[Mark]:
-        """Leave out marks of an assistant's message beyond those that it has: another message quotes it there."""
-        number = [
+        """Drop marks of an assistant message beyond those it has: another message quotes it there."""
+        num_left = [
             sum(map(json.dumps(message, ensure_ascii=False, default=str).count, characters))
             if message["role"] == "assistant"
             else None
-            for message, characters in zip(marked, self._characters, strict=True)
+            for message, characters in zip(marked, self._mark_characters, strict=True)
         ]
         marks = []
         for mark in self._marks:
-            if (rest := number[mark.message]) is not None:
-                number[mark.message] = rest - 1
-            if rest is None or rest > 0:
+            if (remaining := num_left[mark.message]) is not None:
+                num_left[mark.message] = remaining - 1
+            if remaining is None or remaining > 0:
                 marks.append(mark)
         return marks
 
-    def _located_runs(self, messages: Sequence[Message]) -> list[Run]:
-        """Join neighbouring marks of a message, unless a later message without marks stands between them."""
+    def _find_runs(self, messages: Sequence[Message]) -> list[Run]:
+        """Join neighbouring marks of a message, unless a later message without marks lies between them."""
         unmarked = {
             k: content.strip()
             for k, message in enumerate(messages)
@@ -234,14 +235,14 @@ class MarkedConversation:
         return runs
 
     def _edges(self, k: int, content: object) -> Edges:
-        start, end = self._characters[k][:2]
+        start, end = self._mark_characters[k][:2]
         if not isinstance(content, str) or end not in content:
             return Edges()
         return Edges(content.partition(start if start in content else end)[0], content.rpartition(end)[2])
 
 
-def _characters(text: str, num_messages: int) -> list[tuple[str, ...]]:
-    """Choose a private-use character that the text has not for each message and kind of mark."""
+def _mark_characters(text: str, num_messages: int) -> list[tuple[str, ...]]:
+    """Choose, for each message and kind of mark, a private-use character that is not in the text."""
     used, number = set(text), len(_KINDS) * num_messages
     free = list(islice((c for c in map(chr, _PRIVATE_USE) if c not in used), number))
     if len(free) < number:
@@ -268,7 +269,7 @@ def _between_marks(text: str, first: str, last: str) -> str:
 
 
 def _marked_call(call: Message, mark: str, keys: bool) -> Message:
-    """Mark the names and values of a call's arguments. A function's name may be written by its answer, too."""
+    """Mark the names and values of a call's arguments. The function's name has none: its result may repeat the name."""
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _marked_call(call["function"], mark, keys)}
     return {**call, "arguments": _marked_value(call.get("arguments"), mark, keys)}
@@ -295,25 +296,25 @@ def _run(marks: Sequence[Mark], num_before: int) -> Run:
 
 
 def _between(text: str, marks: Sequence[Mark], i: int) -> str:
-    """Return the text from the mark before number i, or the beginning, to it, or the end."""
+    """Return the text between mark i − 1, or the beginning, and mark i, or the end."""
     start = marks[i - 1].position if i else 0
     return text[start : marks[i].position if i < len(marks) else len(text)]
 
 
-def _shared_white_space(gap: str, bare: str, before: Edges, after: Edges) -> tuple[str, str]:
-    """Return the trail of one content and the lead of the next with the white space that `gap` has of theirs.
+def _kept_white_space(gap: str, bare: str, previous: Edges, following: Edges) -> tuple[str, str]:
+    """Return the trail of one content and the lead of the next, with the white space of theirs that `gap` contains.
 
     bare: the same gap between contents without white space at their ends.
     """
-    trail, lead = before.trail.rstrip(), after.lead.lstrip()
-    following, leading = before.trail[len(trail) :], after.lead[: len(after.lead) - len(lead)]
+    trail, lead = previous.trail.rstrip(), following.lead.lstrip()
+    trailing, leading = previous.trail[len(trail) :], following.lead[: len(following.lead) - len(lead)]
     more = len(gap) - len(bare)
     if bare.startswith(trail) and bare.endswith(lead):
-        for a in range(min(more, len(following)), -1, -1):
+        for a in range(min(more, len(trailing)), -1, -1):
             b = more - a
             written = (
-                trail + following[:a] + bare[len(trail) : len(bare) - len(lead)] + leading[len(leading) - b :] + lead
+                trail + trailing[:a] + bare[len(trail) : len(bare) - len(lead)] + leading[len(leading) - b :] + lead
             )
             if b <= len(leading) and gap == written:
-                return trail + following[:a], leading[len(leading) - b :] + lead
+                return trail + trailing[:a], leading[len(leading) - b :] + lead
     return trail, lead

@@ -1,4 +1,4 @@
-"""A chat template, and the forms of contents and calls that it reads: public templates differ in them."""
+"""A chat template and its forms of contents and calls, as public templates differ in these."""
 
 from __future__ import annotations
 
@@ -20,62 +20,63 @@ _NONES = ("None", "null")
 _ARGUMENTS = {"probekey": "probevalue"}
 _QUESTION: Message = {"role": "user", "content": "?"}
 _ID = "probe0001"
-"""Letters and digits, nine as Mistral's templates want them."""
+"""Letters and digits, nine as Mistral's templates require."""
 
 
 class ChatTemplate:
-    """Renderer of plain messages by a tokenizer's chat template; can be pickled.
+    """A renderer of plain messages with a tokenizer's chat template. Picklable.
 
-    A template is given contents as text parts if it writes no other ones, None instead of an empty content if it writes
-    the two in different ways, and arguments of calls as JSON text if it does not write objects as JSON.
+    Contents are passed as text parts if the template writes no other form, None is passed instead of an empty content
+    if the template writes the two differently, and arguments of calls are passed as JSON text if it does not write
+    objects as JSON.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
         self._reads_none: dict[tuple[str, bool], bool] = {}
-        """By role and whether the message has calls."""
+        """Keyed by role and whether the message has calls."""
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
-        """Render messages as `plain_messages` returns them. Raises any exception: a template is a program."""
-        given = [self._given(message) for message in messages]
+        """Render messages from `plain_messages`. Raises any exception: a template is a program."""
+        adapted = [self._adapted(message) for message in messages]
         try:
-            return self._render(given, tools, add_generation_prompt)
+            return self._render(adapted, tools, add_generation_prompt)
         except Exception:
-            if all(message.get("content") is not None for message in given):
+            if all(message.get("content") is not None for message in adapted):
                 raise
-        return self._render([_filled(message) for message in given], tools, add_generation_prompt)
+        return self._render([_with_content(message) for message in adapted], tools, add_generation_prompt)
 
     def render_or_none(
         self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False
     ) -> str | None:
-        """Render messages as `render` does, or return None if the template refuses them."""
+        """Render messages as `render` does, or return None if the template rejects them."""
         try:
             return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
         except Exception:
             return None
 
-    def _given(self, message: Message) -> Message:
-        """Return a message in the form that the template reads."""
+    def _adapted(self, message: Message) -> Message:
+        """Convert a message to the form that the template reads."""
         calls = message.get("tool_calls") or ()
-        given = {key: value for key, value in message.items() if key not in MARKS}
-        if self._reads_parts_alone:
-            given["content"] = _parts(message.get("content"))
+        adapted = {key: value for key, value in message.items() if key not in MARKS}
+        if self._reads_only_parts:
+            adapted["content"] = _parts(message.get("content"))
         elif message.get("content") is None and not self._is_none_read(message["role"], bool(calls)):
-            given["content"] = ""
+            adapted["content"] = ""
         if calls and self._reads_arguments_as_text:
-            given["tool_calls"] = [_with_text(call) for call in calls]
-        return given
+            adapted["tool_calls"] = [_with_json_arguments(call) for call in calls]
+        return adapted
 
     @cached_property
-    def _reads_parts_alone(self) -> bool:
+    def _reads_only_parts(self) -> bool:
         texts: list[Message] = [{"role": role, "content": _WORD} for role in ("user", "assistant")]
         parts = [{**message, "content": _parts(_WORD)} for message in texts]
         return _WORD not in self._probe(texts) and _WORD in self._probe(parts)
 
     @cached_property
     def _reads_arguments_as_text(self) -> bool:
-        """Whether arguments are written as they are, which would be the Python form of an object."""
+        """Whether the template prints arguments unchanged, which would turn an object into Python syntax."""
         text = json.dumps(_ARGUMENTS)
         for content in (None, ""):
             as_text, as_object = (self._probe([_QUESTION, _calling(content, form)]) for form in (text, _ARGUMENTS))
@@ -84,21 +85,21 @@ class ChatTemplate:
         return False
 
     def _is_none_read(self, role: str, has_calls: bool) -> bool:
-        """Return whether the template writes a message without content otherwise than one with an empty content.
+        """Return whether the template writes a message without content differently from one with an empty content.
 
-        A template that writes the None itself does not mean to.
+        A template that prints the None itself does so by accident.
         """
         kind = role, has_calls
         if kind not in self._reads_none:
             arguments = json.dumps(_ARGUMENTS) if self._reads_arguments_as_text else _ARGUMENTS
-            conversations = (_probed(role, content, arguments, has_calls) for content in (None, ""))
+            conversations = (_probe_conversation(role, content, arguments, has_calls) for content in (None, ""))
             as_none, as_empty = map(self._probe, conversations)
             is_written = any(as_none.count(none) > as_empty.count(none) for none in _NONES)
             self._reads_none[kind] = as_none not in ("", as_empty) and not is_written
         return self._reads_none[kind]
 
     def _probe(self, messages: Sequence[Message]) -> str:
-        """Render messages, or return "" if the template refuses them."""
+        """Render messages, or return "" if the template rejects them."""
         try:
             return self._render(messages, None, add_generation_prompt=False)
         except Exception:
@@ -113,7 +114,7 @@ class ChatTemplate:
         }
         if all(message.get("content") is not None for message in conversation):
             return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, **settings))
-        # The tokenizer's method drops keys that are None. Imported here because it takes a second.
+        # The tokenizer's method drops keys that are None. Imported here since the import takes a second.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._tokenizer.get_chat_template(None, settings["tools"])
@@ -126,12 +127,12 @@ def _parts(content: str | None) -> list[dict[str, str]]:
     return [{"type": "text", "text": content or ""}]
 
 
-def _filled(message: Message) -> Message:
+def _with_content(message: Message) -> Message:
     return {**message, "content": ""} if message.get("content") is None else message
 
 
-def _probed(role: str, content: str | None, arguments: Any, has_calls: bool) -> list[Message]:
-    """Return a conversation with a message of a role, and what has to stand around it."""
+def _probe_conversation(role: str, content: str | None, arguments: Any, has_calls: bool) -> list[Message]:
+    """Return a conversation with a message of a role, and the messages it needs around it."""
     message = {"role": role, "content": content}
     if role == "user":
         return [message]
@@ -147,9 +148,9 @@ def _calling(content: str | None, arguments: Any) -> Message:
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
-def _with_text(call: Message) -> Message:
+def _with_json_arguments(call: Message) -> Message:
     """Return a call with its arguments as JSON text."""
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_text(call["function"])}
+        return {**call, "function": _with_json_arguments(call["function"])}
     arguments = call.get("arguments")
     return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, Mapping) else call

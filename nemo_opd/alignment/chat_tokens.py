@@ -1,4 +1,4 @@
-"""Which tokens of a rendered conversation stand for which of its characters."""
+"""Tokens of a rendered conversation, with the characters they stand for."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LocatedTokens:
-    """A text, its tokens, and the characters that each of them stands for."""
+    """A text, its tokens, and the characters that each token stands for."""
 
     text: str
     ids: NDArray[np.int32]
     """[S]"""
     starts: NDArray[np.int64]
-    """[S]: first character; tokens of one character share it."""
+    """[S]: first character; tokens of the same character share it."""
     ends: NDArray[np.int64]
-    """[S]"""
+    """[S]: end of the last character."""
 
     def cut(self, length: int) -> LocatedTokens:
         """Cut to the first `length` tokens."""
@@ -36,7 +36,10 @@ class LocatedTokens:
         return int(np.searchsorted(self.ends, character, "right"))
 
     def spans(self, contents: Sequence[Span | None]) -> NDArray[np.int32]:
-        """Return token spans [M, 2]. A token across an edge is of the content; between two contents, of the first."""
+        """Return token spans [M, 2] of contents.
+
+        A token across an edge belongs to the content; one across two contents, to the first.
+        """
         spans = np.zeros((len(contents), 2), np.int32)
         previous = 0
         for k, content in enumerate(contents):
@@ -50,9 +53,9 @@ class LocatedTokens:
         return spans
 
     def inside(self, span: Span, added: Collection[int]) -> slice:
-        """Return the tokens of a span of what a model writes.
+        """Return the tokens of a span that the model writes.
 
-        A token across the beginning is the model's, unless it is an added one: a header's last token may take the
+        A token across the beginning is the model's, unless it is an added token: a header's last token may absorb the
         white space after it.
         """
         if span.start == span.stop:
@@ -64,10 +67,10 @@ class LocatedTokens:
 
 
 def locate_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> LocatedTokens:
-    """Tokenize a rendered text; the template writes special tokens itself, so none are added.
+    """Tokenize a rendered text. The template writes special tokens itself, so none are added.
 
-    Characters that no token claims go to a neighbour: spaces that some tokenizers trim off a token's offsets to that
-    token, marks that a normaliser composed with the character before them to the token of that character.
+    Characters that no token claims go to a neighbour: spaces that some tokenizers trim from a token's offsets go to
+    that token; marks that a normaliser composed with the character before go to that character's token.
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""Compilation of loops."""
+"""Compilation of loops with Numba."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,9 @@ import numba
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Compile a function that needs no interpreter, and keep its machine code where Numba finds a folder to write to.
+    """Compile a function without the interpreter, and cache its machine code in a folder that Numba can write to.
 
-    There may be none: in a container, say, whose user has no home and does not own the package.
+    Numba may find none: for example in a container whose user has no home and does not own the package.
     """
     try:
         return numba.njit(function, cache=True, nogil=True)

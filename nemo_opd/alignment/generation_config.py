@@ -1,4 +1,4 @@
-"""The special ids that a model's generation config names."""
+"""Special ids that a model's generation config names."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FILE_NAME = "generation_config.json"
 class _GenerationIds:
     bos: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()
-    """All that end a generation: often the end of a turn, of a message and of a text."""
+    """All ids that end a generation: often the ends of a turn, a message and a text."""
     pad: tuple[int, ...] = ()
 
 
 def generation_ids(tokenizer: PreTrainedTokenizerBase) -> _GenerationIds:
     """Read ids from the file next to the tokenizer's, or in the local cache of a hub model; never from the network.
 
-    Nothing where there is no file. A file that cannot be read is ignored, with a warning.
+    Return no ids without such a file. A file that cannot be read is ignored, with a warning.
     """
     file = _file(str(getattr(tokenizer, "name_or_path", "") or ""))
     if file is None:
@@ -48,14 +48,14 @@ def _file(name: str) -> Path | None:
 
     try:
         cached = try_to_load_from_cache(name, _FILE_NAME)
-    except HFValidationError:  # neither a folder nor a name the hub could have
+    except HFValidationError:  # not a folder, and not a possible name on the hub
         return None
     return Path(cached) if isinstance(cached, str) else None
 
 
 @lru_cache(maxsize=32)
 def _read(file: Path, _mtime_ns: int, _size: int) -> _GenerationIds:
-    """Read a file. Cached by the file's state, so that there is one warning of a broken one."""
+    """Read a file. Cached by the file's state, so that a broken one causes a single warning."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         return _GenerationIds(**{role: _ids(data.get(f"{role}_token_id")) for role in ("bos", "eos", "pad")})
@@ -65,7 +65,7 @@ def _read(file: Path, _mtime_ns: int, _size: int) -> _GenerationIds:
 
 
 def _ids(value: object) -> tuple[int, ...]:
-    """Parse an id, a list of ids or nothing. Raises TypeError for anything else."""
+    """Parse an id, a list of ids or None. Raises TypeError for anything else."""
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]

@@ -1,4 +1,4 @@
-"""Whether two sides have read the same contents so far (methods.md §1.6): what a later chunk's predictions rest on."""
+"""Comparison of the contents that two sides have read before a chunk (methods.md §1.6)."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME
 
 @dataclass(frozen=True, slots=True)
 class ReadText:
-    """Text that one side has read, with the special tokens in it."""
+    """Text that one side has read, and the special tokens in it."""
 
     data: bytes
     """Without special tokens."""
     places: NDArray[np.int64]
-    """[N]: bytes of `data` before each special token; they do not decrease."""
+    """[N]: bytes of `data` before each special token; non-decreasing."""
     contents: Sequence[bytes]
-    """[N]: the bytes of a text that spells it."""
+    """[N]: bytes of the text that spells each special token."""
     is_outside: Sequence[bool]
-    """[N]: whether it begins the sequence, or is aligned with a special token of the other side."""
+    """[N]: whether the special token begins the sequence, or is aligned with one of the other side."""
 
     def spellings(self, start: int, stop: int) -> set[str]:
-        """Return the plain text of data[start:stop] without special tokens, with those that are not outside, and with
-        all, also those at either end.
+        """Return the plain texts of data[start:stop] without special tokens, with those that are not outside, and with
+        all.
+
+        Special tokens at either end are included.
         """
         first, last = np.searchsorted(self.places, start, "left"), np.searchsorted(self.places, stop, "right")
-        without, inside, whole = bytearray(), bytearray(), bytearray()
+        without, inside, full = bytearray(), bytearray(), bytearray()
         at = start
         for n in range(first, last):
-            for text in (without, inside, whole):
+            for text in (without, inside, full):
                 text += self.data[at : self.places[n]]
             at = int(self.places[n])
-            whole += self.contents[n]
+            full += self.contents[n]
             if not self.is_outside[n]:
                 inside += self.contents[n]
-        return {_plain_text(bytes(text) + self.data[at:stop]) for text in (without, inside, whole)}
+        return {_plain_text(bytes(text) + self.data[at:stop]) for text in (without, inside, full)}
 
 
 def run_histories(student: ReadText, teacher: ReadText, runs: NDArray[np.int64]) -> NDArray[np.int8]:
-    """Classify what both sides have read before each run of equal bytes of `equal_runs`: [R].
+    """Classify what both sides have read before each run of equal bytes from `equal_runs`: [R].
 
-    HISTORY_REWRITTEN if the regions between runs say the same up to white space, Unicode form, and special tokens that
-    one side has read as such and the other letter by letter.
+    HISTORY_REWRITTEN if the regions between runs agree up to white space, Unicode form, and special tokens that one
+    side has read as such and the other letter by letter.
     """
     histories = np.full(len(runs), HISTORY_SAME, np.int8)
     if len(runs) > 1:
@@ -60,12 +62,12 @@ def run_histories(student: ReadText, teacher: ReadText, runs: NDArray[np.int64])
 
 
 def _first_changed(student: ReadText, teacher: ReadText, runs: NDArray[np.int64]) -> int:
-    """Return the first run after a region of other text; the number of runs for none."""
+    """Return the first run after a region of different text, or the number of runs."""
     if _plain_text(student.data) == _plain_text(teacher.data):
         return len(runs)
     for r, ((a, b, length), (a_next, b_next, _)) in enumerate(zip(runs[:-1].tolist(), runs[1:].tolist(), strict=True)):
         a_start, b_start = a + length, b + length
-        # Only the first run ends in a character.
+        # Only the first run may end inside a character.
         while _continues(student.data, a_start) or _continues(teacher.data, b_start):
             a_start, b_start = a_start - 1, b_start - 1
         if student.spellings(a_start, a_next).isdisjoint(teacher.spellings(b_start, b_next)):
@@ -81,7 +83,10 @@ def _continues(data: bytes, at: int) -> bool:
 def chunk_histories(
     bounds: NDArray[np.int32], edges: Sequence[NDArray[np.int64]], runs: NDArray[np.int64], histories: NDArray[np.int8]
 ) -> NDArray[np.int8]:
-    """Return the history of each chunk [C]: that of its run. edges: of the student's tokens and the teacher's."""
+    """Return the history of each chunk [C], which is its run's.
+
+    edges: byte edges of the student's tokens and of the teacher's.
+    """
     if len(runs) == 1:
         return np.zeros(len(bounds), np.int8)
     starts = (edges[0][bounds[:, 0]], edges[1][bounds[:, 2]])
@@ -89,57 +94,57 @@ def chunk_histories(
     return histories[np.maximum(run, 0)]
 
 
-def content_history(student: bytes, teacher: bytes, said: Sequence[str]) -> int:
-    """Compare what two sides have read, each its rendering of a message of these texts.
+def content_history(student: bytes, teacher: bytes, texts: Sequence[str]) -> int:
+    """Compare two sides' renderings of a message with these texts.
 
-    HISTORY_SAME: the same bytes, or all texts as they are, each in a place that no other takes, among different marks
-    of the templates. HISTORY_REWRITTEN: likewise up to white space and Unicode form, also where both leave out the
-    same. Else HISTORY_CHANGED.
+    HISTORY_SAME: equal bytes, or all texts unchanged on both sides, each in its own place, among different marks of the
+    templates. HISTORY_REWRITTEN: the same up to white space and Unicode form, or both sides omit the same. Otherwise,
+    HISTORY_CHANGED.
     """
     if student == teacher:
         return HISTORY_SAME
-    spelled = [(text.encode(),) for text in said]
-    if said and all(_holds_all(side, spelled) for side in (student, teacher)):
+    spelled = [(text.encode(),) for text in texts]
+    if texts and all(_holds_all(side, spelled) for side in (student, teacher)):
         return HISTORY_SAME
     ours, theirs = _plain_text(student), _plain_text(teacher)
-    plain = [_plain_forms(text) for text in said]
-    all_ours, all_theirs = (bool(said) and _holds_all(side, plain) for side in (ours, theirs))
+    plain = [_plain_forms(text) for text in texts]
+    all_ours, all_theirs = (bool(texts) and _holds_all(side, plain) for side in (ours, theirs))
     leaves_out_the_same = not (all_ours or all_theirs) and ours and theirs and (ours in theirs or theirs in ours)
     if ours == theirs or (all_ours and all_theirs) or leaves_out_the_same:
         return HISTORY_REWRITTEN
     return HISTORY_CHANGED
 
 
-def _holds_all(whole: AnyStr, texts: Sequence[tuple[AnyStr, ...]]) -> bool:
-    """Return whether each text stands in the whole in one of its forms, apart from the others.
+def _holds_all(rendering: AnyStr, texts: Sequence[tuple[AnyStr, ...]]) -> bool:
+    """Return whether a rendering contains each text, in one of its forms and in its own place.
 
-    An answer that repeats a thought does not hold the thought. The longest are looked for first.
+    An answer that repeats a thought does not count as the thought. The longest texts are matched first.
     """
-    rest = [whole]
+    parts = [rendering]
     for forms in sorted(texts, key=lambda forms: len(forms[0]), reverse=True):
-        found = next(((i, form) for form in forms for i, part in enumerate(rest) if form in part), None)
-        if found is None:
+        match = next(((i, form) for form in forms for i, part in enumerate(parts) if form in part), None)
+        if match is None:
             return False
-        i, form = found
-        before, after = _around(rest[i], form)
-        rest[i : i + 1] = before, after
+        i, form = match
+        before, after = _split_around(parts[i], form)
+        parts[i : i + 1] = before, after
     return True
 
 
-def _around(part: AnyStr, form: AnyStr) -> tuple[AnyStr, AnyStr]:
+def _split_around(part: AnyStr, form: AnyStr) -> tuple[AnyStr, AnyStr]:
     start = part.index(form)
     return part[:start], part[start + len(form) :]
 
 
 def _plain_forms(text: str) -> tuple[str, ...]:
-    """Return the plain text of a text as it is, and quoted as JSON, as templates write what tools answer."""
+    """Return a text's plain form, and that of its JSON string, since templates may quote tools' results."""
     return _plain_text(text.encode()), _plain_text(json.dumps(text, ensure_ascii=False)[1:-1].encode())
 
 
 def _plain_text(data: bytes) -> str:
-    """Return the text without white space, in the one form that Unicode has for equivalent characters (NFKC).
+    """Return the text without white space, in Unicode's form for equivalent characters (NFKC).
 
-    `▁` is white space: SentencePiece tokenizers write a space so, and read a space where a text has it.
+    `▁` counts as white space: SentencePiece tokenizers write a space as `▁`, and read `▁` in a text as a space.
     """
     text = unicodedata.normalize("NFKC", data.decode("utf-8", "replace"))
     return "".join(text.replace(META_SPACE, " ").split())

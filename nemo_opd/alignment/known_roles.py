@@ -59,7 +59,7 @@ _SPECIAL: dict[str, tuple[str, ...]] = {
     "unk": ("<unk>", "[UNK]", "<UNK>"),
     "mask": ("<mask>", "[MASK]"),
 }
-"""Role → contents of tokens that are marked special. Elsewhere they may be text: `</s>` is also an HTML tag."""
+"""Role → contents of tokens marked special. If not marked, they may be text: `</s>` is also an HTML tag."""
 _MARKS: dict[str, tuple[str, ...]] = {
     "user_turn": ("<|user|>", "<｜User｜>", "<|im_user|>", "<|USER_TOKEN|>", "[|user|]", "[INST]"),
     "assistant_turn": (
@@ -109,9 +109,9 @@ _MARKS: dict[str, tuple[str, ...]] = {
     "fim_suffix": ("<|fim_suffix|>", "<fim_suffix>", "<｜fim▁hole｜>", "<|code_suffix|>", "[SUFFIX]"),
     "fim_middle": ("<|fim_middle|>", "<fim_middle>", "<｜fim▁end｜>", "<|code_middle|>", "[MIDDLE]"),
 }
-"""Role → contents of added tokens, which some tokenizers mark special and others do not."""
-_FURTHER: dict[str, tuple[str, ...]] = {"end_of_message": ("end_of_turn",)}
-"""Further roles that a role can stand for if the other side has none nearer: a message may end before its turn."""
+"""Role → contents of added tokens, which only some tokenizers mark special."""
+_FALLBACK_ROLES: dict[str, tuple[str, ...]] = {"end_of_message": ("end_of_turn",)}
+"""Roles that a role can stand for if the other side has nothing closer: a message may end before its turn."""
 _RESERVED = re.compile(
     r"[<\[][|｜]?_?(?:reserved|unused|extra|dummy|place.?holder|special|control|madeupword)\D*\d+[|｜]?_?[>\]]",
     re.IGNORECASE,
@@ -122,11 +122,11 @@ _SPECIAL_ROLES = {content: role for role, contents in _SPECIAL.items() for conte
 
 
 def known_roles(content: str, special: bool) -> tuple[str, ...]:
-    """Return the roles of an added token by its content, the most important first; none for an unknown one."""
+    """Return an added token's roles by its content, the most important first; empty if the content is unknown."""
     role = _MARK_ROLES.get(content) or (_SPECIAL_ROLES.get(content) if special else None)
-    return (role, *_FURTHER.get(role, ())) if role else ()
+    return (role, *_FALLBACK_ROLES.get(role, ())) if role else ()
 
 
 def is_reserved(content: str) -> bool:
-    """Return whether a token is numbered and kept free, such as `<unused7>`: two models put it to different uses."""
+    """Return whether a token is numbered and reserved, such as `<unused7>`: each model may use it differently."""
     return _RESERVED.fullmatch(content) is not None

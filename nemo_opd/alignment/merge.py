@@ -1,7 +1,7 @@
-"""Chunks over byte boundaries from token ids, in Numba (methods.md §1.2).
+"""Chunks between common byte boundaries of two token sequences, in Numba (methods.md §1.2).
 
-`spell` gives each side its bytes, `resync.equal_runs` says which of them are the same, `merge` finds where both sides
-cut the same byte and makes a chunk of the tokens between two neighbouring cuts.
+`spell` returns each side's bytes, `resync.equal_runs` finds which are equal, and `merge` finds the boundaries that both
+sides cut and makes a chunk of the tokens between two neighbouring cuts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from nemo_opd.alignment.compiled import jit
 
 TEXT = -1
-"""The class of a token that stands for bytes; any other stands outside the text and is a barrier."""
+"""Class of a token that stands for bytes. Tokens of other classes stand outside the text and are barriers."""
 _EXACT, _INEXACT, _SPECIAL = 0, 1, 2
 
 _Ints = NDArray[np.int32]
@@ -22,7 +22,7 @@ _Flags = NDArray[np.bool_]
 
 
 class PieceTable(NamedTuple):
-    """Classes and bytes of the ids of a tokenizer."""
+    """Classes and bytes of a tokenizer's ids."""
 
     classes: _Ints
     """[V]: TEXT, or a row or column of the matrix of matching special tokens."""
@@ -32,17 +32,17 @@ class PieceTable(NamedTuple):
 
 
 class Spelling(NamedTuple):
-    """The text of a sequence and where its tokens cut it."""
+    """A sequence's text and its tokens' edges in it."""
 
     data: NDArray[np.uint8]
     edges: NDArray[np.int64]
-    """[S + 1]: token i stands for data[edges[i] : edges[i + 1]]; none where it is a barrier."""
+    """[S + 1]: token i stands for data[edges[i] : edges[i + 1]], empty for a barrier."""
     classes: _Ints
     """[S]"""
 
 
 class _Chunks(NamedTuple):
-    """The fields of `types.Alignment`, in its order, but for the histories."""
+    """Fields of `types.Alignment`, in its order, without the histories."""
 
     student_chunk_id: _Ints
     teacher_chunk_id: _Ints
@@ -56,7 +56,7 @@ class _Chunks(NamedTuple):
 
 @jit
 def spell(ids: NDArray[np.int64], table: PieceTable) -> Spelling:
-    """Spell ids [S], all of them inside the table."""
+    """Spell ids [S], all within the table."""
     classes, offsets, buffer = table
     edges = np.zeros(len(ids) + 1, np.int64)
     for i, token in enumerate(ids):
@@ -72,14 +72,14 @@ def spell(ids: NDArray[np.int64], table: PieceTable) -> Spelling:
 
 @jit
 def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches: _Flags) -> _Chunks:
-    """Merge two sequences into chunks, whose bytes are equal in `runs` (as `equal_runs` gives them).
+    """Merge two sequences into chunks. runs: their equal bytes, from `equal_runs`.
 
-    Between neighbouring cuts of one run the bytes are equal; the tokens from the last cut of a run to the first of a
-    later one make one inexact chunk, or none where a barrier stands among them. After the last cut nothing has a
-    partner. Barriers at one cut are paired where `matches` says so.
+    Between neighbouring cuts of one run the bytes are equal. Tokens from the last cut of a run to the first cut of a
+    later one form one inexact chunk, or none if a barrier is among them. Tokens after the last cut have no partner.
+    Barriers at one cut are paired if `matches` says so.
     """
     cuts = _common_cuts(student.edges, teacher.edges, runs)
-    bounds, kinds = _between(cuts, student.classes, teacher.classes, matches)
+    bounds, kinds = _chunk_bounds(cuts, student.classes, teacher.classes, matches)
     whitespace, digit = _byte_flags(bounds, kinds, student)
     return _Chunks(
         _chunk_ids(bounds[:, 0:2], len(student.classes)),
@@ -95,7 +95,7 @@ def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches
 
 @jit
 def _common_cuts(s_edges: NDArray[np.int64], t_edges: NDArray[np.int64], runs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Find common cuts [N, 3]: tokens before one on either side, without barriers that stand at it, and its run."""
+    """Find common cuts [N, 3]: number of tokens before it on either side, without barriers at the cut, and its run."""
     cuts = np.empty((len(s_edges) + len(t_edges), 3), np.int64)
     i = j = count = 0
     for run in range(len(runs)):
@@ -104,9 +104,9 @@ def _common_cuts(s_edges: NDArray[np.int64], t_edges: NDArray[np.int64], runs: N
         while offset <= length:
             i = _first_edge(s_edges, i, s_start + offset)
             j = _first_edge(t_edges, j, t_start + offset)
-            ahead, other = s_edges[i] - s_start, t_edges[j] - t_start
-            offset = max(ahead, other)
-            if ahead == other and offset <= length:
+            s_offset, t_offset = s_edges[i] - s_start, t_edges[j] - t_start
+            offset = max(s_offset, t_offset)
+            if s_offset == t_offset and offset <= length:
                 cuts[count] = i, j, run
                 count += 1
                 offset += 1
@@ -115,17 +115,17 @@ def _common_cuts(s_edges: NDArray[np.int64], t_edges: NDArray[np.int64], runs: N
 
 @jit
 def _first_edge(edges: NDArray[np.int64], i: int, position: int) -> int:
-    """Return the first edge from i on that is at or after a position inside the stream."""
+    """Return the first edge from i on at or after a position inside the stream."""
     while edges[i] < position:
         i += 1
     return i
 
 
 @jit
-def _between(
+def _chunk_bounds(
     cuts: NDArray[np.int64], s_classes: _Ints, t_classes: _Ints, matches: _Flags
 ) -> tuple[_Ints, NDArray[np.int8]]:
-    """Return bounds [C, 4] and kinds [C] of the pairs of barriers at the cuts and of the chunks between them."""
+    """Return bounds [C, 4] and kinds [C] of barrier pairs at the cuts and of chunks between the cuts."""
     room = min(len(s_classes), len(t_classes))
     bounds = np.empty((room, 4), np.int32)
     kinds = np.empty(room, np.int8)
@@ -150,7 +150,7 @@ def _between(
 
 @jit
 def _first_text(classes: _Ints, i: int) -> int:
-    """Return the first token from i on that is no barrier."""
+    """Return the first token from i on that is not a barrier."""
     while i < len(classes) and classes[i] != TEXT:
         i += 1
     return i
@@ -158,7 +158,7 @@ def _first_text(classes: _Ints, i: int) -> int:
 
 @jit
 def _only_text(classes: _Ints, start: int, stop: int) -> bool:
-    """Return whether there are tokens in [start, stop), and no barrier among them."""
+    """Return whether [start, stop) contains tokens and no barrier."""
     for i in range(start, stop):
         if classes[i] != TEXT:
             return False
@@ -167,7 +167,7 @@ def _only_text(classes: _Ints, start: int, stop: int) -> bool:
 
 @jit
 def _chunk_ids(bounds: _Ints, length: int) -> _Ints:
-    """Return the chunk of each token [length], −1 for none."""
+    """Return the chunk of each token [length], or −1."""
     chunk_id = np.full(length, -1, np.int32)
     for c in range(len(bounds)):
         for i in range(bounds[c, 0], bounds[c, 1]):

@@ -1,4 +1,4 @@
-"""Pieces of a conversation that a chat template leaves out, and the beginning of a turn that its prompt asks for."""
+"""Pieces of a conversation that a chat template leaves out, and opening tags that only its generation prompt writes."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _OPENING_TAG = re.compile(r"(<[^<>/]*(?:think|reason|thought)[^<>/]*>|\[THINK\])
 def omitted_pieces(template: ChatTemplate, messages: Sequence[Message], tools: Tools = None) -> list[set[Piece]]:
     """Return the pieces of each plain message that the template leaves out.
 
-    Each piece is replaced by words that occur nowhere else, which are then looked for. Takes one rendering, or one a
-    message if the template refuses the words. Reasoning is looked at in a last message of the assistant alone: many
-    templates leave it out of earlier ones on purpose.
+    Each piece is replaced by words that occur nowhere else, which are then looked up. Takes one rendering, or one per
+    message if the template rejects the words. Reasoning is checked only in a last assistant message: many templates
+    drop earlier reasoning on purpose.
     """
-    marked = [_Marked(k, message, k == len(messages) - 1) for k, message in enumerate(messages)]
-    rendered = template.render_or_none([each.message for each in marked], tools)
+    marked = [_WordMessage(k, message, k == len(messages) - 1) for k, message in enumerate(messages)]
+    rendered = template.render_or_none([worded.message for worded in marked], tools)
     if rendered is not None:
-        return [each.missing(rendered) for each in marked]
+        return [worded.missing(rendered) for worded in marked]
     omitted: list[set[Piece]] = []
-    for k, each in enumerate(marked):
-        alone = template.render_or_none([*messages[:k], each.message, *messages[k + 1 :]], tools)
-        omitted.append(set() if alone is None else each.missing(alone))
+    for k, worded in enumerate(marked):
+        alone = template.render_or_none([*messages[:k], worded.message, *messages[k + 1 :]], tools)
+        omitted.append(set() if alone is None else worded.missing(alone))
     return omitted
 
 
 def missing_opening_tag(template: ChatTemplate, messages: Sequence[Message], tools: Tools = None) -> str | None:
-    """Return the tag of thinking with which the generation prompt ends, if the assistant's last turn lacks it."""
+    """Return the thinking tag that ends the generation prompt, if the assistant's last turn lacks it."""
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         return None
     prompt = template.render_or_none(messages[:-1], tools, add_generation_prompt=True)
@@ -55,8 +55,8 @@ def missing_opening_tag(template: ChatTemplate, messages: Sequence[Message], too
     return tag.group(1)
 
 
-class _Marked:
-    """A message whose pieces are words."""
+class _WordMessage:
+    """A message whose pieces are replaced by unique words."""
 
     def __init__(self, k: int, message: Message, is_last: bool) -> None:
         self._words = (f"zq{k:05}x{i:03}qz" for i in count())
@@ -74,11 +74,11 @@ class _Marked:
             self.message["refusal"] = self._word("what the assistant says")
         thoughts = [key for key in THINKING if isinstance(message.get(key), str) and message[key].strip()]
         if thoughts and is_last and message["role"] == "assistant":
-            # Some files have one thought under several keys, of which a template reads one.
+            # Some files repeat a thought under several keys, and a template reads one of them.
             self.message |= dict.fromkeys(thoughts, self._word("the reasoning of the last message"))
 
     def missing(self, rendered: str) -> set[Piece]:
-        """Return the pieces with a word that is not in a rendering."""
+        """Return the pieces with a word that the rendering lacks."""
         return {piece for piece, words in self._words_of.items() if any(word not in rendered for word in words)}
 
     def _word(self, piece: Piece) -> str:

@@ -1,4 +1,4 @@
-"""The exact bytes of every token id (methods.md §1.1)."""
+"""Exact bytes of every token id (methods.md §1.1)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HOLE, ORDINARY, BYTE_FALLBACK, ADDED = range(4)
-"""Origins of ids; of ids with the same bytes the lower number is the more natural one."""
+"""Origins of ids. If two ids have the same bytes, the lower origin is the more natural one."""
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = re.compile(rb"[A-Za-z0-9]+")
@@ -43,20 +43,20 @@ _SAMPLE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """id → bytes. Special tokens, the unknown token and holes in the vocabulary have none."""
+    """Map from id to bytes, which are empty for special tokens, the unknown token and holes in the vocabulary."""
 
     buffer: NDArray[np.uint8]
-    """The bytes of all ids, one after the other."""
+    """Concatenated bytes of all ids."""
     offsets: NDArray[np.int64]
     """[V + 1]: id's bytes are buffer[offsets[id] : offsets[id + 1]]."""
     lengths: NDArray[np.int32]
-    """[V]: bytes of an id."""
+    """[V]: number of bytes per id."""
     is_special: NDArray[np.bool_]
-    """[V]: marked special by the tokenizer, or its unknown token."""
+    """[V]: whether the tokenizer marks the id special, or it is its unknown token."""
     origin: NDArray[np.uint8]
     """[V]: HOLE, ORDINARY, BYTE_FALLBACK or ADDED."""
     special_contents: Mapping[int, bytes]
-    """Special id → the bytes of a text that spells it."""
+    """Special id → bytes of the text that spells it."""
     fingerprint: str
 
     @property
@@ -71,7 +71,7 @@ class Pieces:
         return self.buffer[self.offsets[token_id] : self.offsets[token_id + 1]].tobytes()
 
     def content_of(self, token_id: int) -> bytes:
-        """Return the bytes of a text that spells the id, also if it is special; none for the unknown token."""
+        """Return the bytes of the text that spells an id, even if it is special; empty for the unknown token."""
         return self.special_contents.get(token_id) or self.bytes_of(token_id)
 
     def as_list(self) -> list[bytes]:
@@ -81,12 +81,12 @@ class Pieces:
 
 
 _MAX_IDS = 1 << 24
-"""Sixty times the largest vocabularies: a table of pieces has a row for each id."""
+"""Sixty times the size of the largest vocabularies: a table of pieces has a row for each id."""
 _CACHE: dict[str, Pieces] = {}
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
-    """Return the pieces of a fast tokenizer, built once per process and verified against the tokenizer's own decoder.
+    """Return the pieces of a fast tokenizer, built once per process and verified against its decoder.
 
     Raises AlignmentError for a tokenizer whose pieces cannot be exact.
     """
@@ -104,29 +104,29 @@ def _build(backend: Backend) -> Pieces:
     if size > _MAX_IDS:
         raise AlignmentError(
             f"a token of the tokenizer has the id {size - 1:,}, and ids above {_MAX_IDS:,} are not read; its file is "
-            "damaged, so copy it there again"
+            "damaged, so copy it again"
         )
     pieces = [b""] * size
     origin = np.zeros(size, np.uint8)
     is_special = np.zeros(size, np.bool_)
     for token, token_id in backend.vocab.items():
-        pieces[token_id], origin[token_id] = _ordinary(token, backend)
+        pieces[token_id], origin[token_id] = _ordinary_bytes(token, backend)
     for added in backend.added:
         if origin[added.id] == HOLE:
-            pieces[added.id], origin[added.id] = _added(added, backend), ADDED
+            pieces[added.id], origin[added.id] = _added_bytes(added, backend), ADDED
         is_special[added.id] = added.special
     if backend.unk_token in backend.vocab:
         is_special[backend.vocab[backend.unk_token]] = True
-    special_contents = {added.id: _added(added, backend) for added in backend.added if added.special}
+    special_contents = {added.id: _added_bytes(added, backend) for added in backend.added if added.special}
     for token_id in np.flatnonzero(is_special).tolist():
         pieces[token_id] = b""
     lengths = np.fromiter(map(len, pieces), np.int32, size)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    buffer = np.frombuffer(b"".join(pieces), np.uint8).copy()  # writable: Numba compiles anew for read-only arrays
+    buffer = np.frombuffer(b"".join(pieces), np.uint8).copy()  # writable: Numba recompiles for read-only arrays
     return Pieces(buffer, offsets, lengths, is_special, origin, special_contents, backend.fingerprint)
 
 
-def _ordinary(token: str, backend: Backend) -> tuple[bytes, int]:
+def _ordinary_bytes(token: str, backend: Backend) -> tuple[bytes, int]:
     if backend.kind == "byte_level":
         return byte_level_bytes(token), ORDINARY
     if backend.byte_fallback and token.startswith("<0x") and (fallback := _FALLBACK.fullmatch(token)):
@@ -134,18 +134,20 @@ def _ordinary(token: str, backend: Backend) -> tuple[bytes, int]:
     return token.replace(META_SPACE, " ").encode(), ORDINARY
 
 
-def _added(token: AddedToken, backend: Backend) -> bytes:
-    """Return the bytes of an added token: text, not the byte alphabet, unless the normaliser writes that."""
+def _added_bytes(token: AddedToken, backend: Backend) -> bytes:
+    """Return the bytes of an added token: its text, or the bytes that it spells in the byte alphabet if the normaliser
+    wrote it so.
+    """
     if backend.kind == "byte_level":
         return byte_level_bytes(token.stored) if token.in_byte_alphabet else token.stored.encode()
     return token.stored.replace(META_SPACE, " ").encode()
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Map GPT-2's characters to their bytes: printable Latin-1 stands for itself, the rest follow from U+0100 on."""
+    """Map GPT-2's characters to bytes: printable Latin-1 stands for itself, other bytes follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
 _BYTE_OF_CHARACTER = _byte_alphabet()
@@ -155,7 +157,7 @@ _LATIN_1 = dict.fromkeys(range(256), _OUTSIDE) | {ord(c): chr(byte) for c, byte 
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Decode a piece in GPT-2's alphabet. A piece with any other character is plain text, as the decoder has it."""
+    """Decode a piece in GPT-2's alphabet. Like the decoder, treat a piece with any other character as plain text."""
     try:
         return token.translate(_LATIN_1).encode("latin-1")
     except UnicodeEncodeError:
@@ -163,7 +165,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def _verify(pieces: Pieces, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that every piece, and the pieces of sample texts, spell what the tokenizer decodes."""
+    """Check that every piece, and the pieces of sample texts, spell the text that the tokenizer decodes."""
     backend = rust_tokenizer(tokenizer)
     problem = _wrong_piece(pieces, kind, backend) or _wrong_text(pieces, backend)
     if problem:
@@ -174,54 +176,53 @@ def _verify(pieces: Pieces, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def _wrong_piece(pieces: Pieces, kind: Kind, backend: Tokenizer) -> str | None:
-    """Find a piece that the tokenizer decodes to other text, by decoding each id between two anchors.
+    """Describe a piece that the tokenizer decodes to other text. Each id is decoded between two anchors.
 
-    First all in one call, then one by one to name the one that differs.
-
-    Anchors keep the ids away from each other, so that halves of characters do not join, and from the ends of the text,
-    where decoders strip. They are ordinary because bytes of `<0xHH>` in a row are decoded together.
+    All ids are decoded in one call first, then one by one to name the one that differs. Anchors keep the ids apart, so
+    that parts of characters do not join, and away from the ends of the text, since decoders strip there. They are
+    ordinary tokens because adjacent `<0xHH>` bytes are decoded together.
     """
     contents = pieces.as_list()
     ids = np.flatnonzero((pieces.origin != HOLE) & ~pieces.is_special).tolist()
-    if kind == "byte_level":  # the decoder takes an added token such as `<é>` for the byte alphabet; a text does not
+    if kind == "byte_level":  # the decoder wrongly takes an added token such as `<é>` for the byte alphabet
         ids = [i for i in ids if pieces.origin[i] != ADDED or contents[i].isascii()]
     anchor = next((i for i in ids if pieces.origin[i] == ORDINARY and _ANCHOR.fullmatch(contents[i])), None)
     around, edge = ([], b"") if anchor is None else ([anchor], contents[anchor])
     if around:
         sequence = [*around, *(i for token_id in ids for i in (token_id, *around))]
-        if _same(_decoded(backend, sequence), edge + b"".join(contents[i] + edge for i in ids)):
+        if _is_same_text(_decode(backend, sequence), edge + b"".join(contents[i] + edge for i in ids)):
             return None
     for token_id in ids:
-        spelled, decoded = edge + contents[token_id] + edge, _decoded(backend, [*around, token_id, *around])
-        if not (_same(decoded, spelled) or (not around and _same(" " + decoded, spelled))):
+        spelled, decoded = edge + contents[token_id] + edge, _decode(backend, [*around, token_id, *around])
+        if not (_is_same_text(decoded, spelled) or (not around and _is_same_text(" " + decoded, spelled))):
             place = f" between two {edge.decode()!r}" if around else ""
             return (
                 f"its token {backend.id_to_token(token_id)!r} (id {token_id}) stands for {contents[token_id]!r}, "
                 f"but it decodes it to {decoded!r}{place}"
             )
-    return "its decoder makes other text of a sequence of tokens than of each of them" if around else None
+    return "its decoder decodes a sequence of tokens differently from its tokens one by one" if around else None
 
 
 def _wrong_text(pieces: Pieces, backend: Tokenizer) -> str | None:
-    """Find a text that pieces spell otherwise; a decoder may strip one dummy space at the front."""
-    everything = ""
+    """Describe a text that its pieces spell differently. A decoder may strip one dummy space at the front."""
+    all_decoded = ""
     for line in _SAMPLE:
         ids = [i for i in backend.encode(line, add_special_tokens=False).ids if not pieces.is_special[i]]
-        spelled, decoded = b"".join(map(pieces.bytes_of, ids)), _decoded(backend, ids)
-        if not (_same(decoded, spelled) or _same(" " + decoded, spelled)):
+        spelled, decoded = b"".join(map(pieces.bytes_of, ids)), _decode(backend, ids)
+        if not (_is_same_text(decoded, spelled) or _is_same_text(" " + decoded, spelled)):
             text = spelled.decode(errors="replace")
             return f"its tokens for {line!r} spell {text!r}, but it decodes them to {decoded!r}"
-        everything += decoded
-    if everything and not any(map(str.isspace, everything)):
-        return f"it drops the white space of a text, so that {_SAMPLE[0][:15]!r} becomes {everything[:15]!r}"
+        all_decoded += decoded
+    if all_decoded and not any(map(str.isspace, all_decoded)):
+        return f"it drops the white space of a text, so that {_SAMPLE[0][:15]!r} becomes {all_decoded[:15]!r}"
     return None
 
 
-def _decoded(backend: Tokenizer, ids: list[int]) -> str:
+def _decode(backend: Tokenizer, ids: list[int]) -> str:
     return backend.decode(ids, skip_special_tokens=False)
 
 
-def _same(decoded: str, spelled: bytes) -> bool:
-    """Compare text with bytes; any number of U+FFFD in a row stands for bytes that are no character."""
+def _is_same_text(decoded: str, spelled: bytes) -> bool:
+    """Compare text with bytes. A run of U+FFFD matches any bytes that are not characters."""
     text = spelled.decode("utf-8", "replace")
     return decoded == text or re.sub("\ufffd+", "\ufffd", decoded) == re.sub("\ufffd+", "\ufffd", text)

@@ -1,4 +1,4 @@
-"""A conversation as a chat template renders it, before it is tokenized."""
+"""A conversation rendered by a chat template, before it is tokenized."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from nemo_opd.alignment.chat_turns import Span, Turn
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """Places are characters of `text`."""
+    """A rendered conversation. Places are indices of characters in `text`."""
 
     text: str
     messages: Sequence[Message]
     contents: Sequence[Span | None]
-    """Contents by message; None: the template leaves the message out."""
+    """Span of each message's content; None if the template leaves the message out."""
     turns: Mapping[int, Turn]
-    """Turns by assistant message."""
+    """Turns keyed by assistant message."""
 
     def after(self, first: int) -> RenderedChat:
         """Return the same text as a rendering of the messages from `first` on."""
@@ -26,10 +26,9 @@ class RenderedChat:
         return RenderedChat(self.text, self.messages[first:], self.contents[first:], turns)
 
     def counterpart(self, place: int, other: RenderedChat) -> int:
-        """Return the place of `other`, another rendering of the conversation, up to which it says what this one does to
-        `place`.
+        """Return the place in `other`, another rendering of the conversation, that corresponds to `place` here.
 
-        Within a content that both begin alike, as far; within others, where the content ends.
+        Inside a content, that is the same distance from its beginning if both say the same so far, otherwise its end.
         """
         for k, span in enumerate(self.contents):
             theirs = other.contents[k]

@@ -1,7 +1,7 @@
-"""Finds the equal runs of two byte streams that differ here and there (methods.md §1.3).
+"""Equal runs of two byte streams that differ in places (methods.md §1.3).
 
-The equal prefix first; then anchors, 16-byte windows that either stream has once; then, between them, a dynamic program
-over UTF-8 characters in blocks of a fixed size. Time is linear in the lengths whatever the bytes are: the windows meet
+The equal prefix comes first; then anchors, 16-byte windows that occur once in either stream; between them, a dynamic
+program over UTF-8 characters in blocks of fixed size. Time is linear in the lengths for any bytes: windows are matched
 in a table without probing, and a block always commits most of one of its sides.
 """
 
@@ -15,22 +15,23 @@ from numpy.typing import NDArray
 from nemo_opd.alignment.compiled import jit
 
 ANCHOR = 16
-"""Bytes of a window; an equal run as long as this is no accident where neither stream has it twice."""
+"""Bytes of a window. An equal run this long is not a coincidence if it occurs once in either stream."""
 BLOCK = 512
-"""Characters of either stream that the dynamic program sees at once; its back pointers, 256 KiB, stay in the cache."""
-_KEPT = BLOCK * 3 // 4
-"""Characters of a block that are committed; those after them have seen too little of what follows."""
+"""Characters of either stream in one dynamic program; its back pointers, 256 KiB, stay in the cache."""
+_COMMITTED = BLOCK * 3 // 4
+"""Characters of a block that are committed. Later ones have seen too little of the following text."""
 
 MATCH, START, SHIFT = 8, 12, 1
-"""Gained per equal byte, paid per run, and paid per character by which one stream runs ahead of the other.
+"""Gain per equal byte, cost per run, and cost per character that one stream runs ahead of the other.
 
-A run of one byte does not pay, one of two bytes does unless it lies off the diagonal by more than a few characters.
-Marks are free: decomposed text runs ahead of composed text by them, Hangul by two characters in three.
+A run of one byte does not pay. A run of two does, unless it lies more than a few characters off the diagonal. Marks are
+free: decomposed text runs ahead of composed text by its marks, Hangul by two characters in three.
 """
 _NEVER = -(1 << 30)
 _RUN_FOLLOWS_GAP = 1
 _ENDS_RUN, _BOTH, _LEFT, _RIGHT = 0, 2, 4, 6
-"""Last steps of a differing region, by what they consume; `_ENDS_RUN`: nothing, the region opens here."""
+"""Last steps of a differing region, by the characters they consume. `_ENDS_RUN` consumes none: the region opens here.
+"""
 
 _Bytes = NDArray[np.uint8]
 _Places = NDArray[np.int32]
@@ -40,27 +41,28 @@ _Runs = list[tuple[int, int, int]]
 
 class _Characters(NamedTuple):
     codes: NDArray[np.uint32]
-    """[n]: their bytes as one number; a byte that is not UTF-8 counts as a character."""
+    """[n]: each character's bytes as one number. A byte that is not UTF-8 counts as a character."""
     shifts: NDArray[np.int32]
-    """[n]: the price of having no counterpart."""
+    """[n]: cost of having no counterpart."""
     edges: NDArray[np.int64]
-    """[n + 1]: where they start in the stream, and where the last one ends."""
+    """[n + 1]: starts of the characters in the stream, and the end of the last."""
 
 
 class _Block(NamedTuple):
     moves: NDArray[np.int8]
-    """[left + 1, right + 1]: the last step of the best path to a cell that ends in a run | in a differing region."""
+    """[characters of a + 1, of b + 1]: last step of the best path to a cell that ends in a run | in a differing region.
+    """
     end: tuple[int, int, bool]
-    """The cell where the best path ends, and whether it ends in a run."""
+    """Last cell of the best path, and whether the path ends in a run."""
 
 
 @jit
 def equal_runs(a: _Bytes, b: _Bytes) -> NDArray[np.int64]:
     """Find runs [R, 3] of equal bytes: start in a, start in b, length; increasing and disjoint in both streams.
 
-    The first is the equal prefix, perhaps empty, and is cut at the first differing byte; others hold whole UTF-8
-    characters. The last reaches the end of at least one stream: where the other goes on, the first was cut. Where both
-    end differently an empty run at both ends closes the list. O(n + m) time and memory on any bytes.
+    The first run is the equal prefix, possibly empty, up to the first differing byte. Later runs hold complete UTF-8
+    characters. The last run reaches the end of at least one stream; if the other goes on, the first was cut. If both
+    end differently, an empty run at both ends comes last. O(n + m) time and memory on any bytes.
     """
     runs = [(0, 0, _equal_ahead(a, 0, b, 0))]
     if runs[0][2] < min(len(a), len(b)):
@@ -86,16 +88,16 @@ def _equal_ahead(a: _Bytes, i: int, b: _Bytes, j: int) -> int:
 
 @jit
 def _append(runs: _Runs, i: int, j: int, length: int) -> None:
-    start, other, before = runs[-1]
-    if start + before == i and other + before == j:
-        runs[-1] = (start, other, before + length)
+    a_start, b_start, num_equal = runs[-1]
+    if a_start + num_equal == i and b_start + num_equal == j:
+        runs[-1] = (a_start, b_start, num_equal + length)
     else:
         runs.append((i, j, length))
 
 
 @jit
 def _close(a: _Bytes, b: _Bytes, runs: _Runs) -> None:
-    """Close the last region: a stream that ends inside a character of the other was cut; else both end differently."""
+    """Close the last region: one stream ends inside a character of the other and was cut, or both end differently."""
     i, j, length = runs[-1]
     ahead = _equal_ahead(a, i + length, b, j + length)
     if len(a) - i - length == ahead or len(b) - j - length == ahead:
@@ -111,19 +113,19 @@ def _continues(data: _Bytes, at: int) -> bool:
 
 
 @jit
-def _whole(a: _Bytes, i: int, b: _Bytes, j: int) -> int:
-    """Count the equal bytes from i, j on, without those of a last character that goes on differently."""
+def _equal_characters(a: _Bytes, i: int, b: _Bytes, j: int) -> int:
+    """Count the equal bytes from i, j on, excluding a last character that continues differently."""
     n = _equal_ahead(a, i, b, j)
     if i + n == len(a) or j + n == len(b) or not (_continues(a, i + n) or _continues(b, j + n)):
         return n
-    kept = n
-    while kept > 0 and n - kept < 3 and _continues(a, i + kept - 1):
-        kept -= 1
-    return max(kept - 1, 0)
+    length = n
+    while length > 0 and n - length < 3 and _continues(a, i + length - 1):
+        length -= 1
+    return max(length - 1, 0)
 
 
 @jit
-def _inside_character(data: _Bytes, at: int) -> int:
+def _rest_of_character(data: _Bytes, at: int) -> int:
     """Count the bytes from `at` to the next character."""
     n = 0
     while n < 3 and _continues(data, at + n):
@@ -133,19 +135,19 @@ def _inside_character(data: _Bytes, at: int) -> int:
 
 @jit
 def _extend(a: _Bytes, i: int, b: _Bytes, j: int, last: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Extend an equal window at i, j to the longest run of whole characters, after the run `last`; empty inside it."""
+    """Extend an equal window at i, j to the longest run of complete characters after the run `last`, or to none."""
     a_floor, b_floor = last[0] + last[2], last[1] + last[2]
     if i < a_floor or j < b_floor:
         return i, j, 0
     while i > a_floor and j > b_floor and a[i - 1] == b[j - 1]:
         i, j = i - 1, j - 1
-    skipped = _inside_character(a, i)
-    return i + skipped, j + skipped, _whole(a, i + skipped, b, j + skipped)
+    skipped = _rest_of_character(a, i)
+    return i + skipped, j + skipped, _equal_characters(a, i + skipped, b, j + skipped)
 
 
 @jit
 def _anchors(a: _Bytes, b: _Bytes, start: int) -> NDArray[np.int64]:
-    """Find anchors [N, 2]: starts of equal windows from `start` on, found once in either stream, increasing in both."""
+    """Find anchors [N, 2]: starts of windows from `start` on, occurring once in either stream, increasing in both."""
     size = 1
     while size < max(len(a), len(b)) - start:
         size *= 2
@@ -164,7 +166,7 @@ def _anchors(a: _Bytes, b: _Bytes, start: int) -> NDArray[np.int64]:
 
 @jit
 def _windows(data: _Bytes, start: int, size: int) -> tuple[_Places, _Places]:
-    """Return the starts of windows, the quarter that their own hash selects, and their slots in a table of `size`."""
+    """Return the starts of windows, sampled by hash (one in four), and their slots in a table of `size`."""
     starts = np.empty(max(len(data) - start, 0), np.int32)
     slots = np.empty(len(starts), np.int32)
     base, oldest, value, count = 1_099_511_628_211, 1, 0, 0
@@ -184,7 +186,7 @@ def _windows(data: _Bytes, start: int, size: int) -> tuple[_Places, _Places]:
 
 @jit
 def _owners(starts: _Places, slots: _Places, size: int) -> _Places:
-    """Return the start of the one window in each slot, [size]; −1: none, −2: several."""
+    """Return the start of the only window in each slot, [size]; −1: no window, −2: several."""
     owners = np.full(size, -1, np.int32)
     for k in range(len(starts)):
         owners[slots[k]] = starts[k] if owners[slots[k]] == -1 else -2
@@ -193,9 +195,9 @@ def _owners(starts: _Places, slots: _Places, size: int) -> _Places:
 
 @jit
 def _longest_increasing(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Select the most pairs, increasing in the first number, that increase in the second too (patience sorting)."""
+    """Select the most pairs that increase in both numbers; they are sorted by the first (patience sorting)."""
     ends = np.empty(len(pairs), np.int64)
-    before = np.empty(len(pairs), np.int64)
+    previous = np.empty(len(pairs), np.int64)
     length = 0
     for k in range(len(pairs)):
         low, high = 0, length
@@ -205,39 +207,39 @@ def _longest_increasing(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
                 low = middle + 1
             else:
                 high = middle
-        before[k] = ends[low - 1] if low else -1
+        previous[k] = ends[low - 1] if low else -1
         ends[low] = k
         length = max(length, low + 1)
-    chosen = np.empty((length, 2), np.int64)
+    selected = np.empty((length, 2), np.int64)
     k = ends[length - 1] if length else -1
     for place in range(length - 1, -1, -1):
-        chosen[place] = pairs[k]
-        k = before[k]
-    return chosen
+        selected[place] = pairs[k]
+        k = previous[k]
+    return selected
 
 
 @jit
 def _fill(a: _Bytes, a_stop: int, b: _Bytes, b_stop: int, runs: _Runs, joined: bool) -> None:
-    """Append the runs between the last one and a_stop, b_stop. `joined`: these two places belong together."""
+    """Append the runs between the last one and a_stop, b_stop. joined: whether these two places correspond."""
     i, j = runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]
-    skipped = _inside_character(a, i), _inside_character(b, j)
+    skipped = _rest_of_character(a, i), _rest_of_character(b, j)
     i, j, in_run = i + skipped[0], j + skipped[1], skipped == (0, 0)
     while i < a_stop and j < b_stop:
-        ahead = _whole(a[:a_stop], i, b[:b_stop], j) if in_run else 0
+        ahead = _equal_characters(a[:a_stop], i, b[:b_stop], j) if in_run else 0
         if ahead:
             _append(runs, i, j, ahead)
             i, j = i + ahead, j + ahead
-        left, right = _characters(a, i, a_stop), _characters(b, j, b_stop)
-        a_ends, b_ends = left.edges[-1] == a_stop, right.edges[-1] == b_stop
-        block = _best_paths(left, right, in_run, joined and a_ends and b_ends)
-        kept = len(left.codes) if a_ends else _KEPT, len(right.codes) if b_ends else _KEPT
-        x, y, in_run = _commit(left, right, block, kept, runs)
-        i, j = left.edges[x], right.edges[y]
+        a_chars, b_chars = _characters(a, i, a_stop), _characters(b, j, b_stop)
+        a_ends, b_ends = a_chars.edges[-1] == a_stop, b_chars.edges[-1] == b_stop
+        block = _best_paths(a_chars, b_chars, in_run, joined and a_ends and b_ends)
+        limits = len(a_chars.codes) if a_ends else _COMMITTED, len(b_chars.codes) if b_ends else _COMMITTED
+        x, y, in_run = _commit(a_chars, b_chars, block, limits, runs)
+        i, j = a_chars.edges[x], b_chars.edges[y]
 
 
 @jit
 def _characters(data: _Bytes, start: int, stop: int) -> _Characters:
-    """Return the first characters of data[start:stop], a block of them at most."""
+    """Return the first characters of data[start:stop], at most a block."""
     codes = np.empty(min(stop - start, BLOCK), np.uint32)
     shifts = np.empty(len(codes), np.int32)
     edges = np.empty(len(codes) + 1, np.int64)
@@ -257,13 +259,13 @@ def _characters(data: _Bytes, start: int, stop: int) -> _Characters:
 
 @jit
 def _is_mark(code: int) -> bool:
-    """Return whether bytes are a character that composes with the one before: U+0300-036F, U+1160-11FF, U+3099-309A."""
+    """Return whether a character composes with the one before it: U+0300-036F, U+1160-11FF, U+3099-309A."""
     return 0xCC80 <= code <= 0xCDAF or 0xE185A0 <= code <= 0xE187BF or 0xE38299 <= code <= 0xE3829A
 
 
 @jit
 def _width(data: _Bytes, at: int, stop: int) -> int:
-    """Count the bytes of the UTF-8 character at `at`; 1 where there is none."""
+    """Count the bytes of the UTF-8 character at `at`; 1 if the bytes are not UTF-8."""
     lead = data[at]
     if lead < 0xC2 or lead > 0xF4:
         return 1
@@ -275,34 +277,38 @@ def _width(data: _Bytes, at: int, stop: int) -> int:
 
 
 @jit
-def _best_paths(left: _Characters, right: _Characters, in_run: bool, joined: bool) -> _Block:
-    """Run the dynamic program: `run` is the best score of a path to a cell with matching characters, `gap` of any path.
+def _best_paths(a_chars: _Characters, b_chars: _Characters, in_run: bool, joined: bool) -> _Block:
+    """Run the dynamic program. `run` is the best score of a path to a cell with matching characters, `gap` of any path.
 
-    The path starts inside a run or a differing region, and ends in the last cell if `joined`, else free of charge
-    anywhere on the far edges.
+    The path starts inside a run or a differing region. It ends in the last cell if `joined`, otherwise anywhere on the
+    far edges, free of charge.
     """
-    n, m = len(left.codes), len(right.codes)
+    n, m = len(a_chars.codes), len(b_chars.codes)
     moves = np.empty((n + 1, m + 1), np.int8)
     run = np.full(m + 1, _NEVER, np.int32)
     gap = np.zeros(m + 1, np.int32)
-    gap[1:] = -np.cumsum(right.shifts)
+    gap[1:] = -np.cumsum(b_chars.shifts)
     run[0] = 0 if in_run else _NEVER
     moves[0, :], moves[0, 0] = _RIGHT, _ENDS_RUN
     best, end = _NEVER, (n, m, False)
     for x in range(1, n + 1):
         run_before, gap_before = run[0], gap[0]
-        code, shift, gain = left.codes[x - 1], left.shifts[x - 1], MATCH * (left.edges[x] - left.edges[x - 1])
+        code, shift, gain = (
+            a_chars.codes[x - 1],
+            a_chars.shifts[x - 1],
+            MATCH * (a_chars.edges[x] - a_chars.edges[x - 1]),
+        )
         run[0], gap[0], moves[x, 0] = _NEVER, gap[0] - shift, _LEFT
         for y in range(1, m + 1):
             matched, from_gap = _NEVER, 0
-            if code == right.codes[y - 1]:
+            if code == b_chars.codes[y - 1]:
                 from_gap = _RUN_FOLLOWS_GAP if gap_before - START > run_before else 0
                 matched = max(run_before, gap_before - START) + gain
             score, move = gap_before, _BOTH
             if gap[y] - shift > score:
                 score, move = gap[y] - shift, _LEFT
-            if gap[y - 1] - right.shifts[y - 1] > score:
-                score, move = gap[y - 1] - right.shifts[y - 1], _RIGHT
+            if gap[y - 1] - b_chars.shifts[y - 1] > score:
+                score, move = gap[y - 1] - b_chars.shifts[y - 1], _RIGHT
             if matched >= score:
                 score, move = matched, _ENDS_RUN
             run_before, gap_before = run[y], gap[y]
@@ -319,11 +325,11 @@ def _best_paths(left: _Characters, right: _Characters, in_run: bool, joined: boo
 
 @jit
 def _commit(
-    left: _Characters, right: _Characters, block: _Block, kept: tuple[int, int], runs: _Runs
+    a_chars: _Characters, b_chars: _Characters, block: _Block, limits: tuple[int, int], runs: _Runs
 ) -> tuple[int, int, bool]:
-    """Append the runs of the best path as far as `kept` characters of either side; return where it is then."""
+    """Append the best path's runs within `limits` characters of either side; return the cell it has reached."""
     x, y, in_run = block.end
-    while x > kept[0] or y > kept[1]:
+    while x > limits[0] or y > limits[1]:
         x, y, in_run, _ = _step_back(block.moves, x, y, in_run)
     reached = x, y, in_run
     partner = np.full(x, -1, np.int32)
@@ -333,13 +339,13 @@ def _commit(
             partner[x] = y
     for k in range(len(partner)):
         if partner[k] >= 0:
-            _append(runs, left.edges[k], right.edges[partner[k]], left.edges[k + 1] - left.edges[k])
+            _append(runs, a_chars.edges[k], b_chars.edges[partner[k]], a_chars.edges[k + 1] - a_chars.edges[k])
     return reached
 
 
 @jit
 def _step_back(moves: NDArray[np.int8], x: int, y: int, in_run: bool) -> tuple[int, int, bool, bool]:
-    """Return the cell before, whether the path is in a run there, and whether the step matched two characters."""
+    """Return the previous cell, whether the path is in a run there, and whether the step matched two characters."""
     move = moves[x, y]
     if in_run or move & ~_RUN_FOLLOWS_GAP == _ENDS_RUN:
         return x - 1, y - 1, move & _RUN_FOLLOWS_GAP == 0, True

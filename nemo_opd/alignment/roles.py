@@ -1,4 +1,4 @@
-"""Which special tokens of two tokenizers mean the same: pairs by meaning instead of spelling (methods.md §1.4)."""
+"""Special tokens of two tokenizers paired by meaning instead of spelling (methods.md §1.4)."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ _Roles = Mapping[int, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpecialTokens:
-    """Which ids of a pair of tokenizers stand outside the text, and which of them mean the same."""
+    """Ids of two tokenizers that stand outside the text, and their partners by meaning."""
 
     student_class: NDArray[np.int32]
-    """[V]: −1 for text; others are rows of `matches`, 0 where an id has no partner."""
+    """[V]: −1 for text, otherwise a row of `matches`; row 0 for ids without a partner."""
     teacher_class: NDArray[np.int32]
-    """[W]: likewise, columns of `matches`."""
+    """[W]: −1 for text, otherwise a column of `matches`; column 0 for ids without a partner."""
     matches: NDArray[np.bool_]
-    """[student classes, teacher classes]: the ids share a role."""
+    """[student classes, teacher classes]: whether the ids share a role."""
     pairs: tuple[tuple[int, int], ...]
-    """One-to-one (student id, teacher id), the nearest in role first."""
+    """One-to-one pairs (student id, teacher id), the closest roles first."""
     best: Mapping[int, int]
-    """Every student id with a partner → the teacher id nearest in role; the teacher id may serve several."""
+    """Student id → teacher id with the closest role, which several student ids may share."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolePair:
     role: str
-    """The role that both have; the student token's first where it has no partner."""
+    """Role that both tokens have; without a partner, the student token's first role."""
     student: str
     teacher: str | None
-    """Content of the nearest teacher token."""
+    """Content of the closest teacher token."""
     one_to_one: bool
-    """False where the teacher token stands for another student token first."""
+    """False if the teacher token is paired with another student token first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,9 @@ class _Candidate:
     student: int
     teacher: int
     order: tuple[int, int, bool]
-    """Nearest first: the distance in role, the number of shared roles negated, whether a tokenizer paired with itself
-    would be anything but the identity."""
+    """Sort key, closest first: distance of the roles, negated number of shared roles, whether the pair would break the
+    identity of a tokenizer paired with itself.
+    """
 
 
 def pair_special_tokens(
@@ -86,7 +87,7 @@ def pair_special_tokens(
     ends = [c for c in candidates if student_roles[c.student][0] == teacher_roles[c.teacher][0] == "eos"]
     pairs = _one_to_one(candidates)
     if any(c.student not in pairs or c.teacher not in pairs.values() for c in ends):
-        # One side has fewer ends than the other: the two that generation stops at come first.
+        # One side has fewer end tokens than the other: pair the two that stop generation first.
         pairs = _one_to_one([*ends, *candidates])
     best = dict(pairs)
     for c in candidates:
@@ -104,7 +105,7 @@ def paired_roles(
     teacher_tokenizer: PreTrainedTokenizerBase,
     overrides: RoleOverrides | None = None,
 ) -> list[RolePair]:
-    """Return the partner of every student token with a role, by id; reserved tokens only where they have one.
+    """Return the partner of every student token with a role, ordered by id; a reserved token only if it has one.
 
     Raises AlignmentError as TokenAligner does.
     """
@@ -125,13 +126,13 @@ def paired_roles(
 
 
 def _pairable(roles: _Roles, same: bool) -> _Roles:
-    """Keep the roles by which tokens can be paired; a reserved token means something to its own tokenizer alone."""
-    kept = {i: tuple(role for role in names if same or not is_reserved(role)) for i, names in roles.items()}
-    return {i: names for i, names in kept.items() if names}
+    """Keep roles that can pair tokens. A reserved token has a meaning only within its own tokenizer."""
+    pairable = {i: tuple(role for role in names if same or not is_reserved(role)) for i, names in roles.items()}
+    return {i: names for i, names in pairable.items() if names}
 
 
 def _candidates(student_roles: _Roles, teacher_roles: _Roles, same: bool) -> list[_Candidate]:
-    """Return tokens that share a role, the nearest first, by the sum of the shared role's places on both sides."""
+    """Return pairs of tokens that share a role, the closest first: by the sum of the role's ranks on both sides."""
     teachers: dict[str, list[int]] = {}
     for t, roles in teacher_roles.items():
         for role in roles:
@@ -140,25 +141,25 @@ def _candidates(student_roles: _Roles, teacher_roles: _Roles, same: bool) -> lis
     for s, roles in student_roles.items():
         for t in {t for role in roles for t in teachers.get(role, ())}:
             shared = set(roles) & set(teacher_roles[t])
-            distance = min(_place(role, roles) + _place(role, teacher_roles[t]) for role in shared)
+            distance = min(_rank(role, roles) + _rank(role, teacher_roles[t]) for role in shared)
             candidates.append(_Candidate(s, t, (distance, -len(shared), same and s != t)))
     return sorted(candidates, key=lambda c: (*c.order, c.student, c.teacher))
 
 
-def _place(role: str, roles: tuple[str, ...]) -> int:
-    """Return the place of a role; eos is the farthest, as which end a tokenizer calls eos is a setting."""
-    others = [name for name in roles if name != "eos"]
-    return len(others) if role == "eos" else others.index(role)
+def _rank(role: str, roles: tuple[str, ...]) -> int:
+    """Return the rank of a role. eos is the farthest, since which end token a tokenizer calls eos is a setting."""
+    other_roles = [name for name in roles if name != "eos"]
+    return len(other_roles) if role == "eos" else other_roles.index(role)
 
 
 def _one_to_one(candidates: Iterable[_Candidate]) -> dict[int, int]:
-    """Pair greedily: each candidate in order whose tokens are both free."""
+    """Pair greedily: each candidate in order, if both its tokens are free."""
     pairs: dict[int, int] = {}
-    taken = set()
+    paired_teachers = set()
     for c in candidates:
-        if c.student not in pairs and c.teacher not in taken:
+        if c.student not in pairs and c.teacher not in paired_teachers:
             pairs[c.student] = c.teacher
-            taken.add(c.teacher)
+            paired_teachers.add(c.teacher)
     return pairs
 
 
@@ -171,9 +172,9 @@ def _classes(pieces: Pieces, with_partner: Sequence[int]) -> NDArray[np.int32]:
 def _check_overrides(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, overrides: RoleOverrides
 ) -> None:
-    known = student.get_vocab().keys() | teacher.get_vocab().keys() if overrides else set()
+    contents = student.get_vocab().keys() | teacher.get_vocab().keys() if overrides else set()
     for content in overrides:
-        if content not in known:
+        if content not in contents:
             raise AlignmentError(
                 f"roles names the token {content!r}, which neither tokenizer has; write the content of a token"
             )

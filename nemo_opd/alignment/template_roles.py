@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from nemo_opd.alignment.chat_turns import TurnTokens, any_of
+from nemo_opd.alignment.chat_turns import TurnTokens, token_pattern
 from nemo_opd.alignment.generation_config import generation_ids
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ _MESSAGES = [
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end a sampled sequence: the tokenizer's EOS, its generation config's, and the token by
-    which the chat template ends a turn.
+    """Return the tokens that end a sampled sequence: the tokenizer's EOS, its generation config's, and the token that
+    ends a turn in the chat template.
     """
     turn_ends = [content for content, role in template_roles(tokenizer).items() if role == "end_of_turn"]
     ends = [*generation_ids(tokenizer).eos, tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, turn_ends)]
@@ -31,19 +31,19 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def template_roles(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Map special tokens to end_of_turn, start_of_turn or end_of_header; to nothing if no template renders.
+    """Map special tokens to end_of_turn, start_of_turn or end_of_header; return an empty map if no template renders.
 
-    In `<|a|>user<|b|>…<|z|>` a turn starts with a, its header ends with b, and z, which no header holds, ends the turn.
+    In `<|a|>user<|b|>…<|z|>` a turn starts with a, its header ends with b, and z, which is in no header, ends the turn.
     """
-    text = _rendered(tokenizer, 3)
+    text = _render(tokenizer, 3)
     first, answer, second = (text.find(word) for word in (_QUESTION, _ANSWER, _NEXT))
     if not 0 <= first < answer < second:
         return {}
     added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    specials = any_of(added.values())
+    specials = token_pattern(added.values())
     stops = [added.get(i, "") for i in (tokenizer.eos_token_id, *generation_ids(tokenizer).eos)]
     tokens = TurnTokens.of(added.values(), stops)
-    between, last = text[answer + len(_ANSWER) : second], _rendered(tokenizer, 2).partition(_ANSWER)[2]
+    between, last = text[answer + len(_ANSWER) : second], _render(tokenizer, 2).partition(_ANSWER)[2]
     header = specials.findall(text[:first])
     closing = between[: tokens.shared(between, last)]
     roles: dict[str, str] = {}
@@ -58,7 +58,7 @@ def template_roles(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
             roles[closing] = "end_of_message"
     if end:
         roles[end] = "end_of_turn"
-    # The opening of the next turn reads: text, start, the role's name, then the message or the header's end and it.
+    # The next turn's opening splits into text, start, role name, then the message, or the header's end and message.
     opening = specials.split(between[len(closing) :])
     if len(opening) >= 3 and opening[1] in header and opening[2].strip():
         roles[opening[1]] = "start_of_turn"
@@ -67,12 +67,12 @@ def template_roles(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return roles
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, num_messages: int) -> str:
-    """Render the beginning of a plain conversation; return "" if there is no template, or it refuses."""
+def _render(tokenizer: PreTrainedTokenizerBase, num_messages: int) -> str:
+    """Render the beginning of a plain conversation; return "" without a template or if it rejects the conversation."""
     if not tokenizer.chat_template:
         return ""
     try:
         return str(tokenizer.apply_chat_template(_MESSAGES[:num_messages], tokenize=False))
-    except Exception as error:  # a template is a foreign program, which may raise anything
+    except Exception as error:  # a template is someone else's program and may raise anything
         logger.debug("the chat template does not render a plain conversation: %s", error)
         return ""

@@ -1,4 +1,4 @@
-"""Classes of tokens by the characters that they stand for."""
+"""Classes of tokens by the characters they stand for."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CLASSES = (
     "part_of_character",
     "special",
 )
-"""Names by number. A text is of the first class of which it has a character, so that the class of two texts together is
-the lower one. A part of a character has none that is whole, `special` no text.
+"""Names of the classes, by number. The lowest class among its characters is a text's class, and so of two texts
+together. A part of a character has no complete character, `special` no text.
 """
 _CJK, _OTHER_SCRIPT, _CODE, _WORD, _NUMERAL, _PUNCTUATION, _WHITE_SPACE, _PART, _SPECIAL = range(len(CLASSES))
 _CODE_CHARACTERS = frozenset("{}[]<>=;_\\|&^~`$#@*/+")
-"""Characters that source code is full of and prose is not."""
+"""Characters that are frequent in source code and rare in prose."""
 _CJK_RANGES = (
     (0x1100, 0x11FF),
     (0x2E80, 0x9FFF),
@@ -40,12 +40,12 @@ _LATIN_RANGES = ((0, 0x24F), (0x300, 0x36F), (0x1E00, 0x1EFF), (0x2C60, 0x2C7F),
 
 
 def token_classes(pieces: Pieces) -> NDArray[np.uint8]:
-    """Return the number of each id's class: [V]."""
+    """Return the class number of each id: [V]."""
     return np.array([class_of(piece) for piece in pieces.as_list()], np.uint8)
 
 
 def class_of(text: bytes) -> int:
-    """Return the number of a text's class, by the characters that are whole."""
+    """Return the number of a text's class, by its complete characters."""
     return min(map(_class_of_character, text.decode(errors="ignore")), default=_PART if text else _SPECIAL)
 
 

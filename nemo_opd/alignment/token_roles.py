@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RoleOverrides = Mapping[str, str | Sequence[str]]
-"""Token content → its role, or its roles, the most important first. No roles: the token is never paired."""
+"""Token content → its role, or roles in order of importance. Without roles, the token is never paired."""
 
 _NAMED = ("eos", "bos", "cls", "sep", "mask", "pad", "unk")
 _ENDS_A_TURN = {"end_of_turn", "end_of_message", "eos"}
 _LAST_RESORT = ("pad", "unk")
-"""Roles an id has only where it has no other: pad and unk are often borrowed from eos."""
+"""Roles that count only if an id has no other: pad and unk are often borrowed from eos."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,41 +29,41 @@ class RoleRow:
     roles: tuple[str, ...]
     """The most important first."""
     reserved: bool
-    """Kept free by its vocabulary: paired only by a tokenizer with itself, or where an override gives it a role."""
+    """Whether its vocabulary reserves it: paired only within one tokenizer, or if an override gives it a role."""
 
 
 def roles_of(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | None = None) -> dict[int, tuple[str, ...]]:
     """Map ids to roles, the most important first, for special tokens and for added tokens with a known meaning.
 
-    eos comes first wherever an id is the tokenizer's eos, then what the content or the chat template tells, then the
-    tokenizer's other names for it, then the generation config's. A special token that means nothing known has its own
-    content as its role. An override counts for a token of that content in either tokenizer.
+    The order is: eos if the id is the tokenizer's eos; roles by content or chat template; the tokenizer's other names
+    for the id; the generation config's. A special token without a known meaning has its own content as its role. An
+    override applies to tokens with its content in either tokenizer.
     """
     named, generation, template = _named_ids(tokenizer), list(_generation_roles(tokenizer)), template_roles(tokenizer)
     roles: dict[int, tuple[str, ...]] = {}
     for token_id, token in tokenizer.added_tokens_decoder.items():
-        known = ["eos"] if named.get("eos") == token_id else []
+        id_roles = ["eos"] if named.get("eos") == token_id else []
         content_roles = known_roles(token.content, token.special)
-        known += content_roles or ([template[token.content]] if token.content in template else [])
+        id_roles += content_roles or ([template[token.content]] if token.content in template else [])
         if token.special:
             if named.get("eos") == token_id and _template_writes(tokenizer, token.content):
-                known.append("end_of_turn")
-            known += [role for role, named_id in named.items() if named_id == token_id]
-            known += [role for role, stop_id in generation if stop_id == token_id]
-        if not known and token.special:
-            known.append(token.content)
-        if known:
-            roles[token_id] = _ordered(known)
-    return roles | _overridden(tokenizer, overrides or {})
+                id_roles.append("end_of_turn")
+            id_roles += [role for role, named_id in named.items() if named_id == token_id]
+            id_roles += [role for role, stop_id in generation if stop_id == token_id]
+        if not id_roles and token.special:
+            id_roles.append(token.content)
+        if id_roles:
+            roles[token_id] = _distinct_roles(id_roles)
+    return roles | _override_roles(tokenizer, overrides or {})
 
 
 def turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids that end a turn, a message or a sequence by their role."""
+    """Return the ids whose role is to end a turn, a message or a sequence."""
     return frozenset(i for i, roles in roles_of(tokenizer).items() if _ENDS_A_TURN & set(roles))
 
 
 def role_table(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | None = None) -> list[RoleRow]:
-    """Tabulate all tokens with a role, by id."""
+    """List all tokens with a role, ordered by id."""
     rows = []
     for token_id, roles in sorted(roles_of(tokenizer, overrides).items()):
         content = tokenizer.convert_ids_to_tokens(token_id)
@@ -73,7 +73,7 @@ def role_table(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | No
 
 
 def _named_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the tokenizer's own map (`eos_token` → id), as roles: `eos`. Other names keep their content as role."""
+    """Return the ids that the tokenizer names as role → id: `eos_token` as `eos`. Other names remain contents."""
     named = {}
     for role in _NAMED:
         content = tokenizer.special_tokens_map.get(f"{role}_token")
@@ -90,19 +90,19 @@ def _generation_roles(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str,
 
 
 def _template_writes(tokenizer: PreTrainedTokenizerBase, content: str) -> bool:
-    """Return whether the chat template writes eos, with which it then ends its turns."""
+    """Return whether the chat template writes eos, and so ends its turns with it."""
     template = tokenizer.chat_template or ""
     text = "\n".join(template.values()) if isinstance(template, dict) else template
     return content in text or "eos_token" in text
 
 
-def _ordered(roles: Sequence[str]) -> tuple[str, ...]:
-    """Remove repetitions, and pad and unk unless nothing else is known."""
+def _distinct_roles(roles: Sequence[str]) -> tuple[str, ...]:
+    """Remove duplicates, and pad and unk if there are other roles."""
     distinct = tuple(dict.fromkeys(roles))
     return tuple(role for role in distinct if role not in _LAST_RESORT) or distinct
 
 
-def _overridden(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides) -> dict[int, tuple[str, ...]]:
+def _override_roles(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides) -> dict[int, tuple[str, ...]]:
     vocab = tokenizer.get_vocab() if overrides else {}
     return {
         vocab[content]: (roles,) if isinstance(roles, str) else tuple(roles)

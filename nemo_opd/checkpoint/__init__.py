@@ -1,1 +1,1 @@
-"""Checkpoints: complete or absent, and enough to continue as if nothing had happened."""
+"""Checkpoints, which are complete or absent and continue a run exactly."""

@@ -1,7 +1,7 @@
-"""The settings that a checkpoint depends on: where they change, it belongs to another run.
+"""The settings that identify a run: a checkpoint written with other values belongs to another run.
 
-Speed, placement, reporting, length and the way to obtain the same samples are free. What is learned, and from what, is
-bound: `tests/checkpoint/test_free_settings.py` lists those, and fails for a field that is in neither list.
+Settings for speed, placement, reporting, length and the way to obtain the same samples are free. Settings that affect
+the result are bound; `tests/checkpoint/test_free_settings.py` lists them, and fails for a field in neither list.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ from nemo_opd.config.train import Train
 from nemo_opd.errors import CheckpointError
 
 FREE: dict[type[BaseModel], str] = {
-    # These sections are free as a whole: they share classes with sections that are bound.
+    # These sections are free in full, although they share classes with bound sections.
     RunConfig: "evaluation",
     Data: "validation domain_key num_workers cache",
     Run: "name output_dir resume dry_run push_to_hub callbacks",
@@ -39,14 +39,14 @@ FREE: dict[type[BaseModel], str] = {
     Model: "compile fused_layers attn_implementation",
     Student: "offload activation_checkpointing sync_each_micro_batch",
     TeacherBase: "offload micro_batch_tokens on_missing",
-    # Where servers are and how they are reached. The program is bound, as for rollouts.
+    # Addresses of servers and the way to reach them are free; the program is bound, as for rollouts.
     Endpoint: "urls api_key request_timeout_s retries concurrency",
     Context: "gap_every contrast",
     Lora: "export",
     Parallelism: "tp cp sequence_parallel replicas reshard_after_forward",
     handoff.HandoffBase: "transport",
     rollout.HFRollout: "batch_size",
-    # Where a server is and how it is reached. Its program is bound: each has its own numerics.
+    # The address of a server and the way to reach it are free; the program is bound, as each has its own numerics.
     rollout.ServerRollout: (
         "url command options environment gpus sleep memory_share start_timeout_s request_timeout_s retries concurrency "
         "weights_folder"
@@ -67,14 +67,14 @@ FREE: dict[type[BaseModel], str] = {
 
 
 def decided_in(table: dict[type[BaseModel], str], model: type[BaseModel], name: str) -> bool:
-    """Return whether the table names the field for the model or a class that it inherits from."""
+    """Return whether the table lists the field for the model or one of its base classes."""
     return any(name in table.get(base, "").split() for base in model.__mro__)
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
-    """Yield dotted key, class and name of every field that needs a decision: values, and sections that are free whole.
+    """Yield (dotted key, class, name) of every field to decide on: values, and sections that are free in full.
 
-    An element of a list has the key `*`.
+    The key of a list's element is `*`.
     """
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
@@ -96,37 +96,37 @@ def _sections(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
 
 
 FREE_KEYS = frozenset(key for key, model, name in fields(RunConfig) if decided_in(FREE, model, name))
-"""Dotted keys of free settings, with `*` for the index in a list."""
+"""Dotted keys of free settings, with `*` for list indices."""
 
 
-_BEFORE: dict[str, object] = {
+_OLD_VALUES: dict[str, object] = {
     "data.packing": False,
     "teachers.*.weights": "frozen",
     "teachers.*.ema_decay": TeacherBase.model_fields["ema_decay"].default,
     "teachers.*.adapters": True,
 }
-"""Dotted keys that older versions have not stored, with what was done then."""
+"""Values that older versions used for settings that they did not store, keyed by dotted key."""
 
 
 def identity(config: RunConfig) -> dict[str, object]:
-    """Return the value of every setting that a run's results depend on, by dotted key."""
+    """Return the values of all settings that a run's results depend on, keyed by dotted key."""
     settings = dict(flatten(config.model_dump(mode="json")))
     return _bound({**settings, "data.packing": config.packs_documents})
 
 
 def _bound(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings, by dotted key, that must be the same to continue."""
+    """Drop the free settings."""
     return {key: value for key, value in settings.items() if not _may_change(key)}
 
 
 def _may_change(key: str) -> bool:
     """Return whether a dotted key is free or in a free section."""
-    parts = _any_index(key).split(".")
+    parts = _with_wildcards(key).split(".")
     return any(".".join(parts[:depth]) in FREE_KEYS for depth in range(1, len(parts) + 1))
 
 
-def _any_index(key: str) -> str:
-    """Return a dotted key with `*` for indices."""
+def _with_wildcards(key: str) -> str:
+    """Replace list indices in a dotted key by `*`."""
     return ".".join("*" if part.isdigit() else part for part in key.split("."))
 
 
@@ -141,28 +141,28 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def newest_of_same_run(checkpoints: CheckpointManager, config: RunConfig, *, hashed: bool = True) -> Found | None:
-    """Return the newest whole checkpoint, from which `config` can continue; None where there are no checkpoints.
+    """Return the newest complete checkpoint, which `config` can continue from, or None without checkpoints.
 
-    hashed: as for `CheckpointManager.newest`. Raises CheckpointError where it is of another run, or none is whole.
+    hashed: as for `CheckpointManager.newest`. Raises CheckpointError if it belongs to another run or all are damaged.
     """
-    found = checkpoints.newest(hashed=hashed)
-    if found is not None:
-        progress = found.progress
+    newest = checkpoints.newest(hashed=hashed)
+    if newest is not None:
+        progress = newest.progress
         require_same_run(progress.settings, identity(config), str(checkpoints.path(progress.step)))
-    return found
+    return newest
 
 
 def require_same_run(saved: Mapping[str, object], current: Mapping[str, object], checkpoint: str) -> None:
-    """Raise CheckpointError, naming the settings that differ, where the checkpoint is of another run."""
-    known = {**_BEFORE, "reward.extract.type": "boxed" if saved.get("reward.type") == "math" else "last_turn"}
-    before = {key: known[pattern] for key in current if (pattern := _any_index(key)) in known}
-    saved = _bound({**before, **saved})  # an older version may have stored what is free now
+    """Raise CheckpointError, naming the settings that differ, if the checkpoint belongs to another run."""
+    old = {**_OLD_VALUES, "reward.extract.type": "boxed" if saved.get("reward.type") == "math" else "last_turn"}
+    missing = {key: old[pattern] for key in current if (pattern := _with_wildcards(key)) in old}
+    saved = _bound({**missing, **saved})  # an older version may have stored settings that are free now
     differing = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
     if not differing:
         return
-    shown = "; ".join(f"{key}={current.get(key)!r}, there {saved.get(key)!r}" for key in differing[:5])
+    examples = "; ".join(f"{key}={current.get(key)!r}, there {saved.get(key)!r}" for key in differing[:5])
     more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
     raise CheckpointError(
-        f"{checkpoint} is a checkpoint of another run: {shown}{more}; restore these settings, or start anew with "
+        f"{checkpoint} is a checkpoint of another run: {examples}{more}; restore these settings, or start anew with "
         "another run.output_dir"
     )

@@ -1,4 +1,4 @@
-"""The checkpoints of a run directory: written whole or not at all, found again, limited in number."""
+"""A run directory's checkpoints, which are written completely or not at all, found again, and limited in number."""
 
 import json
 import re
@@ -19,24 +19,24 @@ from nemo_opd.files import sync
 _NAME = re.compile(r"^step_(\d{6,})$")
 TEMPORARY = ".incomplete_"
 _DAMAGED = "damaged_"
-"""Prefix of a damaged checkpoint that a run did not continue from."""
+"""Prefix of a damaged checkpoint that was set aside."""
 PROGRESS = "progress.json"
 _WITH_MANIFEST = 2
-"""Format of checkpoints with a manifest."""
+"""Format number of checkpoints with a manifest."""
 INSTEAD = "choose another run.output_dir, or keep fewer checkpoints (train.keep_last)"
 """Advice for a full disk."""
 _NUM_SHOWN = 3
-"""Damaged checkpoints that a message lists, at most."""
+"""Largest number of damaged checkpoints that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Values of a metric by which is chosen what is best, or when a run ends."""
+    """Values of the metric that decides which checkpoints are best, or when a run ends."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     by: str = ""
-    """The metric, and whether larger or smaller is better; empty where nothing was chosen."""
+    """The metric, and whether larger or smaller is better; empty if it decides nothing."""
     values: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -54,37 +54,37 @@ class Progress:
     kd_scale: Mapping[str, float] = field(default_factory=dict)
     """Moving averages of CE and KD for dynamic scaling; empty before the first step."""
     skipped_steps: Mapping[str, int] = field(default_factory=dict)
-    """Counts of skipped steps: in total, and in a row up to now; empty before the first step."""
+    """Counts of skipped steps, in total and in a row up to now; empty before the first step."""
     bits_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """Values of the student before training and of each teacher, for the closing table."""
+    """Values of the untrained student and of each teacher, for the final table."""
     best: Chosen = Chosen()
-    """Steps with the best values, which are kept; the best first."""
+    """Steps to keep, with the best values first."""
     stopping: Chosen = Chosen()
     """State of early stopping."""
     format: Annotated[int, Field(ge=1, le=_WITH_MANIFEST)] = field(default=1, compare=False)
-    """Format as it was read; 1 has no manifest."""
+    """Format number that was read; format 1 has no manifest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest whole checkpoint, and the damage of newer ones."""
+    """The newest complete checkpoint, and damaged newer ones."""
 
     progress: Progress
     damaged: Mapping[int, str] = field(default_factory=dict)
-    """Step → reason why it is not used, newest first."""
+    """Reasons why newer checkpoints are not used, keyed by step, newest first."""
 
     def warnings(self, checkpoints: "CheckpointManager") -> Iterator[str]:
-        """Yield warnings about the choice."""
-        taken = checkpoints.path(self.progress.step)
+        """Yield warnings about damaged and unchecked checkpoints."""
+        path = checkpoints.path(self.progress.step)
         for step, reason in self.damaged.items():
             name = checkpoints.path(step).name
-            yield f"{reason}; the run continues from {taken} instead, and renames this one {_DAMAGED}{name}"
+            yield f"{reason}; the run continues from {path} instead, and renames this one {_DAMAGED}{name}"
         if self.progress.format < _WITH_MANIFEST:
-            yield f"{taken} has no {MANIFEST}, for an older version wrote it: its files are read without a check"
+            yield f"{path} has no {MANIFEST}, because an older version wrote it: its files are read without a check"
 
 
 class CheckpointManager:
-    """Checkpoints `folder/step_000100/`, each complete or absent."""
+    """The checkpoints `folder/step_000100/`, each complete or absent."""
 
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder = folder
@@ -104,10 +104,10 @@ class CheckpointManager:
     def writing(self, progress: Progress, estimate: int = 0) -> Iterator[Path]:
         """Yield a temporary folder for the workers' part, which becomes the checkpoint of `progress.step` at the end.
 
-        estimate: bytes that are needed at least; the size of the newest checkpoint is needed as well. An error inside
-        leaves no trace. Afterwards only the newest `keep_last` and the best ones remain, unless the last step was
-        skipped: then the student may have diverged, and an older one may be needed. Raises CheckpointError where it
-        cannot be written.
+        Requires disk space for the larger of `estimate` bytes and the newest checkpoint's size. On an error the folder
+        is removed. Afterwards only the best and the newest `keep_last` checkpoints remain, unless the last step was
+        skipped: then the student may have diverged, and an older checkpoint may be needed. Raises CheckpointError if
+        the checkpoint cannot be written.
         """
         target = self.path(progress.step)
         temporary = self.folder / f"{TEMPORARY}{target.name}"
@@ -126,27 +126,27 @@ class CheckpointManager:
                 temporary.rename(target)
                 sync(self.folder)
                 if not progress.skipped_steps.get("in_a_row"):
-                    self._keep_the_newest(best={int(step) for step in progress.best.values})
+                    self._remove_old(best={int(step) for step in progress.best.values})
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _keep_the_newest(self, best: Container[int]) -> None:
+    def _remove_old(self, best: Container[int]) -> None:
         for step in (step for step in self.steps()[: -self.keep_last] if step not in best):
-            # Renamed first, so that what cannot be removed (files in use on NFS) is no checkpoint any more. One that
-            # cannot be renamed either stays, since it is no reason to end a run that has just saved.
+            # Rename first, so that files that cannot be removed (in use on NFS) do not count as a checkpoint. A
+            # checkpoint that cannot even be renamed stays: this must not end a run that has just saved.
             with suppress(OSError):
                 old = self.path(step).rename(self.folder / f"{TEMPORARY}{self.path(step).name}")
                 shutil.rmtree(old, ignore_errors=True)
 
     def _newest_size(self) -> int:
-        """Return the bytes of the newest checkpoint; 0 where there is none."""
+        """Return the bytes of the newest checkpoint, or 0 if none can be read."""
         try:
             return read_manifest(self.path(max(self.steps()))).size
         except (ValueError, CheckpointError):
             return 0
 
     def remove_incomplete(self) -> None:
-        """Remove what a killed run left half-written or half-removed."""
+        """Remove folders that a killed run left half-written or half-removed."""
         for folder in self.folder.glob(f"{TEMPORARY}*"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -159,9 +159,9 @@ class CheckpointManager:
             sync(self.folder)
 
     def newest(self, *, hashed: bool = True) -> Found | None:
-        """Return the newest whole checkpoint; None where there are no checkpoints.
+        """Return the newest complete checkpoint, or None without checkpoints.
 
-        hashed: compare hashes in addition to sizes. Raises CheckpointError where all are damaged.
+        hashed: compare hashes in addition to sizes. Raises CheckpointError if all are damaged.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -171,26 +171,27 @@ class CheckpointManager:
                 damaged[step] = str(error)
         if not damaged:
             return None
-        shown = "; ".join([*damaged.values()][:_NUM_SHOWN])
+        examples = "; ".join([*damaged.values()][:_NUM_SHOWN])
         more = f"; and {len(damaged) - _NUM_SHOWN} more" if len(damaged) > _NUM_SHOWN else ""
         raise CheckpointError(
-            f"no checkpoint in {self.folder} is whole: {shown}{more}; copy one there again, or start anew with another "
-            "run.output_dir"
+            f"no checkpoint in {self.folder} is complete: {examples}{more}; copy one there again, or start anew with "
+            "another run.output_dir"
         )
 
     def read(self, step: int, *, hashed: bool = True) -> Progress:
         """Compare a checkpoint's files with its manifest, and read the driver's part.
 
-        Raises DamagedError where a file is not as it was written, CheckpointError where permissions forbid reading it.
+        Raises DamagedError if a file has changed since it was written, and CheckpointError if permissions forbid
+        reading it.
         """
         progress = read_whole(self.path(step), hashed=hashed)
         if progress.step != step:
-            raise DamagedError(f"{self.path(step) / PROGRESS} is damaged: step: it is {progress.step} there")
+            raise DamagedError(f"{self.path(step) / PROGRESS} is damaged: it records step {progress.step}")
         return progress
 
 
 def _require_known_format(folder: Path) -> None:
-    """Raise CheckpointError for a checkpoint that a newer version wrote: it is not damaged."""
+    """Raise CheckpointError if a newer version wrote the checkpoint, which is then not damaged."""
     with suppress(OSError, ValueError, RecursionError):
         record = json.loads((folder / PROGRESS).read_bytes())
         if isinstance(record, dict) and isinstance(version := record.get("format"), int) and version > _WITH_MANIFEST:
@@ -201,7 +202,7 @@ def _require_known_format(folder: Path) -> None:
 
 
 def read_whole(folder: Path, *, hashed: bool = True) -> Progress:
-    """Check and read any folder as `CheckpointManager.read` does; older versions wrote no manifest to compare with."""
+    """Check and read any folder as `CheckpointManager.read` does. Checkpoints without a manifest are not checked."""
     _require_known_format(folder)
     progress = read_typed(folder / PROGRESS, Progress)
     if progress.format < _WITH_MANIFEST and not (folder / MANIFEST).exists():

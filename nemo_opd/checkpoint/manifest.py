@@ -1,7 +1,7 @@
-"""Size and SHA-256 of every file of a checkpoint: written last, compared before anything else is read.
+"""The manifest of a checkpoint: size and SHA-256 of every file, written last and checked before anything is read.
 
-The driver writes it once all ranks have written, on the file system that they share, so it reads the files as a resumed
-run will. Hashes are those that `sha256sum` prints.
+The driver writes it after all ranks have written, on their shared file system, so it reads the files as a resumed run
+will. The hashes equal the output of `sha256sum`.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _SHOWN_DIGITS = 16
 
 
 class Entry(BaseModel):
-    """Size and hash of a file as it was written."""
+    """Size and hash of a file when it was written."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -41,7 +41,7 @@ class Entry(BaseModel):
 
 
 class _Manifest(BaseModel):
-    """The files of a checkpoint, by their paths in it."""
+    """The files of a checkpoint, keyed by their paths in it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -50,12 +50,12 @@ class _Manifest(BaseModel):
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(entry.size for entry in self.files.values())
 
 
 def seal(folder: Path) -> None:
-    """Wait until the files below `folder` are on the disk, and write the manifest. Raises OSError."""
+    """Wait until the files below `folder` are on disk, and write the manifest. Raises OSError."""
     (folder / MANIFEST).unlink(missing_ok=True)
     settle(folder)
     files = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
@@ -67,10 +67,10 @@ def seal(folder: Path) -> None:
 
 
 def read_typed(file: Path, kind: type[_T]) -> _T:
-    """Read a `kind` from a JSON file.
+    """Read and validate a JSON file of type `kind`.
 
-    Raises DamagedError, naming the file and the key, for other content, and CheckpointError where permissions forbid
-    reading.
+    Raises DamagedError, naming the file and the key, if it is missing or invalid, and CheckpointError if permissions
+    forbid reading it.
     """
     try:
         return TypeAdapter(kind).validate_json(file.read_bytes())
@@ -85,39 +85,39 @@ def read_typed(file: Path, kind: type[_T]) -> _T:
 
 
 def read_manifest(folder: Path) -> _Manifest:
-    """Read a checkpoint's manifest. Raises DamagedError where it is absent or no manifest."""
+    """Read a checkpoint's manifest. Raises the errors of `read_typed`."""
     return read_typed(folder / MANIFEST, _Manifest)
 
 
 def require_sizes(folder: Path, manifest: _Manifest) -> None:
-    """Raise DamagedError, naming the file, where one is absent or of another length than was written."""
+    """Raise DamagedError, naming the file, if one is missing or its size has changed."""
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.is_file():
             raise DamagedError(f"{folder} is damaged: {name} is missing ({entry.size:,} bytes were written)")
         if (size := path.stat().st_size) != entry.size:
-            raise DamagedError(f"{folder} is damaged: {name} has {size:,} bytes, and {entry.size:,} were written")
+            raise DamagedError(f"{folder} is damaged: {name} has {size:,} bytes, but {entry.size:,} were written")
 
 
 def require_hashes(folder: Path, manifest: _Manifest) -> None:
-    """Raise DamagedError, naming the file, where one has other bytes than were written."""
+    """Raise DamagedError, naming the file, if the content of one has changed."""
     paths = {name: folder / name for name in manifest.files}
     hashes = _hashes_of(paths, manifest.size, f"checking {folder.name}")
     for name, entry in manifest.files.items():
         if hashes[name] != entry.sha256:
-            found, written = (f"{each[:_SHOWN_DIGITS]}…" for each in (hashes[name], entry.sha256))
             raise DamagedError(
-                f"{folder} is damaged: {name} ({entry.size:,} bytes) has the SHA-256 {found}, and {written} was written"
+                f"{folder} is damaged: {name} ({entry.size:,} bytes) has the SHA-256 {hashes[name][:_SHOWN_DIGITS]}…, "
+                f"but {entry.sha256[:_SHOWN_DIGITS]}… was written"
             )
 
 
 def _hashes_of(paths: Mapping[str, Path], total: int, what: str) -> dict[str, str]:
-    """Return the SHA-256 of each file by name, several at a time."""
+    """Return the SHA-256 of each file, keyed by name; several files are read at a time."""
     stop = Event()
     threads = min(_MAX_THREADS, os.cpu_count() or 1)
     with working(what, total, "B") as work, ThreadPoolExecutor(threads) as pool:
         try:
-            # Largest first, so that no large file is left for the end.
+            # Largest first, so that no large file is read alone at the end.
             order = sorted(paths, key=lambda name: -paths[name].stat().st_size)
             digests = pool.map(lambda name: _sha256(paths[name], work, stop), order)
             return dict(zip(order, digests, strict=True))
@@ -128,7 +128,7 @@ def _hashes_of(paths: Mapping[str, Path], total: int, what: str) -> dict[str, st
 
 
 def _sha256(path: Path, work: Work, stop: Event) -> str:
-    """Return a file's digest; hashlib releases the GIL."""
+    """Return a file's digest. hashlib releases the GIL, so threads run in parallel."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while not stop.is_set() and (chunk := file.read(_CHUNK)):

@@ -1,6 +1,6 @@
-"""The sharded training state of the student: master weights, optimizer, schedule, random generators.
+"""The student's sharded training state: master weights, optimizer, schedule and random generators.
 
-Written and read by torch.distributed.checkpoint, without running anything that is read.
+It is written and read by torch.distributed.checkpoint, without running code from the files.
 """
 
 import io
@@ -35,7 +35,7 @@ from nemo_opd.files import sync, write_synced
 from nemo_opd.models.folder import first_line
 
 _Averages = Mapping[str, dict[str, torch.Tensor]]
-"""Averages of the weights by any name, each by parameter and sharded like it."""
+"""Averages of the weights, keyed by any name and then by parameter, sharded as the parameters are."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,21 @@ class State:
     """The state of a rank."""
 
     shared: dict[str, Any]
-    """Tensors that all ranks write together, each its shards."""
-    of_rank: dict[str, Any]
-    """Schedule and random generators."""
+    """Sharded tensors, which all ranks write together."""
+    per_rank: dict[str, Any]
+    """Schedule and random generators of this rank."""
 
 
 def read_state(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, averages: _Averages | None) -> State:
-    """Return the state as it is, without copies.
+    """Return the current state, without copies. Collective.
 
-    Raises NotFiniteError on all ranks where a weight or a moment is NaN or infinite.
+    Raises NotFiniteError on all ranks if a weight, moment or average is NaN or infinite.
     """
     weights, optimizer_state = get_state_dict(model, optimizer)
-    if (found := not_finite_in(weights, optimizer_state, averages)) is not None:
+    if (problem := not_finite_in(weights, optimizer_state, averages)) is not None:
         raise NotFiniteError(
-            f"the student's training state is not finite after its last update, so it is not saved: {found}; what was "
-            "saved before is as it was. Lower student.optimizer.lr, or set train.gradient_clip"
+            f"the student's training state is not finite after its last update, so it is not saved: {problem}; earlier "
+            "checkpoints are unchanged. Lower student.optimizer.lr, or set train.gradient_clip"
         )
     return State(
         sharded_state(weights, optimizer_state, averages),
@@ -66,13 +66,13 @@ def read_state(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, a
 
 
 def write_state(folder: Path, state: State, *, group: dist.ProcessGroup | None = None) -> None:
-    """Write this rank's shards; the state can be read with another number of ranks.
+    """Write this rank's shards. The state can be read with another number of ranks. Collective.
 
-    group: of all ranks, for collectives; None: the default one. Raises CheckpointError where the disk does not take it.
+    group: process group of all ranks, by default the default group. Raises CheckpointError if the disk fails.
     """
     with storage_errors(folder, CheckpointError, needed=_num_bytes(state.shared), instead=INSTEAD):
         write_sharded(state.shared, folder, group=group)
-        write_rank_file(folder, dist.get_rank(), state.of_rank)
+        write_rank_file(folder, dist.get_rank(), state.per_rank)
 
 
 def save_state(
@@ -90,19 +90,19 @@ def sharded_state(weights: dict[str, Any], optimizer_state: object, averages: _A
 
 
 def _num_bytes(tensors: object) -> int:
-    """Return the bytes of all tensors in nested containers, counting sharded ones whole."""
+    """Return the bytes of all tensors in nested containers, with the full size of sharded tensors."""
     return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
 
 
 def write_rank_file(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
-    """Write what a rank keeps in addition to its shards. Raises OSError with the cause, which torch would hide."""
+    """Write the state that a rank has in addition to its shards. Raises OSError with the cause, which torch hides."""
     archive = io.BytesIO()
     torch.save(content, archive)
     write_synced(folder / rank_file(rank), archive.getvalue())
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file with a rank's schedule and random generators."""
+    """Return the name of the file of a rank's schedule and random generators."""
     return f"rank_{rank:05d}.pt"
 
 
@@ -115,62 +115,64 @@ def load_state(
     *,
     tp: int = 1,
 ) -> None:
-    """Read what `save_state` wrote, in place.
+    """Read the state that `save_state` wrote, in place. Collective.
 
-    tp: number of consecutive ranks that share matrices. They get the same generators, whichever layout was saved.
-    Raises CheckpointError, naming the folder, where it cannot be read or holds what is not finite.
+    tp: number of consecutive ranks that share matrices; these get the same generators, whatever layout was saved.
+    Raises CheckpointError, naming the folder, if the state cannot be read or is not finite.
     """
     weights, optimizer_state = get_state_dict(model, optimizer)
     groups: Any = optimizer_state["param_groups"]
-    own_kernels = [group.get("fused") for group in groups]
+    current_fused = [group.get("fused") for group in groups]
     try:
         read_sharded(sharded_state(weights, optimizer_state, averages), folder)
-        own = folder / rank_file(dist.get_rank() // tp * tp)
-        # With more ranks than before, the additional ones start from rank 0's schedule and generators.
-        file = own if own.exists() else folder / rank_file(0)
-        rest = _read_rank_file(file)
+        file = folder / rank_file(dist.get_rank() // tp * tp)
+        if not file.exists():  # more ranks than before: additional ranks start with rank 0's schedule and generators
+            file = folder / rank_file(0)
+        rank_state = _read_rank_file(file)
     except Exception as error:
         raise _unreadable(folder, error) from error
-    if (found := not_finite_in(weights, optimizer_state, averages)) is not None:
-        raise CheckpointError(f"{folder} is not finite: {found}; remove this checkpoint to use the one before")
-    # Fused kernels are this machine's choice, and where AdamW's step counters are depends on it.
-    for group, fused in zip(groups, own_kernels, strict=True):
+    if (problem := not_finite_in(weights, optimizer_state, averages)) is not None:
+        raise CheckpointError(f"{folder} is not finite: {problem}; remove this checkpoint to use the previous one")
+    # Whether kernels are fused depends on this machine, and the device of AdamW's step counters on that.
+    for group, fused in zip(groups, current_fused, strict=True):
         if "fused" in group:
             group["fused"] = fused
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state)
     try:
-        scheduler.load_state_dict(rest["scheduler"])
-        _restore_random_state(rest["rng"])
-    except Exception as error:  # whatever torch makes of what is no state
+        scheduler.load_state_dict(rank_state["scheduler"])
+        _restore_random_state(rank_state["rng"])
+    except Exception as error:  # torch may raise anything for invalid content
         raise _unreadable(file, error) from error
 
 
 def _read_rank_file(file: Path) -> dict[str, Any]:
-    """Read a rank's file. Raises TypeError for content of another form, and what torch.load raises."""
-    rest = torch.load(file, weights_only=True)
-    if not isinstance(rest, dict) or not all(isinstance(rest.get(key), dict) for key in ("scheduler", "rng")):
-        raise TypeError(f"{file.name} has no scheduler and no rng")
-    return rest
+    """Read a rank's file. Raises TypeError for unexpected content, and the errors of torch.load."""
+    rank_state = torch.load(file, weights_only=True)
+    if not isinstance(rank_state, dict) or not all(
+        isinstance(rank_state.get(key), dict) for key in ("scheduler", "rng")
+    ):
+        raise TypeError(f"{file.name} lacks scheduler or rng")
+    return rank_state
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"{path} cannot be read ({first_line(error)}): it is damaged, or no state of a run; remove this checkpoint to "
-        "use the one before"
+        f"{path} cannot be read ({first_line(error)}): it is damaged, or not a run's state; remove this checkpoint to "
+        "use the previous one"
     )
 
 
 def not_finite_in(
     weights: dict[str, Any], optimizer_state: dict[str, Any], averages: _Averages | None
 ) -> NotFinite | None:
-    """Find values that are not finite in weights, moments and averages; counters of steps are left out."""
+    """Find a non-finite value in weights, moments and averages; step counters are ignored. Collective."""
     moments = {
         f"{key} of {name}": value
         for name, entries in optimizer_state["state"].items()
         for key, value in entries.items()
         if isinstance(value, torch.Tensor) and value.dim()
     }
-    means = {f"average of {name}": value for each in (averages or {}).values() for name, value in each.items()}
+    means = {f"average of {name}": value for mean in (averages or {}).values() for name, value in mean.items()}
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)} | moments | means
     return find_not_finite(tensors, device=next(iter(tensors.values())).device)
 
@@ -189,11 +191,11 @@ def _restore_random_state(state: dict[str, Any]) -> None:
 
 
 class _SafePlanner(DefaultLoadPlanner):
-    """A planner that reads what is no tensor with weights_only=True."""
+    """A load planner that reads other values than tensors with weights_only=True."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         assert read_item.type is LoadItemType.BYTE_IO
-        # torch would unpickle the file; it gets a copy of what was read without running anything.
+        # torch would unpickle the file, so it gets a copy of values that were read safely.
         copy = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), copy)
         copy.seek(0)
@@ -201,9 +203,9 @@ class _SafePlanner(DefaultLoadPlanner):
 
 
 class _Writer(FileSystemWriter):
-    """A writer whose shards are on the disk when it returns; torch syncs files before it has written all of them.
+    """A writer whose shards are on disk when it returns; torch syncs files before it has written them completely.
 
-    Raises OSError where the disk does not take a file; torch replaces it by an error of its writer of archives.
+    Raises OSError if the disk fails; torch would raise an error of its archive writer instead.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -215,33 +217,33 @@ class _Writer(FileSystemWriter):
         except Exception as error:
             if (number := error_number(error)) is None:
                 raise
-            # Without its cause, which cannot be sent to the other ranks.
+            # Drop the cause, which cannot be sent to the other ranks.
             raise OSError(number, os.strerror(number)) from None
 
 
 def write_sharded(
     state: dict[str, Any], folder: Path, *, no_dist: bool = False, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write the shards of all ranks; no_dist: whole tensors, by one process. group: of all ranks, for collectives.
+    """Write the shards of all ranks, or with `no_dist` full tensors from one process.
 
-    Raises on every rank what one of them raised: OSError where the disk is at fault.
+    group: process group of all ranks. Raises the error of one rank on every rank: OSError if the disk fails.
     """
     with _errors_of_ranks():
         dcp.save(state, storage_writer=_Writer(folder), no_dist=no_dist, process_group=group)
 
 
 def read_sharded(state: dict[str, Any], folder: Path, *, no_dist: bool = False) -> None:
-    """Read into the tensors of `state`, in place. Raises on every rank what one of them raised."""
+    """Read into the tensors of `state`, in place. Raises the error of one rank on every rank."""
     with _errors_of_ranks():
         dcp.load(state, storage_reader=SafeReader(folder), planner=_SafePlanner(), no_dist=no_dist)
 
 
 @contextmanager
 def _errors_of_ranks() -> Iterator[None]:
-    """Raise what the lowest rank raised among those that failed."""
+    """Raise the error of the lowest rank that failed."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # no_dist asks for that
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # intended with no_dist
         try:
             yield
-        except CheckpointException as error:  # which is no Exception
+        except CheckpointException as error:  # a BaseException that is not an Exception
             raise next((cause for _, (cause, _) in sorted(error.failures.items())), error) from error

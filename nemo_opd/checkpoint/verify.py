@@ -1,4 +1,4 @@
-"""Check that a new checkpoint is complete on disk."""
+"""Checks that a new checkpoint is complete on disk."""
 
 import zipfile
 from collections.abc import Iterator
@@ -14,28 +14,29 @@ STUDENT = "student"
 
 
 def require_whole(checkpoint: Path, num_ranks: int) -> None:
-    """Raise CheckpointError, naming the file, where one is absent or shorter than what was written to it.
+    """Raise CheckpointError, naming the file, if one is missing or shorter than it should be.
 
-    num_ranks: number of ranks that wrote it. Reads indices and lengths alone: values are checked in memory.
+    num_ranks: number of ranks that wrote it. Reads only indices and lengths; values were checked in memory.
     """
     problems = (*wrong_shards(checkpoint / STATE), *_wrong_rank_files(checkpoint / STATE, num_ranks))
     _require_none(checkpoint, [*problems, *_wrong_safetensors(checkpoint / STUDENT)])
 
 
 def require_whole_export(folder: Path) -> None:
-    """Raise CheckpointError likewise for a Hugging Face folder of a model or an adapter."""
+    """Raise CheckpointError, naming the file, if a Hugging Face folder of a model or an adapter is incomplete."""
     _require_none(folder, list(_wrong_safetensors(folder)))
 
 
 def _require_none(folder: Path, problems: list[str]) -> None:
     if problems:
         raise CheckpointError(
-            f"{folder} is not there as it was written: {problems[0]}; it is not kept, and older ones are not removed: "
-            "check the disk, or choose another run.output_dir"
+            f"{folder} was not written correctly: {problems[0]}; it is removed, and older ones are kept: check the "
+            "disk, or choose another run.output_dir"
         )
 
 
 def wrong_shards(state: Path) -> Iterator[str]:
+    """Yield a description of each missing or truncated file of a sharded state."""
     try:
         entries = read_metadata(state).storage_data
     except (OSError, MetadataError) as error:
@@ -55,16 +56,16 @@ def _wrong_rank_files(state: Path, num_ranks: int) -> Iterator[str]:
         file = state / rank_file(rank)
         if not file.is_file():
             yield f"{STATE} has no {file.name}"
-        elif not zipfile.is_zipfile(file):  # its directory is at the end
-            yield f"{STATE}/{file.name} is cut"
+        elif not zipfile.is_zipfile(file):  # the archive's directory is at its end
+            yield f"{STATE}/{file.name} is truncated"
 
 
 def _wrong_safetensors(folder: Path) -> Iterator[str]:
     try:
-        # An adapter's file has another name than a model's.
+        # An adapter's file has another name than a model's files.
         files = safetensors_files(folder) or sorted(folder.glob("*.safetensors"))
     except (OSError, ValueError, KeyError) as error:
-        yield f"{folder.name} has a damaged index of its weights ({error})"
+        yield f"{folder.name} has a damaged weight index ({error})"
         return
     if not files:
         yield f"{folder.name} has no weights"

@@ -1,4 +1,4 @@
-"""A verb with options."""
+"""Verbs with options."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from nemo_opd.errors import OPDError
 
 @dataclass(frozen=True)
 class Command:
-    """A task with options; `add_arguments` defines them, and `task` returns the exit status, or None for 0."""
+    """A task with options, defined by `add_arguments`; `task` returns the exit status, or None for 0."""
 
     description: str | None
     epilog: str
@@ -20,12 +20,15 @@ class Command:
     task: Callable[[Namespace, Console], int | None]
 
     def run(self, program: str, arguments: Sequence[str]) -> int:
-        """Return the exit status. Raises SystemExit for wrong arguments and, after its line on stderr, for an error."""
+        """Run the task and return the exit status.
+
+        Raises SystemExit for wrong arguments, and for an error after printing it on stderr.
+        """
         parser = ArgumentParser(
             program, description=self.description, epilog=self.epilog, formatter_class=RawDescriptionHelpFormatter
         )
         self.add_arguments(parser)
         with standard_streams():
-            given = parser.parse_args(arguments)
+            options = parser.parse_args(arguments)
             with exit_status("nothing was written", expected=(OPDError, OSError)):
-                return self.task(given, Console()) or 0
+                return self.task(options, Console()) or 0

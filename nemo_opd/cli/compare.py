@@ -1,4 +1,4 @@
-"""Writes one page over several runs: results with intervals, curves, the settings that differ."""
+"""Writes one page about several runs: results with intervals, curves, the settings that differ."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -9,8 +9,8 @@ from nemo_opd.cli.command import Command
 from nemo_opd.errors import ConfigError, DataError
 
 EPILOG = """\
-Questions that several runs were asked are compared one by one with the first run's answers. A run that is still going,
-or was ended, is compared as far as it got.
+Answers to shared questions are compared one by one with the first run's answers. A run that is still going,
+or was ended early, is compared as far as it got.
 
 examples:
   nemo-opd compare outputs/demo/A outputs/demo/B                  comparison.html in the current directory
@@ -28,14 +28,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def compare(arguments: Namespace, console: Console) -> None:
     """Write the page and print its table.
 
-    Raises ConfigError for a page whose name has no ending, which its folder of curves would have too, and DataError
-    where a folder is no run, or one of its files is damaged.
+    Raises ConfigError if the page's name has no suffix, as the folder of its curves would have the same name, and
+    DataError if a folder is not a run or has a damaged file.
     """
     if not arguments.output.suffix:
         raise ConfigError(f"--output {arguments.output}: its curves are in a folder of this name; add .html to it")
     for folder in arguments.folders:
         if not (folder / "metrics.jsonl").is_file():
-            raise DataError(f"{folder}: no run (there is no metrics.jsonl); name directories of runs")
+            raise DataError(f"{folder}: not a run (there is no metrics.jsonl); name directories of runs")
     # matplotlib and transformers are slow to import
     from nemo_opd.logging.comparison import read_runs, write_comparison
     from nemo_opd.logging.sweep import sweep_table

@@ -1,4 +1,4 @@
-"""Prints the code that lets a shell complete nemo-opd: verbs, options, settings and their values."""
+"""Prints the code for shell completion of nemo-opd: verbs, options, settings and their values."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -8,7 +8,7 @@ from nemo_opd.cli.command import Command
 
 EPILOG = """\
 examples:
-  eval "$(nemo-opd completion bash)"                      in ~/.bashrc; zsh and ~/.zshrc alike
+  eval "$(nemo-opd completion bash)"                      in ~/.bashrc; for zsh the same in ~/.zshrc
   nemo-opd completion fish > ~/.config/fish/completions/nemo-opd.fish
 """
 

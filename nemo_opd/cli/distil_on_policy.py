@@ -8,7 +8,7 @@ from nemo_opd.training.inputs import check_inputs
 
 def distil(config: RunConfig) -> None:
     check_inputs(config, on_policy=True)
-    # Imported once settings and paths are known to be right: PyTorch takes seconds.
+    # Imported after the checks: PyTorch takes seconds.
     with loading("PyTorch"):
         from nemo_opd.training.on_policy import distil
 

@@ -1,4 +1,4 @@
-"""Evaluation on questions that can be checked; with no arguments, of the demo's student on this machine."""
+"""Evaluation on questions with checkable answers; with no arguments, of the demo's student on this machine."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from nemo_opd.logging.busy import loading
 
 def evaluate(config: EvaluationConfig) -> None:
     check_inputs(config)
-    # Imported once settings and paths are known to be right: PyTorch takes seconds.
+    # Imported after the checks: PyTorch takes seconds.
     with loading("PyTorch"):
         from nemo_opd.training.standalone import evaluate
 
@@ -19,9 +19,11 @@ def evaluate(config: EvaluationConfig) -> None:
 
 
 def config_name(arguments: Sequence[str]) -> str:
-    """Return the recipe without questions where the arguments name some: those of the demo would be a second source."""
-    names_own = any(re.match(r"\+*(data\.(\w+_files|hub\b)|sets\b|benchmarks\b)", argument) for argument in arguments)
-    return "evaluation" if names_own else "evaluation_demo"
+    """Return the recipe without questions if the arguments name some; the demo's would be a second source."""
+    names_questions = any(
+        re.match(r"\+*(data\.(\w+_files|hub\b)|sets\b|benchmarks\b)", argument) for argument in arguments
+    )
+    return "evaluation" if names_questions else "evaluation_demo"
 
 
 COMMAND = SettingsCommand(EvaluationConfig, config_name, evaluate)

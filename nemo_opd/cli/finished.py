@@ -1,4 +1,4 @@
-"""The closing table of a run, from the files in its directory."""
+"""Closing table of a run, read from its directory."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +16,7 @@ from nemo_opd.training.run_directory import checkpoints_of
 
 
 def closing_of(folder: Path) -> ClosingTable | None:
-    """Return the table as far as the run got; None where its settings are of another version."""
+    """Return the closing table up to the run's last record; None if its settings are of another version."""
     try:
         config = from_yaml(folder / "config.yaml")
     except (OSError, OPDError, YAMLError):
@@ -24,13 +24,13 @@ def closing_of(folder: Path) -> ClosingTable | None:
     records = read(folder / "metrics.jsonl")
     bits_per_byte: dict[str, float] = {}
     best, metric = None, config.train.keep_best and config.train.keep_best.metric
-    with suppress(OPDError):  # both are known from checkpoints alone
-        if found := checkpoints_of(config, folder).newest(hashed=False):
-            bits_per_byte = dict(found.progress.bits_per_byte)
-            if metric and found.progress.best.values and (folder / "best").is_dir():
-                step, value = next(iter(found.progress.best.values.items()))
+    with suppress(OPDError):  # only checkpoints have these figures
+        if newest := checkpoints_of(config, folder).newest(hashed=False):
+            bits_per_byte = dict(newest.progress.bits_per_byte)
+            if metric and newest.progress.best.values and (folder / "best").is_dir():
+                step, value = next(iter(newest.progress.best.values.items()))
                 best = Best(metric, int(step), value)
     validated = [record for record in records if record["step"] and "val/bits_per_byte" in record]
-    after = validated[-1] if validated else {}
-    table = closing_table(config, folder, bits_per_byte, after.get("val/bits_per_byte"), int(after.get("step", 0)))
+    last = validated[-1] if validated else {}
+    table = closing_table(config, folder, bits_per_byte, last.get("val/bits_per_byte"), int(last.get("step", 0)))
     return replace(table, best=best)

@@ -1,4 +1,4 @@
-"""Writes a commented configuration for your models and your data, and a schema by which editors complete it."""
+"""Writes a commented configuration for your models and data, and a schema for completion in editors."""
 
 import shlex
 from argparse import ArgumentParser, Namespace
@@ -15,26 +15,26 @@ TEMPLATES = Path(__file__).parent / "templates"
 SCHEMA = "run.schema.json"
 EPILOG = """\
 examples:
-  nemo-opd init .                     distil.yaml, to be edited
+  nemo-opd init .                     distil.yaml, ready to edit
   nemo-opd init mine --on-policy      mine/distil_on_policy.yaml
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write; made if it is not there")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write to; created if needed")
     parser.add_argument("--on-policy", action="store_true", help="for a student that learns from its own answers")
 
 
 def write(arguments: Namespace, console: Console) -> None:
     """Write the settings and their schema.
 
-    Raises ConfigError where the file exists, StorageError where the folder cannot be written.
+    Raises ConfigError if the file exists, StorageError if the folder cannot be written.
     """
     folder: Path = arguments.folder
     name, verb = ("distil_on_policy", "distil-on-policy") if arguments.on_policy else ("distil", "distil")
     file = folder / f"{name}.yaml"
     if file.exists():
-        raise ConfigError(f"{file} is there already; name another folder, or remove it")
+        raise ConfigError(f"{file} exists already; name another folder, or remove it")
     for source, copy in ((configs_dir() / "schema" / "run.json", folder / SCHEMA), (TEMPLATES / file.name, file)):
         write_atomically(copy, source.read_bytes(), instead="name another folder")
     print(f"wrote {file}; see what would run: nemo-opd {verb} --config {shlex.quote(str(file))} run.dry_run=true")

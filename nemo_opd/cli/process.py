@@ -1,4 +1,4 @@
-"""A process: its streams, and its exit status."""
+"""Streams and exit status of a process."""
 
 import io
 import os
@@ -22,9 +22,9 @@ _INTERRUPTED = 130
 
 @contextmanager
 def exit_status(if_interrupted: str, expected: tuple[type[Exception], ...] = (OPDError,)) -> Iterator[None]:
-    """Make an error inside the last line on stderr and the exit status; errors that are not expected have a traceback.
+    """Turn an error in the block into the last line on stderr and an exit status; unexpected errors print a traceback.
 
-    if_interrupted: what is left after Ctrl-C, where the interrupt has no note about it.
+    if_interrupted: message after Ctrl-C if the interrupt has no note.
     """
     quiet_libraries()
     keep_compiled_code_private()
@@ -33,8 +33,8 @@ def exit_status(if_interrupted: str, expected: tuple[type[Exception], ...] = (OP
     except expected as error:
         fail(str(error), 1, _notes(error))
     except KeyboardInterrupt as interrupt:
-        kept = getattr(interrupt, "__notes__", [if_interrupted])
-        fail(f"interrupted; {kept[-1]}", _INTERRUPTED)
+        notes = getattr(interrupt, "__notes__", [if_interrupted])
+        fail(f"interrupted; {notes[-1]}", _INTERRUPTED)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in OF_THE_DISK:
             fail(refusal(Path(str(error.filename or "a file of this run")), error.errno), 1)
@@ -45,7 +45,7 @@ def exit_status(if_interrupted: str, expected: tuple[type[Exception], ...] = (OP
 def standard_streams() -> Iterator[None]:
     """Open all three streams, and replace characters that stdout and stderr cannot encode.
 
-    Output to a closed pipe or a full disk is lost without changing the exit status.
+    Output to a closed pipe or a full disk is dropped without changing the exit status.
     """
     _open_closed_streams()
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
@@ -59,7 +59,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for streams that the caller has closed, also in processes that are started later."""
+    """Open /dev/null for closed streams, also for child processes."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             nowhere = open(os.devnull, mode)  # noqa: SIM115 — it takes the closed stream's number and stays open
@@ -68,7 +68,7 @@ def _open_closed_streams() -> None:
 
 
 def _discard_undelivered(stream: io.TextIOWrapper) -> None:
-    """Redirect a stream that cannot be written to /dev/null; Python's flush at exit would fail again."""
+    """Redirect a stream that cannot be written to /dev/null, as Python's flush at exit would fail again."""
     try:
         stream.flush()
     except OSError:
@@ -84,11 +84,11 @@ def _notes(error: BaseException | None) -> Iterator[str]:
 
 
 def fail(message: str, status: int, notes: Iterable[str] = ()) -> NoReturn:
-    """Print each line of an error and exit; with torchrun, rank 0 alone prints it."""
+    """Print each line of an error and exit; with torchrun, only rank 0 prints."""
     if Processes.started().rank > 0:
         sys.exit(status)
     for note in notes:
         print(without_secrets(note), file=sys.stderr)
-    for line in without_secrets(message).splitlines():  # several problems of a configuration have a line each
+    for line in without_secrets(message).splitlines():  # a configuration's problems are one line each
         print(f"error: {line}", file=sys.stderr)
     sys.exit(status)

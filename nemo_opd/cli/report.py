@@ -1,4 +1,4 @@
-"""Writes the report of a run anew from its files, or one page over all the runs in a folder."""
+"""Rewrites the report of a run from its files, or one page over all the runs in a folder."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -9,7 +9,7 @@ from nemo_opd.cli.command import Command
 from nemo_opd.errors import DataError
 
 EPILOG = """\
-A run that is still going, or was ended, has a report of what there is.
+A run that is still going, or was ended early, is reported as far as it got.
 
 examples:
   nemo-opd report outputs/demo/2026-11-23_00-28-59       report/ of the run
@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def report(arguments: Namespace, console: Console) -> None:
-    """Write the report of a run or a sweep. Raises DataError where there is no run, or one of its files is damaged."""
+    """Write the report of a run or a sweep. Raises DataError if the folder has no run, or a damaged file."""
     folder: Path = arguments.folder
     if (folder / "metrics.jsonl").is_file():
         from nemo_opd.cli.finished import closing_of
@@ -34,9 +34,7 @@ def report(arguments: Namespace, console: Console) -> None:
 
         report_sweep(folder, ())
     else:
-        raise DataError(
-            f"{folder}: neither a run (there is no metrics.jsonl) nor a folder with runs; name one of these"
-        )
+        raise DataError(f"{folder}: neither a run (there is no metrics.jsonl) nor a folder with runs; name either")
 
 
 COMMAND = Command(__doc__, EPILOG, add_arguments, report)

@@ -1,4 +1,4 @@
-"""Samples of a model, printed."""
+"""Printing of a model's samples."""
 
 import json
 import sys
@@ -22,14 +22,14 @@ from nemo_opd.rollout.conversation import build_renderer
 from nemo_opd.rollout.hf import end_ids, for_model, max_positions
 
 _NO_LIMIT = 1 << 30
-"""Tokens of a sequence of a model whose configuration names no limit."""
+"""Maximum sequence length of a model whose configuration sets no limit."""
 
 
 def show(arguments: Namespace, console: Console) -> None:
-    """Sample, and print prompts and responses. Raises what loading the model and sampling raise."""
+    """Sample, and print prompts and responses. Raises the errors of model loading and sampling."""
     prompts = list(_prompts(arguments))
     if not prompts:
-        raise ConfigError("--prompt: there is none, and stdin has no line; give one")
+        raise ConfigError("no prompt: pass --prompt, or pipe lines to stdin")
     config = load_config(arguments.model, key="--model")
     require_causal(config, arguments.model, key="--model")
     key, source = ("--model", arguments.model) if arguments.tokenizer is None else ("--tokenizer", arguments.tokenizer)

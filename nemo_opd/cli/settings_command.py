@@ -1,4 +1,4 @@
-"""A verb whose arguments are settings, composed by Hydra."""
+"""Verbs whose arguments are settings, composed by Hydra."""
 
 import sys
 from argparse import ArgumentParser
@@ -21,21 +21,21 @@ from nemo_opd.training.interrupt import interruptible, was_requested
 
 @dataclass(frozen=True)
 class SettingsCommand:
-    """A task that gets validated settings."""
+    """A task that receives validated settings."""
 
     model: type[Settings]
     config_name: Callable[[Sequence[str]], str]
-    """Returns the recipe to start from, given the arguments, where no `--config` names one."""
+    """Returns the recipe to start from if no `--config` names one. Called with the arguments."""
     task: Callable[[Any], None]
 
     def run(self, program: str, arguments: Sequence[str]) -> int:
-        """Return the exit status. Raises SystemExit, after its line on stderr, for an error."""
-        sys.argv = [program, *arguments]  # which Hydra reads
+        """Run the task and return the exit status. Raises SystemExit for an error, after printing it on stderr."""
+        sys.argv = [program, *arguments]  # Hydra reads it
         main(self.task, self.model, config_dir=configs_dir(), config_name=self.config_name(arguments))
         return 0
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Define what a shell can complete."""
+        """Define the arguments that a shell can complete."""
         config: Any = parser.add_argument("--config", metavar="FILE")
         config.completer = lambda prefix, **_: complete_recipe(prefix, configs_dir())
         parser.add_argument("--cfg", choices=("job", "hydra", "all"))
@@ -45,7 +45,7 @@ class SettingsCommand:
 
 
 def main(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
-    """Run `task` with the command line's settings. An error is one clear last line and exit status 1."""
+    """Run `task` with the command line's settings. An error ends with one clear line and exit status 1."""
     with standard_streams(), interruptible(), exit_status("nothing was saved since it started"):
         run_with_hydra(
             task,
@@ -58,7 +58,7 @@ def main(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_
 
 
 def report_sweep(root: Path, names: Sequence[str]) -> None:
-    """Print a table of a sweep's runs and write `root`/report.html, if any run has written something."""
+    """Print a table of a sweep's runs and write `root`/report.html, if any run has started."""
     # matplotlib is slow to import, and few commands are sweeps
     from nemo_opd.logging.sweep import read_sweep, sweep_table, write_sweep_report
 

@@ -1,4 +1,4 @@
-"""Gives a model another tokenizer: new rows of its embeddings and head, made of the old ones."""
+"""Gives a model another tokenizer: new rows of its embeddings and head, computed from the old ones."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -12,12 +12,12 @@ from nemo_opd.config.run_fields import LARGEST_SEED
 from nemo_opd.errors import ConfigError
 
 EPILOG = """\
-A token with the bytes of an old one has its row, to the bit; a special token that of the old one with its role; any
-other token a weighted sum of the rows of the old tokens that spell its bytes. What no old token reaches gets the mean
-of all rows and is listed in transplant.json. No other weight changes. Files are rewritten one by one, so a model is
-never in memory as a whole, except for --text.
+A token with the bytes of an old token gets an exact copy of its row; a special token the row of the old token with its
+role; any other token a weighted sum of the rows of the old tokens that spell its bytes. Tokens that cannot be spelled
+get the mean of all rows and are listed in transplant.json. No other weight changes. Files are rewritten one by one, so
+the whole model is in memory only for --text.
 
-The model then has to learn to read and write these tokens: distil the original into it, as a teacher with another
+The model must then learn to read and write these tokens: distil the original into it, as a teacher with another
 tokenizer. docs/transplant.md has the settings.
 
 examples:
@@ -35,18 +35,18 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--weighting",
         choices=("uniform", "bytes", "first", "last"),
         default="bytes",
-        help="what the old tokens that spell a new one count for: the same, by their bytes, or 0.9, 0.09, … from the "
-        "first or the last (default %(default)s)",
+        help="weights of the old tokens that spell a new one: equal, by their bytes, or 0.9, 0.09, … from the first or "
+        "the last (default %(default)s)",
     )
     parser.add_argument(
         "--random",
         choices=("all", "unmatched"),
-        help="a baseline: draw all rows, or those without an old token of their bytes or role, from a normal with the "
-        "mean and standard deviation of each dimension of the old rows",
+        help="a baseline: draw all rows, or only unmatched ones (no old token has the bytes or the role), from a "
+        "normal distribution with the old rows' mean and standard deviation in each dimension",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of --random (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --random (default %(default)s)")
     parser.add_argument(
-        "--pad-to-multiple", type=int, default=1, metavar="N", help="fill up the rows to a multiple (default 1)"
+        "--pad-to-multiple", type=int, default=1, metavar="N", help="pad the rows to a multiple of N (default 1)"
     )
     add_roles(parser)
     parser.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the new tokenizer's own)")
@@ -55,23 +55,25 @@ def add_arguments(parser: ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="texts to measure bits per byte on, before and after: Arrow, Parquet or JSONL files with a column of "
-        "texts, or files that are one text each",
+        help="texts for measuring bits per byte before and after: Arrow, Parquet or JSONL files with a column of "
+        "texts, or files with one text each",
     )
     parser.add_argument("--text-key", default="text", metavar="COLUMN", help="column of --text (default %(default)s)")
     parser.add_argument(
-        "--max-length", type=int, default=512, metavar="N", help="tokens of a window of --text (default %(default)s)"
+        "--max-length", type=int, default=512, metavar="N", help="tokens per window of --text (default %(default)s)"
     )
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="of --text (default: a GPU)")
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="device for --text (default: a GPU)"
+    )
 
 
 def run(arguments: Namespace, console: Console) -> None:
-    """Transplant the tokenizer. Raises ConfigError for arguments outside their bounds, and what `transplant` raises."""
+    """Transplant the tokenizer. Raises ConfigError for arguments out of bounds, and the errors of `transplant`."""
     for name, least in {"pad_to_multiple": 1, "max_length": 2, "seed": 0}.items():
         if (value := getattr(arguments, name)) < least:
-            raise ConfigError(f"--{name.replace('_', '-')}={value}: must be {least} at least")
+            raise ConfigError(f"--{name.replace('_', '-')}={value}: must be at least {least}")
     if arguments.seed > LARGEST_SEED:
-        raise ConfigError(f"--seed={arguments.seed}: must be {LARGEST_SEED} at most")
+        raise ConfigError(f"--seed={arguments.seed}: must be at most {LARGEST_SEED}")
     roles = roles_of(arguments.roles)
     source = source_of(arguments.text, key="--text", otherwise="text_files") if arguments.text else None
     from nemo_opd.data.documents import TEXT

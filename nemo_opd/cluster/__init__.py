@@ -1,1 +1,1 @@
-"""Devices, processes and calls: a run's worker groups, on Ray or without it."""
+"""A run's worker groups, with Ray or without: their devices, processes and calls."""

@@ -1,4 +1,4 @@
-"""The interface of a cluster to the driver: groups of ranks and calls to them, with Ray or without."""
+"""The driver's interface to a cluster: groups of ranks and calls to them, with Ray or without."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _ACTIVITIES = {
     "receive": "receiving teachers' output from other nodes",
     "close": "releasing its memory",
 }
-"""Methods of workers in a user's words."""
+"""Descriptions of worker methods, for messages to users."""
 
 
 def activity(method: str, about: str = "") -> str:
-    """Describe a method for a message, such as `training on a batch (step 12)`; about: `step 12`."""
+    """Describe a method for a message: `training on a batch (step 12)` if `about` is `step 12`."""
     doing = _ACTIVITIES.get(method, f"in {method!r}")
     return f"{doing} ({about})" if about else doing
 
@@ -45,7 +45,7 @@ class Call:
     group: str
     method: str
     about: str
-    """Batch or step that it works on, for messages; may be empty."""
+    """The batch or step, for messages; may be empty."""
 
     @property
     def doing(self) -> str:
@@ -53,7 +53,7 @@ class Call:
 
 
 class Cluster(ABC):
-    """Devices of a placement, and the groups of ranks on them."""
+    """The devices of a placement, and the groups of ranks on them."""
 
     timeout_s: float
 
@@ -63,7 +63,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def gather(self, calls: Sequence[Call]) -> list[list[Any]]:
-        """Wait for calls and return their results, by call and rank. Raises WorkerError and ClusterError."""
+        """Wait for calls; return each call's results, one per rank. Raises WorkerError and ClusterError."""
 
     @abstractmethod
     def close(self) -> None:
@@ -80,30 +80,31 @@ class Group(ABC):
     """The ranks of one model, which the driver calls together."""
 
     def __init__(self, cluster: Cluster, name: str, places: Places) -> None:
-        """places: devices, by rank."""
+        """Store the group's properties. places: the device of each rank."""
         self.cluster, self.name, self.places, self.size = cluster, name, places, len(places)
 
     ready: Call
-    """Call that returns when every rank has built its worker."""
+    """The call that returns when every rank has built its worker."""
 
     @abstractmethod
     def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> Call:
-        """Start `method` on every rank, with the rank's own arguments where given.
+        """Start `method` on every rank.
 
-        about: batch or step that it works on, for messages: "student rank 0 died while training on a batch (<about>)".
+        arguments: positional arguments for each rank. about: the batch or step, for messages such as "student rank 0
+        died while training on a batch (<about>)".
         """
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> list[Any]:
-        """Call `method` as `submit` does, and return the results by rank. Raises WorkerError and ClusterError."""
+        """Call `method` as `submit` does, and return each rank's result. Raises WorkerError and ClusterError."""
         return self.cluster.gather([self.submit(method, arguments, about=about)])[0]
 
     @abstractmethod
     def address(self) -> tuple[str, int]:
-        """Return host and port of the store by which the group's ranks found each other."""
+        """Return host and port of the store where the group's ranks meet."""
 
     @abstractmethod
     def close(self) -> None:
-        """Have every rank release its resources, and end it."""
+        """Release the resources of every rank, and end the ranks."""
 
     def __enter__(self) -> Self:
         return self
@@ -113,16 +114,16 @@ class Group(ABC):
 
 
 def in_turn(calls: Sequence[tuple[Group, Callable[[], Call]]]) -> list[Call]:
-    """Start calls in order, each when those before it on the same devices have returned; return all of them.
+    """Start calls in order, each after earlier calls on the same devices have returned; return all calls.
 
-    On one device, processes that work at the same time get slices of its time, and each needs its memory. calls: a
-    group, and what starts its call. Raises WorkerError and ClusterError.
+    Processes that work on one device at the same time would share its time, and all need memory at once. calls: pairs
+    of a group and the function that starts its call. Raises WorkerError and ClusterError.
     """
-    begun: list[Call] = []
-    under_way: list[tuple[Group, Call]] = []
+    started: list[Call] = []
+    pending: list[tuple[Group, Call]] = []
     for group, start in calls:
-        before = [call for other, call in under_way if not set(group.places).isdisjoint(other.places)]
-        group.cluster.gather(before)
-        begun.append(start())
-        under_way = [*((other, call) for other, call in under_way if call not in before), (group, begun[-1])]
-    return begun
+        blocking = [call for busy, call in pending if not set(group.places).isdisjoint(busy.places)]
+        group.cluster.gather(blocking)
+        started.append(start())
+        pending = [*((busy, call) for busy, call in pending if call not in blocking), (group, started[-1])]
+    return started

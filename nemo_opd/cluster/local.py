@@ -1,4 +1,4 @@
-"""A cluster without Ray: this process alone, or the processes that torchrun has started on this machine."""
+"""A cluster without Ray: this process only, or the processes that torchrun started on this machine."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from nemo_opd.distributed import process_group
 from nemo_opd.errors import ClusterError, WorkerError
 
 _IDLE = timedelta(days=365)
-"""Longest wait of a rank for the driver's next call."""
+"""Limit of a rank's wait for the driver's next call."""
 _NOTICE = timedelta(seconds=10)
-"""Longest wait of a rank that has failed for the driver to report it."""
+"""Limit of a failed rank's wait for the driver to report it."""
 _DEVICE, _FAILURE, _REPORTED = "device", "failure", "reported"
-"""Keys of a world's store: its device, empty for no world; a rank's failure; whether this was reported."""
+"""Keys of a world's store: its device (empty: no further world), a rank's failure, and whether it was reported."""
 _world_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A call with the arguments of one rank."""
+    """A call with one rank's arguments."""
 
     call: Call
     arguments: tuple[Any, ...]
@@ -58,10 +58,10 @@ class _World:
         process_group.join(store, processes.rank, processes.size, device, timeout_s)
         self._calls = dist.new_group(backend="gloo", timeout=_IDLE)
         self.ranks: dict[str, Rank] = {}
-        """Ranks by group."""
+        """This process's rank of each group, keyed by the group's name."""
 
     def scatter(self, orders: Sequence[_Order | None] | None) -> _Order | None:
-        """Return this rank's order, or None at the end of the world. orders: one per rank; None on all but rank 0."""
+        """Return this rank's order, or None to end the world. orders: one per rank, on rank 0 only."""
         if self.processes.size == 1:
             assert orders is not None
             return orders[0]
@@ -70,7 +70,7 @@ class _World:
         return received[0]
 
     def gather(self, result: Any) -> list[Any]:
-        """Return the results of all ranks on rank 0, and nothing elsewhere."""
+        """Return the results of all ranks on rank 0, and an empty list elsewhere."""
         if self.processes.size == 1:
             return [result]
         results = [None] * self.processes.size if self.processes.rank == 0 else None
@@ -78,7 +78,7 @@ class _World:
         return results or []
 
     def execute(self, order: _Order) -> Any:
-        """Execute an order on this rank and return the result. Raises what the worker raises."""
+        """Execute an order on this rank and return the result. Raises the worker's errors."""
         group, method = order.call.group, order.call.method
         if method == "start":
             self.ranks[group] = Rank(*order.arguments)
@@ -102,15 +102,15 @@ def _shared_store(processes: Processes) -> dist.Store:
 
 
 def _next_store(processes: Processes) -> dist.Store:
-    """Return the store of the next world; every process must call it equally often."""
+    """Return the store of the next world. All processes must call it equally often."""
     return dist.PrefixStore(f"opd/{next(_world_numbers)}", _shared_store(processes))
 
 
 class LocalCluster(Cluster):
-    """The present processes, with a rank of every group in each.
+    """The existing processes, each with a rank of every group.
 
     The driver runs in rank 0: it sends a call to the other ranks and then runs it itself, in the calling thread. An
-    error in rank 0 is the cause of the WorkerError that is raised, so that a debugger finds its frames.
+    error in rank 0 is raised as the cause of a WorkerError, so that a debugger can see its frames.
     """
 
     def __init__(self, settings: Settings, *, device: str, placement: Placement) -> None:
@@ -120,7 +120,7 @@ class LocalCluster(Cluster):
         self.is_broken = False
         """Whether a call has failed, so that other ranks may hang in a collective."""
         self._num_threads = torch.get_num_threads()
-        # One thread may sample rollouts while another one trains.
+        # One thread may sample rollouts while another trains.
         self._lock = threading.RLock()
         store = _next_store(self.processes)
         store.set(_DEVICE, device)
@@ -137,10 +137,10 @@ class LocalCluster(Cluster):
         return [call.results for call in calls if isinstance(call, _LocalCall)]
 
     def run(self, call: Call, arguments: Sequence[tuple[Any, ...]]) -> _LocalCall:
-        """Run a call on all ranks, each with its own arguments. Raises WorkerError or ClusterError."""
+        """Run a call on all ranks. arguments: one tuple per rank. Raises WorkerError or ClusterError."""
         with self._lock:
             try:
-                order = self._world.scatter([_Order(call, own) for own in arguments])
+                order = self._world.scatter([_Order(call, rank_arguments) for rank_arguments in arguments])
                 assert order is not None
                 results = self._world.gather(self._world.execute(order))
             except BaseException as error:
@@ -151,7 +151,7 @@ class LocalCluster(Cluster):
         return _LocalCall(call.group, call.method, call.about, results)
 
     def _first_failure(self, error: Exception, call: Call) -> ClusterError:
-        """Return the error of this rank, or of the rank that broke its collective."""
+        """Return the error of this rank, or of the rank that broke this rank's collective."""
         failure, store = Failure.of(error), self._world.store
         if not failure.is_from_peer:
             store.set(_REPORTED, "")
@@ -161,8 +161,8 @@ class LocalCluster(Cluster):
             store.set(_REPORTED, "")
             return WorkerError(*json.loads(store.get(_FAILURE)))
         return ClusterError(
-            f"{call.group}: the process of another rank died while {call.doing}; torchrun says below which and how; "
-            f"{CONTINUE}"
+            f"{call.group}: the process of another rank died while {call.doing}; torchrun reports below which one and "
+            f"why; {CONTINUE}"
         )
 
     def close(self) -> None:
@@ -179,11 +179,11 @@ class _LocalCall(Call):
     """A call that has returned."""
 
     results: list[Any]
-    """Results by rank."""
+    """One result per rank."""
 
 
 class _LocalGroup(Group):
-    """One worker in each of the processes."""
+    """A group with one worker in each process."""
 
     cluster: LocalCluster
 
@@ -207,19 +207,19 @@ class _LocalGroup(Group):
 
 
 def serve(timeout_s: float) -> None:
-    """Execute rank 0's calls until it is done: the whole work of another rank of torchrun.
+    """Execute rank 0's calls until it is done; the main loop of torchrun's other ranks.
 
-    Exits with status 1 where this rank fails or rank 0 is gone.
+    Exits with status 1 if this rank fails or rank 0 is gone.
     """
-    # Signals reach all processes; rank 0 alone decides how the run ends.
+    # Signals reach all processes, but only rank 0 decides how the run ends.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    while announced := _next_world():
-        _serve_world(*announced, timeout_s)
+    while world := _next_world():
+        _serve_world(*world, timeout_s)
 
 
 def _next_world() -> tuple[dist.Store, str] | None:
-    """Wait for rank 0's next world and return its store and device; None after the last."""
+    """Wait for rank 0's next world and return its store and device, or None after the last world."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     store = _next_store(Processes.started())
     store.wait([_DEVICE], _IDLE)
@@ -243,11 +243,11 @@ def _serve_world(store: dist.Store, device: str, timeout_s: float) -> None:
 
 
 def _fail(failure: Failure, call: Call, world: _World) -> NoReturn:
-    """Exit after rank 0 has reported this rank's failure; where it cannot, print the failure here."""
+    """Exit after rank 0 has reported this rank's failure; print it here if rank 0 does not."""
     error = failure.as_error(call, world.processes.rank)
     if not failure.is_from_peer:
         world.store.set(_FAILURE, json.dumps(error.args))
-        world.leave()  # which breaks the collective that rank 0 waits in
+        world.leave()  # breaks the collective that rank 0 waits in
         try:
             world.store.wait([_REPORTED], _NOTICE)
         except dist.DistError:

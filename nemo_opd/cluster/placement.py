@@ -1,4 +1,4 @@
-"""Device of each rank of each group, decided before any process starts; and the processes that torchrun has started."""
+"""The device of every rank of every group, decided before any process starts; and torchrun's processes."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ import psutil
 from nemo_opd.distributed.layout import Place
 
 Places = tuple[Place, ...]
-"""Devices of a group, by rank."""
+"""The device of each rank of a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The places of the student and of every active teacher.
 
-    Ranks are numbered node by node. Where each group has equally many ranks on every node and tp · cp divides them,
-    the rows that a rank of the student reads were computed on its own node. Otherwise groups follow one another, and
-    rows are sent between nodes.
+    Ranks are numbered node by node. If each group has equally many ranks on every node and tp · cp divides that number,
+    a student rank reads only rows computed on its own node. Otherwise groups occupy consecutive devices, and rows are
+    sent between nodes.
     """
 
     student: Places
     teachers: tuple[Places, ...]
     inside: frozenset[int] = frozenset()
-    """Indices of teachers that are in the student's processes."""
+    """Indices of teachers that run in the student's processes."""
 
     def with_inside(self, is_inside: Sequence[bool]) -> Placement:
-        """Return the placement with further teachers in the student's processes.
+        """Insert teachers that run in the student's processes.
 
-        is_inside: whether each of all teachers is; the others have the places of this placement, in order.
+        is_inside: a flag for every teacher; teachers with False take this placement's teacher places in order.
         """
-        others = iter(self.teachers)
-        teachers = tuple(self.student if inside else next(others) for inside in is_inside)
+        separate = iter(self.teachers)
+        teachers = tuple(self.student if inside else next(separate) for inside in is_inside)
         return Placement(self.student, teachers, frozenset(i for i, inside in enumerate(is_inside) if inside))
 
     @classmethod
     def colocated(cls, *, num_nodes: int, ranks_per_node: int, num_teachers: int) -> Placement:
-        """Put every group on all devices: rank r of each group is on the same device."""
-        every = _places(num_nodes, range(ranks_per_node))
-        return cls(every, (every,) * num_teachers)
+        """Put every group on all devices: ranks r of all groups share a device."""
+        places = _places(num_nodes, range(ranks_per_node))
+        return cls(places, (places,) * num_teachers)
 
     @classmethod
     def separate(cls, *, num_nodes: int, student_per_node: int, teachers_per_node: Sequence[int]) -> Placement:
@@ -57,13 +57,14 @@ class Placement:
 
     @classmethod
     def consecutive(cls, sizes: Sequence[int], *, together: Sequence[int], num_nodes: int) -> Placement:
-        """Give each group separate devices, node after node; the nodes' numbers of devices differ by at most 1.
+        """Give each group separate devices, node after node; device counts of nodes differ by at most 1.
 
         sizes: ranks of the student and of each teacher, at least `num_nodes` in total. together: tp · cp of each group;
-        groups with the largest come first, so that these ranks share nodes.
+        groups with larger values come first, so that their ranks share nodes.
         """
-        each, more = divmod(sum(sizes), num_nodes)
-        devices = iter([Place(node, device) for node in range(num_nodes) for device in range(each + (node < more))])
+        per_node, remainder = divmod(sum(sizes), num_nodes)
+        counts = [per_node + (node < remainder) for node in range(num_nodes)]
+        devices = iter([Place(node, device) for node, count in enumerate(counts) for device in range(count)])
         groups: dict[int, Places] = {}
         for group in sorted(range(len(sizes)), key=lambda group: -together[group]):
             groups[group] = tuple(islice(devices, sizes[group]))
@@ -82,7 +83,7 @@ class Placement:
 
     @property
     def devices(self) -> Places:
-        """All devices that are used, node by node."""
+        """All used devices, node by node."""
         return tuple(sorted({place for group in self.groups for place in group}))
 
     @property
@@ -91,7 +92,7 @@ class Placement:
 
     @property
     def devices_per_node(self) -> int:
-        """Number of devices on the node that has most."""
+        """Largest number of devices on one node."""
         return max(Counter(place.node for place in self.devices).values())
 
     @property
@@ -100,16 +101,16 @@ class Placement:
 
     @property
     def groups_per_device(self) -> int:
-        """Number of processes on the device that has most."""
+        """Largest number of processes on one device."""
         return max(Counter(place for group in self._in_processes for place in group).values())
 
     def num_threads(self, cores: int) -> int:
-        """Return the threads of a process on CPU; those at one place take turns, so that each has what all share."""
+        """Return the threads per process on CPU; processes at one place take turns, so each uses the place's share."""
         return num_threads(cores, self.devices_per_node)
 
     @property
     def is_separate(self) -> bool:
-        """Whether teachers have their own devices, and so can work while the student does."""
+        """Whether teachers have their own devices, so that they can work at the same time as the student."""
         return len(self._in_processes) > 1 and self.groups_per_device == 1
 
 
@@ -119,7 +120,7 @@ def _places(num_nodes: int, devices: range) -> Places:
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """This process alone, or those of torchrun, of which rank 0 drives the run."""
+    """This process only, or its rank among torchrun's processes; rank 0 drives the run."""
 
     rank: int = 0
     size: int = 1
@@ -134,12 +135,12 @@ class Processes:
 
 
 def num_threads(cores: int, at_a_time: int) -> int:
-    """Return the threads of each of the processes that work at a time: more than cores wait for each other.
+    """Return the threads per process for `at_a_time` processes that work at once, so that threads do not exceed cores.
 
-    $OMP_NUM_THREADS takes precedence, but under torchrun, which sets it to 1 where nobody else has.
+    $OMP_NUM_THREADS takes precedence, except under torchrun, which sets it to 1 by default.
     """
-    wanted = "" if _is_torchrun() else os.environ.get("OMP_NUM_THREADS", "")
-    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else max(1, cores // at_a_time)
+    setting = "" if _is_torchrun() else os.environ.get("OMP_NUM_THREADS", "")
+    return int(setting) if setting.isdecimal() and int(setting) > 0 else max(1, cores // at_a_time)
 
 
 def _is_torchrun() -> bool:

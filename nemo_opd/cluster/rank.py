@@ -1,4 +1,4 @@
-"""The worker of a group in one process, and its failure as a value that travels to the driver."""
+"""A group's worker in one process, and its failure as a value that is sent to the driver."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from nemo_opd.workers.memory import Task, needs_memory
 
 CONTINUE = "run.resume=auto continues from the last checkpoint"
 _KNOBS = ("lower train.micro_batch_size or train.max_length", "use more ranks")
-"""Advice where the worker gives none."""
+"""Default advice if memory runs out."""
 _PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
-"""Signs of a broken connection in gloo's errors, which are plain RuntimeErrors."""
+"""Phrases in gloo's errors, plain RuntimeErrors, that indicate a broken connection."""
 
 
 class Rank:
     """One rank of one group. Its process must have joined the group's world."""
 
     def __init__(self, worker: type, arguments: Mapping[str, Any]) -> None:
-        """Build the worker. Raises what it raises, and ClusterError where memory runs out."""
+        """Build the worker. Raises the worker's errors, and ClusterError if memory runs out."""
         with needs_memory(Task(activity("start"), _KNOBS)):
             self.worker: Any = worker(**arguments)
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a method of the worker. Raises what it raises, and ClusterError where memory runs out."""
+        """Call a method of the worker. Raises the worker's errors, and ClusterError if memory runs out."""
         with needs_memory(Task(activity(method), _KNOBS)):
             return getattr(self.worker, method)(*arguments)
 
@@ -39,17 +39,17 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A worker's exception as a value, which the driver raises while other ranks still wait for this one."""
+    """A worker's exception as a value, which the driver can raise while other ranks still wait for this one."""
 
     error: str
     traceback: str
-    """Empty for an OPDError, whose message is enough."""
+    """Empty for an OPDError, whose message suffices."""
     is_from_peer: bool = False
-    """Whether a collective or a handoff broke, most likely because another rank died or failed."""
+    """Whether a collective or handoff broke, most likely because another rank died or failed."""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Describe an exception that is being handled."""
+        """Describe the exception that is being handled."""
         message = f"{type(error).__name__}: {error}"
         if isinstance(error, OPDError):
             return cls(message, "", isinstance(error, SenderGoneError))
@@ -65,4 +65,4 @@ class Failure:
 
 
 class PeerError(WorkerError):
-    """A rank that failed because another one did."""
+    """Error of a rank that another rank's failure probably caused."""

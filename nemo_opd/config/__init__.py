@@ -1,4 +1,4 @@
-"""Validated settings. Defaults live on the fields of these models and nowhere else."""
+"""Validated settings. Defaults are on the fields of these models and nowhere else."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ __all__ = ["RunConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the settings of a run when they are asked for: making the models takes most of a second."""
+    """Import a run's settings on first use: building the models takes most of a second."""
     if name != "RunConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from nemo_opd.config.run import RunConfig

@@ -7,13 +7,13 @@ from pydantic import Field, ValidationInfo, field_validator
 from nemo_opd.config.base import Settings
 
 Score = Literal["bits_per_byte", "entropy", "max_probability"]
-"""Confidence of a teacher in a sequence, on its own tokens and per byte, so that tokenizers compare."""
+"""A teacher's confidence in a sequence, on its own tokens and per byte, which makes tokenizers comparable."""
 
 
 class AggregationBase(Settings):
     @property
     def score(self) -> Score | None:
-        """Score that is needed of each teacher and sequence before the student's step; None for none."""
+        """Score that is needed of each teacher and sequence before the student's step, if any."""
         return None
 
 
@@ -22,11 +22,11 @@ class WeightedSum(AggregationBase):
 
     type: Literal["weighted_sum"] = "weighted_sum"
     weights: Literal["static", "bits_per_byte", "entropy", "max_probability"] = "static"
-    """static: the weight of each teacher. Else softmax_i(alpha · score_i + log weight_i) in each sequence, with the
-    negative bits per byte, the negative entropy per byte, or the mean largest probability per byte as the score.
+    """static: each teacher's weight. Otherwise softmax_i(alpha · score_i + log weight_i) in each sequence. The score is
+    the negative bits per byte, the negative entropy per byte, or the mean largest probability per byte.
     """
     alpha: float = Field(1.0, gt=0)
-    """Weights that are not static: how sharply they tell teachers apart."""
+    """Sharpness of weights that are not static."""
     vocabulary_scaling: bool = False
     """Multiply each weight by log W_i / log min_j W_j, for vocabularies of size W."""
 
@@ -52,11 +52,11 @@ class AveragedLogits(AggregationBase):
 
 
 class SelectTeacher(AggregationBase):
-    """The KD of the one teacher that has the fewest bits per byte."""
+    """The KD of the one teacher with the fewest bits per byte."""
 
     type: Literal["select_teacher"] = "select_teacher"
     per: Literal["sequence", "batch"] = "sequence"
-    """Chosen for each sequence, or once for a global batch."""
+    """Select a teacher for each sequence, or once for a global batch."""
 
     @property
     def score(self) -> Score | None:
@@ -68,7 +68,7 @@ class Routed(AggregationBase):
 
     type: Literal["routed"] = "routed"
     key: str = "teacher"
-    """The column that holds the teacher's name."""
+    """The column with the teacher's name."""
 
 
 Aggregation = Annotated[WeightedSum | AveragedLogits | SelectTeacher | Routed, Field(discriminator="type")]

@@ -1,4 +1,4 @@
-"""The base of all settings."""
+"""Base class of all settings."""
 
 from collections.abc import Hashable
 from typing import Annotated, Never, TypeVar
@@ -10,7 +10,7 @@ _V = TypeVar("_V", bound=Hashable)
 
 
 class Settings(BaseModel):
-    """Frozen, and an unknown key is an error. A field's docstring is its description."""
+    """Base of all settings: frozen, and an unknown key is an error. A field's docstring is its description."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
@@ -21,14 +21,14 @@ class Settings(BaseModel):
     def no_value_is_empty(cls, value: object) -> object:
         if is_blank(value):  # `key=`, or a shell variable that is not set
             raise ValueError(EMPTY)
-        # A line break may be meant, as a text at which answers end.
-        if isinstance(value, tuple) and any(isinstance(each, str) and not each.strip(" ") for each in value):
+        # A lone line break is allowed, as a stop text of answers.
+        if isinstance(value, tuple) and any(isinstance(element, str) and not element.strip(" ") for element in value):
             raise ValueError("an element is empty; write a value, or leave the element out")
         return value
 
 
 YEAR_S = 365 * 86400.0
-"""The longest limit in seconds: what waits takes no number that has no date."""
+"""Longest time limit in seconds; functions that wait overflow on much larger numbers."""
 EMPTY = "it is empty; write a value, or leave the key out"
 
 
@@ -37,7 +37,7 @@ def is_blank(value: object) -> bool:
 
 
 class FrozenDict(dict[_K, _V]):
-    """A dict that stays as it is, so that settings which hold one do."""
+    """An immutable, hashable dict, which keeps settings that hold one frozen."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -52,4 +52,4 @@ class FrozenDict(dict[_K, _V]):
 
 
 Frozen = Annotated[dict[_K, _V], AfterValidator(FrozenDict)]
-"""Type of a field with free keys."""
+"""Type of a field with arbitrary keys."""

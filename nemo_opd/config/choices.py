@@ -1,4 +1,4 @@
-"""Choices of the settings, and the tables of code for them."""
+"""Choices of discriminated unions, and checks that tables of code cover them."""
 
 from collections.abc import Container, Iterable
 from typing import Any, get_args
@@ -7,16 +7,16 @@ from nemo_opd.config.base import Settings
 
 
 def choices(union: Any) -> tuple[type[Settings], ...]:
-    """Return the settings that a discriminated union chooses from."""
-    found: tuple[type[Settings], ...] = get_args(get_args(union)[0])
-    return found
+    """Return the settings classes of a discriminated union."""
+    classes: tuple[type[Settings], ...] = get_args(get_args(union)[0])
+    return classes
 
 
 def require_lines(needed: Iterable[str | type[Settings]], table: Container[Any], name: str) -> None:
-    """Raise NotImplementedError for choices without a line in a table, when the table's module is imported.
+    """Raise NotImplementedError if choices have no entry in a table. Called when the table's module is imported.
 
-    name: of the table, and its file.
+    name: the table's name and file, for the message.
     """
-    missing = [each if isinstance(each, str) else each.__name__ for each in needed if each not in table]
+    missing = [choice if isinstance(choice, str) else choice.__name__ for choice in needed if choice not in table]
     if missing:
         raise NotImplementedError(f"{name} has no line for {', '.join(missing)}; add it (docs/extending.md)")

@@ -11,19 +11,19 @@ class EvaluationCluster(Settings):
     """Machines and processes of an evaluation."""
 
     launcher: Literal["ray", "local"] = "local"
-    """local: no Ray; this process is the only rank, or those that torchrun has started on this machine are the ranks.
-    ray: a process for each rank.
+    """local: no Ray; this process is the only rank, or the ranks are those that torchrun started on this machine. ray:
+    a process for each rank.
     """
     num_nodes: int = Field(1, ge=1)
-    """launcher=ray: more than one, of the running Ray cluster that `address` names."""
+    """Number of nodes. More than one needs launcher=ray and a running Ray cluster, named by `address`."""
     gpus_per_node: int | None = Field(None, ge=1)
-    """GPUs used on each node; by default all of them with Ray, and one for each process without."""
+    """GPUs used on each node; by default all with Ray, and one per process without."""
     cpu_ranks: int = Field(1, ge=1)
-    """On CPU, the ranks on all nodes together."""
+    """On CPU, the total ranks over all nodes."""
     address: str | None = None
-    """launcher=ray: a running Ray cluster (`auto`, `host:port`); a local one is started and stopped when not given."""
+    """launcher=ray: a running Ray cluster (`auto`, `host:port`); by default a local one is started and stopped."""
     timeout_s: float = Field(1800, gt=0)
-    """Longest wait for what any process does: load its model, answer questions."""
+    """Longest wait, in seconds, for any process: loading its model, answering questions."""
 
     @model_validator(mode="after")
     def settings_are_those_of_a_run(self) -> Self:
@@ -31,7 +31,7 @@ class EvaluationCluster(Settings):
         return self
 
     def on(self, device: Literal["auto", "cuda", "cpu"]) -> "Cluster":
-        """Return the same as settings of a run."""
+        """Return these settings as a run's cluster."""
         return Cluster(device=device, **self.model_dump())
 
 
@@ -39,37 +39,37 @@ class Cluster(Settings):
     """Machines, devices and processes."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: cuda where a GPU is visible."""
+    """auto: cuda if a GPU is visible."""
     launcher: Literal["ray", "local"] = "ray"
-    """ray: a process for each rank of the student and of each teacher. local: no Ray; this process is the one rank of
-    them all, or those that torchrun has started on this machine are, and rank 0 drives the run as well.
+    """ray: a process for each rank of the student and of each teacher. local: no Ray; this process is the only rank of
+    all models, or the processes that torchrun started on this machine are the ranks, and rank 0 also drives the run.
     """
     num_nodes: int = Field(1, ge=1)
-    """More than one: of the running Ray cluster that `address` names."""
+    """Number of nodes. More than one needs a running Ray cluster, named by `address`."""
     gpus_per_node: int | None = Field(None, ge=1)
-    """GPUs used on each node; all of them when not given."""
+    """GPUs used on each node; by default all."""
     cpu_ranks: int = Field(1, ge=1)
-    """On CPU, the ranks of the student and of each teacher, on all nodes together."""
+    """On CPU, the ranks of the student and of each teacher, over all nodes."""
     placement: Literal["colocated", "separate"] = "colocated"
-    """colocated: student and teachers take turns on the same devices, each with a rank on every one. separate: every
-    teacher has separate devices, so that it can read the next batch while the student trains; but one with the
-    student's weights is always in the student's processes, and reads a batch after the update before it.
+    """colocated: student and teachers take turns on the same devices, each with a rank on every device. separate: every
+    teacher has its own devices and can read the next batch while the student trains. A teacher with the student's
+    weights always runs in the student's processes, and reads a batch after the previous update.
     """
     teacher_ranks: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...] | None = None
-    """placement=separate: the ranks of each teacher on all nodes together, as one number for all teachers or one for
-    each that has separate devices, in their order. A rank is a GPU, and the student has those that are left; when not
-    given, the GPUs of a node are shared equally, and the student has what is over as well. On CPU a rank is a process
-    in addition to those of the student; as many as `cpu_ranks` for each teacher when not given.
+    """placement=separate: the ranks of each teacher over all nodes, as one number for all teachers or a list with one
+    for each teacher that has separate devices, in their order. A rank is a GPU, and the student gets the remaining
+    GPUs; by default the GPUs of a node are shared equally, and the student also gets the remainder. On CPU a rank is a
+    process besides the student's; by default each teacher has `cpu_ranks`.
     """
     prefetch: int = Field(1, ge=0)
-    """placement=separate, off-policy: batches that the teachers read ahead of the student. Each needs room for one more
-    batch of their output; more than one helps where teachers need more time for some batches than for others.
+    """placement=separate, off-policy: batches that the teachers read ahead of the student. Each needs memory for one
+    more batch of their output; more than one helps if teachers need more time for some batches than for others.
     """
     address: str | None = None
-    """A running Ray cluster (`auto`, `host:port`); a local one is started and stopped when not given."""
+    """A running Ray cluster (`auto`, `host:port`); by default a local one is started and stopped."""
     timeout_s: float = Field(1800, gt=0)
-    """Longest wait for what any process does: load its model, read a batch, take a step, write a checkpoint. Also the
-    limit of a collective between the processes of a group.
+    """Longest wait, in seconds, for any process: loading its model, reading a batch, taking a step, writing a
+    checkpoint. Also the limit of a collective among the processes of a group.
     """
 
     @model_validator(mode="after")
@@ -77,7 +77,7 @@ class Cluster(Settings):
         reasons = {
             f"num_nodes={self.num_nodes}": self.num_nodes > 1 and "processes on several nodes",
             f"address={self.address}": self.address is not None and "a Ray cluster",
-            "placement=separate": self.placement == "separate" and "processes of their own for the teachers",
+            "placement=separate": self.placement == "separate" and "separate processes for the teachers",
         }
         for setting, needed in reasons.items():
             if self.launcher == "local" and needed:

@@ -1,4 +1,4 @@
-"""The command line as Hydra needs it: options, then overrides."""
+"""Translation of the command line into Hydra's options and overrides."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ _OVERRIDE = re.compile(r"^(~|\+{0,2}[A-Za-z_][\w./@:]*=)")
 HELP_FLAGS = frozenset({"--help", "-h"})
 MULTIRUN_FLAGS = frozenset({"--multirun", "-m"})
 INLINE = "_inline_"
-"""Begins the name of an option that the command line itself gives a group."""
+"""Prefix of the names of group options that are defined on the command line."""
 
 # A run owns one directory, run.output_dir; Hydra adds no folders or log files.
 _QUIET_HYDRA = (
@@ -35,15 +35,15 @@ _QUIET_HYDRA = (
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Arguments, as typed and as Hydra reads them."""
+    """Arguments, as typed and as passed to Hydra."""
 
     options: tuple[str, ...]
     settings: tuple[str, ...]
-    """Overrides that no one typed."""
+    """Overrides added by this program."""
     typed: tuple[str, ...]
-    """Overrides as they were written."""
+    """Overrides as typed."""
     overrides: tuple[str, ...]
-    """The same as Hydra reads them."""
+    """The same overrides in Hydra's grammar."""
     config_file: Path
     """The primary config."""
 
@@ -53,13 +53,13 @@ class CommandLine:
 
 
 def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: str) -> CommandLine:
-    """Sort the arguments and make overrides of Hydra's grammar of them.
+    """Split the arguments into options and overrides, and translate the overrides into Hydra's grammar.
 
-    `--config FILE` becomes the folder and the name of the primary config, with `config_dir` still searched for groups.
-    A plain `key=value` becomes `++key=value`: the YAML files name only what differs from the defaults, so a key's
-    absence there says nothing, and pydantic is what refuses unknown keys. The value of a whole group becomes an option
-    of the group, which takes the place of the one that the config names. Raises ConfigError for a `--config` without a
-    file and an override without a key.
+    `--config FILE` sets the folder and name of the primary config; `config_dir` is still searched for groups. A plain
+    `key=value` becomes `++key=value`: the YAML files hold only differences from the defaults, so a key missing there
+    may still be valid, and pydantic rejects unknown keys. A value for a whole group becomes a new option of the group
+    and replaces the option that the config selects. Raises ConfigError for a `--config` without a file and for an
+    override without a key.
     """
     options: list[str] = []
     settings = [*_QUIET_HYDRA, f"hydra.job.name='{Path(sys.argv[0]).stem}'"]
@@ -84,12 +84,12 @@ def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: s
 
 
 def quoted(text: str) -> str:
-    """Return a value of Hydra's grammar that stands for the text, whatever characters it has."""
+    """Quote a text as a value in Hydra's grammar, whatever characters it contains."""
     return QuotedString(text, Quote.single).with_quotes()
 
 
 def config_file(name: str, config_dir: Path) -> Path:
-    """Return the file of that path, or the recipe of that name. Raises ConfigError where there is neither."""
+    """Return the file at this path, or the recipe with this name. Raises ConfigError if neither exists."""
     for file in (Path(name), config_dir / f"{name}.yaml"):
         if file.is_file():
             return file.resolve()
@@ -101,13 +101,13 @@ def config_file(name: str, config_dir: Path) -> Path:
 
 @dataclass(frozen=True)
 class Groups:
-    """Config groups, and the choices of the primary config."""
+    """Config groups, and the groups and keys that the primary config sets."""
 
     config_dir: Path
     listed: frozenset[str]
-    """Groups in its defaults, and in those of configs that it builds on."""
+    """Groups in the defaults of the primary config and of the configs it builds on."""
     keys: frozenset[str]
-    """Keys that these set."""
+    """Top-level keys of these configs."""
 
     @classmethod
     def of(cls, config_dir: Path, primary: Path) -> "Groups":
@@ -117,7 +117,7 @@ class Groups:
         return cls(config_dir, frozenset(listed), frozenset(str(key) for content in contents for key in content))
 
     def override(self, argument: str) -> str:
-        """Return the argument as Hydra needs it."""
+        """Return the argument in Hydra's grammar."""
         key = argument.partition("=")[0]
         group = key.lstrip("+")
         if group.startswith("hydra") or not (self.config_dir / group.replace(".", "/")).is_dir():
@@ -131,9 +131,10 @@ class Groups:
 
 
 def _built_on(primary: Path, config_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a config and of the configs, not options of groups, that its defaults name, and theirs.
+    """Yield the settings of a config and, recursively, of the configs that its defaults name; options of groups
+    excluded.
 
-    As for Hydra, a config in the primary's folder comes before one with the same name in `config_dir`.
+    As in Hydra, a config in the primary's folder takes precedence over one with the same name in `config_dir`.
     """
     files = [primary]
     for file in files:
@@ -145,10 +146,10 @@ def _built_on(primary: Path, config_dir: Path) -> Iterator[dict[str, Any]]:
             files += [base] if base not in files else []
 
 
-def _top_level(primary: Path) -> dict[str, Any]:
-    """Return the file's settings; nothing where it cannot be read, which Hydra reports."""
+def _top_level(file: Path) -> dict[str, Any]:
+    """Return the file's settings; an empty dict if it cannot be read, which Hydra reports."""
     try:
-        content = yaml.safe_load(primary.read_text(encoding="utf-8"))
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -158,7 +159,7 @@ _NO_VALUE = object()
 
 
 def _whole_value(argument: str) -> object:
-    """Return the value of an override; _NO_VALUE where it is malformed or a sweep, which Hydra deals with."""
+    """Return the value of an override; _NO_VALUE if it is malformed or a sweep, which Hydra handles."""
     try:
         override = OverridesParser.create().parse_override(argument)
         return _NO_VALUE if override.is_sweep_override() else override.value()

@@ -1,4 +1,4 @@
-"""Errors of Hydra and OmegaConf as one line that names the override or the file."""
+"""One-line explanations of Hydra's and OmegaConf's errors, which name the override or the file."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from nemo_opd.errors import ConfigError
 
 @contextmanager
 def composition_errors(command: CommandLine) -> Iterator[None]:
-    """Turn errors of Hydra and OmegaConf inside into a ConfigError; Hydra's own report has no clear last line."""
+    """Turn Hydra's and OmegaConf's errors in the block into ConfigError; Hydra's own report has no clear last line."""
     previous = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises only when asked to
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of exiting
     try:
         yield
     except ConfigError:
@@ -34,7 +34,7 @@ def composition_errors(command: CommandLine) -> Iterator[None]:
 def _explain_composition(error: Exception, command: CommandLine) -> str:
     if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark or error.context_mark):
         return (
-            f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: no valid YAML: "
+            f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: invalid YAML: "
             f"{error.problem or error.context}; correct the file"
         )
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
@@ -50,11 +50,11 @@ def _explain_composition(error: Exception, command: CommandLine) -> str:
         return f"{override}: cannot be read as key=value; quote a value with special characters, as in 'key=\"a(b\"'"
     if isinstance(error, MissingConfigException):
         return f"{str(error).splitlines()[0].rstrip('.')}; the files are in {command.config_file.parent}"
-    wrong, before = _first_refused(command)
-    if wrong is not None and before is not None and (reason := _wrong_element(wrong, before)):
+    wrong, base = _first_failing(command)
+    if wrong is not None and base is not None and (reason := _explain_list_key(wrong, base)):
         return f"{wrong}: {reason}"
     if wrong is not None and "--multirun" in str(error):
-        return f"{wrong}: several values; write key=[a,b] for a list, or add --multirun for a run with each"
+        return f"{wrong}: several values; write key=[a,b] for a list, or add --multirun for a run with each value"
     lines = [line.strip().rstrip(".") for line in str(error.__cause__ or error).splitlines() if line.strip()]
     reason = "; ".join(lines[:2]).replace("++", "") or type(error).__name__
     if wrong is None:
@@ -62,20 +62,20 @@ def _explain_composition(error: Exception, command: CommandLine) -> str:
     return f"{wrong}: cannot be applied ({reason}); correct it, or leave it out"
 
 
-def _first_refused(command: CommandLine) -> tuple[str | None, DictConfig | None]:
-    """Find the first override, as typed, with which composing fails, and the configuration without it.
+def _first_failing(command: CommandLine) -> tuple[str | None, DictConfig | None]:
+    """Return the first override, as typed, that makes composing fail, and the configuration without it.
 
-    None for an override where composing fails without any.
+    The override is None if composing fails without any; all overrides as one text if composing succeeds here.
     """
-    before = None
-    # as Hydra does: options of groups first, whatever their place on the line
+    base = None
+    # Hydra's order: group options first, wherever they are on the line
     ordered = sorted(zip(command.typed, command.overrides, strict=True), key=lambda pair: pair[1].startswith("++"))
     for number in range(len(ordered) + 1):
         try:
             composed = _recomposed(command, [override for _, override in ordered[:number]])
         except Exception:
-            return (ordered[number - 1][0] if number else None), before
-        before = composed
+            return (ordered[number - 1][0] if number else None), base
+        base = composed
     return (" ".join(command.typed) or None), None
 
 
@@ -86,22 +86,22 @@ def _recomposed(command: CommandLine, overrides: Sequence[str]) -> DictConfig:
         return compose(file.stem, [*searched, *overrides])
 
 
-def _wrong_element(override: str, config: DictConfig) -> str | None:
-    """Return what is wrong with a key that leads through no element of a list, or with taking an element out."""
+def _explain_list_key(override: str, config: DictConfig) -> str | None:
+    """Explain a wrong index into a list, or the removal of one element. Returns None for other overrides."""
     key = override.lstrip("~+").partition("=")[0]
     *path, _ = parts = key.split(".")
     for depth in range(1, len(path) + 1):
         name, index = ".".join(parts[:depth]), parts[depth]
-        found = OmegaConf.select(config, name)
-        if not isinstance(found, ListConfig):
+        value = OmegaConf.select(config, name)
+        if not isinstance(value, ListConfig):
             continue
-        if index.isdigit() and int(index) < len(found):
+        if index.isdigit() and int(index) < len(value):
             if override.startswith("~") and depth == len(path):
-                return f"an element of a list cannot be taken out alone; write the others as {name}=[…]"
+                return f"one element of a list cannot be removed; write the remaining ones as {name}=[…]"
             continue
-        if not len(found):
+        if not len(value):
             return f"{name} is an empty list; write {name}=[…]"
-        *others, last = (f"{name}.{i}" for i in range(len(found)))
-        known = f"{', '.join(others)} and {last}" if others else last
-        return f"{name} is a list of {len(found)}, {known}; write one of these, or the whole list as {name}=[…]"
+        *leading, last = (f"{name}.{i}" for i in range(len(value)))
+        elements = f"{', '.join(leading)} and {last}" if leading else last
+        return f"{name} is a list of {len(value)}, {elements}; write one of these, or the whole list as {name}=[…]"
     return None

@@ -5,7 +5,7 @@ from nemo_opd.config.run_fields import RunFields
 
 
 def check_contexts(config: RunFields) -> None:
-    """Check every teacher that has a context."""
+    """Check the context of every teacher that has one."""
     for i, teacher in enumerate(config.teachers):
         if teacher.context is not None:
             _check_prompts(config, teacher.context, f"teachers.{i}.context")
@@ -13,14 +13,14 @@ def check_contexts(config: RunFields) -> None:
 
 
 def _check_prompts(config: RunFields, context: Context, key: str) -> None:
-    """Check that there are prompts, of the kind that the context is for."""
+    """Check that the data have prompts of the kind that the context replaces."""
     if config.data.messages_key is not None:
         return
     if config.rollout is None:
         raise ValueError(
-            f"{key}: the texts of data.text_key={config.data.text_key} have no prompt before what is learned, in whose "
-            "place a teacher could read another; set data.messages_key for conversations, add rollout=hf for prompts, "
-            f"or leave {key} out"
+            f"{key}: the texts of data.text_key={config.data.text_key} have no prompt that a context could replace; "
+            "set data.messages_key for conversations, add rollout=hf for prompts, or leave "
+            f"{key} out"
         )
     if context.system_prompt is not None:
         raise ValueError(
@@ -30,21 +30,21 @@ def _check_prompts(config: RunFields, context: Context, key: str) -> None:
 
 
 def _check_fields(config: RunFields, context: Context, key: str) -> None:
-    """Check that fields are columns that rows have in addition to the prompt."""
+    """Check that fields are columns, and not columns that other settings use."""
     data = config.data
     if context.fields and (data.train.text_files or data.validation.text_files):
         raise ValueError(
             f"{key}.{context.named_in(context.fields[0])} names the column {context.fields[0]!r}, and text_files have "
             "none; give arrow_files, parquet_files, jsonl_files or hub"
         )
-    taken = {"data.tools_key": data.tools_key, "aggregation.key": config.routing and config.routing.key}
+    used = {"data.tools_key": data.tools_key, "aggregation.key": config.routing and config.routing.key}
     if data.messages_key is None:
-        taken["data.text_key"] = data.text_key
+        used["data.text_key"] = data.text_key
     else:
-        taken["data.messages_key"] = data.messages_key
-    for setting, column in taken.items():
+        used["data.messages_key"] = data.messages_key
+    for setting, column in used.items():
         if column in context.fields:
             raise ValueError(
-                f"{key}.{context.named_in(column)} names the column {column!r}, which is that of {setting}; write "
-                "{prompt} for what the student reads, or name another column"
+                f"{key}.{context.named_in(column)} names the column {column!r}, which {setting} names too; write "
+                "{prompt} for the student's prompt, or name another column"
             )

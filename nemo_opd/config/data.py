@@ -11,14 +11,14 @@ from nemo_opd.errors import ConfigError
 
 
 class HubDataset(Settings):
-    """A dataset of the Hugging Face hub, or a folder `datasets.load_dataset` reads."""
+    """A dataset of the Hugging Face Hub, or a folder that `datasets.load_dataset` reads."""
 
     path: str
-    """Name on the hub, or of a folder."""
+    """Name on the hub, or path of a folder."""
     name: str | None = None
-    """Configuration of the dataset; null: its only or default one."""
+    """Configuration of the dataset; by default the only one or the dataset's default."""
     split: str = "train"
-    """Split, or a part of it such as `train[:10%]`."""
+    """Split, or part of one such as `train[:10%]`."""
 
 
 def _one_path_is_a_list_of_one(value: object) -> object:
@@ -33,22 +33,22 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 
 class Source(Settings):
-    """Source of documents: one kind of file (paths or globs), or the hub."""
+    """Source of documents: files of one kind (paths or globs), or the hub."""
 
     arrow_files: Files = ()
-    """Paths or globs of Arrow files, in the stream or the file format."""
+    """Paths or globs of Arrow files, in stream or file format."""
     parquet_files: Files = ()
     """Paths or globs of Parquet files."""
     jsonl_files: Files = ()
-    """Paths or globs of files with a JSON object on each line, also compressed with gzip, zstd, bzip2 or xz."""
+    """Paths or globs of files with a JSON object per line, optionally compressed with gzip, zstd, bzip2 or xz."""
     text_files: Files = ()
-    """Paths or globs of text files, each of which is one document."""
+    """Paths or globs of text files; each file is one document."""
     hub: HubDataset | None = None
     """A dataset instead of files."""
 
     @property
     def given(self) -> dict[str, tuple[str, ...] | HubDataset]:
-        """The kinds that name something, by key."""
+        """The kinds of source that are set, by key."""
         return {key: value for key in Source.model_fields if (value := getattr(self, key))}
 
     @model_validator(mode="after")
@@ -56,27 +56,27 @@ class Source(Settings):
         if len(self.given) > 1:
             both = " and ".join(f"{kind}={_first(value)}" for kind, value in self.given.items())
             raise ValueError(
-                f"give one kind of source, not {both}; set the others to null ({next(iter(self.given))}=null)"
+                f"give one kind of source, not {both}; set the unused ones to null (as {next(iter(self.given))}=null)"
             )
         return self
 
 
 def _first(value: tuple[str, ...] | HubDataset) -> str:
-    """Write one value for all."""
+    """Format a source by its first file and the number of further ones."""
     if isinstance(value, HubDataset):
         return value.path
     return value[0] + (f" and {len(value) - 1} more" if len(value) > 1 else "")
 
 
 def source_of(files: Sequence[str], *, key: str, otherwise: str) -> Source:
-    """Return the source of these files, whose kind their suffix names, also of compressed ones; `otherwise` if unknown.
+    """Return the source of these files. The suffix gives their kind, also for compressed files; `otherwise` if it is
+    unknown.
 
     Raises ConfigError, naming `key`, for files of several kinds.
     """
     kinds = {_kind_of(file, otherwise) for file in files}
     if len(kinds) > 1:
-        given = ", ".join(sorted(kinds))
-        raise ConfigError(f"{key}: these files are of several kinds ({given}); give files of one kind")
+        raise ConfigError(f"{key}: the files are of several kinds ({', '.join(sorted(kinds))}); give files of one kind")
     return Source.model_validate({kinds.pop(): tuple(files)})
 
 
@@ -90,10 +90,10 @@ def _kind_of(file: str, otherwise: str) -> str:
 
 
 class ValidationSource(Source):
-    """Source of documents, or a part of it."""
+    """Source of documents, optionally limited to the first ones."""
 
     max_samples: int | None = Field(None, ge=1)
-    """Number of documents to use, from the first; null: all."""
+    """Number of documents to use, from the first, or all if null."""
 
 
 class Data(Settings):
@@ -102,44 +102,44 @@ class Data(Settings):
     train: Source = Field(default_factory=Source)
     """Texts to learn from; on-policy, prompts."""
     validation: ValidationSource = Field(default_factory=ValidationSource)
-    """Validation documents; without a source there is no validation."""
+    """Validation documents; without a source validation is off."""
     text_key: str = "text"
-    """The column that holds a document's text."""
+    """The column with a document's text."""
     messages_key: str | None = None
-    """The column that holds a conversation: a list of messages with `role` and `content`, or that as JSON. When given,
-    every side renders it with its own chat template, only the assistant's messages are learned, and `text_key` is
+    """The column with a conversation: a list of messages with `role` and `content`, or the list as JSON. If set, each
+    model's own chat template renders the conversation, only the assistant's messages are learned, and `text_key` is
     unused.
     """
     tools_key: str | None = None
-    """Column of the tools that a conversation may call, as a list or as JSON; with `messages_key`."""
+    """The column with the tools that a conversation may call, as a list or as JSON; with `messages_key`."""
     learned_turns: LearnedTurns = "all"
-    """Messages of the assistant that are learned, off-policy. all: all but those with a mark of 0. last: of these, the
-    ones after the user's last message. marked: those with a mark of 1. A mark is a message's `weight`, `train`,
-    `training` or `loss_mask`: 0 or false, 1 or true.
+    """Assistant messages that are learned, off-policy. all: all except those marked 0. last: the part of these after
+    the user's last message. marked: only those marked 1. The mark is a message's `weight`, `train`, `training` or
+    `loss_mask`: 0 or false, 1 or true.
     """
     response_key: str | None = None
-    """On-policy, with `text_key`: the column that continues the prompt, where the data have one. Of a conversation it
-    is the assistant's last message.
+    """On-policy, with `text_key`: the column with the dataset's continuation of the prompt, if it has one. In a
+    conversation the last assistant message is the continuation.
     """
     domain_key: str | None = None
-    """The column that names the domain of a validation text, by which its figures are shown too."""
+    """The column with a validation text's domain; validation figures are also shown per domain."""
     append_eos: bool = True
-    """End each text that is not cut with the end-of-sequence token, on every side."""
+    """End each text that is not cut with the end-of-sequence token of each tokenizer."""
     special_tokens: Literal["read", "text"] = "read"
-    """Reading of special tokens that a text spells, such as `<s>` in HTML. read: as the special tokens; text: as plain
-    text, letter by letter. For plain texts off-policy; a conversation's are its template's.
+    """Reading of text that spells a special token, such as `<s>` in HTML. read: as the special token; text: as ordinary
+    text. For plain texts off-policy; in conversations the chat template writes special tokens.
     """
     shuffle: bool = True
-    """A new order each epoch, drawn from `run.seed`."""
+    """Shuffle the documents anew each epoch, seeded by `run.seed`."""
     packing: bool = True
-    """Off-policy, of texts: use all of a document that is longer than `train.max_length`, in windows, and fill rows of
-    that length with windows of several documents; `train.global_batch_size` counts rows. Models see each window alone.
-    Without it every document is one sequence, and is cut.
+    """Off-policy, for plain texts: cut documents longer than `train.max_length` into windows instead of dropping the
+    end, and fill rows of that length with windows of several documents; `train.global_batch_size` then counts rows.
+    Models see each window alone. false: every document is one sequence, cut at `train.max_length`.
     """
     num_workers: int = Field(0, ge=0)
-    """Processes that tokenize and align ahead; 0: a thread of the driver, a batch ahead."""
+    """Processes that tokenize and align in advance; 0: a thread of the driver, one batch in advance."""
     cache: bool = True
-    """Tokenize and align a document once, and keep the result in `$NEMO_OPD_CACHE` for later epochs and runs."""
+    """Tokenize and align each document once, and keep the result in `$NEMO_OPD_CACHE` for later epochs and runs."""
 
     @model_validator(mode="after")
     def tools_belong_to_messages(self) -> "Data":

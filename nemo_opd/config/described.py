@@ -1,4 +1,4 @@
-"""Settings as people read them: sections, their tables of keys, and what each key means."""
+"""Settings as documentation: sections, their tables of keys, and the meaning of each key."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ class Key:
     type: str
     """Empty for a section."""
     default: str
-    """`required` where a value must be given; empty for a section."""
+    """`required` if a value must be given; empty for a section."""
     meaning: str
 
 
 @dataclass(frozen=True)
 class Table:
     tag: str
-    """Type of the settings; empty for the keys that all types have."""
+    """Type of the settings; empty for keys that all types share."""
     meaning: str
     keys: tuple[Key, ...]
 
@@ -36,39 +36,42 @@ class Section:
     name: str
     """Path such as `teachers.loss`."""
     depth: int
-    """0 for a section of the whole settings."""
+    """0 for a top-level section."""
     meaning: str
     tables: tuple[Table, ...]
 
 
 def sections(model: type[BaseModel]) -> Iterator[Section]:
-    """Yield the sections of all settings, each before those in it."""
-    shown: dict[type[BaseModel], str] = {}
+    """Yield all sections, each before its subsections."""
+    printed: dict[type[BaseModel], str] = {}
     for name in model.model_fields:
-        yield from _section(name, model, name, 0, shown)
+        yield from _section(name, model, name, 0, printed)
 
 
 def section(key: str, owner: type[BaseModel], name: str, depth: int = 0) -> Iterator[Section]:
-    """Yield the section at a field, and those in it; nothing where the field is no section."""
+    """Yield the section at a field and its subsections; nothing if the field is not a section."""
     return _section(key, owner, name, depth, {})
 
 
 def _section(
-    key: str, owner: type[BaseModel], name: str, depth: int, shown: dict[type[BaseModel], str]
+    key: str, owner: type[BaseModel], name: str, depth: int, printed: dict[type[BaseModel], str]
 ) -> Iterator[Section]:
-    """shown: the section of each model so far, to which a later choice of the same types refers."""
+    """Yield a section and its subsections.
+
+    printed: the section that first printed each model; later choices of the same types refer to it.
+    """
     models = models_in(owner.model_fields[name].annotation)
-    if len(models) > 1 and all(model in shown for model in models):
+    if len(models) > 1 and all(model in printed for model in models):
         tags = ", ".join(map(_tag, models))
-        yield Section(key, depth, f"{meaning_of(owner, name)} The types of `{shown[models[0]]}`: {tags}.".strip(), ())
+        yield Section(key, depth, f"{meaning_of(owner, name)} The types of `{printed[models[0]]}`: {tags}.".strip(), ())
         return
     for model in models:
-        shown.setdefault(model, key)
+        printed.setdefault(model, key)
     if models:
         yield Section(key, depth, meaning_of(owner, name), tuple(_tables(models)))
-    inner = {f"{key}.{other}": (model, other) for model in models for other in model.model_fields}
-    for path, (model, other) in inner.items():
-        yield from _section(path, model, other, depth + 1, shown)
+    inner = {f"{key}.{field}": (model, field) for model in models for field in model.model_fields}
+    for path, (model, field) in inner.items():
+        yield from _section(path, model, field, depth + 1, printed)
 
 
 def _tables(models: list[type[BaseModel]]) -> Iterator[Table]:
@@ -76,7 +79,7 @@ def _tables(models: list[type[BaseModel]]) -> Iterator[Table]:
     if len(models) == 1:
         yield Table("", "", keys_of(first))
         return
-    common = {name for name in first.model_fields if all(_same(name, first, other) for other in models)}
+    common = {name for name in first.model_fields if all(_is_same_field(name, first, model) for model in models)}
     yield Table("", "", keys_of(first, without=first.model_fields.keys() - common))
     for model in models:
         yield Table(_tag(model), _in_one_line(model.__doc__ or ""), keys_of(model, without={"type", *common}))
@@ -91,15 +94,14 @@ def keys_of(model: type[BaseModel], without: Any = ()) -> tuple[Key, ...]:
 
 
 def meaning_of(model: type[BaseModel], name: str) -> str:
-    """Return what a key means, in one line; of a tag what its type means."""
+    """Return a key's meaning in one line; for a type tag, the meaning of its type."""
     field = model.model_fields[name]
     is_tag = name == "type" and len(get_args(field.annotation)) == 1
     return _in_one_line(field.description or (is_tag and model.__doc__) or "")
 
 
-def _same(name: str, first: type[BaseModel], other: type[BaseModel]) -> bool:
-    own, others = first.model_fields, other.model_fields
-    return name != "type" and name in others and repr(own[name]) == repr(others[name])
+def _is_same_field(name: str, a: type[BaseModel], b: type[BaseModel]) -> bool:
+    return name != "type" and name in b.model_fields and repr(a.model_fields[name]) == repr(b.model_fields[name])
 
 
 def _tag(model: type[BaseModel]) -> str:
@@ -112,16 +114,18 @@ def _type_of(field: FieldInfo) -> str:
 
 
 def _type_name(annotation: Any) -> str:
-    """Format a type as people write it, without bounds: `int | null`, `list[float]`, `auto | cpu`."""
+    """Format a type for readers, without bounds: `int | null`, `list[float]`, `auto | cpu`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type_name(arguments[0])
     if origin is Literal:
-        return " | ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in arguments)
+        return " | ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in arguments)
     if origin in (Union, UnionType):
         return " | ".join(map(_type_name, arguments))
     if origin is tuple:
-        return f"list[{', '.join(dict.fromkeys(_type_name(each) for each in arguments if each is not ...))}]"
+        return (
+            f"list[{', '.join(dict.fromkeys(_type_name(argument) for argument in arguments if argument is not ...))}]"
+        )
     if origin is not None:
         return f"{origin.__name__}[{', '.join(map(_type_name, arguments))}]"
     return (

@@ -1,4 +1,4 @@
-"""Evaluation on questions whose answers can be checked."""
+"""Evaluation on questions with checkable answers."""
 
 import re
 from collections.abc import Mapping
@@ -17,36 +17,38 @@ from nemo_opd.config.reward import Reward, is_paid_by_environment
 from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts
 
 _NAME = r"^[A-Za-z0-9_.-]+$"
-"""Pattern of names of sets and benchmarks."""
+"""Pattern of the names of sets and benchmarks."""
 
 
 class Questions(Settings):
-    """Sampling and judging of answers."""
+    """Sampling and scoring of answers."""
 
     data: ValidationSource = Field(default_factory=ValidationSource)
     """Questions, with the same columns as `data.train`; scored by `reward`."""
     n: int = Field(1, ge=1)
-    """Sampled answers to each question."""
+    """Sampled answers per question."""
     k: tuple[int, ...] = (1,)
-    """Values of k for pass@k and maj@k; none above n."""
+    """Values of k for pass@k and maj@k, at most n."""
     greedy: bool = True
-    """Whether to sample the likeliest answer too, once."""
+    """Also decode one greedy answer per question."""
     temperature: float = Field(1.0, gt=0)
-    """Logits are divided by it before a token is sampled."""
+    """Divisor of the logits before a token is sampled."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that together have this probability; 1: from all."""
+    """Sample from the likeliest tokens that together have this probability; 1: from all tokens."""
     top_k: int | None = Field(None, ge=1)
-    """Sample from this number of likeliest tokens; null: from all."""
+    """Sample from this many of the likeliest tokens, or from all if null."""
     max_new_tokens: int | None = Field(None, ge=1)
-    """Most tokens in one turn of the student; by default `rollout.max_new_tokens`, or 256 without rollouts."""
+    """Maximum tokens in one turn of the student; by default `rollout.max_new_tokens`, or 256 without rollouts."""
     stop: tuple[str, ...] = ()
-    """Texts of which each ends an answer, and is no part of it, such as `["\\n\\nQuestion:"]` for a model that has
-    learned no end. Not with an environment.
+    """Texts that end an answer and are not part of it, such as `["\\n\\nQuestion:"]` for a model that has not learned
+    to stop. Not with an environment.
     """
     level_key: str | None = None
-    """The column with a question's difficulty or kind, such as MATH's `level`: the report has accuracy by it too."""
+    """The column with a question's difficulty or kind, such as MATH's `level`; the report also shows accuracy per
+    level.
+    """
     correct_reward: float = 1.0
-    """An answer of this reward or more is correct, for pass@k, maj@k and greedy. mean@n is of rewards."""
+    """Smallest reward of a correct answer, for pass@k, maj@k and greedy; mean@n averages the rewards."""
     confidence: float = Field(0.95, gt=0, lt=1)
     """Confidence level of the intervals."""
 
@@ -72,32 +74,34 @@ class SetSource(ValidationSource):
     """Source of the questions of a set, and their columns."""
 
     text_key: str | None = None
-    """The column that holds a question as a text to be continued; by default `data.text_key`."""
+    """The column with a question as a text to continue; by default `data.text_key`."""
     messages_key: str | None = None
-    """The column that holds it as a conversation; by default `data.messages_key`, unless `text_key` is given."""
+    """The column with a question as a conversation; by default `data.messages_key`, unless `text_key` is set."""
     tools_key: str | None = None
-    """Column of the tools that a conversation may call."""
+    """The column with the tools that a conversation may call."""
 
     @model_validator(mode="after")
     def a_question_is_one_of_both(self) -> Self:
         if self.text_key is not None and (self.messages_key or self.tools_key) is not None:
-            raise ValueError(f"text_key={self.text_key} is of texts, and messages_key and tools_key of conversations")
+            raise ValueError(
+                f"text_key={self.text_key} is for texts, messages_key and tools_key for conversations; write one kind"
+            )
         return self
 
 
 class QuestionSet(Questions):
-    """A set of questions with a name. What it leaves open is as `evaluation` has it."""
+    """A named set of questions, with `evaluation` as its defaults."""
 
     data: SetSource
     """Questions."""
     reward: Reward | None = None
-    """Value of an answer; by default the reward of all sets."""
+    """Reward of an answer; by default the reward of all sets."""
     prompt: str | None = None
-    """Text in place of the question or, in a conversation, of the user's last message: `{prompt}` stands for that,
-    other names in braces for columns, as in `{prompt}\\n\\nPut the answer in \\\\boxed{{}}.`
+    """Text that replaces the question or, in a conversation, the user's last message. `{prompt}` stands for the
+    replaced text, other names in braces for columns, as in `{prompt}\\n\\nPut the answer in \\\\boxed{{}}.`
     """
     system_prompt: str | None = None
-    """System message in place of a conversation's own; may name columns as `prompt` does."""
+    """System message that replaces the conversation's; may name columns as `prompt` does."""
 
     @field_validator("prompt", "system_prompt")
     @classmethod
@@ -108,7 +112,7 @@ class QuestionSet(Questions):
 
     @property
     def context(self) -> Context | None:
-        """Text in place of the row's own prompt; None where that is asked."""
+        """The prompt that replaces the row's; None if the row's own is used."""
         if self.prompt is None and self.system_prompt is None:
             return None
         return Context(template=self.prompt, system_prompt=self.system_prompt)
@@ -118,15 +122,15 @@ class Benchmark(Settings):
     """A task of lm-eval."""
 
     task: str
-    """Name of a task or group, of lm-eval or of `task_folder`."""
+    """Name of a task or group, of lm-eval or from `task_folder`."""
     name: str | None = Field(None, pattern=_NAME)
-    """Name in metrics, `eval/<name>/<metric>`; by default the task's, with `_5shot` where `shots` are given."""
+    """Name in metrics, `eval/<name>/<metric>`; by default the task's, with `_5shot` if `shots` is 5."""
     shots: int | None = Field(None, ge=0)
-    """Solved examples before each question; by default as the task has it."""
+    """Solved examples before each question; by default the task's number."""
     limit: int | None = Field(None, ge=1)
-    """Questions of each task, from the first; null: all."""
+    """Questions of each task, from the first, or all if null."""
     chat: bool = False
-    """Put questions into the model's chat template, examples as earlier turns."""
+    """Format questions with the model's chat template, examples as earlier turns."""
 
     @property
     def label(self) -> str:
@@ -136,48 +140,53 @@ class Benchmark(Settings):
 
 
 def _or_names(schema: dict[str, Any]) -> None:
-    """Allow names in place of benchmarks in a JSON schema."""
+    """Also allow names as benchmarks in a JSON schema."""
     schema["items"] = {"anyOf": [schema["items"], {"type": "string"}]}
 
 
 DEFAULT_NEW_TOKENS = 256
-"""Most tokens of an answer where no setting says so."""
+"""Maximum tokens of an answer if no setting gives them."""
 _OWN_NAMES = ("greedy", "response_length", "truncation_rate", "failed_rewards")
 
 
 class QuestionSets(Questions):
-    """Questions without a name, under `data`, and sets with names."""
+    """Unnamed questions, under `data`, and named sets."""
 
     sets: Frozen[str, QuestionSet] = Field(default_factory=dict)
     """Sets by name, each with data, reward, prompt and sampling; metrics are `eval/<name>/<measure>`."""
     benchmarks: tuple[Benchmark, ...] = Field((), json_schema_extra=_or_names)
     """Tasks of lm-eval, such as `[{task: mmlu, shots: 5, limit: 500}, gsm8k]`; needs the extra `eval`."""
     benchmark_length: int = Field(4096, ge=2)
-    """Most tokens of a benchmark's question with its answer; longer ones are cut from the left. Models with fewer
-    positions have fewer.
+    """Maximum tokens of a benchmark's question with its answer, at most the model's positions; longer ones are cut from
+    the left.
     """
     task_folder: str | None = None
-    """A folder with further tasks, as YAML files of lm-eval, or `demo:tasks`."""
+    """A folder with more tasks, as lm-eval's YAML files, or `demo:tasks`."""
     confirm_run_unsafe_code: bool = False
-    """Allow benchmarks that run programs which the model writes. lm-eval runs them without a sandbox, as this user."""
+    """Allow benchmarks that run programs written by the model. lm-eval runs them without a sandbox, as this user."""
 
     on_error: Literal["warn", "stop"] = "warn"
-    """warn: an answer for which a reward fails counts as wrong, with a warning; in a run, a set that fails otherwise (a
-    server that does not answer) is left out with a warning, and training goes on. stop: either is an error. A worker
-    that fails ends a run in any case.
+    """warn: an answer whose reward fails counts as wrong, with a warning; in a run, a set that fails in another way (a
+    server that does not answer) is skipped with a warning, and training goes on. stop: either is an error. A worker
+    that fails ends the run in any case.
     """
 
     @model_validator(mode="before")
     @classmethod
     def sets_are_sampled_alike(cls, values: Any) -> Any:
-        """Copy into each set what it leaves open; done first, so that settings as they are written are complete."""
+        """Copy the common settings into each set that leaves them out; before validation, so that written settings are
+        complete.
+        """
         if not isinstance(values, dict):
             return values
         sets = values.get("sets") or {}
         if not isinstance(sets, dict):
             return values
         common = {key: values[key] for key in Questions.model_fields if key != "data" and key in values}
-        merged = {name: {**common, **given} if isinstance(given, dict) else given for name, given in sets.items()}
+        merged = {
+            name: {**common, **questions} if isinstance(questions, dict) else questions
+            for name, questions in sets.items()
+        }
         return {**values, "sets": merged}
 
     @field_validator("benchmarks", mode="before")
@@ -208,7 +217,10 @@ class QuestionSets(Questions):
         return sets
 
     def require_no_stops(self, prefix: str) -> None:
-        """Raise ValueError for stop texts. prefix: of the settings' keys."""
+        """Raise ValueError if a set has stop texts.
+
+        prefix: prefix of the settings' keys.
+        """
         for name, questions in self.all_sets.items():
             if questions.stop:
                 key = f"{prefix}sets.{name}.stop" if name else f"{prefix}stop"
@@ -219,7 +231,7 @@ class QuestionSets(Questions):
 
     @property
     def all_sets(self) -> dict[str, Questions]:
-        """Sets by name; those under `data` have the name ''."""
+        """Sets by name; the questions under `data` are named ''."""
         unnamed: dict[str, Questions] = {"": self} if self.data.given else {}
         return unnamed | dict(self.sets)
 
@@ -228,28 +240,30 @@ class Evaluation(QuestionSets):
     """Evaluation in a run."""
 
     every: int | None = Field(None, ge=1)
-    """Optimizer steps; by default before the first and after the last alone."""
+    """Optimizer steps between evaluations; by default only before the first and after the last step."""
     teachers: bool = False
-    """Ask each teacher too, once, before the first step: in its own tokenizer and chat template, and sampled as the
-    student is, by transformers in its own workers. Takes as long as a large model takes to answer.
+    """Also ask each teacher once, before the first step: with its own tokenizer and chat template and the student's
+    sampling settings, by transformers in the teacher's workers. Takes as long as a large model needs to answer.
     """
     batch_size: int = Field(64, ge=1)
-    """Off-policy: sequences a rank of the student samples at a time. On-policy, `rollout.batch_size` is."""
+    """Off-policy: sequences that a rank of the student samples at a time. On-policy, `rollout.batch_size` is used."""
     teacher_batch_size: int = Field(64, ge=1)
-    """Sequences a rank of a teacher samples at a time, next to all of its weights: the estimate's phase `answers`."""
+    """Sequences that a rank of a teacher samples at a time, with all of its weights loaded: phase `answers` of the
+    memory estimate.
+    """
     num_samples_shown: int = Field(8, ge=0)
-    """Questions of each set whose answers, of whoever is asked, are in samples.jsonl and in the report."""
+    """Questions of each set whose answers, by student and teachers, are in samples.jsonl and in the report."""
 
 
 class QuestionSource(ValidationSource):
     """Source of questions, and their columns."""
 
     text_key: str = "text"
-    """The column that holds a question as a text to be continued."""
+    """The column with a question as a text to continue."""
     messages_key: str | None = None
-    """The column that holds it as a conversation; `text_key` is then unused."""
+    """The column with a question as a conversation; `text_key` is then unused."""
     tools_key: str | None = None
-    """Column of the tools that a conversation may call; with `messages_key`."""
+    """The column with the tools that a conversation may call; with `messages_key`."""
 
 
 class EvaluationConfig(QuestionSets):
@@ -258,11 +272,11 @@ class EvaluationConfig(QuestionSets):
     model: str
     """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:arithmetic_student`."""
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; by default that of the model."""
+    """Folder or hub name of the tokenizer; by default the model's."""
     chat_template: str | None = None
-    """A file with the chat template (Jinja), when the tokenizer has none or another is wanted."""
+    """A file with the chat template (Jinja), if the tokenizer has none or another one is needed."""
     chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
-    """Arguments of the template in addition to the conversation, such as `enable_thinking: false`."""
+    """Arguments of the template besides the conversation, such as `enable_thinking: false`."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the model with rollout.type=hf. auto: bfloat16 on GPU, float32 on CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -272,17 +286,17 @@ class EvaluationConfig(QuestionSets):
     cluster: EvaluationCluster = Field(default_factory=EvaluationCluster)
     """Processes of the model with rollout.type=hf."""
     data: QuestionSource = Field(default_factory=QuestionSource)
-    """Questions; scored by `reward`."""
+    """Questions, scored by `reward`."""
     reward: Reward | None = None
-    """Reward of an answer; needed where a set has none."""
+    """Reward of an answer; needed if a set has none."""
     environment: Environment | None = None
-    """Environment that answers between the model's turns; None: it has one turn."""
+    """Environment that answers between the model's turns. By default the model has one turn."""
     rollout: Rollouts = Field(default_factory=HFRollout)
-    """The engine. How it samples is set next to it: n, temperature, top_p, top_k, max_new_tokens."""
+    """The engine. Sampling is set next to it: n, temperature, top_p, top_k, max_new_tokens."""
     max_new_tokens: int = Field(DEFAULT_NEW_TOKENS, ge=1)
-    """Most tokens in one turn of the model."""
+    """Maximum tokens in one turn of the model."""
     max_prompt_length: int | None = Field(None, ge=1)
-    """Tokens. Longer questions are left out, with a warning; null: none is."""
+    """Maximum tokens of a question, or null for no limit. Longer ones are skipped with a warning."""
     seed: int = Field(0, ge=0)
     """Seed of sampling."""
     output_dir: Path | None = None
@@ -301,10 +315,10 @@ class EvaluationConfig(QuestionSets):
 
     @model_validator(mode="after")
     def sampling_is_told_once(self) -> Self:
-        given = [key for key in (*RolloutBase.model_fields, "sleep") if key in self.rollout.model_fields_set]
-        if given:
-            way_out = f"write {given[0]}=…" if given[0] in type(self).model_fields else "leave it out"
-            raise ValueError(f"rollout.{given[0]} is for training, and has no effect on an evaluation; {way_out}")
+        for key in (*RolloutBase.model_fields, "sleep"):
+            if key in self.rollout.model_fields_set:
+                way_out = f"write {key}=…" if key in type(self).model_fields else "leave it out"
+                raise ValueError(f"rollout.{key} is for training, and has no effect on an evaluation; {way_out}")
         return self
 
     @model_validator(mode="after")
@@ -315,8 +329,8 @@ class EvaluationConfig(QuestionSets):
         ):
             if not isinstance(self.rollout, HFRollout) and is_changed:
                 raise ValueError(
-                    f"{key}: with rollout.type={self.rollout.type} a server answers, which has its own ranks; leave "
-                    f"{key} out, or write rollout=hf"
+                    f"{key}: with rollout.type={self.rollout.type} a server with its own ranks answers; leave {key} "
+                    "out, or write rollout=hf"
                 )
         return self
 

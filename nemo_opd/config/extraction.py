@@ -10,7 +10,7 @@ from nemo_opd.config.base import Settings
 
 
 class LastTurn(Settings):
-    """The whole last turn."""
+    """All of the last turn."""
 
     type: Literal["last_turn"] = "last_turn"
 
@@ -22,15 +22,15 @@ class Boxed(Settings):
 
 
 class AnswerLine(Settings):
-    """Text after the last `Answer:`, to the end of its line; bold and a full stop at the end are left out."""
+    """Text from the last `Answer:` to the end of its line, without bold marks and a full stop at the end."""
 
     type: Literal["answer_line"] = "answer_line"
     marker: str = "Answer:"
-    """Text before the answer, in upper or lower case."""
+    """Text before the answer, matched in upper or lower case."""
 
 
 class Choice(Settings):
-    """The letter of a multiple choice: that of the last \\boxed{…}, else the last one that is named as the answer, else
+    """The letter of a multiple choice: the last \\boxed{…}, otherwise the last letter named as the answer, otherwise
     the last one that stands alone, in brackets or before a full stop or bracket.
     """
 
@@ -40,13 +40,13 @@ class Choice(Settings):
 
 
 class Regex(Settings):
-    """The last match of a regular expression: its first group, or all of it where it has no group."""
+    """The last match of a regular expression: its first group, or the whole match if it has no group."""
 
     type: Literal["regex"] = "regex"
     pattern: str
-    """Regular expression of Python's `re`; ^ and $ match at lines."""
+    """Regular expression of Python's `re`; ^ and $ match at line ends."""
     timeout_s: float = Field(5, gt=0, le=3600)
-    """Seconds for one response; beyond it nothing is found."""
+    """Seconds for one response; after that nothing is extracted."""
 
     @field_validator("pattern")
     @classmethod
@@ -54,18 +54,18 @@ class Regex(Settings):
         try:
             re.compile(value)
         except re.error as error:
-            raise ValueError(f"no regular expression: {error}; correct it") from error
+            raise ValueError(f"not a regular expression: {error}; correct it") from error
         return value
 
 
 class Json(Settings):
-    """A value of the last JSON object or list, bare or in a fenced block, where that matches a JSON schema."""
+    """A value of the last JSON object or list, bare or in a fenced block, if it matches a JSON schema."""
 
     type: Literal["json"] = "json"
     schema_file: Path | None = None
-    """A file with the JSON schema; null: any JSON will do."""
+    """A file with the JSON schema; by default any JSON matches."""
     key: str | None = None
-    """The value by its path, such as `answer` or `steps.0.result`; null: all of it, as JSON with sorted keys."""
+    """Path of the value, such as `answer` or `steps.0.result`; by default all of it, as JSON with sorted keys."""
 
 
 Extraction = Annotated[LastTurn | Boxed | AnswerLine | Choice | Regex | Json, Field(discriminator="type")]

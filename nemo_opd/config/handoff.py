@@ -9,14 +9,14 @@ from nemo_opd.config.base import Settings
 
 class HandoffBase(Settings):
     transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
-    """auto: on CPUs shared_memory; on GPUs cuda_ipc, and where a try before the run finds that processes cannot read
-    each other's GPU memory, shared_memory, with a warning. shared_memory on GPUs is pinned main memory, which each
-    microbatch is copied through.
+    """auto: shared_memory on CPUs. On GPUs cuda_ipc; if a test before the run finds that processes cannot read each
+    other's GPU memory, shared_memory with a warning. On GPUs, shared_memory is pinned host memory that each microbatch
+    is copied through.
     """
 
 
 class HiddenStatesHandoff(HandoffBase):
-    """Final hidden states, and once the head; the student makes logits of them a chunk at a time."""
+    """Final hidden states, and the head once; the student computes logits from them chunk by chunk."""
 
     type: Literal["hidden_states"] = "hidden_states"
 

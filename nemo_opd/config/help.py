@@ -17,28 +17,29 @@ _WIDTH = 80
 
 
 def help_text(model: type[BaseModel], config_dir: Path, program: str, only: Sequence[str] = ()) -> str:
-    """Return usage, options of groups and all settings, or the settings of the sections `only`.
+    """Return usage, group options and all settings, or only the settings of the sections `only`.
 
-    Raises ConfigError for a section that there is not.
+    Raises ConfigError for an unknown section.
     """
-    every = list(sections(model))
+    all_sections = list(sections(model))
     if only:
-        return "\n".join(line for name in only for line in _one(name, every))
-    return "\n".join((*_usage(model, config_dir, program, every), *(line for each in every for line in _section(each))))
+        return "\n".join(line for name in only for line in _with_subsections(name, all_sections))
+    usage = _usage(model, config_dir, program, all_sections)
+    return "\n".join((*usage, *(line for section in all_sections for line in _section(section))))
 
 
-def _one(name: str, every: Sequence[Section]) -> Iterator[str]:
-    chosen = [each for each in every if each.name == name or each.name.startswith(f"{name}.")]
-    if not chosen:
-        close = difflib.get_close_matches(name, [each.name for each in every], n=1)
-        known = ", ".join(each.name for each in every if not each.depth)
-        way_out = f"did you mean {close[0]}?" if close else f"choose one of {known}"
+def _with_subsections(name: str, all_sections: Sequence[Section]) -> Iterator[str]:
+    matches = [section for section in all_sections if section.name == name or section.name.startswith(f"{name}.")]
+    if not matches:
+        close = difflib.get_close_matches(name, [section.name for section in all_sections], n=1)
+        top_level = ", ".join(section.name for section in all_sections if not section.depth)
+        way_out = f"did you mean {close[0]}?" if close else f"choose one of {top_level}"
         raise ConfigError(f"--help {name}: there is no such section; {way_out}")
-    for each in chosen:
-        yield from _section(each)
+    for section in matches:
+        yield from _section(section)
 
 
-def _usage(model: type[BaseModel], config_dir: Path, program: str, every: Sequence[Section]) -> Iterator[str]:
+def _usage(model: type[BaseModel], config_dir: Path, program: str, all_sections: Sequence[Section]) -> Iterator[str]:
     yield from (f"{program} [--config FILE] [GROUP=OPTION …] [KEY=VALUE …]", "")
     yield from ("--config FILE      start from your own file, or from one of the recipes", "")
     yield from (_entry("recipes:", ", ".join(recipes(config_dir))), "")
@@ -49,24 +50,24 @@ def _usage(model: type[BaseModel], config_dir: Path, program: str, every: Sequen
     yield from ("", "Options of a group, as GROUP=OPTION (a file in a folder of this name):")
     for group in groups(config_dir, model):
         yield _entry(f"{group}:", ", ".join(options(config_dir, group)))
-    yield from ("", "Sections:", _entry("", ", ".join(each.name for each in every if not each.depth)))
+    yield from ("", "Sections:", _entry("", ", ".join(section.name for section in all_sections if not section.depth)))
     yield from ("", "Settings, as KEY=VALUE (as a page: docs/settings.md):")
     single = tuple(key for key in keys_of(model) if not models_in(model.model_fields[key.name].annotation))
     yield from _table("", Table("", "", single))
 
 
-def _section(shown: Section) -> Iterator[str]:
-    yield from ("", *_wrapped(f"{shown.name}: {shown.meaning}", 0))
-    prefix = shown.name.replace("teachers", "teachers.0", 1) if shown.name.startswith("teachers") else shown.name
-    for table in shown.tables:
+def _section(section: Section) -> Iterator[str]:
+    yield from ("", *_wrapped(f"{section.name}: {section.meaning}", 0))
+    prefix = section.name.replace("teachers", "teachers.0", 1) if section.name.startswith("teachers") else section.name
+    for table in section.tables:
         if table.tag:
-            yield from ("", *_wrapped(f"{shown.name} of type={table.tag}: {table.meaning}", 0))
+            yield from ("", *_wrapped(f"{section.name} of type={table.tag}: {table.meaning}", 0))
         yield from _table(f"{prefix}.", table)
 
 
 def _table(prefix: str, table: Table) -> Iterator[str]:
     for key in table.keys:
-        if key.type:  # a section follows by itself
+        if key.type:  # sections have their own entry
             yield from _key(prefix, key)
 
 

@@ -2,11 +2,11 @@
 
 
 def require_repo(name: str) -> None:
-    """Raise ValueError for what is no `user/name` that the hub takes."""
-    from huggingface_hub.utils import validate_repo_id  # takes a second, which few settings need
+    """Raise ValueError unless the name is a `user/name` that the hub accepts."""
+    from huggingface_hub.utils import validate_repo_id  # takes a second, and few settings need it
 
     if name.count("/") != 1:
-        raise ValueError(f"{name!r} is no repository of a user or an organization; write user/name")
+        raise ValueError(f"{name!r} is not a repository of a user or an organization; write user/name")
     try:
         validate_repo_id(name)
     except ValueError as error:

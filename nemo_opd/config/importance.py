@@ -8,20 +8,19 @@ from nemo_opd.config.base import Settings
 
 
 class ImportanceSettings(Settings):
-    """Bounds on the difference of policies that samples are learned from, by the weight π_train / π_behaviour: the
-    student's probability of a token over that with which it was sampled, temperature, top-k and top-p included
-    (methods.md §11).
+    """Bounds on the mismatch between the trained and the sampling policy, by the weight π_train / π_behaviour: the
+    student's probability of a token over its sampling probability, with temperature, top-k and top-p (methods.md §11).
     """
 
     importance_cap: float | None = Field(None, gt=0)
-    """Upper bound of the weights; null: no bound."""
+    """Upper bound of the weights, or null for no bound."""
     importance_level: Literal["token", "sequence"] = "token"
-    """Unit of a weight: each token (chunk, for a teacher with another tokenizer), or all sampled tokens of its
-    sequence together, which needs an `importance_cap` and one more product with the head.
+    """Unit of a weight: each token (chunk, for a teacher with another tokenizer), or all sampled tokens of a sequence
+    together, which needs an `importance_cap` and one more product with the head.
     """
     importance_veto: float | None = Field(None, gt=0, lt=1)
-    """A sequence with a token of a smaller weight is dropped, as the engine sampled what the student holds impossible;
-    null: none is. Needs one more product with the head.
+    """Drop sequences with a token below this weight, as the engine sampled something that the student considers
+    impossible, or none if null. Needs one more product with the head.
     """
 
     @field_validator("importance_level")

@@ -1,4 +1,4 @@
-"""Loading of settings from the command line: Hydra composes, pydantic validates."""
+"""Loading of settings: Hydra composes, pydantic validates."""
 
 import sys
 import tempfile
@@ -41,11 +41,11 @@ def run_with_hydra(
     after_sweep: Callable[[Path, Sequence[str]], None] = lambda root, names: None,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Compose `config_dir/config_name` with the command line's overrides, make a `model` of it, and hand it to `task`.
+    """Compose `config_dir/config_name` with the command line's overrides, validate it as `model`, and call `task`.
 
-    All of Hydra's command line works, and `--config FILE` as well. What `task` raises is raised here; of a
-    `--multirun` the first error, once every job has had its turn and `after_sweep` was called with the folder of all
-    its runs and the name of each. No further job is started once `is_interrupted`; KeyboardInterrupt names them.
+    Hydra's whole command line works, plus `--config FILE`. Errors of `task` are raised here; for a `--multirun`, the
+    first error, after all jobs have run and `after_sweep` was called with the sweep's folder and the names of its runs.
+    No further job starts once `is_interrupted` returns true; KeyboardInterrupt names those that did not start.
     """
     failures: list[Exception] = []
     not_started: list[str] = []
@@ -79,7 +79,7 @@ def run_with_hydra(
             print(package_version())
             return
         if MULTIRUN_FLAGS & set(command.options):
-            # Hydra writes the overrides of a sweep, as they were typed, into a file, which nobody needs.
+            # Hydra writes a sweep's overrides into a file that nobody needs.
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
             sys.argv.append(f"hydra.sweep.dir={quoted(scratch)}")
         hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(guarded)()
@@ -95,20 +95,20 @@ def run_with_hydra(
 
 
 def compose(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the settings of a recipe, by its file or its name, with overrides as on the command line.
+    """Return the settings of a recipe, named by file or name, with overrides as on the command line.
 
-    Raises ConfigError for what cannot be composed or is not valid.
+    Raises ConfigError if they cannot be composed or are not valid.
     """
     return compose_settings(["--config", str(recipe), *overrides], RunConfig, configs_dir(), "off_policy_demo")
 
 
 def compose_settings(arguments: Sequence[str], model: type[S], config_dir: Path, config_name: str) -> S:
-    """Return what a command line configures, by Hydra's interface for programs: it takes half the time."""
+    """Return a command line's settings through Hydra's compose API, which takes half the time."""
     command = read_command_line(arguments, config_dir, config_name)
     file = command.config_file
     with composition_errors(command), initialize_config_dir(str(file.parent), version_base="1.3"):
-        found = hydra.compose(file.stem, [*command.settings, *command.overrides])
-    return from_omegaconf(found, model)
+        composed = hydra.compose(file.stem, [*command.settings, *command.overrides])
+    return from_omegaconf(composed, model)
 
 
 def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:
@@ -131,12 +131,12 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
-    """Validate the settings of a run; every problem found is one line of a ConfigError."""
+    """Validate a run's settings. Raises ConfigError with a line for each problem."""
     return validated(data, RunConfig)
 
 
 def validated(data: Mapping[str, Any], model: type[S]) -> S:
-    """Validate plain data; every problem found is one line of a ConfigError."""
+    """Validate plain data. Raises ConfigError with a line for each problem."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -144,7 +144,7 @@ def validated(data: Mapping[str, Any], model: type[S]) -> S:
 
 
 def from_yaml(path: Path) -> RunConfig:
-    """Read a run's config.yaml; secrets that were masked in it stay so."""
+    """Read a run's config.yaml; masked secrets stay masked."""
     written = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not any(is_reference(value, FROM_ENVIRONMENT) for _, value in leaves(written)):
         return from_dict(written)
@@ -157,7 +157,7 @@ def from_yaml(path: Path) -> RunConfig:
 
 
 def to_yaml(config: Settings) -> str:
-    """Return YAML that is sufficient to repeat the run, except for secrets.
+    """Return YAML that suffices to repeat the run, except for secrets.
 
     References to the environment are kept; other secrets are masked.
     """

@@ -1,4 +1,4 @@
-"""Low-rank adapters that the student learns in place of its weights."""
+"""Low-rank adapters that the student trains instead of its weights."""
 
 from typing import Annotated, Literal
 
@@ -12,19 +12,19 @@ _ModuleNames = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class Lora(Settings):
-    """y = W x + alpha / rank · B A x: W stays as it is, and A and B learn (Hu et al. 2021)."""
+    """y = W x + alpha / rank · B A x, with W frozen and A and B trained (Hu et al. 2021)."""
 
     rank: int = Field(16, ge=1)
     """Rows of A and columns of B."""
     alpha: int = Field(32, ge=1)
-    """An adapter's output counts alpha / rank."""
+    """An adapter's output is scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that are zeroed, at random, in training."""
+    """Share of an adapter's inputs that are zeroed at random in training."""
     target_modules: Literal["all-linear"] | _ModuleNames = ALL_LINEAR
-    """Linear layers that get an adapter, by the ends of their names, such as [q_proj, v_proj]. all-linear: every one
-    but the head.
+    """Linear layers with an adapter, by the ends of their names, such as [q_proj, v_proj]. all-linear: all except the
+    head.
     """
     export: Literal["merged", "adapter"] = "merged"
-    """Form of `student` in checkpoints and of `final`. merged: a whole model that needs nothing else. adapter: a folder
-    for `peft`, which needs the base model.
+    """Form of `student` in checkpoints and of `final`. merged: a complete model. adapter: a folder for `peft`, which
+    needs the base model.
     """

@@ -1,4 +1,4 @@
-"""Settings of the student, and those that it shares with teachers."""
+"""Settings of the student, and settings that student and teachers share."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -12,28 +12,28 @@ from nemo_opd.config.parallelism import Parallelism
 
 
 class Model(Settings):
-    """Settings that student and teachers have in common."""
+    """Settings that student and teachers share."""
 
     model: str | None = None
     """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:student`."""
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; by default that of the model."""
+    """Folder or hub name of the tokenizer; by default the model's."""
     chat_template: str | None = None
-    """A file with the chat template (Jinja), when the tokenizer has none or another is wanted."""
+    """A file with the chat template (Jinja), if the tokenizer has none or another one is needed."""
     chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
-    """Arguments of the template in addition to the conversation, such as `enable_thinking: false`."""
+    """Arguments of the template besides the conversation, such as `enable_thinking: false`."""
     parallelism: Parallelism = Field(default_factory=Parallelism)
     """Parallel layout of the model."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] | None = None
-    """Attention of transformers; by default the one that it takes, as a rule sdpa. Flash attention is a package of its
-    own (flash-attn, flash-attn-3) and needs a GPU; sdpa has PyTorch's.
+    """Attention implementation of transformers; by default its own choice, usually sdpa. Flash attention is a separate
+    package (flash-attn, flash-attn-3) and needs a GPU; sdpa uses PyTorch's.
     """
     compile: bool = False
-    """Compile the decoder layers with `torch.compile`: some minutes at the start, and faster steps after."""
+    """Compile the decoder layers with `torch.compile`: a few minutes at the start, then faster steps."""
     fused_layers: Literal[True, False, "auto"] = "auto"
-    """Compute norms, rotary embeddings and gated activations of the layers by Triton kernels, which read and write each
-    number once. auto: on GPUs in 16 bits, where the family's are known (those of Llama, Mistral, Qwen, Phi-3) and not
-    with `compile`; true: or fail.
+    """Compute norms, rotary embeddings and gated activations of the layers with Triton kernels, which read and write
+    each number once. auto: on GPUs in 16 bits without `compile`, if the family is supported (Llama, Mistral, Qwen,
+    Phi-3); true: always, or fail.
     """
 
     @model_validator(mode="after")
@@ -41,8 +41,8 @@ class Model(Settings):
         cp = self.parallelism.cp
         if self.attn_implementation is not None and cp > 1:
             raise ValueError(
-                f"attn_implementation={self.attn_implementation} with parallelism.cp={cp}: ranks that share positions "
-                "have ring attention; leave attn_implementation out, or set parallelism.cp=1"
+                f"attn_implementation={self.attn_implementation} with parallelism.cp={cp}: context-parallel ranks use "
+                "ring attention; leave attn_implementation out, or set parallelism.cp=1"
             )
         return self
 
@@ -60,24 +60,23 @@ class Model(Settings):
     def fused_layers_need_no_compile(self) -> Self:
         if self.fused_layers is True and self.compile:
             raise ValueError(
-                "fused_layers=true with compile=true: the compiler makes kernels of these parts itself; leave one of "
-                "them out"
+                "fused_layers=true with compile=true: the compiler fuses these operations itself; leave one of them out"
             )
         return self
 
     def with_parallelism(self, **changes: object) -> Self:
-        """Return the settings with other values of `parallelism`, which are not validated."""
+        """Return a copy with other values of `parallelism`, without validation."""
         return self.model_copy(update={"parallelism": self.parallelism.model_copy(update=changes)})
 
     @property
     def reference(self) -> str:
-        """Folder or name of the model; only in `RunFields.active_teachers` do all teachers have one."""
+        """Folder or name of the model. Must be set; self-teachers have it only in `RunFields.active_teachers`."""
         assert self.model is not None
         return self.model
 
     @property
     def tokenizer_source(self) -> tuple[str, str]:
-        """The key and the value that name the tokenizer."""
+        """The key that names the tokenizer, and its value."""
         return ("model", self.reference) if self.tokenizer is None else ("tokenizer", self.tokenizer)
 
 
@@ -89,23 +88,23 @@ class Student(Model):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision; master weights are fp32 in any case. auto: bfloat16 on GPU, float32 on CPU."""
     offload: Literal[True, False, "auto"] = "auto"
-    """Move parameters and optimizer state to host memory while the teachers run. auto: where the memory estimate says
-    that the run does not fit otherwise, after the teachers.
+    """Move parameters and optimizer state to host memory while the teachers run. auto: if the memory estimate says that
+    the run does not fit even with teachers offloaded.
     """
     activation_checkpointing: bool = False
-    """Keep only each layer's input, and compute the layer again in the backward pass: a third more work, and far less
+    """Keep only each layer's input and recompute the layer in the backward pass: a third more compute, and much less
     memory for long sequences.
     """
     sync_each_micro_batch: Literal[True, False, "auto"] = "auto"
-    """Reduce gradients over ranks after each microbatch (FSDP). false: a rank keeps them whole, in fp32, and they are
-    reduced once a step. auto: false on GPUs where that fits without `offload` by the memory estimate.
+    """Reduce gradients over ranks after each microbatch (FSDP). false: each rank accumulates unsharded fp32 gradients,
+    which are reduced once a step. auto: false on GPUs if that fits without `offload` by the memory estimate.
     """
     lora: Lora | None = None
-    """Train low-rank adapters, in fp32, and leave the model's own weights as they are, held in the precision that they
-    are computed with; null: train all weights.
+    """Train low-rank adapters in fp32 and freeze the model's weights, which are stored in the compute precision. By
+    default all weights are trained.
     """
     optimizer: Optimizer = Field(default_factory=AdamW)
-    """Optimizer of all weights that are trained."""
+    """Optimizer of all trained weights."""
     scheduler: Scheduler = Field(default_factory=Scheduler)
     """Learning rate over the steps of the run."""
 
@@ -119,8 +118,8 @@ class Student(Model):
         tp = self.parallelism.tp
         if self.optimizer.type == "muon" and tp > 1:
             raise ValueError(
-                f"optimizer.type=muon with parallelism.tp={tp}: it orthogonalizes whole matrices, of which "
-                "tensor-parallel ranks have parts; set optimizer.type=adamw or parallelism.tp=1"
+                f"optimizer.type=muon with parallelism.tp={tp}: it orthogonalizes whole matrices, and tensor-parallel "
+                "ranks have parts of them; set optimizer.type=adamw or parallelism.tp=1"
             )
         return self
 
@@ -129,7 +128,7 @@ class Student(Model):
         cp = self.parallelism.cp
         if self.lora is not None and cp > 1:
             raise ValueError(
-                f"lora with parallelism.cp={cp}: adapters have not been tried where ranks share the positions; set "
+                f"lora with parallelism.cp={cp}: adapters are not tested with context parallelism; set "
                 "student.parallelism.cp=1, with activation_checkpointing=true for long sequences, or student.lora=null"
             )
         return self
@@ -139,8 +138,7 @@ class Student(Model):
         tp = self.parallelism.tp
         if self.lora is not None and tp > 1:
             raise ValueError(
-                f"lora with parallelism.tp={tp}: adapters are not cut by tensor parallelism; set "
-                "student.parallelism.tp=1, since the frozen weights are sharded over all ranks in any case, or "
-                "student.lora=null"
+                f"lora with parallelism.tp={tp}: tensor parallelism does not shard adapters; set "
+                "student.parallelism.tp=1 (the frozen weights are sharded over all ranks anyway), or student.lora=null"
             )
         return self

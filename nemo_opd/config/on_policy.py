@@ -15,7 +15,7 @@ def check_off_policy(config: RunFields) -> None:
     """Check a run without rollouts."""
     for key in _ONLY_ON_POLICY:
         if getattr(config, key) is not None and (key != "reward" or config.evaluation is None):
-            raise ValueError(f"{key} is about what the student samples, and this run samples nothing; add rollout=hf")
+            raise ValueError(f"{key} is for the student's samples, and this run samples nothing; add rollout=hf")
     if isinstance(config.loss, GRPOLoss):
         raise ValueError("loss.type=grpo learns from rollouts, and this run has none; add rollout=hf")
     for i in range(len(config.active_teachers)):
@@ -30,7 +30,7 @@ def check_off_policy(config: RunFields) -> None:
 
 
 def _check_sets(config: RunFields) -> None:
-    """Check that every set of questions has a reward, and turns where an environment takes part."""
+    """Check that every set of questions has a reward, and conversations if there is an environment."""
     evaluation = config.evaluation
     if evaluation is None:
         return
@@ -40,19 +40,19 @@ def _check_sets(config: RunFields) -> None:
         reward = evaluation.sets[name].reward if name else None
         if (reward or config.reward) is None:
             key = f"evaluation.sets.{name}.reward" if name else "reward"
-            where = f"evaluation.sets.{name}" if name else "evaluation"
-            raise ValueError(f"{where}: answers are scored by the reward; set {key}, such as reward=numeric")
+            section = f"evaluation.sets.{name}" if name else "evaluation"
+            raise ValueError(f"{section}: answers are scored by the reward; set {key}, such as reward=numeric")
         if reward is not None and config.environment is None and is_paid_by_environment(reward):
             raise ValueError(f"evaluation.sets.{name}.reward: there is no environment to pay it; name another type")
         if name and config.environment is not None and evaluation.sets[name].data.text_key is not None:
             raise ValueError(
-                f"evaluation.sets.{name}.data.text_key={evaluation.sets[name].data.text_key}: environment answers in "
+                f"evaluation.sets.{name}.data.text_key={evaluation.sets[name].data.text_key}: an environment needs "
                 "conversations; name their column as messages_key"
             )
 
 
 def check_new_tokens(config: RunFields) -> None:
-    """Check that answers leave room for a question, where no rollout says how long they are."""
+    """Check that answers leave room for a question if no rollout settings limit their length."""
     evaluation = config.evaluation
     if evaluation is None or config.rollout is not None:
         return
@@ -61,8 +61,8 @@ def check_new_tokens(config: RunFields) -> None:
         if new >= config.train.max_length:
             key = f"evaluation.sets.{name}.max_new_tokens" if name else "evaluation.max_new_tokens"
             raise ValueError(
-                f"{key}={new} leaves no room for a question in train.max_length={config.train.max_length}; lower the "
-                "one or raise the other"
+                f"{key}={new} leaves no room for a question in train.max_length={config.train.max_length}; lower {key} "
+                "or raise train.max_length"
             )
 
 
@@ -85,8 +85,8 @@ def _check_batch(config: RunFields, rollout: Rollouts) -> None:
     size, n = config.train.global_batch_size, rollout.n
     if size % n:
         raise ValueError(
-            f"train.global_batch_size={size} counts rollouts, {n} of each prompt (rollout.n), of which it is no "
-            f"multiple; write train.global_batch_size={-(-size // n) * n}"
+            f"train.global_batch_size={size} counts rollouts, so it must be a multiple of rollout.n={n}; write "
+            f"train.global_batch_size={-(-size // n) * n}"
         )
 
 
@@ -94,13 +94,13 @@ def _check_lengths(config: RunFields, rollout: Rollouts) -> None:
     longest, new = config.train.max_length, rollout.max_new_tokens
     if new >= longest:
         raise ValueError(
-            f"rollout.max_new_tokens={new} leaves no room for a prompt in train.max_length={longest}; lower the one or "
-            "raise the other"
+            f"rollout.max_new_tokens={new} leaves no room for a prompt in train.max_length={longest}; lower "
+            "rollout.max_new_tokens or raise train.max_length"
         )
     if (prompt := rollout.max_prompt_length) is not None and prompt >= longest:
         raise ValueError(
             f"rollout.max_prompt_length={prompt} leaves no room for a response in train.max_length={longest}; lower "
-            "the one or raise the other"
+            "rollout.max_prompt_length or raise train.max_length"
         )
 
 
@@ -108,12 +108,12 @@ def _check_responses(config: RunFields, rollout: Rollouts) -> None:
     data = config.data
     if data.response_key is not None and data.messages_key is not None:
         raise ValueError(
-            f"data.response_key={data.response_key}: with data.messages_key the response is what the assistant says "
-            "last; leave one of the two out"
+            f"data.response_key={data.response_key}: with data.messages_key the response is the assistant's last "
+            "message; leave one of the two out"
         )
     if rollout.on_policy_share < 1 and data.messages_key is None and data.response_key is None:
         raise ValueError(
-            f"rollout.on_policy_share={rollout.on_policy_share:g} takes the other responses from the data; name their "
+            f"rollout.on_policy_share={rollout.on_policy_share:g} takes some responses from the data; name their "
             "column as data.response_key"
         )
 
@@ -134,7 +134,7 @@ def _check_reward(config: RunFields) -> None:
         and reward.answer_column is None
     ):
         raise ValueError(
-            "environment.type=calculator pays for the right answer, and reward.answer_key names no column with it; "
+            "environment.type=calculator rewards the right answer, and reward.answer_key names no column with it; "
             "write reward.answer_key=answer"
         )
     if reward is None and isinstance(config.loss, GRPOLoss):
@@ -143,7 +143,7 @@ def _check_reward(config: RunFields) -> None:
 
 
 def _check_rollout_weights(config: RunFields) -> None:
-    """Check that a rollout's weight has one origin, and that teachers score a text once."""
+    """Check that rollouts are weighted in one way only, and that teachers score a text once."""
     for i, alpha in enumerate(confidence_alphas(config)):
         if alpha is None:
             continue
@@ -157,8 +157,8 @@ def _check_rollout_weights(config: RunFields) -> None:
             isinstance(aggregation, WeightedSum) and aggregation.score is not None
         ):
             raise ValueError(
-                f"{key} weighs rollouts by the teacher's log-probability, and aggregation asks the teachers for "
-                f"another score; write {key}=null, or aggregation=weighted_sum"
+                f"{key} weighs rollouts by the teacher's log-probability, and aggregation needs "
+                f"another score of the teachers; write {key}=null, or aggregation=weighted_sum"
             )
 
 
@@ -173,7 +173,7 @@ def _check_group(config: RunFields, rollout: Rollouts) -> None:
 
 
 def _check_behaviour(config: RunFields, rollout: Rollouts) -> None:
-    """Check that the engine gives the probability with which a token was sampled, where the loss needs it."""
+    """Check that the engine returns the sampling probability of a token if the loss needs it."""
     has_cuts = rollout.top_p < 1 or rollout.top_k is not None
     if not (has_cuts and isinstance(rollout, ServerRollout) and rollout.program == "sglang"):
         return
@@ -182,7 +182,7 @@ def _check_behaviour(config: RunFields, rollout: Rollouts) -> None:
     if isinstance(config.loss, GRPOLoss) or any(isinstance(term, SampledKLTerm) for term in terms):
         raise ValueError(
             f"{key}: the loss weighs tokens by the probability with which they were sampled, and "
-            "rollout.program=sglang does not say it after top-k and top-p; leave them out, or use "
+            "rollout.program=sglang does not return it after top-k and top-p; leave them out, or use "
             "rollout.program=vllm or rollout=hf"
         )
 
@@ -190,31 +190,31 @@ def _check_behaviour(config: RunFields, rollout: Rollouts) -> None:
 def _check_scaling(config: RunFields, rollout: Rollouts) -> None:
     if config.loss.scaling == "dynamic" and rollout.on_policy_share == 1:
         raise ValueError(
-            "loss.scaling=dynamic scales KD by CE, which reads sequences of the dataset alone, and "
-            "rollout.on_policy_share=1 takes none; write loss.scaling=fixed, or lower rollout.on_policy_share"
+            "loss.scaling=dynamic scales KD by CE, which is computed on sequences of the dataset, and "
+            "rollout.on_policy_share=1 uses none; write loss.scaling=fixed, or lower rollout.on_policy_share"
         )
 
 
 def _check_ends(config: RunFields) -> None:
-    """Check that no target is right in the mean over a dataset's texts alone."""
+    """Reject targets that are right only on average over the dataset's texts."""
     for i in range(len(config.active_teachers)):
         term = config.term(i)
         if isinstance(term, BytePrefixTerm) and term.positions == "all" and term.ends == "drop":
             raise ValueError(
-                f"{_term_key(config, i)}.ends=drop: its targets are exact in the mean over texts that the teacher's "
-                f"distribution is of, and not over the student's samples; write {_term_key(config, i)}.ends=cover"
+                f"{_term_key(config, i)}.ends=drop: its targets are exact on average over texts from the teacher's "
+                f"distribution, and not over the student's samples; write {_term_key(config, i)}.ends=cover"
             )
 
 
 def confidence_alphas(config: RunFields) -> list[float | None]:
-    """Return by active teacher its `power_alpha`, by which its confidence weighs rollouts; None without one."""
+    """Return for each active teacher the `power_alpha` that weights rollouts by its confidence; None if it has none."""
     terms = map(config.term, range(len(config.active_teachers)))
     is_on_policy = config.rollout is not None
     return [term.power_alpha if is_on_policy and isinstance(term, TCADTerm) else None for term in terms]
 
 
 def longest_prompt(config: RunFields) -> int:
-    """Return the tokens of a prompt that is not dropped; without rollouts, of a question."""
+    """Return the maximum tokens of a prompt, or of a question without rollouts; longer ones are dropped."""
     rollout = config.rollout
     if rollout is not None:
         return rollout.max_prompt_length or config.train.max_length - rollout.max_new_tokens

@@ -16,7 +16,7 @@ class OptimizerBase(Settings):
 
 class Decoupled(OptimizerBase):
     weight_decay: float = Field(1e-3, ge=0)
-    """A step subtracts lr · weight_decay · w from every trained weight w, biases and norms too."""
+    """Each step subtracts lr · weight_decay · w from every trained weight w, biases and norms too."""
 
 
 class Adam(Decoupled):
@@ -27,13 +27,13 @@ class Adam(Decoupled):
 
 
 class AdamW(Adam):
-    """torch.optim.AdamW over all weights that are trained."""
+    """torch.optim.AdamW over all trained weights."""
 
     type: Literal["adamw"] = "adamw"
 
 
 class AdamW8bit(Adam):
-    """AdamW of bitsandbytes, with moments of 8 bits in blocks of 256 numbers (matrices of 4096 numbers or more), for a
+    """AdamW of bitsandbytes with 8-bit moments in blocks of 256 numbers (matrices of 4096 numbers or more), for a
     student on one rank.
     """
 
@@ -41,39 +41,38 @@ class AdamW8bit(Adam):
 
 
 class Muon(Adam):
-    """torch.optim.Muon, momentum with orthogonalized updates, for the matrices of the decoder layers; AdamW with
-    `betas` and `eps`, for embeddings, head, norms and biases.
+    """torch.optim.Muon (momentum with orthogonalized updates) for the matrices of the decoder layers; AdamW with
+    `betas` and `eps` for embeddings, head, norms and biases.
     """
 
     type: Literal["muon"] = "muon"
     momentum: float = Field(0.95, ge=0, lt=1)
-    """Decay rate of the moving sum of the matrices' gradients."""
+    """Decay rate of the moving sum of a matrix's gradients."""
     nesterov: bool = True
     """Nesterov momentum."""
     ns_steps: int = Field(5, ge=1, lt=100)
     """Newton–Schulz iterations of the orthogonalization."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor of lr for an A × B matrix: 0.2 · √max(A, B), with which lr and weight_decay of AdamW can be used, or
-    √max(1, A / B).
+    """Factor of lr for an A × B matrix: 0.2 · √max(A, B), which suits AdamW's lr and weight_decay, or √max(1, A / B).
     """
     others_lr: float | None = Field(None, gt=0)
-    """Peak learning rate of AdamW; null: lr."""
+    """Peak learning rate of AdamW; by default lr."""
 
 
 class Adafactor(Decoupled):
-    """torch.optim.Adafactor, which keeps a mean square for each row and column of a matrix, not for each weight; for a
+    """torch.optim.Adafactor, which keeps mean squares per row and column of a matrix instead of per weight; for a
     student on one rank.
     """
 
     type: Literal["adafactor"] = "adafactor"
     beta2_decay: float = Field(-0.8, lt=0)
-    """Exponent of the decay of the mean squares: 1 − step ** beta2_decay."""
+    """Exponent in the decay rate of the mean squares: 1 − step ** beta2_decay."""
     clip: float = Field(1.0, gt=0)
-    """Largest root mean square of an update before it is multiplied by lr."""
+    """Largest root mean square of an update, before the factor lr."""
 
 
 class ClassOptimizer(OptimizerBase):
-    """A class of torch.optim.Optimizer from any package."""
+    """Any class derived from torch.optim.Optimizer."""
 
     type: Literal["class"] = "class"
     name: str = Field(pattern=r"^[\w.]+:\w+$")
@@ -81,8 +80,8 @@ class ClassOptimizer(OptimizerBase):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class, such as `{momentum: 0.9}`."""
     sharded: bool = False
-    """The class works on sharded parameters (DTensor): its update treats each number by itself, or DTensor has all its
-    operations. Needed on more than one rank.
+    """Declare that the class works on sharded parameters (DTensor): its update is elementwise, or uses only operations
+    that DTensor supports. Needed on more than one rank.
     """
 
 
@@ -93,11 +92,11 @@ class Scheduler(Settings):
     """Learning rate over the steps."""
 
     type: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape after the warm-up, over the rest of `train.max_steps`."""
+    """Shape after the warm-up, over the remaining steps of `train.max_steps`."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of linear rise from zero."""
+    """Steps of linear increase from zero."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """Learning rate at the end, as a share of the peak (cosine only)."""
+    """Final learning rate as a share of the peak (cosine only)."""
 
     @model_validator(mode="after")
     def min_lr_ratio_needs_cosine(self) -> "Scheduler":

@@ -1,4 +1,4 @@
-"""Names that a folder of configurations offers: recipes, groups, and the options of each group."""
+"""Names in a configuration folder: recipes, groups, and the options of each group."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def groups(config_dir: Path, model: type[BaseModel]) -> list[str]:
 
 
 def options(config_dir: Path, group: str) -> list[str]:
-    """Return the options of a group; none where there is no such group."""
+    """Return the options of a group; empty if the group does not exist."""
     return _stems(config_dir / group)
 
 

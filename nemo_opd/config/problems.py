@@ -1,4 +1,4 @@
-"""Errors of pydantic as a line for each problem, with the key as it is typed."""
+"""Pydantic's errors as one line for each problem, with the key as it is typed."""
 
 import difflib
 import json
@@ -13,33 +13,33 @@ from nemo_opd.config.base import EMPTY, is_blank
 
 
 def explain_all(problems: Sequence[ErrorDetails], data: Mapping[str, Any], model: type[BaseModel]) -> Iterator[str]:
-    """Yield a line for each value that is wrong.
+    """Yield a line for each wrong value.
 
-    Each type of a union reports the same wrong value, and a list reports its wrong elements as missing: such problems
-    are reported once, at the innermost place.
+    Pydantic reports a wrong value once for each type of a union, and wrong elements of a list as missing. Only the
+    innermost place is reported, once.
     """
     by_path: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for problem in problems:
         path = _real_path(problem["loc"], data, ends_in_key=problem["type"] != "value_error")
         by_path.setdefault(tuple(path), []).append(problem)
-    for place, same in by_path.items():
-        if not any(other[: len(place)] == place for other in by_path if len(other) > len(place)):
-            yield _explain(list(place), same, data, model)
+    for place, reports in by_path.items():
+        if not any(inner[: len(place)] == place for inner in by_path if len(inner) > len(place)):
+            yield _explain(list(place), reports, data, model)
 
 
 def _explain(
     path: list[int | str], problems: Sequence[ErrorDetails], data: Mapping[str, Any], model: type[BaseModel]
 ) -> str:
-    """Format `key=value: reason; way out`, with the key as it is written on the command line."""
+    """Format `key=value: reason; way out`, with the key as typed on the command line."""
     problem = problems[0]
     kind, value = problem["type"], problem["input"]
     key = ".".join(map(str, path))
-    shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     reason = " or ".join(dict.fromkeys(map(_reason_of, problems))).replace(" or must be", " or")
     if is_blank(value) and kind not in ("extra_forbidden", "value_error"):
         return f"{key}: {EMPTY}"
     if kind == "extra_forbidden":
-        return f"{key}={shown}: there is no such key{_suggestion(path, data, model)}"
+        return f"{key}={text}: there is no such key{_suggestion(path, data, model)}"
     if kind in ("missing", "union_tag_not_found"):
         return f"{key}{'.type' * (kind != 'missing')}: required, but not given"
     if kind == "union_tag_invalid" and is_blank(value["type"]):
@@ -47,17 +47,17 @@ def _explain(
     if kind == "union_tag_invalid":
         return f"{key}.type={value['type']!r}: choose one of {problem['ctx']['expected_tags']}"
     if kind in ("model_type", "model_attributes_type"):
-        known = ", ".join(_known_keys(path, data, model))
-        return f"{key}={shown}: a group of keys, not one value; set {key}.KEY of {known}"
+        keys = ", ".join(_keys_at(path, data, model))
+        return f"{key}={text}: a group of keys, not one value; set {key}.KEY of {keys}"
     if kind == "value_error":
         return _placed(reason, key, value)
     if kind == "string_type" and len(problems) == 1 and isinstance(value, int | float):
         reason += f"; to make text of it, write {key}=\"'{value}'\""
-    return f"{key}={shown}: {reason[0].lower()}{reason[1:]}"
+    return f"{key}={text}: {reason[0].lower()}{reason[1:]}"
 
 
 def _placed(reason: str, key: str, value: object) -> str:
-    """Put our own reason after its key: `key=value …`, `key.inner=…` or `key: …`."""
+    """Combine the key with a reason from our own validators: `key=value …`, `key.inner=…` or `key: …`."""
     if not key:
         return reason
     if value in ([], ()):
@@ -70,7 +70,7 @@ def _placed(reason: str, key: str, value: object) -> str:
 
 
 def _reason_of(problem: ErrorDetails) -> str:
-    """Return pydantic's reason in the words of our messages."""
+    """Return pydantic's reason in our wording."""
     reason = problem["msg"].removeprefix("Value error, ")
     reason = re.sub("^(Input|String) should", "must", reason)
     reason = reason.partition(", unable to parse")[0]
@@ -82,16 +82,16 @@ def _reason_of(problem: ErrorDetails) -> str:
 
 
 def _real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool) -> list[int | str]:
-    """Return the location without parts that pydantic adds for members of a union: tags, and names of types.
+    """Remove the parts that pydantic adds to a location for members of a union: tags and type names.
 
-    ends_in_key: its end is no tag, but may be a key that is missing.
+    ends_in_key: the last part may be a missing key, and is not a tag.
     """
     path: list[int | str] = []
     is_tag_passed = False
-    """Whether the tag of `data` was passed: a key of the same name may follow."""
+    """Whether the tag of `data` was passed; a key with the tag's name may follow."""
     for i, part in enumerate(location):
         may_be_tag = not is_tag_passed and (i + 1 < len(location) or not ends_in_key)
-        # A type may be left out where it has a default.
+        # A type with a default may be left out.
         is_default = i + 1 < len(location) and isinstance(data, Mapping) and "type" not in data and part not in data
         if may_be_tag and isinstance(data, Mapping) and (data.get("type") == part or is_default):
             is_tag_passed = True
@@ -103,13 +103,13 @@ def _real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool)
         if isinstance(data, Mapping):
             data = data.get(part)
         elif isinstance(data, Sequence) and isinstance(part, int):
-            data = data[part] if part < len(data) else None  # an element that is missing has a place too
+            data = data[part] if part < len(data) else None  # a missing element has a place too
     return path
 
 
 def _suggestion(path: list[int | str], data: Mapping[str, Any], model: type[BaseModel]) -> str:
-    siblings = _known_keys(path[:-1], data, model)
-    if owners := _types_that_know(path, data, model):
+    siblings = _keys_at(path[:-1], data, model)
+    if owners := _types_with_key(path, data, model):
         return f"; it belongs to {'.'.join(map(str, path[:-1]))}.type={', '.join(owners)}"
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
     if close:
@@ -117,15 +117,15 @@ def _suggestion(path: list[int | str], data: Mapping[str, Any], model: type[Base
     return f"; known here: {', '.join(siblings)}" if siblings else ""
 
 
-def _types_that_know(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
-    """Return the other types of the settings around a key that have it."""
-    every, _ = _models_at(path[:-1], data, model)
-    knowing = [each for each in every if path[-1] in each.model_fields and "type" in each.model_fields]
-    return [str(tag) for each in knowing for tag in get_args(each.model_fields["type"].annotation)]
+def _types_with_key(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
+    """Return the types of the enclosing settings that have this key."""
+    members, _ = _models_at(path[:-1], data, model)
+    owners = [member for member in members if path[-1] in member.model_fields and "type" in member.model_fields]
+    return [str(tag) for owner in owners for tag in get_args(owner.model_fields["type"].annotation)]
 
 
-def _known_keys(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
-    """Return the keys that the settings at `path` of a `model` accept, given the `type` tags in the data."""
+def _keys_at(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
+    """Return the keys that `model` accepts at `path`, given the `type` tags in the data."""
     _, models = _models_at(path, data, model)
     return list(dict.fromkeys(name for model in models for name in model.model_fields))
 
@@ -133,16 +133,16 @@ def _known_keys(path: Sequence[int | str], data: Any, model: type[BaseModel]) ->
 def _models_at(
     path: Sequence[int | str], data: Any, model: type[BaseModel]
 ) -> tuple[list[type[BaseModel]], list[type[BaseModel]]]:
-    """Return what the settings at `path` of a `model` may be: of any type, and of the `type` in the data."""
-    every = models = [model]
+    """Return all models that `model` allows at `path`, and the ones that match the `type` in the data."""
+    members = models = [model]
     for part in path:
         data = data[part]
         if isinstance(part, str):
             fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-            every = models = [model for annotation in fields for model in models_in(annotation)]
+            members = models = [model for annotation in fields for model in models_in(annotation)]
         tag = data.get("type") if isinstance(data, Mapping) else None
         models = [model for model in models if tag is None or _accepts_tag(model, tag)] or models
-    return every, models
+    return members, models
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

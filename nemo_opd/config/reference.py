@@ -1,6 +1,6 @@
-"""All settings with their meaning, from the models that check them.
+"""Reference of all settings, generated from their models.
 
-`python -m nemo_opd.config.reference` prints docs/settings.md, and writes the JSON schemas next to the recipes.
+`python -m nemo_opd.config.reference` prints docs/settings.md and writes the JSON schemas next to the recipes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,29 +15,29 @@ PAGE = "docs/settings.md"
 
 
 def page() -> str:
-    """Write the Markdown page: a table a section, and one for each type of it that has more keys."""
+    """Return the Markdown page: a table for each section, and one for each type that adds keys."""
     return "\n".join(
         (
             "# Settings",
             "",
             "Made by `uv run python -m nemo_opd.config.reference` from the models in `nemo_opd/config/`. On the",
-            "command line a setting is `section.key=value`, and one of a list's elements `teachers.0.key=value`.",
-            *(line for each in sections(RunConfig) for line in _section(each)),
+            "command line a setting is `section.key=value`, or `teachers.0.key=value` for an element of a list.",
+            *(line for part in sections(RunConfig) for line in _section(part)),
             "",
             "## evaluate.py",
             "",
             *_table(keys_of(EvaluationConfig)),
-            *(line for each in section("evaluate.py: data", EvaluationConfig, "data", 1) for line in _section(each)),
+            *(line for part in section("evaluate.py: data", EvaluationConfig, "data", 1) for line in _section(part)),
             "",
         )
     )
 
 
-def _section(shown: Section) -> Iterator[str]:
-    yield from ("", f"{'#' * (2 + shown.depth)} {shown.name}")
-    if shown.meaning:
-        yield from ("", shown.meaning)
-    for table in shown.tables:
+def _section(section: Section) -> Iterator[str]:
+    yield from ("", f"{'#' * (2 + section.depth)} {section.name}")
+    if section.meaning:
+        yield from ("", section.meaning)
+    for table in section.tables:
         yield ""
         if table.tag:
             yield from (f"**`type: {table.tag}`** {table.meaning}".rstrip(), "")

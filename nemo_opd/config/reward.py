@@ -12,28 +12,28 @@ from nemo_opd.config.sandbox import SandboxSettings
 
 class RewardBase(Settings):
     weighting_beta: float | None = Field(None, gt=0)
-    """Weigh the distillation of a rollout by n · softmax(reward / beta) among its prompt's (methods.md §10.3)."""
+    """Weight a rollout's distillation by n · softmax(reward / beta) among its prompt's rollouts (methods.md §10.3)."""
 
     @property
     def parts(self) -> "tuple[SingleReward, ...]":
-        """Rewards that it is made of; itself alone for most."""
+        """Rewards that this one combines; only itself for most."""
         raise NotImplementedError
 
     @property
     def answer_column(self) -> str | None:
-        """The column that becomes the prompt's `answer`; None where prompts have none."""
+        """The column that becomes the prompt's `answer`; None if prompts have none."""
         return next((part.answer_key for part in self.parts if part.answer_key is not None), None)
 
     @property
     def named_columns(self) -> Mapping[str, str]:
-        """Columns that each row must have in addition, with the key below the reward that names them."""
+        """More columns that each row must have, with the key (relative to the reward) that names them."""
         return {}
 
 
 class SingleReward(RewardBase):
     type: str
     answer_key: str | None = None
-    """The column that becomes the prompt's `answer`; null: prompts have none."""
+    """The column that becomes the prompt's `answer`, or null if prompts have none."""
 
     @property
     def parts(self) -> "tuple[SingleReward, ...]":
@@ -42,24 +42,24 @@ class SingleReward(RewardBase):
 
 class AnswerReward(SingleReward):
     answer_key: str = "answer"
-    """The column that holds what is compared with."""
+    """The column with the answer that a response is compared with."""
 
 
 class ExtractedReward(AnswerReward):
     extract: Extraction = Field(default_factory=LastTurn)
-    """Part of the last turn that is compared; where it finds nothing the reward is 0."""
+    """Part of the last turn that is compared; if it is not found, the reward is 0."""
 
 
 class ExactReward(ExtractedReward):
-    """1 where the last turn is the answer, else 0; surrounding white space aside."""
+    """1 if the last turn is the answer, otherwise 0; surrounding white space is ignored."""
 
     type: Literal["exact"] = "exact"
     ignore_case: bool = False
-    """Compare without regard to upper and lower case."""
+    """Ignore upper and lower case."""
 
 
 class NumericReward(ExtractedReward):
-    """1 where the last number of the last turn is the answer within a relative tolerance, else 0."""
+    """1 if the last number of the last turn equals the answer within a relative tolerance, otherwise 0."""
 
     type: Literal["numeric"] = "numeric"
     tolerance: float = Field(1e-6, ge=0)
@@ -67,27 +67,27 @@ class NumericReward(ExtractedReward):
 
 
 class MathReward(ExtractedReward):
-    """1 where the last \\boxed{…} of the last turn is mathematically equal to the answer, else 0."""
+    """1 if the last \\boxed{…} of the last turn is mathematically equal to the answer, otherwise 0."""
 
     type: Literal["math"] = "math"
     extract: Extraction = Field(default_factory=Boxed)
-    """Part of the last turn that is compared; where it finds nothing the reward is 0."""
+    """Part of the last turn that is compared; if it is not found, the reward is 0."""
     timeout_s: float = Field(5, gt=0, le=YEAR_S)
-    """Processor time for one comparison, in seconds; one that takes longer counts as unequal."""
+    """Processor time for one comparison, in seconds; a longer one counts as unequal."""
 
 
 class CodeReward(AnswerReward):
-    """1 where the Python program of the last turn passes the row's tests in a sandbox, else 0 (docs/sandbox.md)."""
+    """1 if the Python program of the last turn passes the row's tests in a sandbox, otherwise 0 (docs/sandbox.md)."""
 
     type: Literal["code"] = "code"
     answer_key: str = "test"
     """The column with the tests: code, or pairs of input and output (docs/sandbox.md)."""
     entry_point_key: str | None = None
-    """The column with the name of the function that is tested, such as HumanEval's `entry_point`; null: the last one
+    """The column with the name of the tested function, such as HumanEval's `entry_point`; by default the last function
     that the question defines.
     """
     sandbox: SandboxSettings = Field(default_factory=SandboxSettings)
-    """Limits of a program, and how it is kept apart."""
+    """Limits and isolation of the program."""
 
     @property
     def named_columns(self) -> Mapping[str, str]:
@@ -101,7 +101,7 @@ class EnvironmentReward(SingleReward):
 
 
 class FunctionReward(SingleReward):
-    """Your own: `package.module:function`, called with a Rollout (nemo_opd.data.record), returns a number.
+    """Your own function, `package.module:function`, called with a Rollout (nemo_opd.data.record); returns a number.
 
     `rollout.prompt.row` has all columns of the row.
     """
@@ -114,11 +114,11 @@ class FunctionReward(SingleReward):
 
 
 class FormatReward(SingleReward):
-    """1 where the last turn has the wanted form, whatever it says, else 0: where `extract` finds something."""
+    """1 if the last turn has the wanted form, whatever its content, otherwise 0: the form is what `extract` finds."""
 
     type: Literal["format"] = "format"
     extract: Extraction
-    """The form: an extraction that finds nothing in other texts, such as `{type: boxed}`."""
+    """The form: an extraction that finds nothing in texts without it, such as `{type: boxed}`."""
 
 
 _Single = ExactReward | NumericReward | MathReward | CodeReward | EnvironmentReward | FunctionReward | FormatReward
@@ -131,8 +131,8 @@ class _CompoundReward(RewardBase):
         keys = sorted({part.answer_key for part in self.parts if part.answer_key is not None})
         if len(keys) > 1:
             raise ValueError(
-                f"its parts compare with the columns {' and '.join(keys)}, and a prompt has one answer; give all of "
-                "them the same answer_key"
+                f"its parts compare with the columns {' and '.join(keys)}, but a prompt has one answer; give all parts "
+                "the same answer_key"
             )
         return self
 
@@ -144,7 +144,7 @@ class _CompoundReward(RewardBase):
 
 
 def _below(parts: Iterable[tuple[str, RewardBase]]) -> dict[str, str]:
-    """Return the columns that parts name, with their keys below the whole reward."""
+    """Return the columns that parts name, with their keys relative to the whole reward."""
     return {column: f"{path}.{key}" for path, part in parts for column, key in part.named_columns.items()}
 
 
@@ -158,11 +158,11 @@ class WeightedPart(Settings):
 
 
 class WeightedReward(_CompoundReward):
-    """A weighted sum of rewards, such as an answer's and its form's."""
+    """A weighted sum of rewards, such as one for the answer and one for its form."""
 
     type: Literal["weighted"] = "weighted"
     terms: tuple[WeightedPart, ...] = Field(min_length=1)
-    """The rewards, each with its weight. Votes of maj@k are those of the first that has votes."""
+    """The rewards with their weights. maj@k uses the votes of the first reward that has votes."""
 
     @property
     def parts(self) -> tuple[SingleReward, ...]:
@@ -174,13 +174,13 @@ class WeightedReward(_CompoundReward):
 
 
 class SourceReward(_CompoundReward):
-    """The reward that a column of the row chooses, for data of several sources."""
+    """The reward that a column of the row selects, for data from several sources."""
 
     type: Literal["by_source"] = "by_source"
     key: str = "data_source"
     """The column with the name of the row's source."""
     rewards: Frozen[str, Annotated[_OneReward | WeightedReward, Field(discriminator="type")]] = Field(min_length=1)
-    """Reward by name of a source. `default` is for names that are not listed; without it they are refused."""
+    """Rewards by name of the source. `default` is for names that are not listed; without it they are refused."""
 
     @property
     def parts(self) -> tuple[SingleReward, ...]:
@@ -192,7 +192,7 @@ class SourceReward(_CompoundReward):
         return {**_below(parts), self.key: "key"}
 
     def of(self, source: str) -> "_OneReward | WeightedReward":
-        """Return the reward of a source. Raises KeyError for one that has none."""
+        """Return a source's reward. Raises KeyError if it has none."""
         return self.rewards.get(source) or self.rewards["default"]
 
 
@@ -200,10 +200,10 @@ Reward = Annotated[_Single | WeightedReward | SourceReward, Field(discriminator=
 
 
 def is_paid_by_environment(reward: RewardBase) -> bool:
-    """Return whether an environment pays a reward, or a part of one."""
+    """Return whether the environment determines the reward or a part of it."""
     return any(isinstance(part, EnvironmentReward) for part in reward.parts)
 
 
 def calls_users_code(reward: RewardBase) -> bool:
-    """Return whether a reward, or a part of one, is a function of the user."""
+    """Return whether the reward or a part of it is a user's function."""
     return any(isinstance(part, FunctionReward) for part in reward.parts)

@@ -10,95 +10,95 @@ from nemo_opd.config.endpoint import whole_url
 
 
 class RolloutBase(Settings):
-    """Settings that all engines have in common."""
+    """Settings that all engines share."""
 
     n: int = Field(4, ge=1)
-    """Rollouts of each prompt; `train.global_batch_size` counts rollouts."""
+    """Rollouts per prompt; `train.global_batch_size` counts rollouts."""
     max_new_tokens: int = Field(256, ge=1)
-    """Most tokens in one turn of the student."""
+    """Maximum tokens in one turn of the student."""
     max_prompt_length: int | None = Field(None, ge=1)
-    """Tokens. Longer prompts are dropped and counted; by default those that leave less than `max_new_tokens` of
-    `train.max_length`.
+    """Maximum tokens of a prompt; longer prompts are dropped and counted. By default `train.max_length` minus
+    `max_new_tokens`.
     """
     temperature: float = Field(1.0, gt=0)
-    """Logits are divided by it before a token is sampled."""
+    """Divisor of the logits before a token is sampled."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that together have this probability; 1: from all."""
+    """Sample from the likeliest tokens that together have this probability; 1: from all tokens."""
     top_k: int | None = Field(None, ge=1)
-    """Sample from this number of likeliest tokens; null: from all."""
+    """Sample from this many of the likeliest tokens, or from all if null."""
     on_policy_share: float = Field(1.0, ge=0, le=1)
-    """Share of each batch's prompts that the student continues itself; the others come with the continuation that the
-    dataset has (the λ of GKD).
+    """Share of each batch's prompts that the student continues itself; other prompts use the dataset's continuation
+    (the λ of GKD).
     """
     staleness: int = Field(0, ge=0)
-    """Optimizer steps that the sampling weights may be behind the student's."""
+    """Maximum optimizer steps that the sampling weights may lag behind the student's."""
     overlap: bool = False
-    """Sample the next batch while the student learns from this one; needs staleness of at least 1 and an engine with
-    its own process.
+    """Sample the next batch while the student learns from the current one; needs staleness of at least 1 and an engine
+    in a separate process.
     """
 
 
 class HFRollout(RolloutBase):
-    """transformers' generation in the student's own processes, with its weights as they are."""
+    """Generation by transformers in the student's own processes, with its current weights."""
 
     type: Literal["hf"] = "hf"
     batch_size: int = Field(64, ge=1)
-    """Sequences a rank samples at a time."""
+    """Sequences that a rank samples at a time."""
 
     @model_validator(mode="after")
     def weights_are_the_students(self) -> Self:
         for key, value in (("overlap", self.overlap), ("staleness", self.staleness)):
             if value:
                 raise ValueError(
-                    f"{key}={value}: type=hf samples in the student's own processes, with its weights as they are; "
-                    f"leave {key} out, or use rollout=server"
+                    f"{key}={value}: type=hf samples in the student's own processes, with its current weights; leave "
+                    f"{key} out, or use rollout=server"
                 )
         return self
 
 
 class ServerRollout(RolloutBase):
-    """An OpenAI-compatible server with token ids and log-probabilities, in its own process."""
+    """An OpenAI-compatible server in a separate process that returns token ids and log-probabilities."""
 
     type: Literal["server"] = "server"
     program: Literal["vllm", "sglang", "transformers"] = "vllm"
-    """Program of the server, started here or found at `url`."""
+    """Program of the server, started here or already running at `url`."""
     url: str | None = None
-    """Address of a running server, with the options that docs/on_policy.md names; by default one is started on this
-    machine and ended with the run.
+    """Address of a running server, with the options listed in docs/on_policy.md; by default a server is started on this
+    machine and stopped with the run.
     """
     command: tuple[str, ...] | None = Field(None, min_length=1)
-    """Starts the server, without model and port; by default the program's own command. For a program in a separate
+    """Command that starts the server, without model and port; by default the program's own. For a program in a separate
     virtual environment: [.venv-vllm/bin/vllm, serve].
     """
     options: tuple[str, ...] = ()
-    """Further arguments of that command."""
+    """More arguments of that command."""
     environment: Frozen[str, str] = Field(default_factory=dict)
-    """Further variables of the server's environment, such as CUDA_VISIBLE_DEVICES."""
+    """More environment variables of the server, such as CUDA_VISIBLE_DEVICES."""
     gpus: int | None = Field(None, ge=1)
-    """GPUs that a vLLM or SGLang started here has for itself, by tensor parallelism: the last of this machine. The
-    training uses the first. By default the server shares the training's.
+    """GPUs reserved for a vLLM or SGLang started here, with tensor parallelism: the last GPUs of this machine. Training
+    uses the first ones. By default the server shares the training's GPUs.
     """
     sleep: Literal["auto"] | bool = "auto"
-    """Whether a vLLM started here gives its GPU memory back while teachers and student compute, with its weights in
-    main memory. auto: where it shares the training's GPUs, unless overlap=true.
+    """Whether a vLLM started here releases its GPU memory while teachers and student compute, with its weights in host
+    memory. auto: if it shares the training's GPUs, unless overlap=true.
     """
     memory_share: float | None = Field(None, gt=0, le=1)
-    """Share of each GPU's memory, or of the machine's on CPUs, that a vLLM or SGLang started here takes for weights and
-    cache; by default 0.9 on separate GPUs (`gpus`, or `CUDA_VISIBLE_DEVICES` in `environment`), on the training's
-    GPUs what the memory estimate leaves, at least 0.3, and on CPUs 0.3.
+    """Share of each GPU's memory, or of the machine's memory on CPUs, that a vLLM or SGLang started here uses for
+    weights and cache. By default 0.9 on separate GPUs (`gpus`, or `CUDA_VISIBLE_DEVICES` in `environment`); on the
+    training's GPUs, the memory left by the estimate but at least 0.3; on CPUs 0.3.
     """
     start_timeout_s: float = Field(600, gt=0)
-    """Seconds that a server started here has to become ready, and any server to load the student's weights."""
+    """Seconds for a server started here to become ready, and for any server to load the student's weights."""
     request_timeout_s: float = Field(300, gt=0)
     """Seconds for the completions of one prompt."""
     retries: int = Field(3, ge=0)
-    """Number of times that a request is sent again which failed or came back unusable."""
+    """Number of times that a failed or unusable request is repeated."""
     concurrency: int = Field(256, ge=1)
-    """Requests under way at once."""
+    """Maximum requests in flight."""
     weights_folder: Path | None = None
-    """Folder in which the student is written for the server to load, in a subfolder `rollout_weights` that is removed
-    at the end; by default in the run's directory. Server and student must both see it. A vLLM that is started here
-    loads only its first weights from it, and reads later ones in the student's memory.
+    """Folder to which the student is written for the server to load, in a subfolder `rollout_weights` that is removed
+    at the end; by default the run's directory. Server and student must both see it. A vLLM started here loads only its
+    first weights from it and reads later ones from the student's memory.
     """
 
     @field_validator("url")
@@ -117,7 +117,7 @@ class ServerRollout(RolloutBase):
         reasons = {
             f"rollout.program={self.program}": self.program != "vllm",
             f"rollout.url={self.url}, a server that others may use": self.url is not None,
-            "rollout.overlap=true, by which it always samples": self.overlap,
+            "rollout.overlap=true, with which it samples all the time": self.overlap,
         }
         for reason, applies in reasons.items():
             if self.sleep is True and applies:
@@ -135,17 +135,17 @@ class ServerRollout(RolloutBase):
 
     @property
     def shares_devices(self) -> bool:
-        """Whether a server is started here on the devices of the training."""
+        """Whether a server is started here on the training's devices."""
         return self.url is None and not self.has_own_gpus
 
     @property
     def has_own_gpus(self) -> bool:
-        """Whether a server started here uses other GPUs than the training."""
+        """Whether a server started here uses separate GPUs."""
         return self.gpus is not None or "CUDA_VISIBLE_DEVICES" in self.environment
 
     @property
     def sleeps_on_gpus(self) -> bool:
-        """Whether a server started here sleeps between samplings, if the training is on GPUs."""
+        """Whether a server started here sleeps between samplings if training runs on GPUs."""
         if self.sleep != "auto":
             return self.sleep
         return self.program == "vllm" and self.shares_devices and not self.overlap

@@ -1,4 +1,4 @@
-"""The settings of a whole run, checked against each other."""
+"""Settings of a run, with the rules between them."""
 
 from typing import Self
 
@@ -14,19 +14,19 @@ from nemo_opd.config.run_fields import ONE_VOCABULARY_TERMS, RunFields
 from nemo_opd.config.teacher import CrossTokenizerTeacher, OwnIdsTeacher, Teacher
 
 _LEARNING = ("p_kl", "h_kl")
-"""Losses with a gradient with respect to the weights of a projection."""
+"""Losses with a gradient for the weights of a projection."""
 
 
 class RunConfig(RunFields):
-    """Everything a run depends on. The resolved config.yaml of a run is one of these."""
+    """All settings of a run, as in its resolved config.yaml."""
 
     @field_validator("teachers")
     @classmethod
     def there_is_a_teacher(cls, teachers: tuple[Teacher, ...]) -> tuple[Teacher, ...]:
         if not teachers:
             raise ValueError(
-                "the list is empty; name at least one teacher, such as teachers=GROUP. To learn from the texts or the "
-                "rewards alone, leave the teachers as they are and write loss.kd_weight=0: none is loaded then"
+                "the list is empty; name at least one teacher, such as teachers=GROUP. To learn only from the texts or "
+                "the rewards, keep the teachers and write loss.kd_weight=0: none is loaded then"
             )
         return teachers
 
@@ -45,17 +45,17 @@ class RunConfig(RunFields):
         for i, teacher in enumerate(self.active_teachers):
             if teacher.cache is not None and self.rollout is not None:
                 raise ValueError(
-                    f"teachers.{i}.cache={teacher.cache}: a cached teacher ({teacher.name}) has answers to texts that "
-                    "it was asked about, and the student samples new ones; name a model, or leave rollout out"
+                    f"teachers.{i}.cache={teacher.cache}: a cached teacher ({teacher.name}) has answers only for "
+                    "stored texts, and the student samples new ones; name a model, or leave rollout out"
                 )
         return self
 
     @model_validator(mode="after")
     def teachers_without_a_model_answer_no_questions(self) -> Self:
-        stored = (each.name for each in self.active_teachers if not each.is_computed)
-        if self.evaluation is not None and self.evaluation.teachers and (name := next(stored, None)):
+        names = (teacher.name for teacher in self.active_teachers if not teacher.is_computed)
+        if self.evaluation is not None and self.evaluation.teachers and (name := next(names, None)):
             raise ValueError(
-                f"evaluation.teachers=true: {name} is cached or served, which gives log-probabilities alone; write "
+                f"evaluation.teachers=true: {name} is cached or served, which gives only log-probabilities; write "
                 "evaluation.teachers=false"
             )
         return self
@@ -88,7 +88,7 @@ class RunConfig(RunFields):
     def something_is_trained_on(self) -> Self:
         if self.active_teachers and not any(teacher.weight for teacher in self.teachers):
             raise ValueError(
-                "the weight of every teacher is 0, so all would be loaded and nothing learned from them; raise one, or "
+                "every teacher's weight is 0, so all would be loaded and nothing learned from them; raise one, or "
                 "write loss.kd_weight=0 to train without teachers"
             )
         if self.loss.ce_weight > 0 or isinstance(self.loss, GRPOLoss):
@@ -101,8 +101,8 @@ class RunConfig(RunFields):
     def several_teachers_are_aggregated(self) -> Self:
         if len(self.teachers) == 1 and (setting := self._needs_several_teachers()):
             raise ValueError(
-                f"{setting} is about several teachers, but there is one ({self.teachers[0].name}); name more teachers, "
-                "or write aggregation=weighted_sum"
+                f"{setting} needs several teachers, but there is one ({self.teachers[0].name}); name more teachers, or "
+                "write aggregation=weighted_sum"
             )
         return self
 
@@ -119,9 +119,9 @@ class RunConfig(RunFields):
         for i, teacher in enumerate(self.teachers):
             if isinstance(self.aggregation, AveragedLogits) and teacher.type == "cross_tokenizer":
                 raise ValueError(
-                    "aggregation.type=averaged_logits is a mean column by column, but "
-                    f"teachers.{i} ({teacher.name}) is of type cross_tokenizer; use aggregation=weighted_sum, or take "
-                    "that teacher out"
+                    "aggregation.type=averaged_logits averages the columns of one vocabulary, but "
+                    f"teachers.{i} ({teacher.name}) is of type cross_tokenizer; use aggregation=weighted_sum, or "
+                    "remove that teacher"
                 )
         return self
 
@@ -131,20 +131,20 @@ class RunConfig(RunFields):
             if isinstance(self.aggregation, AveragedLogits) and teacher.loss is not None:
                 raise ValueError(
                     f"teachers.{i}.loss.type={teacher.loss.type}: aggregation.type=averaged_logits compares with all "
-                    "teachers at once, so none has its own loss; set it under loss"
+                    "teachers at once, so a teacher cannot have its own loss; set it under loss"
                 )
         return self
 
     @model_validator(mode="after")
     def compared_teachers_have_a_weight(self) -> Self:
-        """Refuse teachers of weight 0: one would be chosen, or take its share of a softmax, and teach nothing there."""
+        """Refuse teachers with weight 0 that would be selected, or get a share of a softmax, and teach nothing."""
         if isinstance(self.aggregation, AveragedLogits) or self._needs_several_teachers() is None:
             return self
         for i, teacher in enumerate(self.teachers):
             if teacher.weight == 0 and (self._picks_one_teacher or self.aggregation.score is not None):
                 raise ValueError(
-                    f"teachers.{i}.weight=0: {self._needs_several_teachers()} would give texts to {teacher.name}, from "
-                    "which nothing is then learned; take it out, or give it a weight"
+                    f"teachers.{i}.weight=0: {self._needs_several_teachers()} would give texts to {teacher.name}, and "
+                    "nothing would be learned from it; remove it, or give it a weight"
                 )
         return self
 
@@ -170,8 +170,8 @@ class RunConfig(RunFields):
         if placement == "separate" and teachers and all(teacher.is_student for teacher in teachers):
             raise ValueError(
                 f"cluster.placement=separate: every teacher has the student's weights (teachers.0.weights="
-                f"{teachers[0].weights}) and computes in the student's processes, so none has its own devices; "
-                "write cluster.placement=colocated"
+                f"{teachers[0].weights}) and runs in the student's processes, so none needs separate devices; write "
+                "cluster.placement=colocated"
             )
         return self
 
@@ -181,7 +181,7 @@ class RunConfig(RunFields):
             if teacher.offload == "layers" and self.evaluation is not None and self.evaluation.teachers:
                 raise ValueError(
                     f"teachers.{i}.offload=layers: with evaluation.teachers=true all layers of {teacher.name} would be "
-                    "brought for every token of an answer; write evaluation.teachers=false, or another offload"
+                    "loaded for every token of an answer; write evaluation.teachers=false, or another offload"
                 )
         return self
 
@@ -196,8 +196,8 @@ class RunConfig(RunFields):
                     f"data.{name}.text_files have no column {aggregation.key!r} (aggregation.key) that names a "
                     "teacher; give arrow_files, parquet_files, jsonl_files or hub"
                 )
-        own = {"text_key": data.text_key} if data.messages_key is None else {"messages_key": data.messages_key}
-        for key, column in (own | {"tools_key": data.tools_key}).items():
+        prompt = {"text_key": data.text_key} if data.messages_key is None else {"messages_key": data.messages_key}
+        for key, column in (prompt | {"tools_key": data.tools_key}).items():
             if column == aggregation.key:
                 raise ValueError(
                     f"aggregation.key={aggregation.key} is the column of data.{key} too; name the one with the teacher"

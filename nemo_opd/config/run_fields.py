@@ -1,4 +1,4 @@
-"""Keys of a whole run."""
+"""Keys of a run."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,20 +24,20 @@ from nemo_opd.config.teacher import Teacher
 from nemo_opd.config.train import Train
 
 LARGEST_SEED = 2**62
-"""PyTorch's generators take numbers below 2⁶³, and an epoch or a rank is added to a seed."""
+"""PyTorch's generators accept seeds below 2⁶³, and an epoch or a rank is added to the seed."""
 ONE_VOCABULARY_TERMS = (SameVocabTerm, TCADTerm)
 _SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm, FunctionTerm)
 
 
 class PushToHub(Settings):
-    """Upload of the trained model to the Hugging Face Hub, with the token of HF_TOKEN or `hf auth login`."""
+    """Upload of the trained model to the Hugging Face Hub, with the token from HF_TOKEN or `hf auth login`."""
 
     repo: str
-    """Repository, `user/name`; made where it does not exist."""
+    """Repository, `user/name`; created if it does not exist."""
     private: bool = True
-    """Whether a new repository is private; one that exists stays as it is."""
+    """Whether a new repository is private; an existing one is not changed."""
     model: Literal["final", "best"] = "final"
-    """Folder of the run that is pushed."""
+    """Folder of the run that is uploaded."""
 
     @field_validator("repo")
     @classmethod
@@ -52,18 +52,18 @@ class Run(Settings):
     name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the run in the report and in wandb, and of its folder in `outputs`."""
     output_dir: Path | None = None
-    """Used as it is; `outputs/<name>/<time>` when not given."""
+    """Directory of the run, used as it is; by default `outputs/<name>/<time>`."""
     seed: int = Field(0, ge=0, le=LARGEST_SEED)
-    """Seed of the order of the data, of sampling, of new adapters and of dropout."""
+    """Seed of data order, sampling, new adapters and dropout."""
     resume: Literal["auto", "never"] = "never"
-    """auto: continue from the newest complete checkpoint in `output_dir`, or start where there is none."""
+    """auto: continue from the newest complete checkpoint in `output_dir`, or start if it has none."""
     dry_run: bool = False
-    """Stop after the checks and print what would run."""
+    """Run all checks, print the plan and stop."""
     push_to_hub: PushToHub | None = None
-    """Push the model to the Hugging Face Hub at the end."""
+    """Upload the model to the Hugging Face Hub at the end."""
     callbacks: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = ()
-    """Your code in the loop, `package.module:Class` or `package.module:function` each; what they see is in
-    docs/command.md.
+    """Your code in the loop, each `package.module:Class` or `package.module:function`; docs/command.md lists what they
+    receive.
     """
 
     @field_validator("callbacks", mode="before")
@@ -80,7 +80,7 @@ class Run(Settings):
 
 
 class RunFields(Settings):
-    """Keys of a run, and what follows from them; `RunConfig` adds the rules by which they fit each other."""
+    """Keys of a run and values derived from them; `RunConfig` adds the rules between keys."""
 
     run: Run = Field(default_factory=Run)
     """Name, directory and start of the run."""
@@ -89,33 +89,35 @@ class RunFields(Settings):
     student: Student
     """The model that learns."""
     teachers: tuple[Teacher, ...]
-    """The models that it learns from, as a list; `teachers=GROUP` swaps it, `teachers.0.weight=0.8` changes one."""
+    """The models that the student learns from, as a list; `teachers=GROUP` replaces it, `teachers.0.weight=0.8` changes
+    one teacher.
+    """
     loss: Loss = Field(default_factory=PKLLoss)
-    """Comparison with the teachers, and the weights of it and of cross-entropy."""
+    """Comparison with the teachers, with the weights of distillation and of cross-entropy."""
     aggregation: Aggregation = Field(default_factory=WeightedSum)
-    """Joining of several teachers into one objective."""
+    """Combination of several teachers into one objective."""
     handoff: Handoff = Field(default_factory=HiddenStatesHandoff)
-    """Output that teachers hand over to the student, and the memory by which they do."""
+    """Output that teachers send to the student, and the memory it travels through."""
     data: Data
     """Texts or prompts, and how they are read."""
     rollout: Rollouts | None = None
-    """On-policy: how the student samples. None: it learns from the texts of `data.train` as they are."""
+    """On-policy: how the student samples. null: the student learns from the texts of `data.train`."""
     reward: Reward | None = None
-    """Value of a rollout, and of the answer to a question of a set without a reward."""
+    """Score of a rollout, and of answers in question sets without their own reward."""
     environment: Environment | None = None
-    """On-policy: who answers between the student's turns; None: it has one turn."""
+    """On-policy: environment that answers between the student's turns. By default the student has one turn."""
     evaluation: Evaluation | None = None
-    """Questions that the student is asked now and then, and its teachers once if it says so."""
+    """Questions that the student is asked during training, and its teachers once if enabled."""
     health: Health = Field(default_factory=Health)
-    """On-policy: limits whose crossing warns or ends the run."""
+    """On-policy: limits that warn or end the run when they are crossed."""
     cluster: Cluster = Field(default_factory=Cluster)
     """Machines, devices and processes."""
     logging: Logging = Field(default_factory=Logging)
-    """Destinations of metrics in addition to metrics.jsonl."""
+    """Destinations of metrics besides metrics.jsonl."""
 
     @property
     def active_teachers(self) -> tuple[Teacher, ...]:
-        """The teachers that are used, self-teachers with the student's model: none where distillation has no weight."""
+        """The teachers in use, self-teachers with the student's model settings; empty if loss.kd_weight=0."""
         if self.loss.kd_weight == 0:
             return ()
         return tuple(
@@ -124,26 +126,26 @@ class RunFields(Settings):
 
     @property
     def packs_documents(self) -> bool:
-        """Whether rows are made up of several documents: conversations and prompts have a sequence each."""
+        """Whether rows hold several documents; conversations and prompts are one sequence each."""
         return self.data.packing and self.rollout is None and self.data.messages_key is None
 
     @property
     def teachers_work_ahead(self) -> bool:
-        """Whether teachers read the next batch while the student learns: on other devices than its own, or on none.
+        """Whether teachers read the next batch while the student learns: on other devices, or without computing.
 
-        In one process with the student they take turns. What the student samples is not there earlier: sampled ahead it
-        would be of weights older than `rollout.staleness` allows.
+        In one process with the student they take turns. On-policy they cannot: samples taken in advance would come from
+        older weights than `rollout.staleness` allows.
         """
         if self.rollout is not None:
             return False
-        others = [teacher for teacher in self.teachers if not teacher.is_student]
-        needs_no_turn = not any(teacher.is_computed for teacher in others)
-        is_aside = self.cluster.launcher == "ray" and needs_no_turn
-        return bool(others) and (self.cluster.placement == "separate" or is_aside)
+        teachers = [teacher for teacher in self.teachers if not teacher.is_student]
+        needs_no_device = not any(teacher.is_computed for teacher in teachers)
+        has_own_process = self.cluster.launcher == "ray" and needs_no_device
+        return bool(teachers) and (self.cluster.placement == "separate" or has_own_process)
 
     @property
     def batches_ahead(self) -> int:
-        """Number of batches that teachers are ahead of the student."""
+        """Number of batches that teachers read ahead of the student."""
         return self.cluster.prefetch if self.active_teachers and self.teachers_work_ahead else 0
 
     @property
@@ -152,21 +154,21 @@ class RunFields(Settings):
 
     @property
     def routing(self) -> Routed | None:
-        """Routing of texts to teachers by the data; None where there is none."""
+        """The data's assignment of texts to teachers; None if texts are not routed."""
         return self.aggregation if isinstance(self.aggregation, Routed) and self.active_teachers else None
 
     def new_tokens(self, name: str) -> int:
-        """Return the most tokens in one turn of an answer to a set of questions."""
+        """Return the maximum tokens in one turn of an answer to a set of questions."""
         assert self.evaluation is not None
         default = DEFAULT_NEW_TOKENS if self.rollout is None else self.rollout.max_new_tokens
         return self.evaluation.all_sets.get(name, self.evaluation).max_new_tokens or default
 
     def term(self, teacher: int) -> LossTerm:
-        """Return the distillation term of one teacher: its own, else the run's, as its tokenizer allows."""
+        """Return a teacher's distillation term: its own, otherwise the run's or the one for its tokenizer type."""
         entry = self.teachers[teacher]
         if entry.loss is not None:
             return entry.loss
-        # Where the tokenizer has yet to be found out, GRPO's loss is of no other.
+        # GRPO has one term for all tokenizers, so it also applies before the tokenizer's type is known.
         if entry.type == "same_tokenizer" or isinstance(self.loss, GRPOLoss):
             kind = next((kind for kind in _SAME_TOKENIZER_TERMS if isinstance(self.loss, kind)), SameVocabTerm)
             common = kind if isinstance(self.loss, kind) else DivergenceTerm

@@ -1,4 +1,4 @@
-"""Teachers: frozen models, each with its own tokenizer and weight, or the student with its own weights."""
+"""Teachers: frozen models with their own tokenizers and weights, or self-teachers with the student's weights."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal, Self
@@ -15,60 +15,61 @@ EqualHistory = Literal["none", "text", "bytes"]
 
 
 _OF_THE_STUDENT = ("model", "tokenizer", "parallelism", "attn_implementation", "fused_layers", "compile", "dtype")
-"""Settings that a self-teacher has from the student, whose processes it computes in."""
+"""Settings that a self-teacher takes from the student, as it runs in the student's processes."""
 _TEMPLATE = ("chat_template", "chat_template_kwargs")
 
 
 class TeacherBase(Model):
     model: str | None = None
-    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:teacher_same`; none where `weights`
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:teacher_same`; not set if `weights`
     are the student's.
     """
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
-    """Short and unique; it names the teacher in metrics."""
+    """Short unique name, used in metrics."""
     weight: float = Field(1.0, ge=0)
-    """Weight in the sum over teachers, or in their mean. Where each text has one teacher it has no effect."""
+    """Weight in the sum or mean over teachers; no effect if each text has one teacher."""
     weights: Literal["frozen", "student", "ema"] = "frozen"
-    """Origin of its weights. frozen: `model`. student: the student, whose weights they are at every step. ema: an
-    exponential moving average of the student's.
+    """Source of the weights. frozen: `model`. student: the student's current weights. ema: an exponential moving
+    average of the student's weights.
     """
     ema_decay: float = Field(0.99, ge=0, lt=1)
-    """Share of the average that stays after an update of the student, whose new weights are the rest. For weights=ema.
+    """Decay at each update of the student: the average becomes decay · average + (1 − decay) · student. For
+    weights=ema.
     """
     adapters: bool = True
-    """Compute with the student's adapters; false: with its base model alone. For weights=student and student.lora."""
+    """Use the student's adapters; false: only its base model. For weights=student and student.lora."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the weights and of the forward pass. auto: bfloat16 on GPU, float32 on CPU."""
     micro_batch_tokens: int | None = Field(None, ge=2)
-    """Tokens of this teacher in one forward pass of a rank; by default those of the student's microbatch, scaled by the
-    longest sequence of this teacher.
+    """Tokens of this teacher in one forward pass of a rank; by default the student's microbatch, scaled by this
+    teacher's longest sequence.
     """
     offload: Literal[True, False, "auto", "layers"] = "auto"
-    """Move the parameters to host memory while others use the device. auto: where the memory estimate says that the run
-    does not fit otherwise, the largest teacher first. layers: keep decoder layers there, of which the one that computes
-    and the next are on the device, for a teacher that does not fit even alone.
+    """Move the parameters to host memory while other models use the device. auto: if the memory estimate says that the
+    run does not fit otherwise, the largest teacher first. layers: keep decoder layers in host memory, with only the
+    current and the next layer on the device, for a teacher that does not fit even alone.
     """
     cache: str | None = None
-    """Folder with the teacher's stored output (nemo-opd cache build), read in place of a forward pass;
-    `model` is then the same folder. As a rule written with type: cached, which finds out the tokenizer.
+    """Folder with the teacher's stored output (nemo-opd cache build), read instead of a forward pass; `model` is then
+    the same folder. Usually written as type: cached, which detects the tokenizer.
     """
     on_missing: Literal["stop", "ask"] = "stop"
-    """A text that the cache does not have, or not as it was written. stop: the run ends and names it. ask: before the
-    first step the model that the cache was built from, under the name that it had then, is asked about every such text,
-    and the cache keeps its answers.
+    """Handling of texts that the cache does not contain, or contains differently. stop: end the run and name the text.
+    ask: before the first step, ask the model that the cache was built from, under its name at that time, about all such
+    texts, and add its answers to the cache.
     """
     served: Endpoint | None = None
-    """Servers that are asked in place of a forward pass; `model` is then the name under which they serve it. As a rule
-    written with type: served, which finds out the tokenizer.
+    """Servers that are queried instead of a forward pass; `model` is then the name under which they serve it. Usually
+    written as type: served, which detects the tokenizer.
     """
     context: Context | None = None
-    """Another prompt than the student's, such as one with a worked solution, that this teacher reads before the
-    response; null: it reads the student's.
+    """Another prompt, such as one with a worked solution, that this teacher reads before the response; by default the
+    student's.
     """
 
     @property
     def is_student(self) -> bool:
-        """Whether it computes in the student's processes, with weights that are the student's or follow them."""
+        """Whether the teacher runs in the student's processes, with the student's weights or their average."""
         return self.weights != "frozen"
 
     @property
@@ -78,17 +79,17 @@ class TeacherBase(Model):
 
     @property
     def is_computed(self) -> bool:
-        """Whether the run computes its output, which is otherwise read from a cache or asked of a server."""
+        """Whether the run computes this teacher's output, instead of reading a cache or querying a server."""
         return self.cache is None and self.served is None
 
     def with_model_of(self, student: Student) -> Self:
-        """Return a self-teacher with the settings that it has from the student; its own chat template goes before."""
-        of_student = {name: getattr(student, name) for name in _OF_THE_STUDENT}
+        """Return a self-teacher with the student's model settings; its own chat template takes precedence."""
+        inherited = {name: getattr(student, name) for name in _OF_THE_STUDENT}
         template = {name: getattr(self, name) or getattr(student, name) for name in _TEMPLATE}
-        return self.model_copy(update=of_student | template)
+        return self.model_copy(update=inherited | template)
 
     def with_parallelism(self, **changes: object) -> Self:
-        """Return the settings with other values of `parallelism`; a self-teacher has the student's and stays."""
+        """Return a copy with other values of `parallelism`; a self-teacher has the student's and is unchanged."""
         return self if self.is_student else super().with_parallelism(**changes)
 
     @model_validator(mode="after")
@@ -100,7 +101,7 @@ class TeacherBase(Model):
         }
         if self.offload == "layers" and (wrong := next((name for name, holds in reasons.items() if holds), None)):
             raise ValueError(
-                f"offload=layers: with {wrong}, layers cannot come and go one by one; leave {wrong.partition('=')[0]} "
+                f"offload=layers: with {wrong}, layers cannot be moved one by one; leave {wrong.partition('=')[0]} "
                 "out, or write offload: true"
             )
         return self
@@ -109,7 +110,7 @@ class TeacherBase(Model):
     def frozen_weights_are_of_a_model(self) -> Self:
         if self.is_student and self.model is not None and self.cache is None:
             raise ValueError(
-                f"model={self.model}: weights={self.weights} are the student's, so there is no other model; leave "
+                f"model={self.model}: weights={self.weights} uses the student's weights and no other model; leave "
                 "model out, or write weights: frozen"
             )
         if not self.is_student and self.model is None:
@@ -130,8 +131,8 @@ class TeacherBase(Model):
     def cached_answers_are_of_frozen_weights(self) -> Self:
         if self.cache is not None and self.is_student:
             raise ValueError(
-                f"weights={self.weights}: the answers in cache={self.cache} are those of a frozen teacher; leave it "
-                "out, or leave cache out for a teacher that is asked in the run"
+                f"weights={self.weights}: the answers in cache={self.cache} are a frozen teacher's; leave it out, or "
+                "leave cache out for a teacher that is computed in the run"
             )
         return self
 
@@ -139,15 +140,15 @@ class TeacherBase(Model):
     def cached_answers_follow_one_prompt(self) -> Self:
         if self.cache is not None and self.context is not None and self.context.gap_every is not None:
             raise ValueError(
-                f"context.gap_every={self.context.gap_every}: the answers in cache={self.cache} are those with the "
-                "context alone, and the gap needs those without; leave it out"
+                f"context.gap_every={self.context.gap_every}: cache={self.cache} has answers with the context, and the "
+                "gap also needs answers without it; leave it out"
             )
         return self
 
     @model_validator(mode="after")
     def caches_miss_texts(self) -> Self:
         if self.cache is None and self.on_missing != "stop":
-            raise ValueError(f"on_missing={self.on_missing} is about a cache; name one in cache, or leave it out")
+            raise ValueError(f"on_missing={self.on_missing} needs a cache; name one in cache, or leave it out")
         return self
 
 
@@ -156,7 +157,7 @@ class SameTokenizerTeacher(TeacherBase):
 
     type: Literal["same_tokenizer"]
     loss: SameTokenizerTerm | None = None
-    """This teacher's own term instead of the one `loss` gives it."""
+    """This teacher's own loss term instead of the one that `loss` gives it."""
 
 
 class OwnIdsTeacher(TeacherBase):
@@ -165,40 +166,40 @@ class OwnIdsTeacher(TeacherBase):
     projection: str = "auto"
     """A projection file, or auto: built once for the pair and cached."""
     top_k: int = Field(4, ge=1)
-    """projection=auto: entries kept in a row."""
+    """projection=auto: entries kept per row."""
     projection_lr: float | None = Field(None, gt=0)
-    """Peak learning rate of the projection's weights, learned with the student on the schedule of its learning rate;
-    null: they are fixed. For loss.type=p_kl or h_kl.
+    """Peak learning rate of the projection's weights, trained with the student on its learning-rate schedule, or null
+    to fix them. For loss.type=p_kl or h_kl.
     """
     roles: Frozen[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Role → the special tokens, of either side, that have it, where that is not found out:
-    `{end_of_turn: ["<|stop|>", "<|eot_id|>"]}`. Tokens of one role are compared with each other; the inspect tool shows
-    what is found out.
+    """Role → the special tokens, of either side, that have it, if it is not detected: `{end_of_turn: ["<|stop|>",
+    "<|eot_id|>"]}`. Tokens with the same role are compared with each other; the inspect tool shows the detected roles.
     """
     max_length: int | None = Field(None, ge=2)
     """Longest sequence in the teacher's tokens; by default the positions of its model. Packed documents are cut into
-    windows that every model can read. Other texts are read up to it, and the student learns nothing of the rest from
-    this teacher.
+    windows that every model can read. Other texts are read up to this length, and the student learns nothing from this
+    teacher beyond it.
     """
     equal_history: EqualHistory = "text"
-    """Text that the student and the teacher must both have read before a chunk that is compared. Their templates and
-    tokenizers may drop or rewrite contents: earlier turns' thinking, white space, accents. text: the same contents up
-    to white space and Unicode form; bytes: byte for byte; none: anything.
+    """Agreement that is required between the texts that student and teacher have read before a compared chunk; their
+    templates and tokenizers may drop or rewrite earlier turns' thinking, white space and accents. text: the same
+    contents up to white space and Unicode form; bytes: byte for byte; none: no agreement.
     """
     loss: LossTerm | None = None
-    """This teacher's own term instead of the one `loss` gives it."""
+    """This teacher's own loss term instead of the one that `loss` gives it."""
 
     @model_validator(mode="after")
     def top_k_needs_a_projection_to_build(self) -> Self:
         if self.projection != "auto" and self.top_k != type(self).model_fields["top_k"].default:
             raise ValueError(
-                f"top_k={self.top_k} has no effect with projection={self.projection}, which has its own; write "
+                f"top_k={self.top_k} has no effect with projection={self.projection}, which has its own top_k; write "
                 "projection=auto, or leave top_k out"
             )
         return self
 
     @property
     def roles_by_token(self) -> dict[str, tuple[str, ...]]:
+        """Roles of each token."""
         tokens = dict.fromkeys(token for tokens in self.roles.values() for token in tokens)
         return {token: tuple(role for role, having in self.roles.items() if token in having) for token in tokens}
 
@@ -217,42 +218,42 @@ _OF_A_MODEL = ("model", "tokenizer", "chat_template", "chat_template_kwargs", *_
 
 
 def first_changed(teacher: TeacherBase, names: Iterable[str]) -> str | None:
-    """Return the first of some settings that has another value than its default."""
+    """Return the first of these settings whose value is not its default; None if all are."""
     fields = type(teacher).model_fields
     changed = (name for name in names if getattr(teacher, name) != fields[name].get_default(call_default_factory=True))
     return next(changed, None)
 
 
 class CachedTeacher(OwnIdsTeacher):
-    """A teacher that was asked before: its answers are in a folder, and no model is loaded. With the student's
-    tokenizer it is then of type same_tokenizer, else of type cross_tokenizer, which config.yaml says.
+    """A teacher whose answers were stored in a folder; no model is loaded. It becomes of type same_tokenizer if it has
+    the student's tokenizer, otherwise of type cross_tokenizer, as config.yaml shows.
     """
 
     type: Literal["cached"]
     cache: str = Field(min_length=1)
     """Folder with the teacher's stored output (nemo-opd cache build)."""
     model: str = "none"
-    """Not given: no model is loaded."""
+    """Not set: no model is loaded."""
 
     @model_validator(mode="after")
     def cached_teachers_have_no_model(self) -> "CachedTeacher":
         if name := first_changed(self, _OF_A_MODEL):
             raise ValueError(
-                f"{name} is about a model that is loaded, and the answers in {self.cache} are what one has said; leave "
-                "it out, or write type: same_tokenizer or cross_tokenizer for a teacher that is asked now"
+                f"{name} is for a model that is loaded, and the answers in {self.cache} are stored already; leave it "
+                "out, or write type: same_tokenizer or cross_tokenizer for a teacher that the run loads"
             )
         return self
 
 
 class ServedTeacher(Endpoint, OwnIdsTeacher):
-    """A teacher that servers answer for: the log-probabilities of the likeliest tokens of each position come from them,
-    and no model is loaded. With the student's tokenizer it is then of type same_tokenizer, else of type
-    cross_tokenizer, which config.yaml says.
+    """A teacher on servers, which return the log-probabilities of each position's likeliest tokens; no model is loaded.
+    It becomes of type same_tokenizer if it has the student's tokenizer, otherwise of type cross_tokenizer, as
+    config.yaml shows.
     """
 
     type: Literal["served"]
     model: str
-    """Name under which the servers serve the model; where it is no folder or hub name, `tokenizer` is needed."""
+    """Name under which the servers serve the model; if it is not a folder or hub name, `tokenizer` is needed."""
 
     @property
     def is_computed(self) -> bool:

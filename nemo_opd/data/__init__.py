@@ -1,1 +1,1 @@
-"""Batches of token ids for the student and every teacher, from files of text."""
+"""Batches of token ids for the student and every teacher, read from text files."""

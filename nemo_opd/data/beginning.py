@@ -1,4 +1,4 @@
-"""The beginning of a long text, where a sample needs no more of it."""
+"""Tokenization of only the beginning of a long text, as far as a sample needs it."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ from nemo_opd.data.encoders import Encoder, Encoding
 from nemo_opd.data.seams import find_seam
 
 MARGIN = 1024
-"""Characters after a seam: what a pre-tokenizer may look at beyond a run of one kind, and a normaliser change."""
+"""Characters kept after a seam: pre-tokenizers may look this far beyond a run of one kind, and normalisers change text.
+"""
 CHARACTERS_A_TOKEN = 8
-"""Estimate for a first try."""
+"""Estimate for the first attempt."""
 EDGE = 64
-"""Characters by which tokenizers may misplace a token that trims spaces or composes marks, or that follows characters
-which a SentencePiece normaliser deletes at the beginning of a text.
+"""Characters by which tokenizers may misplace a token that trims spaces, composes marks, or follows characters deleted
+by a SentencePiece normaliser at the beginning of a text.
 
-A teacher is aligned so far after a student's cut and no further: where the bytes of the two differ, what follows would
-decide what is aligned before it.
+A teacher is aligned this far beyond the student's cut and no further. If the bytes of the two differ there, later text
+would decide how earlier text is aligned.
 """
 
 
 def encode_beginning(student: Encoder, teachers: Sequence[Encoder], text: str, length: int) -> list[Encoding]:
-    """Encode as much of a text as a sample of `length` tokens of the student needs: for the student, then each teacher.
+    """Tokenize a text as far as a sample of `length` student tokens needs it; return the student's, then each
+    teacher's.
 
-    The student's first `length` tokens are those of the whole text, and more follow where it has more. A teacher's are
-    then those of the whole text that start at most EDGE characters after the first token that the student does not
-    read; else all. This holds of a part because a seam follows these tokens, and MARGIN characters after it. What is
-    tokenized grows with `length` and with the distance to the next seam, not with the text. A text without seams, such
-    as one letter millions of times, is tokenized whole.
+    The student's first `length` tokens equal those of the full text, and more follow if the full text has more. A
+    teacher has all of its tokens that start at most EDGE characters after the first token the student does not read, or
+    all tokens if the student reads the full text. The tokens of a part equal the full text's because a seam follows
+    them, and MARGIN characters follow the seam. The cost grows with `length` and with the distance to the next seam,
+    not with the text. A text without seams, such as one letter repeated millions of times, is tokenized completely.
 
     Raises DataError for a text with a token that a model cannot read.
     """
     size = CHARACTERS_A_TOKEN * length + EDGE + MARGIN
-    while (found := _encodings(student, teachers, text[:size], length, is_whole=size >= len(text))) is None:
+    while (encodings := _encodings(student, teachers, text[:size], length, is_whole=size >= len(text))) is None:
         size *= 2
-    return found
+    return encodings
 
 
 def _encodings(
     student: Encoder, teachers: Sequence[Encoder], part: str, length: int, is_whole: bool
 ) -> list[Encoding] | None:
-    """Encode a text, or the first part of it: None where more of it might change tokens of the sample."""
+    """Tokenize a text or its first part. Return None if more text might change tokens of the sample."""
     latest = len(part) if is_whole else min(len(part) - MARGIN, last_run(part))
 
     def is_settled(side: Encoder, encoding: Encoding, starts: NDArray[np.int64], num_tokens: int) -> bool:
@@ -65,13 +67,12 @@ def _encodings(
 
 
 def last_run(part: str) -> int:
-    """Return where the last run of characters of one kind begins: letters, digits, white space or others.
+    """Return the start of the last run of characters of one kind: letters, digits, white space or others.
 
-    How long it is, more text decides, and so how a pre-tokenizer cuts all of it: digits are grouped from their end by
-    some.
+    More text may lengthen the run and so change how a pre-tokenizer splits all of it: some group digits from the end.
     """
-    of_last = kind(part[-1])
-    return next((i + 1 for i in reversed(range(len(part))) if kind(part[i]) != of_last), 0)
+    last_kind = kind(part[-1])
+    return next((i + 1 for i in reversed(range(len(part))) if kind(part[i]) != last_kind), 0)
 
 
 def kind(character: str) -> tuple[bool, bool, bool]:

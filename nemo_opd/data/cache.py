@@ -1,4 +1,4 @@
-"""Samples that were made before, on disk (methods.md §1.7): tokenization and alignment once, not once per epoch."""
+"""On-disk cache of samples (methods.md §1.7): tokenization and alignment run once, not once per epoch."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ from nemo_opd.paths import cache_dir
 logger = logging.getLogger(__name__)
 
 _VERSION = 8
-"""Raised when a sample is stored, or made from the same settings, in another way than before."""
+"""Increment when the stored format changes, or when the same settings yield other samples."""
 WAIT_S = 60.0
-"""Seconds for another process to finish writing."""
+"""Seconds to wait for another process to finish writing."""
 
-_Made = TypeVar("_Made")
-_Given = TypeVar("_Given", covariant=True)
+_Result = TypeVar("_Result")
+_Result_co = TypeVar("_Result_co", covariant=True)
 
 
-class _Maker(Protocol[_Given]):
+class _Maker(Protocol[_Result_co]):
     """A SampleMaker or a WindowMaker."""
 
     @property
     def identity(self) -> str: ...
 
-    def __call__(self, document: Document, /) -> _Given: ...
+    def __call__(self, document: Document, /) -> _Result_co: ...
 
 
-class _CachedMaker(ABC, Generic[_Made]):
-    """Document → what `make` makes of it, read from `samples/<settings>.sqlite` in the cache folder where it is there.
+class _CachedMaker(ABC, Generic[_Result]):
+    """A maker that reads a document's result from `samples/<settings>.sqlite` in the cache folder, or calls `make`.
 
-    A document is found by its content, so the file serves every dataset, order and run with these settings. Processes
-    share it: SQLite writes each sample whole or not at all, also when a process is killed. A file that is damaged is
-    begun again, one that is deleted while in use too, and a sample that is damaged is made again. What cannot be used
-    (a full disk, a read-only folder, one without locks, a lock that another process keeps) is left alone, with a
-    warning.
+    Documents are keyed by their content, so one file serves every dataset, order and run with these settings. Processes
+    share it: SQLite writes a sample completely or not at all, even if a process is killed. A file that is damaged, or
+    deleted while in use, is recreated; a damaged sample is rebuilt. If the file cannot be used (a full disk, a
+    read-only folder, no locks, a lock that another process keeps), nothing is cached and a warning is logged.
     """
 
-    def __init__(self, make: _Maker[_Made]) -> None:
+    def __init__(self, make: _Maker[_Result]) -> None:
         self._make = make
         self.identity = make.identity
         digest = hashlib.sha256(f"{_VERSION} {self.identity}".encode()).hexdigest()
@@ -62,105 +61,105 @@ class _CachedMaker(ABC, Generic[_Made]):
             logger.warning("samples are not cached: %s", error)
             self._is_usable = False
 
-    def __call__(self, document: Document) -> _Made:
-        """Return what is made of the document, from the file where it has it. Raises what making raises."""
+    def __call__(self, document: Document) -> _Result:
+        """Return the result for a document, from the file if it is there. Raises the errors of `make`."""
         key = _key_of(document)
         if (stored := self._read(key)) is not None:
             try:
-                return self._decoded(stored)
+                return self._decode(stored)
             except (zlib.error, SafetensorError, KeyError, ValueError) as error:
-                logger.warning("%s holds a damaged sample (%s), which is made again", self._path, error)
-        made = self._make(document)
-        self._write(key, self._encoded(made))
-        return made
+                logger.warning("%s holds a damaged sample (%s), which is rebuilt", self._path, error)
+        result = self._make(document)
+        self._write(key, self._encode(result))
+        return result
 
     @abstractmethod
-    def _encoded(self, made: _Made) -> bytes: ...
+    def _encode(self, result: _Result) -> bytes: ...
 
     @abstractmethod
-    def _decoded(self, value: bytes) -> _Made: ...
+    def _decode(self, value: bytes) -> _Result: ...
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the connection out, which belongs to one process."""
+        """Omit the connection, which belongs to one process."""
         return self.__dict__ | {"_store": None}
 
     def _read(self, key: bytes) -> bytes | None:
         try:
-            return self._opened().get(key) if self._is_usable else None
+            return self._open().get(key) if self._is_usable else None
         except sqlite3.OperationalError as error:
-            self._give_up(error)
+            self._stop_caching(error)
         except sqlite3.DatabaseError as error:
-            self._begin_again(error)
+            self._recreate(error)
         return None
 
     def _write(self, key: bytes, value: bytes) -> None:
         try:
             if self._is_usable:
-                self._opened().put(key, value)
+                self._open().put(key, value)
         except sqlite3.DatabaseError as error:
-            self._give_up(error)
+            self._stop_caching(error)
 
-    def _opened(self) -> Store:
+    def _open(self) -> Store:
         if self._store is not None and not self._store.is_in_place():
-            # SQLite goes on with a file that no other process will find, and may not notice.
-            logger.warning("%s was deleted while in use and is begun again", self._path)
+            # SQLite may not notice, and would go on with a file that no other process can find.
+            logger.warning("%s was deleted while in use and is recreated", self._path)
             self._store = None
         if self._store is None:
             self._store = Store(self._path)
         return self._store
 
-    def _give_up(self, error: sqlite3.DatabaseError | OSError) -> None:
+    def _stop_caching(self, error: sqlite3.DatabaseError | OSError) -> None:
         logger.warning("samples are not cached in %s (%s); set data.cache=false or $NEMO_OPD_CACHE", self._path, error)
         self._is_usable = False
 
-    def _begin_again(self, error: sqlite3.DatabaseError) -> None:
-        logger.warning("%s is damaged (%s) and begun again", self._path, error)
+    def _recreate(self, error: sqlite3.DatabaseError) -> None:
+        logger.warning("%s is damaged (%s) and is recreated", self._path, error)
         self._store = None
         try:
             for suffix in ("", "-wal", "-shm"):
                 self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-        except OSError as refused:
-            self._give_up(refused)
+        except OSError as unlink_error:
+            self._stop_caching(unlink_error)
 
 
 class CachedSampleMaker(_CachedMaker[Sample]):
-    """Document → Sample."""
+    """A cached SampleMaker."""
 
-    def _encoded(self, made: Sample) -> bytes:
-        return encoded((made,))
+    def _encode(self, result: Sample) -> bytes:
+        return encoded((result,))
 
-    def _decoded(self, value: bytes) -> Sample:
+    def _decode(self, value: bytes) -> Sample:
         (sample,) = decoded(value)
         return sample
 
 
 class CachedWindowMaker(_CachedMaker[tuple[Sample, ...]]):
-    """Document → its windows."""
+    """A cached WindowMaker."""
 
-    def _encoded(self, made: tuple[Sample, ...]) -> bytes:
-        return encoded(made)
+    def _encode(self, result: tuple[Sample, ...]) -> bytes:
+        return encoded(result)
 
-    def _decoded(self, value: bytes) -> tuple[Sample, ...]:
+    def _decode(self, value: bytes) -> tuple[Sample, ...]:
         return decoded(value)
 
 
 class Store:
-    """Key → value in an SQLite file. Raises sqlite3.DatabaseError."""
+    """A key-value store in an SQLite file. Raises sqlite3.DatabaseError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._connection = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None)
-        # Readers do not wait for a writer; a crash of the machine, not of a process, may cost the newest samples.
+        # Readers do not wait for a writer. Only a crash of the machine, not of a process, can lose the newest samples.
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.execute("PRAGMA synchronous=NORMAL")
         self._connection.execute("CREATE TABLE IF NOT EXISTS samples (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
         try:
             self._inode = path.stat().st_ino
-        except FileNotFoundError as error:  # another process found it damaged, and begins again
+        except FileNotFoundError as error:  # another process found it damaged and is recreating it
             raise sqlite3.OperationalError(f"{path} has just been removed") from error
 
     def is_in_place(self) -> bool:
-        """Return whether the path still leads to this file."""
+        """Return whether the path still leads to the open file."""
         try:
             return self._path.stat().st_ino == self._inode
         except OSError:

@@ -1,4 +1,4 @@
-"""Folders for what is made of data, where they cannot be written to or another process writes."""
+"""Cache folders that cannot be written to, or that another process has locked."""
 
 import errno
 import fcntl
@@ -11,10 +11,10 @@ from pathlib import Path
 from nemo_opd.disk import FULL, error_number, refusal
 from nemo_opd.errors import OPDError, StorageError
 
-_OF_WRITING = FULL | {errno.EROFS, errno.EFBIG}
-"""Raised by no reader: libraries read the user's files in the same call."""
+_WRITE_ERRORS = FULL | {errno.EROFS, errno.EFBIG}
+"""errno values that only writing raises: libraries read the user's files in the same call."""
 WAIT_S = 2 * 3600.0
-"""Seconds for another process, in which it converts 1.4 TB at 0.2 GB/s."""
+"""Seconds to wait for another process: long enough to convert 1.4 TB at 0.2 GB/s."""
 _POLL_S = 0.5
 
 _log = logging.getLogger(__name__)
@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def writing(folder: Path, variable: str) -> Iterator[None]:
-    """Raise StorageError, in one line, where nothing can be written below `folder`.
+    """Raise a one-line StorageError if writing below `folder` fails inside; pass other errors on.
 
-    variable: of the environment, names the folder. Other errors pass.
+    variable: environment variable that names the folder.
     """
     try:
         yield
@@ -32,12 +32,12 @@ def writing(folder: Path, variable: str) -> Iterator[None]:
         raise
     except Exception as error:
         number = error_number(error)
-        if number is None or not (number in _OF_WRITING or _is_of(error, folder)):
+        if number is None or not (number in _WRITE_ERRORS or _names_file_below(error, folder)):
             raise
         raise StorageError(refusal(folder, number, instead=elsewhere(variable))) from error
 
 
-def _is_of(error: Exception, folder: Path) -> bool:
+def _names_file_below(error: Exception, folder: Path) -> bool:
     name = getattr(error, "filename", None)
     return isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
 
@@ -47,13 +47,13 @@ def elsewhere(variable: str) -> str:
 
 
 def await_turn(lock: Path, variable: str) -> None:
-    """Wait while another process has locked the file, which libraries do silently and without end.
+    """Wait while another process holds the file's lock; libraries wait silently and without end.
 
-    variable: of the environment, names the folder. Raises StorageError after WAIT_S.
+    variable: environment variable that names the folder. Raises StorageError after WAIT_S.
     """
     deadline = time.monotonic() + WAIT_S
     if _is_held(lock):
-        _log.warning("waiting for another process that works on the same data; it holds %s", lock)
+        _log.warning("waiting for another process that converts the same data; it holds %s", lock)
     while _is_held(lock):
         if time.monotonic() > deadline:
             raise StorageError(
@@ -64,7 +64,7 @@ def await_turn(lock: Path, variable: str) -> None:
 
 
 def _is_held(lock: Path) -> bool:
-    """Return whether another process has locked the file; False where there are no locks."""
+    """Return whether another process has locked the file; False if the file system has no locks."""
     try:
         with lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Conversations to samples: each side in its own chat template, and only the assistant's messages are learned."""
+"""Conversations to samples: each side uses its own chat template, and only assistant messages are learned."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from nemo_opd.types import Alignment
 
 @dataclass(frozen=True)
 class CrossTokenizerChat:
-    """A teacher that reads its own ids."""
+    """A teacher with its own tokenizer."""
 
     encoder: ChatEncoder
     aligner: TokenAligner
@@ -47,7 +47,7 @@ _ChatReader = SameTokenizer | CrossTokenizerChat
 
 @dataclass(frozen=True)
 class ChatSampleMaker:
-    """Conversation → Sample."""
+    """A maker of samples from conversations."""
 
     student: ChatEncoder
     teachers: tuple[_ChatReader | InContext[_ChatReader], ...]
@@ -57,82 +57,86 @@ class ChatSampleMaker:
         return identity_of("chat", self.student, self.teachers)
 
     def __call__(self, conversation: Document) -> Sample:
-        """Cut the conversation to each side's length; a teacher keeps nothing after the last chunk of a cut student.
+        """Cut the conversation to each side's length. If the student is cut, a teacher keeps nothing after its last
+        chunk.
 
-        Raises AlignmentError where a template refuses it, DataError for a token that a model cannot read.
+        Raises AlignmentError if a template rejects the conversation, DataError for a token that a model cannot read.
         """
         assert isinstance(conversation, Conversation)
         rendered, length = self.student.rendered(conversation), self.student.max_length
         located = locate_beginning(self.student, rendered, length)
-        whole = self.student.read(rendered, located)
-        kept = whole.cut(length)
-        student = self.student.tokens(kept)
-        reached = int(located.ends[length - 1]) if len(kept.ids) < len(whole.ids) else None
-        read = StudentChat(conversation, rendered, located, kept, student, reached)
+        full = self.student.read(rendered, located)
+        chat = full.cut(length)
+        student = self.student.tokens(chat)
+        cut_at = int(located.ends[length - 1]) if len(chat.ids) < len(full.ids) else None
+        read = StudentChat(conversation, rendered, located, chat, student, cut_at)
         return Sample(student, tuple(_teacher_sample(read, teacher) for teacher in self.teachers))
 
 
 @dataclass(frozen=True, slots=True)
 class StudentChat:
-    """A conversation as the student reads it."""
+    """The student's view of a conversation."""
 
     conversation: Conversation
     rendered: RenderedChat
     located: LocatedTokens
-    """Tokens of the rendered text, all or the first."""
-    kept: ChatTokens
-    """Tokens that the student reads."""
+    """Tokens of the rendered text, all or only the first."""
+    chat: ChatTokens
+    """Tokens that the student reads, with their roles."""
     tokens: Tokens
-    reached: int | None
-    """The place of the text at which it is cut; None for no cut."""
+    cut_at: int | None
+    """Character of the rendered text at which the student is cut; None if it reads all of it."""
 
 
 def _teacher_sample(student: StudentChat, teacher: _ChatReader | InContext[_ChatReader]) -> TeacherSample:
     """Make a teacher's sample. Raises as `ChatSampleMaker` does."""
     if isinstance(teacher, InContext):
-        return _in_context(student, teacher)
+        return _context_sample(student, teacher)
     if isinstance(teacher, SameTokenizer):
         return teacher.sample(student.tokens)
     theirs = teacher.encoder.rendered(student.conversation)
-    whole = teacher.encoder.read(theirs, _as_far(student, teacher, student.rendered, theirs))
-    return _aligned(student, teacher, whole, align_chat(teacher.aligner, student.kept, whole))
+    full = teacher.encoder.read(theirs, _locate_as_far(student, teacher, student.rendered, theirs))
+    return _aligned_sample(student, teacher, full, align_chat(teacher.aligner, student.chat, full))
 
 
-def _as_far(
+def _locate_as_far(
     student: StudentChat, teacher: CrossTokenizerChat, ours: RenderedChat, theirs: RenderedChat
 ) -> LocatedTokens:
-    """Tokenize the teacher's text as far as the student reads its own. ours, theirs: the messages that both have."""
-    place = len(theirs.text) if student.reached is None else ours.counterpart(student.reached, theirs)
+    """Tokenize the teacher's text as far as the student reads its own.
+
+    ours, theirs: renderings of the same messages by the student and the teacher.
+    """
+    place = len(theirs.text) if student.cut_at is None else ours.counterpart(student.cut_at, theirs)
     return locate_up_to(teacher.encoder, theirs, place)
 
 
-def _aligned(
-    student: StudentChat, teacher: CrossTokenizerChat, whole: ChatTokens, alignment: Alignment
+def _aligned_sample(
+    student: StudentChat, teacher: CrossTokenizerChat, full: ChatTokens, alignment: Alignment
 ) -> TeacherSample:
-    last = len(whole.ids) if student.reached is None else exact_length(alignment)
-    tokens = teacher.encoder.tokens(whole.cut(min(last, teacher.encoder.max_length)))
+    last = len(full.ids) if student.cut_at is None else exact_length(alignment)
+    tokens = teacher.encoder.tokens(full.cut(min(last, teacher.encoder.max_length)))
     return TeacherSample(tokens, usable_chunks(alignment, student.tokens, tokens, teacher.equal_history))
 
 
-def _in_context(student: StudentChat, teacher: InContext[_ChatReader]) -> TeacherSample:
-    """Make the sample of a teacher with a context, compared from the first turn after it on."""
+def _context_sample(student: StudentChat, teacher: InContext[_ChatReader]) -> TeacherSample:
+    """Make the sample of a teacher with a context; it is compared from the first turn after the context on."""
     conversation, reader = student.conversation, teacher.reader
     messages = plain_messages(conversation.messages)
     first = teacher.context.response_start(messages)
     if first is None or first not in student.rendered.turns:
         return teacher.unanswered(_teacher_sample(student, reader))
-    said = "".join(content_text(message) for message in messages[first:] if message["role"] == "assistant")
+    response = "".join(content_text(message) for message in messages[first:] if message["role"] == "assistant")
 
     def sample_in(content: Content) -> TeacherSample:
         assert not isinstance(content, str)
         if isinstance(reader, SameTokenizer):
-            return _verbatim(student, reader, teacher, content, first)
-        return _after(student, reader, teacher, content, first)
+            return _same_tokenizer_sample(student, reader, teacher, content, first)
+        return _cross_tokenizer_sample(student, reader, teacher, content, first)
 
-    return teacher.sample(messages[:first], conversation.fields, said, sample_in)
+    return teacher.sample(messages[:first], conversation.fields, response, sample_in)
 
 
-def _verbatim(
+def _same_tokenizer_sample(
     student: StudentChat,
     reader: SameTokenizer,
     teacher: InContext[_ChatReader],
@@ -141,32 +145,32 @@ def _verbatim(
 ) -> TeacherSample:
     """Make the sample of the student's tokens from message `first` on, after another prompt.
 
-    A token across the edge is the prompt's: the teacher reads its text there.
+    A token across the edge belongs to the prompt: the teacher reads its text there.
     """
-    written, located = student.rendered.turns[first].start, student.located
-    start = int(np.searchsorted(located.starts, written, "left"))
-    before = student.rendered.text[written : located.starts[start]] if start < len(located.starts) else ""
-    ids = teacher.prompt_ids(prompt, student.conversation.tools, before)
+    edge, located = student.rendered.turns[first].start, student.located
+    start = int(np.searchsorted(located.starts, edge, "left"))
+    overhang = student.rendered.text[edge : located.starts[start]] if start < len(located.starts) else ""
+    ids = teacher.prompt_ids(prompt, student.conversation.tools, overhang)
     return verbatim(reader, ids, student.tokens, start, teacher.max_length)
 
 
-def _after(
+def _cross_tokenizer_sample(
     student: StudentChat,
     reader: CrossTokenizerChat,
     teacher: InContext[_ChatReader],
     prompt: Sequence[Message],
     first: int,
 ) -> TeacherSample:
-    """Make the sample of the messages from `first` on, after another prompt, in the teacher's own tokens."""
+    """Make the sample of the messages from `first` on, in the teacher's tokens and after another prompt."""
     conversation = student.conversation
     messages = [*prompt, *conversation.messages[first:]]
     theirs = reader.encoder.rendered(Conversation(messages, conversation.tools))
     if len(prompt) not in theirs.turns:
         raise DataError(f"{teacher.context.key}: the teacher's chat template leaves out the assistant's message")
-    located = _as_far(student, reader, student.rendered.after(first), theirs.after(len(prompt)))
+    located = _locate_as_far(student, reader, student.rendered.after(first), theirs.after(len(prompt)))
     starts = student.located.at(student.rendered.turns[first].start), located.at(theirs.turns[len(prompt)].start)
     teacher.require_room(starts[1])
-    whole = reader.encoder.read(theirs, located)
-    whole = replace(whole, assistant_mask=whole.assistant_mask & (np.arange(len(whole.ids)) >= starts[1]))
-    alignment = align_after(reader.aligner, student.kept, whole, starts, (first, len(prompt)))
-    return _aligned(student, reader, whole, alignment)
+    full = reader.encoder.read(theirs, located)
+    full = replace(full, assistant_mask=full.assistant_mask & (np.arange(len(full.ids)) >= starts[1]))
+    alignment = align_after(reader.aligner, student.chat, full, starts, (first, len(prompt)))
+    return _aligned_sample(student, reader, full, alignment)

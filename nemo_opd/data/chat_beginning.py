@@ -1,4 +1,4 @@
-"""The beginning of a long conversation, where a sample needs no more of it."""
+"""Tokenization of only the beginning of a long conversation, as far as a sample needs it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from nemo_opd.data.seams import find_seam
 
 
 def locate_beginning(side: ChatEncoder, rendered: RenderedChat, length: int) -> LocatedTokens:
-    """Tokenize as much of a conversation as tells its first `length` tokens and whether more follow.
+    """Tokenize a conversation far enough to know its first `length` tokens and whether more follow.
 
-    As encode_beginning, this reads on to a seam.
+    Like `encode_beginning`, it reads on to a seam.
     """
-
-    return _to_a_seam(side, rendered.text, CHARACTERS_A_TOKEN * length, lambda part: min(len(part.ids), length + 1))
+    return _locate_to_seam(
+        side, rendered.text, CHARACTERS_A_TOKEN * length, lambda part: min(len(part.ids), length + 1)
+    )
 
 
 def locate_up_to(side: ChatEncoder, rendered: RenderedChat, place: int) -> LocatedTokens:
-    """Tokenize the characters before a place of the rendered text, and those by which tokens may miss it (EDGE)."""
+    """Tokenize the rendered conversation up to character `place`, plus EDGE characters."""
     stop = min(place + EDGE, len(rendered.text))
 
     def num_tokens(part: LocatedTokens) -> int:
         return int(np.searchsorted(part.starts, stop, "right"))
 
-    located = _to_a_seam(side, rendered.text, stop + MARGIN, num_tokens)
+    located = _locate_to_seam(side, rendered.text, stop + MARGIN, num_tokens)
     return located.cut(num_tokens(located))
 
 
-def _to_a_seam(
+def _locate_to_seam(
     side: ChatEncoder, text: str, num_characters: int, first_end: Callable[[LocatedTokens], int]
 ) -> LocatedTokens:
-    """Return the tokens before the first seam at or after `first_end` of what has been read; else all.
+    """Return the tokens before the first seam at or after token `first_end(part)`; without a seam, all tokens.
 
-    num_characters: of a first try, without the margin.
+    num_characters: to try first, without the margin.
     """
     size = num_characters + MARGIN
     while size < len(text):

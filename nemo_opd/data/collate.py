@@ -1,4 +1,4 @@
-"""Samples to batches, and batches to the shards of data-parallel ranks."""
+"""Collation of samples into batches, and the split of a batch into shards of data-parallel ranks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,9 +18,9 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Make a batch of samples, right-padded to the longest of each side; routed ones for their teacher alone.
+    """Collate samples into a batch, right-padded to the longest of each side. Routed samples are for one teacher alone.
 
-    It has the bytes that all models of a sample predict, and the chunks that are compared.
+    Bytes count only if all models of a sample predict them; only chunks that are compared have ids.
     """
     samples = [compared(sample) for sample in samples]
     students = [sample.student for sample in samples]
@@ -31,7 +31,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
 
 def only_chosen(batch: Batch, choice: Tensor) -> Batch:
-    """Empty the rows where a teacher is not the one of choice, int64 [B], for the sequence.
+    """Empty each teacher's rows for sequences whose `choice`, int64 [B], is another teacher.
 
     An empty row has length 0, no scored token and no chunk, so a (micro)batch of such rows is one position wide.
     """
@@ -39,17 +39,17 @@ def only_chosen(batch: Batch, choice: Tensor) -> Batch:
 
 
 def numbered(counts: Sequence[int]) -> Tensor:
-    """Return the number of the row of each sequence: int64 [Σ counts]. counts: sequences of each row."""
+    """Return the row index of each sequence: int64 [Σ counts]. counts: number of sequences in each row."""
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
 def placed(batch: Batch, places: Tensor) -> Batch:
-    """Return the sequences of the batch at these places, int64 [number]; −1: an empty one."""
+    """Gather sequences of a batch by index, int64 [number]; −1 gives an empty sequence."""
     return batch.map(lambda tensor, fill: torch.cat([tensor, torch.full_like(tensor[:1], fill)])[places])
 
 
 def shards(batch: Batch, num_ranks: int) -> list[Batch]:
-    """Cut the batch into contiguous parts, one for each rank; their sizes differ by one row at most.
+    """Split the batch into contiguous shards, one per rank, whose sizes differ by one row at most.
 
     Each is cut to its own longest sequences and owns its memory: a pickled view would carry the whole batch.
     """
@@ -83,7 +83,7 @@ def _moved_rows(rows: Sequence[TeacherSample], students: Sequence[Tokens]) -> Mo
     if not moved:
         return None
     sides = zip(rows, students, strict=True)
-    masks = [own.loss_mask & row.at_student(row.tokens.loss_mask, len(own)) for row, own in sides]
+    masks = [student.loss_mask & row.at_student(row.tokens.loss_mask, len(student)) for row, student in sides]
     return MovedRows(torch.tensor(moved, dtype=torch.int64), _padded(masks, False))
 
 

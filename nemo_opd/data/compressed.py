@@ -24,11 +24,11 @@ BLOCK = 1 << 20
 UNSUSPICIOUS = 1 << 30
 """Bytes that any file may unpack to."""
 _MAX_EXPANSION = 200
-"""Times its size that a file may unpack to beyond that. Logs reach 50, a bomb 1,000 and more."""
+"""Limit of a larger file's unpacked size, as a multiple of its size. Logs reach 50, a bomb 1,000 and more."""
 _PART = ".part"
 _ABANDONED_S = 3600.0
 SPARE = 1 << 30
-"""Bytes of the disk that are left free."""
+"""Bytes of the disk to leave free."""
 
 
 def _zstd(path: Path) -> IO[bytes]:
@@ -42,14 +42,14 @@ _OPENERS: dict[bytes, _Opener] = {
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\x00": lzma.LZMAFile,
 }
-"""Openers by the first bytes of a file, whatever its name."""
+"""Openers keyed by a file's first bytes; its name does not matter."""
 
 
 def uncompressed(path: Path, source: str) -> Path:
-    """Return the file itself, or its unpacked copy where it is compressed with gzip, zstd, bzip2 or xz.
+    """Return the file itself, or its unpacked copy if it is compressed with gzip, zstd, bzip2 or xz.
 
-    source: what messages call it. Raises DataError for a file that unpacks to more than is reasonable or than the disk
-    holds, StorageError where the copy cannot be written, and what unpacking raises for one that is damaged.
+    source: the file's name in messages. Raises DataError if the file unpacks to an unreasonable size or to more than
+    the disk holds, StorageError if the copy cannot be written, and the unpacker's error if the file is damaged.
     """
     opener = _opener(path)
     if opener is None:
@@ -68,7 +68,7 @@ def uncompressed(path: Path, source: str) -> Path:
                 unpacked.flush()
                 os.fsync(unpacked.fileno())
                 os.chmod(unpacked.name, umask_mode())
-                # What is derived from it is found by its time, which must not depend on when it was unpacked.
+                # Caches of derived data are keyed by this time, so it must not depend on when the copy was made.
                 os.utime(unpacked.name, ns=(status.st_mtime_ns, status.st_mtime_ns))
                 Path(unpacked.name).rename(target)
             finally:
@@ -77,7 +77,7 @@ def uncompressed(path: Path, source: str) -> Path:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what runs that were killed have begun; what is being unpacked grows all the time."""
+    """Remove unfinished copies of killed runs. A copy that is still being unpacked changes all the time."""
     for part in folder.glob(f"*{_PART}"):
         with suppress(OSError):
             if time.time() - part.stat().st_mtime > _ABANDONED_S:
@@ -98,8 +98,8 @@ def _copy(packed: IO[bytes], unpacked: IO[bytes], limit: int, source: str) -> No
         size += len(block)
         if size > limit:
             raise DataError(
-                f"{source} unpacks to more than {limit / 1e9:.1f} GB, {_MAX_EXPANSION} times its size, as no text does"
-                "; unpack it yourself if it is no bomb"
+                f"{source} unpacks to more than {limit / 1e9:.1f} GB, {_MAX_EXPANSION} times its size, as no text "
+                "does; unpack it yourself if you trust it"
             )
         if size > free:
             raise DataError(

@@ -1,4 +1,4 @@
-"""The continuation of a text, in any tokenizer."""
+"""Tokenization of a text and its continuation."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class Continued:
     ids: Ids
     """[S]"""
     start: int
-    """First position of the continuation."""
+    """Position of the continuation's first token."""
     is_ended: bool
     """Whether the last token ends the turn."""
     before: str = ""
-    """Beginning of the continuation that stands in a token of the prompt, before `start`."""
+    """Beginning of the continuation that shares the prompt's last token, before `start`."""
 
 
 class TextContinuation:
-    """Tokenization of a prompt and its continuation as one text. Can be pickled for other processes."""
+    """A tokenizer of a prompt and its continuation as one text. Picklable."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._lead = _special_tokens_in_front(tokenizer)
+        self._lead = _leading_special_tokens(tokenizer)
 
     def __call__(self, prompt: str, response: str, *, is_ended: bool) -> Continued:
-        """Return all tokens, with the tokenizer's end-of-sequence token, where it has one, if `is_ended`.
+        """Return all tokens and, if `is_ended`, the tokenizer's end-of-sequence token, if it has one.
 
-        A text that spells the tokens at its beginning or end does not get them a second time.
+        Special tokens that the text itself spells at its beginning or end are not added a second time.
 
-        The continuation starts with the first token without characters of the prompt.
+        The continuation starts with the first token that holds no character of the prompt.
         """
         text = prompt + response
         tokens = locate_tokens(self._tokenizer, text)
@@ -58,12 +58,12 @@ class TextContinuation:
         return Continued(ids, len(lead) + start, eos is not None, text[len(prompt) : stop])
 
 
-def _special_tokens_in_front(tokenizer: PreTrainedTokenizerBase) -> Ids:
+def _leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> Ids:
     """Return the tokens that the tokenizer puts before a text by default."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    count = next(i for i in range(len(whole) + 1) if whole[i : i + len(bare)] == bare)
-    return np.array(whole[:count], np.int32)
+    tokens = tokenizer("a")["input_ids"]
+    count = next(i for i in range(len(tokens) + 1) if tokens[i : i + len(bare)] == bare)
+    return np.array(tokens[:count], np.int32)
 
 
 def text_of(prompt: Prompt) -> str:

@@ -1,4 +1,4 @@
-"""Whether rows are conversations that a chat template can be given."""
+"""Checks that rows are conversations a chat template can render."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,17 +14,17 @@ _ROWS_AT_A_TIME = 1000
 
 
 def require_conversations(documents: datasets.Dataset, source: str, origin: Origin) -> None:
-    """Read all rows, about 50,000 a second. Raises DataError with the place of the first that is malformed."""
+    """Check all rows, about 50,000 a second. Raises DataError with the place of the first malformed row."""
     for start in range(0, len(documents), _ROWS_AT_A_TIME):
         rows = read_rows(documents, list(range(start, min(start + _ROWS_AT_A_TIME, len(documents)))))
         tools = rows.get(TOOLS, [None] * len(rows[MESSAGES]))
         for i, row in enumerate(zip(rows[MESSAGES], tools, strict=True), start=start):
             if reason := conversation_problem(*row):
-                raise DataError(f"{source}: {origin(i)} is no conversation: {reason}")
+                raise DataError(f"{source}: {origin(i)} is not a conversation: {reason}")
 
 
 def conversation_problem(messages: Any, tools: Any = None) -> str | None:
-    """Return why the values of the columns are no conversation; None where they are one."""
+    """Return why the columns' values are not a conversation, or None if they are."""
     try:
         learned_messages(plain_messages(parsed(messages)))
         offered = parsed(tools)
@@ -32,4 +32,4 @@ def conversation_problem(messages: Any, tools: Any = None) -> str | None:
         return str(error)
     if offered is None or (isinstance(offered, list) and all(isinstance(tool, Mapping) for tool in offered)):
         return None
-    return f"its tools are no list of objects but {repr(offered)[:60]}; correct the column that data.tools_key names"
+    return f"its tools are not a list of objects but {repr(offered)[:60]}; correct the column that data.tools_key names"

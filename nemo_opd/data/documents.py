@@ -1,4 +1,4 @@
-"""Documents of a loader: texts or conversations, by index."""
+"""Documents of a dataset: texts or conversations, read by index."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,15 @@ TEACHER = "teacher"
 ANSWER = "answer"
 RESPONSE = "response"
 DOMAIN = "domain"
-"""The columns of a dataset as `sources.load_documents` returns it, whatever the user's names are; answers and
-responses are of prompts alone, domains of validation texts.
+"""Our column names in a dataset from `sources.load_documents`, whatever the user's names are. Only prompts have answers
+and responses; only validation texts have domains.
 """
 FIELD = "field."
-"""Begins the name of a column that teachers' contexts alone read."""
+"""Prefix of columns that only teachers' contexts read."""
 ROW = "row."
-"""Begins the name of a column that rewards alone read."""
+"""Prefix of columns that only rewards read."""
 OTHER = "other."
-"""Begins the name of a column with another record's value of what contexts read."""
+"""Prefix of columns with another record's values of the fields that contexts read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Conversation:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the row that teachers' contexts are made of, by our names of their columns."""
+    """Values of the row that teachers' contexts read, keyed by our column names."""
 
 
 _Content = str | Conversation
@@ -40,7 +40,7 @@ _Content = str | Conversation
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A document that is for one teacher alone."""
+    """A document for one teacher alone."""
 
     content: _Content
     teacher: str
@@ -50,7 +50,7 @@ Document = _Content | Routed
 
 
 class Columns(Protocol):
-    """A Hugging Face dataset of the columns above, or anything that is read alike."""
+    """A Hugging Face dataset with the columns above, or anything with the same interface."""
 
     def __len__(self) -> int: ...
 
@@ -70,15 +70,15 @@ def _read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[_Cont
     if TEXT in rows:
         return rows[TEXT]
     tools = rows.get(TOOLS, [None] * number)
-    read = zip(rows[MESSAGES], tools, fields_of(rows, number), strict=True)
-    return [Conversation(parsed(messages), parsed(offered), fields) for messages, offered, fields in read]
+    conversations = zip(rows[MESSAGES], tools, fields_of(rows, number), strict=True)
+    return [Conversation(parsed(messages), parsed(offered), fields) for messages, offered, fields in conversations]
 
 
 def read_rows(columns: Columns, indices: list[int]) -> dict[str, list[Any]]:
-    """Read columns of these rows, with the values that the user wrote, as far as Arrow holds them.
+    """Read columns of these rows, with the values that the user wrote as far as Arrow keeps them.
 
-    Arrow gives every object all keys that any row has: those that are null are left out of messages, tools and
-    contexts. Objects that Arrow keeps as JSON have the user's own nulls.
+    Arrow gives every object all keys that any row has; null values are dropped from messages, tools and contexts.
+    Objects that Arrow stores as JSON keep the user's own nulls.
     """
     if isinstance(columns, _Dataset) and _has_objects(columns.data.schema):
         table = columns.with_format("arrow")[indices]
@@ -109,7 +109,7 @@ def _is_document(column: str) -> bool:
 
 
 def _arrow_value(value: Any, dtype: pa.DataType, has_added_nulls: bool) -> Any:
-    """Return a value of an Arrow column as the user wrote it. value: as `to_pylist` returns it."""
+    """Convert a value returned by `to_pylist` to the value that the user wrote."""
     if value is None:
         return None
     if isinstance(dtype, pa.JsonType):
@@ -129,7 +129,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def parsed(value: Any) -> Any:
-    """Parse a column's value, which may be JSON text. Raises DataError where it is malformed."""
+    """Parse a column's value if it is JSON text. Raises DataError if it is malformed."""
     return _from_json(value) if isinstance(value, str) else value
 
 
@@ -141,9 +141,9 @@ def _from_json(text: str) -> Any:
     except json.JSONDecodeError as error:
         reason = error.msg
     except RecursionError:
-        reason = "too many lists and objects in each other"
+        reason = "too many nested lists and objects"
     except UnicodeEncodeError:
-        reason = "half of a surrogate pair (\\ud800 to \\udfff), which is no character,"
+        reason = "half of a surrogate pair (\\ud800 to \\udfff), which is not a character,"
     else:
         return value
     raise DataError(
@@ -158,6 +158,6 @@ def is_field(column: str) -> bool:
 
 
 def fields_of(rows: Mapping[str, list[Any]], number: int) -> list[dict[str, Any]]:
-    """Return what contexts read of each of `number` rows, by column."""
+    """Return the columns that contexts read, as one mapping for each of `number` rows."""
     names = [name for name in rows if is_field(name)]
     return [{name: rows[name][i] for name in names} for i in range(number)]

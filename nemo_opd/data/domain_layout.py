@@ -1,4 +1,4 @@
-"""The column of domains."""
+"""Layout with a column of domains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DomainLayout:
-    """Documents of another layout, with the column of their domains."""
+    """Another layout's documents, plus a column with their domains."""
 
     documents: Layout
     key: str

@@ -1,4 +1,4 @@
-"""Domains of validation texts: the values of a column."""
+"""Domains of validation texts: values of a column."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class Domains:
     """Domains of documents, the most frequent first."""
 
     names: tuple[str, ...]
-    """`_MOST_DOMAINS` at most, and `others` where there are more."""
+    """The `_MOST_DOMAINS` most frequent at most, then `others` if there are more."""
     numbers: Tensor
-    """int64: domain of each document."""
+    """int64: index in `names` for each document."""
 
     @staticmethod
     def of(values: Sequence[object]) -> Domains:
-        """Name the domains of documents; one without a value is in the domain `without`."""
-        given = [_WITHOUT if value is None else str(value) for value in values]
-        ranked = [name for name, _ in Counter(sorted(given)).most_common()]
+        """Number the domains of documents; documents without a value are in the domain `without`."""
+        labels = [_WITHOUT if value is None else str(value) for value in values]
+        ranked = [name for name, _ in Counter(sorted(labels)).most_common()]
         names = ranked[:_MOST_DOMAINS] + [_OTHERS] * (len(ranked) > _MOST_DOMAINS)
         number = {name: min(i, _MOST_DOMAINS) for i, name in enumerate(ranked)}
-        return Domains(tuple(names), torch.tensor([number[name] for name in given]))
+        return Domains(tuple(names), torch.tensor([number[name] for name in labels]))
 
 
 def domains_of(documents: datasets.Dataset, column: str | None, rows: Sequence[int] | None = None) -> Domains | None:
-    """Return the domains of documents, or of some of their rows; None without a column."""
+    """Return the domains of documents, or of some of their rows; None if `column` is None."""
     if column is None:
         return None
     values = documents.select_columns([column])[:][column]
@@ -47,7 +47,7 @@ def domains_of(documents: datasets.Dataset, column: str | None, rows: Sequence[i
 
 
 def in_domains(batch: Batch, domains: Domains | None, start: int) -> Batch:
-    """Return a batch of consecutive documents, from `start` on, with their domains."""
+    """Add their domains to a batch of consecutive documents that begins at document `start`."""
     if domains is None:
         return batch
     return replace(batch, domain=domains.numbers[start : start + len(batch)])

@@ -1,4 +1,4 @@
-"""Tokenizers as samples need them: of texts, and of conversations in a chat template."""
+"""Tokenizers as sample makers use them: for texts, and for conversations in a chat template."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 _VERSION = 2
-"""Raised when the same text is encoded in another way than before."""
+"""Increment when the same text is encoded differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Encoding:
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int64]
-    """Bytes of text up to the end of each token."""
+    """Cumulative bytes of text at the end of each token."""
 
     def cut(self, length: int) -> Encoding:
         return Encoding(self.ids[:length], self.ends[:length])
 
     def part(self, start: int, stop: int, opening: Encoding) -> Encoding:
-        """Return tokens [start, stop), after an opening where they do not begin the text."""
+        """Return tokens [start, stop), with `opening` in front unless they begin the text."""
         if start == 0:
             return self.cut(stop)
         ends = self.ends[start:stop] - self.ends[start - 1]
@@ -56,19 +56,19 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer's view of a text: its default special tokens, and the end-of-sequence token at the end.
+    """A tokenizer that adds its default special tokens to a text, and the end-of-sequence token at the end.
 
-    Neither is added a second time to a text that spells it there, as a rendered conversation does.
+    Neither is added a second time to a text that already spells it, as a rendered conversation does.
     """
 
     tokenizer: PreTrainedTokenizerBase
     pieces: Pieces
     lengths: NDArray[np.int32]
-    """[V]: bytes of text per id that the model can read, 0 for special tokens (methods.md §1.1)."""
+    """[V]: bytes of text per id that the model can read; 0 for special tokens (methods.md §1.1)."""
     max_length: int
     append_eos: bool
     reads_special: bool = True
-    """Whether a special token that a text spells is read as one, and not as its characters."""
+    """Whether a special token spelled in a text is read as that token, not as its characters."""
 
     @classmethod
     def of(
@@ -80,12 +80,13 @@ class Encoder:
         *,
         reads_special: bool = True,
     ) -> Self:
-        """Make an encoder. vocab_size: ids that the model can read, by default all. Raises AlignmentError for
-        tokens without exact bytes.
+        """Make an encoder. vocab_size: number of ids that the model can read, all by default.
+
+        Raises AlignmentError for tokens without exact bytes.
         """
         pieces = pieces_of(tokenizer)
         if not reads_special:
-            tokenizer = deepcopy(tokenizer)  # conversations, which other threads tokenize, need the original
+            tokenizer = deepcopy(tokenizer)  # other threads tokenize conversations with the original
             tokenizer.split_special_tokens = True
         return cls(tokenizer, pieces, pieces.lengths[:vocab_size], max_length, append_eos, reads_special)
 
@@ -95,7 +96,7 @@ class Encoder:
         return fingerprint(self.tokenizer), eos, self.max_length, len(self.lengths), self.reads_special, _VERSION
 
     def __call__(self, text: str) -> Encoding:
-        """Tokenize the text, uncut. A tokenizer without an end-of-sequence token appends none.
+        """Tokenize the full text. A tokenizer without an end-of-sequence token appends none.
 
         Raises DataError for a text with a token that the model cannot read.
         """
@@ -103,26 +104,26 @@ class Encoder:
 
     @cached_property
     def opening(self) -> Encoding:
-        """The special tokens that stand before every text: that which begins a sequence, or none."""
-        whole = self._encoding(self._encoded("a"), "a")
-        return whole.cut(min(int((whole.ends == 0).sum()), self.max_length - 1))
+        """Special tokens that precede every text: usually the beginning-of-sequence token, or none."""
+        encoding = self._encoding(self._encoded("a"), "a")
+        return encoding.cut(min(int((encoding.ends == 0).sum()), self.max_length - 1))
 
     def located(self, text: str) -> tuple[Encoding, NDArray[np.int64]]:
-        """Tokenize, and locate the first character of each token, [S], which do not decrease."""
+        """Tokenize a text and locate the first character of each token: [S], non-decreasing."""
         encoded = self._encoded(text, return_offsets_mapping=True)
         encoding = self._encoding(encoded, text)
-        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[self._once(encoded, text)].T
-        # Special tokens that the tokenizer puts after a text are at (0, 0), as those before it.
+        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[self._token_range(encoded, text)].T
+        # Special tokens after a text have the offsets (0, 0), like those before it.
         starts = np.where((ends == 0) & (np.maximum.accumulate(ends) > 0), len(text), starts)
         appended = np.full(len(encoding.ids) - len(starts), len(text), np.int64)
         return encoding, np.maximum.accumulate(np.concatenate((starts, appended)))
 
     def _encoded(self, text: str, **options: bool) -> BatchEncoding:
-        # The call switches off what truncation and padding a tokenizer file asks for; verbose would warn of long texts.
+        # The call overrides the tokenizer file's truncation and padding; verbose would warn about long texts.
         return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
 
     def _encoding(self, encoded: BatchEncoding, text: str) -> Encoding:
-        ids: list[int] = list(encoded["input_ids"])[self._once(encoded, text)]
+        ids: list[int] = list(encoded["input_ids"])[self._token_range(encoded, text)]
         eos = self.tokenizer.eos_token_id
         if self.append_eos and eos is not None and (not ids or ids[-1] != eos) and not self._spells_end(text):
             ids.append(eos)
@@ -131,28 +132,28 @@ class Encoder:
         return Encoding(array, np.cumsum(self.lengths[array], dtype=np.int64))
 
     @cached_property
-    def _around(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer itself puts before and after each text."""
+    def _added_tokens(self) -> tuple[list[int], list[int]]:
+        """Special tokens that the tokenizer itself puts before and after each text."""
         ids = list(self._encoded("a")["input_ids"])
         text = np.flatnonzero(self.pieces.lengths[ids])
         return (ids[: text[0]], ids[text[-1] + 1 :]) if len(text) else (ids, [])
 
-    def _once(self, encoded: BatchEncoding, text: str) -> slice:
-        """Return which tokens to use: without those around the text that it spells itself."""
-        ids, (before, after) = encoded["input_ids"], self._around
-        count = len(before)
-        is_twice = self.reads_special and count > 0 and ids[count : 2 * count] == before
-        return slice(count if is_twice else 0, len(ids) - (len(after) if self._spells_end(text) else 0))
+    def _token_range(self, encoded: BatchEncoding, text: str) -> slice:
+        """Return the range of tokens to use: without added tokens that the text already spells."""
+        ids, (leading, trailing) = encoded["input_ids"], self._added_tokens
+        count = len(leading)
+        is_twice = self.reads_special and count > 0 and ids[count : 2 * count] == leading
+        return slice(count if is_twice else 0, len(ids) - (len(trailing) if self._spells_end(text) else 0))
 
     def _spells_end(self, text: str) -> bool:
-        """Return whether the text ends, but for white space, with the end-of-sequence token."""
+        """Return whether the text, apart from trailing white space, ends with the end-of-sequence token."""
         eos = self.tokenizer.eos_token
         return self.reads_special and bool(eos) and text.rstrip().endswith(str(eos))
 
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """A tokenizer's view of a conversation. The template writes all special tokens, end of sequence included."""
+    """A tokenizer of conversations. The chat template writes all special tokens, including the end of sequence."""
 
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer
@@ -171,9 +172,9 @@ class ChatEncoder:
         vocab_size: int | None = None,
         turns: LearnedTurns = "all",
     ) -> Self:
-        """Make an encoder. vocab_size: ids the model can read, all by default. turns: that are learned.
+        """Make an encoder. vocab_size: number of ids the model can read, all by default. turns: those that are learned.
 
-        Raises AlignmentError where tokens lack exact bytes or there is no chat template.
+        Raises AlignmentError if tokens lack exact bytes or the tokenizer has no chat template.
         """
         pieces = pieces_of(tokenizer)
         lengths = pieces.lengths[:vocab_size]
@@ -182,21 +183,21 @@ class ChatEncoder:
         return cls(tokenizer, renderer, pieces, lengths, max_length, identity)
 
     def __call__(self, conversation: Conversation) -> ChatTokens:
-        """Tokenize the conversation, uncut.
+        """Tokenize the full conversation.
 
-        Raises AlignmentError where the template refuses it, DataError for a token that the model cannot read.
+        Raises AlignmentError if the template rejects it, DataError for a token that the model cannot read.
         """
         rendered = self.rendered(conversation)
         return self.read(rendered, locate_tokens(self.tokenizer, rendered.text))
 
     def rendered(self, conversation: Conversation) -> RenderedChat:
-        """Render the conversation. Raises AlignmentError where the template refuses it."""
+        """Render the conversation. Raises AlignmentError if the template rejects it."""
         return self.renderer.render(conversation.messages, conversation.tools)
 
     def read(self, rendered: RenderedChat, located: LocatedTokens) -> ChatTokens:
-        """Read the roles of tokens. located: tokens of the rendered text, all or the first.
+        """Assign roles to tokens. located: tokens of the rendered text, all or only the first.
 
-        Raises DataError for one that the model cannot read.
+        Raises DataError for a token that the model cannot read.
         """
         require_ids(located.ids, len(self.lengths), self.tokenizer, rendered.text)
         return self.renderer.tokens(rendered, located)

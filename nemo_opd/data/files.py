@@ -1,4 +1,4 @@
-"""Which files a list of paths and globs names."""
+"""Resolution of paths, globs and demo references to files."""
 
 import glob
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ from nemo_opd.errors import DataError
 
 
 def resolve_files(entries: Iterable[str], *, key: str) -> list[Path]:
-    """Return the files of paths, globs (`**` is recursive, matches are sorted) and demo references, in the order given.
+    """Resolve paths, globs (`**` is recursive, matches are sorted) and demo references to files, in the given order.
 
-    Raises DataError, naming `key` and the entry, for what is missing, matches no file or is a folder.
+    Raises DataError, naming `key` and the entry, for a missing path, a glob without matches, or a folder.
     """
     return [path for entry in entries for path in _resolve(entry, key)]
 
@@ -27,11 +27,11 @@ def _resolve(entry: str, key: str) -> list[Path]:
     if path.is_dir():
         raise DataError(f"{key}={entry!r} is a folder; name its files, for example {str(path / '*')!r}")
     if not glob.has_magic(entry):
-        raise DataError(f"{key}={entry!r} does not exist{_where(path)}; correct the path")
+        raise DataError(f"{key}={entry!r} does not exist{_base_folder_note(path)}; correct the path")
     matches = sorted(match for name in glob.glob(str(path), recursive=True) if (match := Path(name)).is_file())
     if not matches:
         raise DataError(
-            f"{key}={entry!r} matches no file{_where(path)}; correct the pattern (`**` goes into subfolders)"
+            f"{key}={entry!r} matches no file{_base_folder_note(path)}; correct the pattern (`**` goes into subfolders)"
         )
     return [match.absolute() for match in matches]
 
@@ -45,10 +45,10 @@ def _demo_file(entry: str, key: str) -> Path:
             if name == f"{prefix}{split}":
                 return files.arrow_file(split)
     raise DataError(
-        f"{key}={entry!r} is no demo data; use demo:train, demo:validation, demo:arithmetic_train or "
+        f"{key}={entry!r} is not demo data; use demo:train, demo:validation, demo:arithmetic_train or "
         "demo:arithmetic_validation"
     )
 
 
-def _where(path: Path) -> str:
+def _base_folder_note(path: Path) -> str:
     return "" if path.is_absolute() else f" (relative to {Path.cwd()})"

@@ -1,4 +1,4 @@
-"""The first value of a column, read without the rest of the file."""
+"""The first value of a column, without reading the whole file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from nemo_opd.data.lines import RowError, json_rows
 
 
-def _of_arrow(path: Path, column: str) -> Any:
+def _from_arrow(path: Path, column: str) -> Any:
     with pa.memory_map(str(path)) as file:
         try:
             batch = pa.ipc.open_file(file).get_batch(0)
@@ -21,24 +21,24 @@ def _of_arrow(path: Path, column: str) -> Any:
         return value.to_pylist()[0]
 
 
-def _of_parquet(path: Path, column: str) -> Any:
+def _from_parquet(path: Path, column: str) -> Any:
     with pq.ParquetFile(path) as file:
         return next(file.iter_batches(1, columns=[column])).column(0).to_pylist()[0]
 
 
-def _of_jsonl(path: Path, column: str) -> Any:
+def _from_jsonl(path: Path, column: str) -> Any:
     return next(json_rows(path))[1][column]
 
 
 READERS: dict[str, Callable[[Path, str], Any]] = {
-    "arrow_files": _of_arrow,
-    "parquet_files": _of_parquet,
-    "jsonl_files": _of_jsonl,
+    "arrow_files": _from_arrow,
+    "parquet_files": _from_parquet,
+    "jsonl_files": _from_jsonl,
 }
 
 
 def first_value(kind: str, path: Path, column: str) -> Any:
-    """Return the first row's value of a column; None where it cannot be read, which the loader reports."""
+    """Return the first row's value of a column, or None if it cannot be read, which the loader reports."""
     try:
         return READERS[kind](path, column)
     except (RowError, pa.ArrowException, OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):

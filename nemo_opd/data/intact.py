@@ -1,7 +1,7 @@
-"""Whether the bytes of Arrow columns are what their types promise.
+"""Checks that the bytes of Arrow columns are what their types promise.
 
-A mapped file is read without any check: an offset beyond its text ends the process with a signal, and a byte that is no
-UTF-8 is noticed when its row is read. Full validation costs about as much as reading the file once.
+A memory-mapped file is read without any check: an offset beyond its text kills the process with a signal, and invalid
+UTF-8 is noticed only when its row is read. Full validation costs about as much as reading the file once.
 """
 
 import os
@@ -27,7 +27,7 @@ class _Damage:
 
 
 def require_intact(table: pa.Table, source: str, origin: Origin) -> None:
-    """Raise DataError, with the place of the first row, for a column that cannot be read safely."""
+    """Raise DataError, with the place of the first damaged row, for a column that cannot be read safely."""
     if damage := first_damage(table):
         raise DataError(
             f"{source}: {origin(damage.row)} has a damaged {damage.column!r}: {damage.reason}; write or download the "
@@ -36,29 +36,29 @@ def require_intact(table: pa.Table, source: str, origin: Origin) -> None:
 
 
 def first_damage(table: pa.Table) -> _Damage | None:
-    """Find the first damaged row of the first damaged column; None where all are sound."""
+    """Return the first damaged row of the first damaged column, or None if all are sound."""
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-        return next(_damaged(threads, table), None)
+        return next(_iter_damage(threads, table), None)
 
 
-def _damaged(threads: ThreadPoolExecutor, table: pa.Table) -> Iterator[_Damage]:
+def _iter_damage(threads: ThreadPoolExecutor, table: pa.Table) -> Iterator[_Damage]:
     for name, column in zip(table.column_names, table.columns, strict=True):
         chunks = [_storage(chunk) for chunk in column.chunks]
         groups = [chunks[i : i + _CHUNKS_AT_A_TIME] for i in range(0, len(chunks), _CHUNKS_AT_A_TIME)]
-        for group, bad in enumerate(threads.map(_first_problem, groups)):
+        for group, bad in enumerate(threads.map(_first_bad_chunk, groups)):
             if bad is not None:
                 i = group * _CHUNKS_AT_A_TIME + bad
-                row = _first_bad(chunks[i])
+                row = _first_bad_row(chunks[i])
                 reason = problem(chunks[i].slice(row, 1)) or problem(chunks[i]) or ""
                 yield _Damage(sum(map(len, chunks[:i])) + row, name, reason)
 
 
-def _first_problem(chunks: list[pa.Array]) -> int | None:
+def _first_bad_chunk(chunks: list[pa.Array]) -> int | None:
     return next((i for i, chunk in enumerate(chunks) if problem(chunk) is not None), None)
 
 
 def problem(values: pa.Array) -> str | None:
-    """Return why the values are not sound; None where they are."""
+    """Return why the values are not valid, or None if they are."""
     try:
         values.validate(full=True)
     except pa.ArrowInvalid as error:
@@ -66,8 +66,8 @@ def problem(values: pa.Array) -> str | None:
     return None
 
 
-def _first_bad(values: pa.Array) -> int:
-    """Return the first unsound row, found by bisection."""
+def _first_bad_row(values: pa.Array) -> int:
+    """Find the first invalid row by bisection."""
     sound, unsound = 0, len(values)
     while unsound - sound > 1:
         middle = (sound + unsound) // 2

@@ -1,4 +1,4 @@
-"""JSON rows as a dataset of `datasets`, exact: its own reader takes strings for dates and integers for floats."""
+"""Exact reading of JSON rows as a dataset: the reader of `datasets` takes strings for dates and integers for floats."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -17,8 +17,8 @@ from nemo_opd.data.lines import RowError, json_rows
 from nemo_opd.data.record import written
 
 _STRINGS = (TEXT, TEACHER, RESPONSE)
-_WRITTEN = (MESSAGES, TOOLS)
-"""Columns that are kept as JSON text, in which values, nulls and the order of keys stay as they are."""
+_AS_JSON = (MESSAGES, TOOLS)
+"""Columns kept as JSON text, which preserves values, nulls and the order of keys."""
 _ROWS_AT_A_TIME = 1000
 
 
@@ -27,11 +27,11 @@ class _Config(datasets.BuilderConfig):
     columns: Mapping[str, str] = field(default_factory=dict)
     """The user's name of a column → ours."""
     whole_rows: bool = False
-    """Whether all other columns are read too."""
+    """Whether to read all other columns, too."""
 
 
 class JsonRows(datasets.ArrowBasedBuilder):
-    """Builder of the rows of JSON files. Raises RowError for a row that cannot be read."""
+    """A builder of datasets from JSON files. Raises RowError for a row that cannot be read."""
 
     VERSION = datasets.Version("1.0.0")
     BUILDER_CONFIG_CLASS = _Config
@@ -41,7 +41,7 @@ class JsonRows(datasets.ArrowBasedBuilder):
 
     def _split_generators(self, dl_manager: object) -> list[datasets.SplitGenerator]:
         files = [Path(file) for file in self.config.data_files["train"]]
-        fixed = {name: pa.string() for name, ours in self.config.columns.items() if ours in (*_STRINGS, *_WRITTEN)}
+        fixed = {name: pa.string() for name, ours in self.config.columns.items() if ours in (*_STRINGS, *_AS_JSON)}
         types = fixed
         if self.config.whole_rows or len(fixed) < len(self.config.columns):
             types = self._read_types(files) | fixed
@@ -49,7 +49,7 @@ class JsonRows(datasets.ArrowBasedBuilder):
         return [datasets.SplitGenerator("train", gen_kwargs={"files": files})]
 
     def _read_types(self, files: list[Path]) -> dict[str, pa.DataType]:
-        """Return the types of the columns that are not known before, from all rows."""
+        """Infer, from all rows, the types of the columns without a fixed type."""
         rows = (row for _, row in chain.from_iterable(map(json_rows, files)))
         types = column_types(rows)
         names = types if self.config.whole_rows else self.config.columns
@@ -63,7 +63,7 @@ class JsonRows(datasets.ArrowBasedBuilder):
             for place, row in json_rows(file):
                 for name in strings:
                     if not isinstance(row.get(name), str | None):
-                        raise RowError(file, place, f"{name!r} is no string but {repr(row[name])[:60]}")
+                        raise RowError(file, place, f"{name!r} is not a string but {repr(row[name])[:60]}")
                 rows.append(row)
                 if len(rows) == _ROWS_AT_A_TIME:
                     yield key, self._table(rows, schema)
@@ -79,7 +79,7 @@ class JsonRows(datasets.ArrowBasedBuilder):
             texts = [None if value is None else _json(value) for value in values]
             return pa.ExtensionArray.from_storage(column.type, pa.array(texts, column.type.storage_type))
         if column.type == pa.string():
-            write = _json if self.config.columns.get(column.name) in _WRITTEN else written
+            write = _json if self.config.columns.get(column.name) in _AS_JSON else written
             values = [value if isinstance(value, str | None) else write(value) for value in values]
         return pa.array(values, column.type)
 

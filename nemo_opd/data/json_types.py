@@ -1,4 +1,4 @@
-"""Arrow types of the columns of JSON rows. Strings stay strings, also those that look like dates."""
+"""Arrow types of JSON columns. Strings stay strings, even if they look like dates."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _TYPES: Mapping[frozenset[str], pa.DataType] = {
     frozenset({"integer", "float"}): pa.float64(),
     frozenset({"strings"}): pa.list_(pa.string()),
 }
-"""Types of columns by the kinds of their values; others are kept as JSON."""
+"""Column types keyed by the kinds of their values; other mixtures are kept as JSON."""
 _NUMBERS = {"integer", "large integer", "float"}
 
 
 def column_types(
     rows: Iterable[Mapping[str, Any]], *, strings_among_others: pa.DataType = _AS_JSON
 ) -> dict[str, pa.DataType]:
-    """Return the type of each column that a row has, in the order in which they first occur.
+    """Return the type of each column that a row has, in order of first occurrence.
 
-    Numbers, some of which are too large for int64, are strings. Objects, lists of other values than strings and values
-    of several kinds are `pa.json_()`. strings_among_others: type of a column with strings and values of other kinds.
+    Numbers become strings if some are too large for int64. Objects, lists with values other than strings, and columns
+    with several kinds of values become `pa.json_()`. strings_among_others: type of a column with strings and other
+    values.
     """
     kinds: dict[str, set[str]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Which columns hold the documents, and what they have to be."""
+"""Layouts: which columns hold the documents, and which types they must have."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Layout(Protocol):
         ...
 
     def require_columns(self, schema: pa.Schema, source: str) -> None:
-        """Raise DataError where a column is missing or of another type."""
+        """Raise DataError if a column is missing or has a wrong type."""
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        """Raise DataError where there is nothing to learn from."""
+        """Raise DataError if there is nothing to learn from."""
 
 
 def layout_of(data: Data) -> Layout:
@@ -37,11 +37,11 @@ def layout_of(data: Data) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class TextLayout:
-    """A document is a string."""
+    """A layout whose documents are strings."""
 
     text_key: str
     section: str = "data"
-    """The settings in which `text_key` is."""
+    """Section of the settings that contains `text_key`."""
 
     @property
     def columns(self) -> Mapping[str, str]:
@@ -57,7 +57,7 @@ class TextLayout:
             )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        column = whole_column(documents, TEXT, source, origin)
+        column = column_without_nulls(documents, TEXT, source, origin)
         if not any(pc.any(pc.greater(pc.binary_length(chunk), 0)).as_py() for chunk in column.chunks):
             raise DataError(
                 f"{source}: all {len(documents)} documents are empty; check {self.section}.text_key and the source"
@@ -66,12 +66,12 @@ class TextLayout:
 
 @dataclass(frozen=True, slots=True)
 class ChatLayout:
-    """A document is a list of messages, and perhaps a list of tools; either may be JSON."""
+    """A layout whose documents are lists of messages, with an optional list of tools; either may be JSON text."""
 
     messages_key: str
     tools_key: str | None
     section: str = "data"
-    """The settings in which both are."""
+    """Section of the settings that contains both keys."""
 
     @property
     def columns(self) -> Mapping[str, str]:
@@ -85,17 +85,17 @@ class ChatLayout:
             dtype = type_of(schema, name, setting, source)
             if not is_string(dtype) and not is_list_of_objects(dtype):
                 raise DataError(
-                    f"{source}: column {name!r} is of type {type_name(dtype)}, neither a list of objects nor that "
-                    f"as JSON; set {setting} to such a column"
+                    f"{source}: column {name!r} is of type {type_name(dtype)}, not a list of objects or its "
+                    f"JSON text; set {setting} to such a column"
                 )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        whole_column(documents, MESSAGES, source, origin)
+        column_without_nulls(documents, MESSAGES, source, origin)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedLayout:
-    """Documents of another layout, each with the name of the teacher that it is for."""
+    """Another layout's documents, plus a column that names the teacher of each."""
 
     documents: Layout
     key: str
@@ -109,7 +109,7 @@ class RoutedLayout:
         self.documents.require_columns(schema, source)
         if self.key not in schema.names:
             raise DataError(
-                f"{source} has no column {self.key!r}, by which aggregation.type=routed finds the teacher of each row; "
+                f"{source} has no column {self.key!r}, in which aggregation.type=routed looks up each row's teacher; "
                 f"add it, set aggregation.key to one of its columns ({', '.join(schema.names)}), or use another "
                 "aggregation"
             )
@@ -121,20 +121,21 @@ class RoutedLayout:
             )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        """Raise DataError where there is nothing to learn from, and where a row names an unknown teacher."""
+        """Raise DataError if there is nothing to learn from, or a row names an unknown teacher."""
         self.documents.require_content(documents, source, origin)
-        names = whole_column(documents, TEACHER, source, origin)
+        names = column_without_nulls(documents, TEACHER, source, origin)
         is_unknown = pc.invert(pc.is_in(names, value_set=pa.array(self.teachers, names.type)))
         row = pc.index(is_unknown, True).as_py()
         if row >= 0:
             raise DataError(
                 f"{source}: {origin(row)} has {self.key}={names[row].as_py()!r}, which is "
-                f"no teacher of this run; the teachers are {', '.join(self.teachers)}; correct the rows or the names "
-                "under teachers"
+                f"not a teacher of this run; the teachers are {', '.join(self.teachers)}; correct the rows or the "
+                "names under teachers"
             )
 
 
 def type_of(schema: pa.Schema, name: str, setting: str, source: str) -> pa.DataType:
+    """Return a column's type. Raises DataError if the column is missing or occurs more than once."""
     if name not in schema.names:
         columns = ", ".join(schema.names) or "none"
         raise DataError(f"{source} has no column {name!r}; set {setting} to one of its columns: {columns}")
@@ -153,16 +154,16 @@ def is_string(dtype: pa.DataType) -> bool:
 
 
 def is_list_of_objects(dtype: pa.DataType) -> bool:
-    """Return whether a type is a list of objects, also of different keys and types, which `datasets` keeps as JSON."""
+    """Return whether a type is a list of objects, which `datasets` stores as JSON if their keys or types differ."""
     if not (pa.types.is_list(dtype) or pa.types.is_large_list(dtype)):
         return isinstance(dtype, pa.JsonType)
     return pa.types.is_struct(dtype.value_type) or isinstance(dtype.value_type, pa.JsonType)
 
 
-def whole_column(
+def column_without_nulls(
     documents: datasets.Dataset, column: str, source: str, origin: Origin, name: str | None = None
 ) -> pa.ChunkedArray:
-    """Return a column; messages call it `name`. Raises DataError where there are no rows, or rows that hold nothing."""
+    """Return a column, called `name` in messages. Raises DataError if it is empty or has a null."""
     if not len(documents):
         raise DataError(f"{source}: no documents; the source has no rows")
     values = documents.data.column(column)

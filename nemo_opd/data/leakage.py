@@ -1,14 +1,14 @@
-"""Bytes of a response that also stand in a teacher's context (methods.md §13)."""
+"""Bytes of a response that also occur in a teacher's context (methods.md §13)."""
 
 LEAST = 16
-"""Bytes that must stand there one after another: three or four words, which seldom meet by chance."""
+"""Length of the shortest common run that counts: three or four words, which rarely match by chance."""
 
 
 def leakage(response: str, context: str, prompt: str) -> tuple[int, int]:
     """Return how many bytes of the response leak from the context, and how many it has, in UTF-8.
 
-    A byte leaks if it is within `LEAST` consecutive bytes, or more, that stand in the context and do not stand in the
-    prompt, which the student reads itself. prompt: the student's.
+    A byte leaks if it lies in a run of at least `LEAST` bytes that occurs in the context and not in the prompt, which
+    the student reads itself. prompt: the student's.
     """
     data = response.encode()
     leaked = _windows(context.encode()) - _windows(prompt.encode())

@@ -1,4 +1,4 @@
-"""Lines of JSONL and text files: whether a parser can take them, and what is wrong with them."""
+"""Lines of JSONL and text files, and checks that a parser can take them."""
 
 import json
 import re
@@ -11,11 +11,11 @@ import numpy as np
 from nemo_opd.errors import DataError
 
 _MAX_LINE = 2**31 - 1
-"""Bytes, as Arrow's parser counts them."""
+"""Limit in bytes, as Arrow's parser counts them."""
 _MAX_DEPTH = 500
-"""Lists and objects in each other. Parsers recurse: some end the process at tens of thousands."""
+"""Limit of nested lists and objects. Parsers recurse: some kill the process at tens of thousands."""
 _START = 4096
-"""Bytes in which a file's first character is looked for."""
+"""Bytes read to find a file's first character."""
 BOM = b"\xef\xbb\xbf"
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
@@ -32,7 +32,7 @@ class RowError(DataError):
 
 
 def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file, counted from 1, without more of any than can be parsed."""
+    """Yield the lines of a file with their numbers, from 1. A line longer than a parser takes comes in pieces."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(_MAX_LINE + 1):
@@ -41,13 +41,13 @@ def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def unreadable(line: bytes) -> str | None:
-    """Return why a parser cannot be given a line; None where it can, which says nothing of the JSON in it."""
+    """Return why a parser cannot take a line, or None if it can; whether it is valid JSON is not checked."""
     if len(line) > _MAX_LINE:
         return f"it has more than {_MAX_LINE} bytes"
     if reason := no_utf8(line):
         return reason
     if line.count(b"[") + line.count(b"{") > _MAX_DEPTH and depth(line) > _MAX_DEPTH:
-        return f"it has more than {_MAX_DEPTH} lists and objects in each other"
+        return f"it has more than {_MAX_DEPTH} nested lists and objects"
     return None
 
 
@@ -57,18 +57,18 @@ def no_utf8(line: bytes) -> str | None:
     try:
         line.decode()
     except UnicodeDecodeError as error:
-        return f"byte {error.start + 1} (0x{line[error.start]:02x}) is no UTF-8 ({error.reason})"
+        return f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8 ({error.reason})"
     return None
 
 
 def depth(line: bytes) -> int:
-    """Return how many lists and objects are in each other, outside strings."""
+    """Return how deeply lists and objects are nested, ignoring brackets in strings."""
     steps = _STEP[np.frombuffer(_STRING.sub(b"", line), np.uint8)]
     return int(np.cumsum(steps, dtype=np.int64).max(initial=0))
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the object of each line that is not blank, or of each element of a file that is a JSON list.
+    """Yield the place and object of each non-blank line, or of each element if the file is one JSON list.
 
     Raises RowError.
     """
@@ -88,7 +88,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def is_json_list(path: Path) -> bool:
-    """Return whether a file is one JSON list instead of an object on each line."""
+    """Return whether a file is one JSON list instead of one object per line."""
     with path.open("rb") as file:
         start = file.read(_START).removeprefix(BOM).lstrip()
     return start.startswith(b"[")
@@ -105,13 +105,14 @@ def _parsed(text: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} (column {error.colno})") from error
     except UnicodeEncodeError as error:
-        raise ValueError("a string has half of a surrogate pair (\\ud800 to \\udfff), which is no character") from error
+        reason = "a string has half of a surrogate pair (\\ud800 to \\udfff), which is not a character"
+        raise ValueError(reason) from error
     return value
 
 
 def _require_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return value
 
 
@@ -119,7 +120,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is given twice")
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return values
 
 

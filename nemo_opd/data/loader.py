@@ -1,4 +1,4 @@
-"""Batches for training, endless and resumable, and for validation, once and in order."""
+"""Batches: endless and resumable for training, a single ordered pass for validation."""
 
 import os
 import pickle
@@ -23,54 +23,54 @@ from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.types import Batch
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 _AT_A_TIME = 16
-"""Documents read at a time where all are."""
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Documents per read when all are read."""
+_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class SampleSource(Generic[_Made]):
-    """Samples or windows of documents, by lists of their indices. Picklable: a copy is in every worker."""
+class SampleSource(Generic[_Result]):
+    """Samples or windows of documents, indexed by lists of rows. Picklable: each worker has a copy."""
 
     columns: Columns
-    make: Callable[[Document], _Made]
+    make: Callable[[Document], _Result]
     """A SampleMaker or a WindowMaker."""
     files: MappedFiles
 
     @classmethod
-    def of(cls, columns: Columns, make: Callable[[Document], _Made]) -> Self:
+    def of(cls, columns: Columns, make: Callable[[Document], _Result]) -> Self:
         return cls(columns, make, MappedFiles.of(columns))
 
-    def __getitems__(self, indices: list[int]) -> list[_Made]:
+    def __getitems__(self, indices: list[int]) -> list[_Result]:
         return list(self.each(indices))
 
-    def each(self, indices: list[int]) -> Iterator[_Made]:
-        """Yield what is made of each document. Raises DataError, with the row, for one that cannot be read or used."""
+    def each(self, indices: list[int]) -> Iterator[_Result]:
+        """Yield the result for each document. Raises DataError, naming the row, if it cannot be read or used."""
         self.files.check(indices)
         for index, document in zip(indices, read_documents(self.columns, indices), strict=True):
             try:
-                made = self.make(document)
+                result = self.make(document)
             except (AlignmentError, DataError) as error:
                 raise DataError(f"row {index} (counted from 0 over all files) cannot be used: {error}") from error
-            yield made
+            yield result
 
 
 @contextmanager
 def lost_workers() -> Iterator[None]:
-    """Raise DataError for a data worker that is killed inside: torch raises its own error wherever this process is."""
+    """Turn torch's error for a killed data worker, raised wherever this process is, into a DataError."""
     try:
         yield
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
         raise DataError(
-            f"{str(error).strip().rstrip('.')}; see whether the machine's memory is full, or lower data.num_workers; "
+            f"{str(error).strip().rstrip('.')}; check whether the machine's memory is full, or lower data.num_workers; "
             "run.resume=auto continues from the last checkpoint"
         ) from error
 
 
-class Order(Protocol[_Made]):
+class Order(Protocol[_Result]):
     """The order of batches: a BatchOrder or a PackedOrder."""
 
     @property
@@ -82,34 +82,34 @@ class Order(Protocol[_Made]):
 
     def reads(self, state: State) -> Iterator[list[int]]: ...
 
-    def draws(self, state: State, made: Iterator[list[_Made]]) -> Iterator[Drawn]: ...
+    def draws(self, state: State, results: Iterator[list[_Result]]) -> Iterator[Drawn]: ...
 
 
-class TrainLoader(Generic[_Made]):
-    """Training batches in their order, made ahead while the caller does other things.
+class TrainLoader(Generic[_Result]):
+    """Training batches in order, prepared in the background.
 
-    That is done by `num_workers` spawned processes, or by a thread where there are none. The order depends neither on
-    the number of workers nor on how batches are sharded. Close it, or use it as a context manager.
+    `num_workers` spawned processes prepare them, or one thread if it is 0. The order is independent of the number of
+    workers and of sharding. Close it, or use it as a context manager.
     """
 
     timed_as = "data_wait_s"
 
     def __init__(
-        self, documents: Columns, make: Callable[[Document], _Made], order: Order[_Made], num_workers: int
+        self, documents: Columns, make: Callable[[Document], _Result], order: Order[_Result], num_workers: int
     ) -> None:
         self._source = SampleSource.of(documents, make)
         self._order = order
         self._num_workers = num_workers
         self._state = order.start
-        self._reader: _Thread[_Made] | _Workers[_Made] | None = None
+        self._reader: _Thread[_Result] | _Workers[_Result] | None = None
 
     @property
     def epoch(self) -> int:
-        """Epoch, counted from 0, of the batch that was returned last."""
+        """Epoch of the last batch returned, counted from 0."""
         return self._order.epoch_at(self._state)
 
     def start(self) -> None:
-        """Begin to read ahead; `next` does it too."""
+        """Begin to read ahead; `next` does so, too."""
         if self._reader is None:
             workers = self._num_workers
             arguments = (self._source, self._order, self._state)
@@ -123,20 +123,20 @@ class TrainLoader(Generic[_Made]):
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place in the run, and what it depends on."""
+        """Return the position in the run and the settings it depends on."""
         return dict(self._state)
 
     def load_state_dict(self, state: State) -> None:
-        """Go to the position at which the state was taken.
+        """Go to the position of a state.
 
-        Raises CheckpointError when that was with other data, batch size, seed, shuffling or packing.
+        Raises CheckpointError if it was taken with other data or another batch size, seed, shuffling or packing.
         """
         self._order.require_same(state)
         self.close()
         self._state = dict(state)
 
     def close(self) -> None:
-        """End what reads ahead. Reading on starts anew, at the next batch."""
+        """Stop reading ahead. Reading can start again at the next batch."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
@@ -148,11 +148,11 @@ class TrainLoader(Generic[_Made]):
         self.close()
 
 
-class _Thread(Generic[_Made]):
-    """Makes a batch while the one before it is in use."""
+class _Thread(Generic[_Result]):
+    """A thread that makes the next batch while the current one is in use."""
 
-    def __init__(self, source: SampleSource[_Made], order: Order[_Made], state: State) -> None:
-        self._reading = _Reading(source)
+    def __init__(self, source: SampleSource[_Result], order: Order[_Result], state: State) -> None:
+        self._reading = _ThreadReader(source)
         self._executor = ThreadPoolExecutor(1, "data")
         self._drawn = order.draws(state, map(self._reading, order.reads(state)))
         self._ahead = self._executor.submit(self._make)
@@ -163,7 +163,7 @@ class _Thread(Generic[_Made]):
         return batch
 
     def close(self) -> None:
-        """Wait for the document that is being read, and end the thread."""
+        """Wait for the document being read, and end the thread."""
         self._reading.is_closed = True
         self._executor.shutdown(cancel_futures=True)
 
@@ -172,37 +172,37 @@ class _Thread(Generic[_Made]):
         return _collated(drawn), drawn.state
 
 
-class _Reading(Generic[_Made]):
-    """Reads documents in another thread until it is closed."""
+class _ThreadReader(Generic[_Result]):
+    """A reader of documents for another thread, usable until closed."""
 
-    def __init__(self, source: SampleSource[_Made]) -> None:
+    def __init__(self, source: SampleSource[_Result]) -> None:
         self._source = source
         self.is_closed = False
 
     @cached_property
-    def _own(self) -> SampleSource[_Made]:
-        """The source for that thread: tokenizers and database connections cannot be used by two at once."""
+    def _thread_source(self) -> SampleSource[_Result]:
+        """The thread's own copy: tokenizers and database connections cannot be shared between threads."""
         return replace(self._source, make=pickle.loads(pickle.dumps(self._source.make)))
 
-    def __call__(self, indices: list[int]) -> list[_Made]:
-        """Return what is made of the documents. Raises CancelledError when it is closed."""
-        made: list[_Made] = []
-        for each in self._own.each(indices):
+    def __call__(self, indices: list[int]) -> list[_Result]:
+        """Return the results for the documents. Raises CancelledError once it is closed."""
+        results: list[_Result] = []
+        for result in self._thread_source.each(indices):
             if self.is_closed:
                 raise CancelledError
-            made.append(each)
-        return made
+            results.append(result)
+        return results
 
 
-class _Workers(Generic[_Made]):
-    """Makes batches of what processes read ahead."""
+class _Workers(Generic[_Result]):
+    """Batches of documents that worker processes read ahead."""
 
-    def __init__(self, source: SampleSource[_Made], order: Order[_Made], state: State, num_workers: int) -> None:
+    def __init__(self, source: SampleSource[_Result], order: Order[_Result], state: State, num_workers: int) -> None:
         self._reads = _WorkerReads(source, order.reads(state), num_workers)
         self._drawn = order.draws(state, self._reads)
 
     def next(self) -> tuple[Batch, State]:
-        # Here and not in the workers: unpadded arrays go through a pipe, padded tensors would go through shared memory.
+        # Collate here, not in workers: unpadded arrays go through a pipe, padded tensors through shared memory.
         drawn = next(self._drawn)
         return _collated(drawn), drawn.state
 
@@ -210,38 +210,38 @@ class _Workers(Generic[_Made]):
         self._reads.close()
 
 
-class _WorkerReads(Iterator[list[_Made]]):
-    """PyTorch's data workers, two reads each ahead."""
+class _WorkerReads(Iterator[list[_Result]]):
+    """Results from PyTorch's data workers, each two reads ahead."""
 
-    def __init__(self, source: SampleSource[_Made], reads: Iterator[list[int]], num_workers: int) -> None:
-        loader: DataLoader[list[_Made]] = DataLoader(
+    def __init__(self, source: SampleSource[_Result], reads: Iterator[list[int]], num_workers: int) -> None:
+        loader: DataLoader[list[_Result]] = DataLoader(
             source,  # type: ignore[arg-type]
             batch_sampler=reads,
             num_workers=num_workers,
-            collate_fn=_unchanged,
+            collate_fn=_identity,
             worker_init_fn=_set_up_worker,
-            # The loader draws a seed for its workers; not from the caller's global generator.
+            # The loader draws a seed for its workers, which must not come from the caller's global generator.
             generator=torch.Generator(),
-            # A forked child would inherit locks held by threads of this process (Ray, pyarrow, tokenizers).
+            # A forked child would inherit locks that threads of this process hold (Ray, pyarrow, tokenizers).
             multiprocessing_context="spawn",
         )
-        with _children_apart():
+        with _without_inherited_signals():
             self._iterator = iter(loader)
 
-    def __next__(self) -> list[_Made]:
+    def __next__(self) -> list[_Result]:
         return next(self._iterator)
 
     def close(self) -> None:
         iterator: Any = self._iterator
-        # Dropping the last reference does this too, but a traceback in flight holds one.
+        # Dropping the last reference would do this too, but a traceback in flight may hold one.
         iterator._shutdown_workers()
-        for worker in iterator._workers:  # that still start do not hear the SIGTERM which this has sent them
+        for worker in iterator._workers:  # a worker that is still starting misses the SIGTERM it was sent
             worker.kill()
             worker.join()
 
 
-def made_of_all(documents: Columns, make: Callable[[Document], _Made], num_workers: int) -> Iterator[_Made]:
-    """Yield what is made of each document, in order, by `num_workers` processes or in this one."""
+def made_of_all(documents: Columns, make: Callable[[Document], _Result], num_workers: int) -> Iterator[_Result]:
+    """Yield the result for each document, in order, from `num_workers` processes, or from this one if 0."""
     source = SampleSource.of(documents, make)
     rows = range(len(documents))
     reads = (list(rows[begin : begin + _AT_A_TIME]) for begin in rows[::_AT_A_TIME])
@@ -249,9 +249,9 @@ def made_of_all(documents: Columns, make: Callable[[Document], _Made], num_worke
         for indices in reads:
             yield from source.each(indices)
         return
-    with closing(_WorkerReads(source, reads, num_workers)) as made:
-        for several in made:
-            yield from several
+    with closing(_WorkerReads(source, reads, num_workers)) as batches:
+        for results in batches:
+            yield from results
 
 
 def _collated(drawn: Drawn) -> Batch:
@@ -264,38 +264,38 @@ def _collated(drawn: Drawn) -> Batch:
 def validation_batches(
     documents: Columns, make_sample: Callable[[Document], Sample], batch_size: int, domains: Domains | None = None
 ) -> Iterator[Batch]:
-    """Yield all documents once, in order; the last batch may be short."""
+    """Yield all documents once, in order, in batches; the last may be short."""
     samples = SampleSource.of(documents, make_sample)
     for start in range(0, len(documents), batch_size):
         stop = min(start + batch_size, len(documents))
         yield in_domains(collate(samples.__getitems__(list(range(start, stop)))), domains, start)
 
 
-def _unchanged(made: list[_Made]) -> list[_Made]:
-    return made
+def _identity(results: list[_Result]) -> list[_Result]:
+    return results
 
 
 def _set_up_worker(worker_id: int) -> None:
-    """Limit libraries to one thread a worker; the loader sees to torch's."""
+    """Limit libraries to one thread per worker; the loader limits torch."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.setsid()
-    for number in _ENDING:
-        # Forgets one that has come to the whole group since the start.
+    for number in _END_SIGNALS:
+        # Discards a signal sent to the whole group since the start.
         signal.signal(number, signal.SIG_IGN)
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _END_SIGNALS)
 
 
 @contextmanager
-def _children_apart() -> Iterator[None]:
-    """Keep signals that a terminal or scheduler sends to the driver's process group from processes started inside.
+def _without_inherited_signals() -> Iterator[None]:
+    """Shield processes started inside from signals that a terminal or scheduler sends to the driver's process group.
 
-    The driver handles these signals and closes the processes. Those block SIGINT for ever, and `_ENDING` until they
-    have their own session: a signal after that is sent to them alone, as by `multiprocessing` at the end.
+    The driver handles these signals and closes the processes, which always block SIGINT. They block `_END_SIGNALS`
+    until they have their own session; a later signal is meant for them, such as the last one of `multiprocessing`.
     """
     # Started here, because its own start would unblock signals again before the workers start.
     resource_tracker.ensure_running()
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDING})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_END_SIGNALS})
     try:
         yield
     finally:

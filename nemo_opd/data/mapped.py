@@ -1,4 +1,4 @@
-"""Files that a dataset is mapped from, watched: reading past the end of one that was cut ends the process."""
+"""Watch over a dataset's memory-mapped files: reading past the end of a truncated one kills the process."""
 
 import logging
 import os
@@ -23,16 +23,16 @@ _State = tuple[int, int, int]
 
 @dataclass
 class MappedFiles:
-    """The files of a dataset, as they were when it was loaded.
+    """Files of a dataset, with their states when it was loaded.
 
-    One that is deleted or replaced by another stays mapped as it was. One that is changed in place is the dataset's
-    new content: it is checked again. A change between the check and the reading is not noticed.
+    A file that is deleted or replaced stays mapped as it was. A file changed in place is the dataset's new content and
+    is checked again. A change between the check and the read goes unnoticed.
     """
 
     tables: list[MemoryMappedTable | None]
     """None for rows in memory."""
     stops: list[int]
-    """Row after the last of each table."""
+    """End of each table's rows."""
     states: dict[str, _State] = field(default_factory=dict)
 
     @classmethod
@@ -44,7 +44,7 @@ class MappedFiles:
         return cls(mapped, list(accumulate(table.num_rows for table in tables)), states)
 
     def check(self, rows: Iterable[int]) -> None:
-        """Look at the files of these rows. Raises DataError for one that was cut or damaged."""
+        """Check the files of these rows. Raises DataError for one that was truncated or damaged."""
         if not self.states:
             return
         for i in sorted({bisect_right(self.stops, row) for row in rows}):
@@ -53,20 +53,20 @@ class MappedFiles:
                 self._check(table)
 
     def _check(self, table: MemoryMappedTable) -> None:
-        before, now = self.states[table.path], _state_of(table.path)
-        if now is None or now[0] != before[0] or now == before:
+        previous, now = self.states[table.path], _state_of(table.path)
+        if now is None or now[0] != previous[0] or now == previous:
             return
         changed = f"{table.path} was changed while the run reads it"
-        if now[1] < before[1]:
-            raise DataError(f"{changed}: it has {now[1]} bytes, and had {before[1]}; restore it and resume the run")
+        if now[1] < previous[1]:
+            raise DataError(f"{changed}: it has {now[1]} bytes, and had {previous[1]}; restore it and resume the run")
         if damage := first_damage(table.table):
             raise DataError(f"{changed}, and is damaged now: {damage.reason}; restore it and resume the run")
-        _log.warning("%s; what it holds now is used from here on", changed)
+        _log.warning("%s; its new content is used from here on", changed)
         self.states[table.path] = now
 
 
 def _tables_of(columns: Columns) -> list[Table]:
-    """Return the tables that hold a dataset's rows, in order; none where its rows are another order of theirs."""
+    """Return the tables with a dataset's rows, in order; none if an index reorders the rows."""
     if not isinstance(columns, datasets.Dataset) or columns._indices is not None:
         return []
     data = columns.data

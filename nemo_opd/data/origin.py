@@ -1,4 +1,4 @@
-"""Places of rows in the files of a source, for messages."""
+"""Places of rows in a source's files, for messages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,38 +10,38 @@ Origin = Callable[[int], str]
 
 
 def of_source(index: int) -> str:
-    """Name a row of a source without files."""
+    """Describe a row of a source without files."""
     return f"row {index} (counted from 0)"
 
 
 def of_rows(files: Sequence[Path], counts: Sequence[int]) -> Origin:
-    """Name the file of a row and the row in it. counts: rows of each file."""
+    """Return a function that names a row's file and the row in it. counts: number of rows of each file."""
 
     def place(index: int) -> str:
-        rest = index
+        remaining = index
         for file, count in zip(files, counts, strict=True):
-            if rest < count:
-                return f"row {index} (counted from 0 over all files: row {rest} of {str(file)!r})"
-            rest -= count
+            if remaining < count:
+                return f"row {index} (counted from 0 over all files: row {remaining} of {str(file)!r})"
+            remaining -= count
         return of_source(index)
 
     return place
 
 
 def of_lines(files: Sequence[Path], plain: Sequence[Path]) -> Origin:
-    """Name the file of a row and its line, counted from 1. plain: where the lines of each file are uncompressed.
+    """Return a function that names a row's file and line, counted from 1. plain: uncompressed copy of each file.
 
-    The files are read only when a row is asked for.
+    It reads the files only when it is called.
     """
 
     def place(index: int) -> str:
-        rest = index
+        remaining = index
         for file, readable in zip(files, plain, strict=True):
             places = (place for place, _ in json_rows(readable)) if is_json_list(readable) else _lines(readable)
             for name in places:
-                if not rest:
+                if not remaining:
                     return f"row {index} (counted from 0 over all files: {name} of {str(file)!r})"
-                rest -= 1
+                remaining -= 1
         return of_source(index)
 
     return place

@@ -1,4 +1,4 @@
-"""Which windows of which documents make up which row, and which rows a batch: by their lengths (methods.md §8.6)."""
+"""Packed batch order: which windows make up each row and which rows each batch, by length (methods.md §8.6)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nemo_opd.data.packing import Lengths, packed_rows
 from nemo_opd.data.samples import Sample, Tokens
 
 BLOCK = 4096
-"""Windows among which rows are made up: fewer leave more room in rows, more are held in memory."""
+"""Windows in a block, within which rows are packed: fewer leave more unused room in rows, more take more memory."""
 BLOCK_TOKENS, BLOCK_ROWS = 2**21, 64
-"""Tokens of the student, or rows if those are more, after which a block of long windows ends."""
+"""A block of long windows ends after BLOCK_TOKENS student tokens, or those of BLOCK_ROWS rows if more."""
 _AT_A_TIME = 16
 """Documents read at a time."""
 
@@ -24,22 +24,22 @@ _Windows = tuple[Sample, ...]
 
 @dataclass(frozen=True)
 class PackedOrder(DocumentOrder):
-    """Batches of `batch_size` rows, each made up of windows of documents; the last of an epoch may be short.
+    """Batches of `batch_size` rows, each packed with windows of documents; the last of an epoch may be short.
 
-    An epoch is cut into blocks of consecutive documents with `BLOCK` windows, or fewer long ones; rows are made up
-    within a block. So a batch is the same whatever reads it, and is reached by reading the documents of its block
-    alone.
+    An epoch is cut into blocks of consecutive documents, with `BLOCK` windows or fewer long ones; rows are packed
+    within a block. So a batch does not depend on how batches are read, and only its block's documents are needed to
+    reach it.
     """
 
     limits: tuple[int, ...] = ()
-    """Tokens of a row for the student and for each teacher."""
+    """Longest row in tokens, for the student and for each teacher."""
 
     @property
     def settings(self) -> dict[str, int]:
-        own = asdict(self)
-        limits = own.pop("limits")
+        values = asdict(self)
+        limits = values.pop("limits")
         return {
-            **{name: int(value) for name, value in own.items()},
+            **{name: int(value) for name, value in values.items()},
             **{f"limit_{i}": limit for i, limit in enumerate(limits)},
             "block": BLOCK,
             "block_tokens": self._block_tokens,
@@ -50,11 +50,11 @@ class PackedOrder(DocumentOrder):
         return self._place(0, 0, _Block(0, 0), 0)
 
     def epoch_at(self, state: State) -> int:
-        """Return the epoch of the batch before a place."""
+        """Return the epoch of the batch before a position."""
         return state["last_epoch"]
 
     def reads(self, state: State) -> Iterator[list[int]]:
-        """Yield the documents to be read from a place on, in which its block begins."""
+        """Yield the documents to read from a position on, starting with its block."""
         epoch, first = state["epoch"], state["first"]
         while True:
             order = self.of_epoch(epoch)
@@ -62,18 +62,18 @@ class PackedOrder(DocumentOrder):
                 yield order[begin : begin + _AT_A_TIME].tolist()
             epoch, first = epoch + 1, 0
 
-    def draws(self, state: State, made: Iterator[list[_Windows]]) -> Iterator[Drawn]:
-        """Yield the batches from a place on. made: the windows of each document of `reads`.
+    def draws(self, state: State, results: Iterator[list[_Windows]]) -> Iterator[Drawn]:
+        """Yield the batches from a position on. results: windows of each document of `reads`.
 
-        While a block's rows are drawn, the next block is read at their pace.
+        While rows of one block are drawn, the next block is read at the same pace.
         """
-        documents = (windows for several in made for windows in several)
-        block, taken, number = _Block(state["epoch"], state["first"]), state["taken"], state["num_batches"]
+        documents = (windows for read in results for windows in read)
+        block, num_drawn, number = _Block(state["epoch"], state["first"]), state["taken"], state["num_batches"]
         self._read(block, documents, 1.0)
         batch: list[list[Sample]] = []
         while True:
             rows, following = self._rows(block), self._after(block)
-            for i in range(taken, len(rows)):
+            for i in range(num_drawn, len(rows)):
                 batch.append([block.windows[index] for index in rows[i]])
                 self._read(following, documents, (i + 1) / len(rows))
                 is_last = i + 1 == len(rows)
@@ -83,10 +83,10 @@ class PackedOrder(DocumentOrder):
                     samples = [sample for row in batch for sample in row]
                     yield Drawn(samples, [len(row) for row in batch], block.epoch, after)
                     batch = []
-            block, taken = following, 0
+            block, num_drawn = following, 0
 
     def num_batches(self, epoch: int, lengths: Sequence[Lengths]) -> int:
-        """Return the batches of an epoch. lengths: of each document's windows, as `lengths_of` returns them."""
+        """Return the number of batches of an epoch. lengths: window lengths of each document, from `lengths_of`."""
         order, first, rows = self.of_epoch(epoch).tolist(), 0, 0
         while first < self.num_documents:
             parts: list[Lengths] = []
@@ -99,18 +99,18 @@ class PackedOrder(DocumentOrder):
             rows += len(packed_rows(np.concatenate(parts), self.limits))
         return -(-rows // self.batch_size)
 
-    def _place(self, num_batches: int, last_epoch: int, block: _Block, taken: int) -> State:
+    def _place(self, num_batches: int, last_epoch: int, block: _Block, num_drawn: int) -> State:
         return {
             "num_batches": num_batches,
             "last_epoch": last_epoch,
             "epoch": block.epoch,
             "first": block.first,
-            "taken": taken,
+            "taken": num_drawn,
             **self.settings,
         }
 
     def _read(self, block: _Block, documents: Iterator[_Windows], share: float) -> None:
-        """Read documents of a block until it is full to this share."""
+        """Read documents into a block until it is full to this share."""
         while (
             self._fullness(len(block.windows), block.num_tokens) < share
             and block.first + block.num_documents < self.num_documents
@@ -121,7 +121,7 @@ class PackedOrder(DocumentOrder):
             block.num_documents += 1
 
     def _fullness(self, num_windows: int, num_tokens: int) -> float:
-        """Return how full a block is; it ends with the document that brings it to 1."""
+        """Return how full a block is. It ends with the document that brings it to 1."""
         return max(num_windows / BLOCK, num_tokens / self._block_tokens)
 
     @property
@@ -129,7 +129,7 @@ class PackedOrder(DocumentOrder):
         return max(BLOCK_TOKENS, BLOCK_ROWS * self.limits[0])
 
     def _after(self, block: _Block) -> _Block:
-        """Return the block after one that was read, without windows."""
+        """Return the block after a fully read one, without windows."""
         stop = block.first + block.num_documents
         return _Block(block.epoch, stop) if stop < self.num_documents else _Block(block.epoch + 1, 0)
 
@@ -148,17 +148,18 @@ class _Block:
 
     epoch: int
     first: int
-    """Place of the first document in the epoch's order."""
+    """Position of the first document in the epoch's order."""
     num_documents: int = 0
     """Documents read so far."""
     num_tokens: int = 0
-    """The student's tokens of these."""
+    """Student tokens of these documents."""
     windows: list[Sample] = field(default_factory=list)
 
 
 def lengths_of(windows: Sequence[Sample]) -> Lengths:
-    """Return the tokens of windows for the student and each teacher, [N, 1 + teachers]; padding counts where a model
-    reads nothing.
+    """Return the tokens of windows for the student and each teacher, [N, 1 + teachers].
+
+    A model that reads nothing has one token of padding.
     """
     return np.array(
         [

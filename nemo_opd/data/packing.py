@@ -1,4 +1,4 @@
-"""Segments put into rows, by their lengths (methods.md §8.6): pure."""
+"""Packing of segments into rows by their lengths (methods.md §8.6): pure functions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Lengths = NDArray[np.int64]
 
 
 def packed_rows(lengths: Lengths, limits: Sequence[int]) -> list[NDArray[np.int64]]:
-    """Put segments into rows in which no model has more tokens than its limit; return the segments of each row.
+    """Pack segments into rows within every model's token limit; return the segments of each row.
 
-    Best fit decreasing: the largest first, each into the row that it leaves least room in. A segment that is longer
-    than a limit is alone.
+    Best fit decreasing: the largest first, each into the row with the least room left after it. A segment longer than a
+    limit has a row to itself.
     """
     capacity = np.array(limits, np.int64)
     largest_first = np.argsort(-(lengths / capacity).max(1), kind="stable")
@@ -28,7 +28,7 @@ def packed_rows(lengths: Lengths, limits: Sequence[int]) -> list[NDArray[np.int6
 
 @jit
 def _best_fit(lengths: Lengths, capacity: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the row of each segment [N]. Rows without room for the shortest segment are no longer looked at."""
+    """Return the row of each segment [N]. Rows that cannot hold the shortest segment are no longer tried."""
     number, models = lengths.shape
     shortest = np.array([lengths[:, m].min() for m in range(models)])
     room = np.empty((number, models), np.int64)
@@ -38,18 +38,18 @@ def _best_fit(lengths: Lengths, capacity: NDArray[np.int64], order: NDArray[np.i
     for segment in order:
         best, least = -1, 0
         for place in range(num_open):
-            left = room[open_rows[place]] - lengths[segment]
-            if left.min() >= 0 and (best < 0 or left[0] < least):
-                best, least = place, left[0]
+            room_left = room[open_rows[place]] - lengths[segment]
+            if room_left.min() >= 0 and (best < 0 or room_left[0] < least):
+                best, least = place, room_left[0]
         if best < 0:
             best = num_open
             open_rows[best] = num_rows
             room[num_rows] = capacity
             num_rows, num_open = num_rows + 1, num_open + 1
-        own = open_rows[best]
-        row[segment] = own
-        room[own] -= lengths[segment]
-        if (room[own] < shortest).any():
+        target = open_rows[best]
+        row[segment] = target
+        room[target] -= lengths[segment]
+        if (room[target] < shortest).any():
             num_open -= 1
             open_rows[best] = open_rows[num_open]
     return row

@@ -1,4 +1,4 @@
-"""Which columns hold prompts, answers and responses."""
+"""Layout with prompts, answers and responses."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptLayout:
-    """Texts or conversations, with what a verifiable reward compares with and what continues a text, where named."""
+    """Another layout's prompts, plus a verifiable reward's answers and the responses, if their columns are named."""
 
     documents: Layout
     answer_key: str | None = None
-    """None where no reward reads an answer."""
+    """None if no reward reads an answer."""
     response_key: str | None = None
     reward: str = "reward"
-    """The settings in which `answer_key` is."""
+    """Section of the settings that contains `answer_key`."""
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """The user's name of a column → ours. Raises DataError where one column has two uses."""
+        """The user's name of a column → ours. Raises DataError if one column has two uses."""
         columns = dict(self.documents.columns)
-        for setting, name, ours in self._own:
+        for setting, name, ours in self._extra_columns:
             if name in columns:
-                raise DataError(f"{setting}={name}: that column is the {columns[name]} of the prompts; name another")
+                raise DataError(
+                    f"{setting}={name}: that column already holds the prompts' {columns[name]}; name another"
+                )
             columns[name] = ours
         return columns
 
     @property
-    def _own(self) -> list[tuple[str, str, str]]:
-        """Setting, the user's name, our name."""
+    def _extra_columns(self) -> list[tuple[str, str, str]]:
+        """Setting, user's name and our name of each column beyond the prompts."""
         named = (
             (f"{self.reward}.answer_key", self.answer_key, ANSWER),
             ("data.response_key", self.response_key, RESPONSE),
@@ -49,7 +51,7 @@ class PromptLayout:
 
     def require_columns(self, schema: pa.Schema, source: str) -> None:
         self.documents.require_columns(schema, source)
-        for setting, name, ours in self._own:
+        for setting, name, ours in self._extra_columns:
             dtype = type_of(schema, name, setting, source)
             if not (is_string(dtype) or (ours == ANSWER and _is_answer(dtype))):
                 kinds = "strings, numbers or lists of strings" if ours == ANSWER else "strings"

@@ -1,4 +1,4 @@
-"""Rollouts to samples: the ids that were sampled, and each teacher's own tokens of the same text (methods.md §10.1)."""
+"""Rollouts to samples: the sampled ids, and each teacher's own tokens of the same text (methods.md §10.1)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.alignment import ChatTokens, TokenAligner, align_chat, pieces_of
-from nemo_opd.alignment.chat_messages import plain_messages, said_by
+from nemo_opd.alignment.chat_messages import message_texts, plain_messages
 from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.chat import CrossTokenizerChat
 from nemo_opd.data.context import Content, said_in
 from nemo_opd.data.continuation import Continued, TextContinuation, text_of
 from nemo_opd.data.documents import Conversation
-from nemo_opd.data.in_context import InContext, align_after, placed_after, verbatim
+from nemo_opd.data.in_context import InContext, align_after, shifted, verbatim
 from nemo_opd.data.record import Message, Rollout
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, require_ids, usable_chunks
 from nemo_opd.errors import AlignmentError, DataError
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CrossTokenizerText:
-    """A teacher that reads its own ids of a text."""
+    """A teacher with its own tokenizer that reads texts."""
 
     tokenizer: PreTrainedTokenizerBase
     continuation: TextContinuation
     lengths: NDArray[np.int32]
-    """[W]: bytes of text per id the model can read, 0 for special tokens."""
+    """[W]: bytes of text per id that the model can read; 0 for special tokens."""
     max_length: int
     aligner: TokenAligner
     equal_history: EqualHistory = "text"
@@ -50,8 +50,9 @@ class CrossTokenizerText:
         vocab_size: int | None = None,
         equal_history: EqualHistory = "text",
     ) -> CrossTokenizerText:
-        """Prepare for a tokenizer. vocab_size: ids that the model can read, by default all. Raises AlignmentError for
-        tokens without exact bytes.
+        """Make a reader. vocab_size: number of ids that the model can read, all by default.
+
+        Raises AlignmentError for tokens without exact bytes.
         """
         lengths = pieces_of(tokenizer).lengths[:vocab_size]
         return cls(tokenizer, TextContinuation(tokenizer), lengths, max_length, aligner, equal_history)
@@ -63,17 +64,17 @@ _RolloutReader = SameTokenizer | CrossTokenizerReader
 
 @dataclass(frozen=True)
 class RolloutSampleMaker:
-    """Rollout → Sample. Only what the student sampled, or the dataset has as its continuation, is learned."""
+    """A maker of samples from rollouts. Only tokens the student sampled, or the dataset's continuation, are learned."""
 
     lengths: NDArray[np.int32]
-    """[V]: bytes of text per id of the student, 0 for special tokens."""
+    """[V]: bytes of text per id of the student; 0 for special tokens."""
     teachers: tuple[_RolloutReader | InContext[_RolloutReader], ...]
 
     def __call__(self, rollout: Rollout) -> Sample:
         """Make the sample.
 
-        Raises AlignmentError, naming the prompt's row, where a teacher's template refuses the conversation, and
-        DataError for a token that a teacher cannot read, or a context that leaves no room for the response.
+        Raises AlignmentError, naming the prompt's row, if a teacher's template rejects the conversation, and DataError
+        for a token that a teacher cannot read or a context that leaves no room for the response.
         """
         mask = rollout.loss_mask.copy()
         mask[:1] = False
@@ -90,14 +91,14 @@ def _teacher_sample(
         return _text_sample(rollout, student, teacher)
     try:
         if isinstance(teacher, InContext):
-            return _in_context(rollout, student, teacher)
+            return _context_sample(rollout, student, teacher)
         return _chat_sample(rollout, student, teacher)
     except (AlignmentError, DataError) as error:
         raise type(error)(f"prompt {rollout.prompt.index} (row), sample {rollout.sample}: {error}") from error
 
 
-def _in_context(rollout: Rollout, student: Tokens, teacher: InContext[_RolloutReader]) -> TeacherSample:
-    """Make the sample of a teacher with a context: of the response after its own prompt."""
+def _context_sample(rollout: Rollout, student: Tokens, teacher: InContext[_RolloutReader]) -> TeacherSample:
+    """Make the sample of a teacher with a context: the response after its own prompt."""
     reader, prompt, start = teacher.reader, rollout.prompt, int(rollout.turns[0, 0])
 
     def sample_in(content: Content) -> TeacherSample:
@@ -105,102 +106,106 @@ def _in_context(rollout: Rollout, student: Tokens, teacher: InContext[_RolloutRe
             ids = teacher.prompt_ids(content, prompt.tools, rollout.before)
             return verbatim(reader, ids, student, start, teacher.max_length)
         if isinstance(reader, CrossTokenizerText):
-            return _text_after(rollout, student, reader, teacher, said_in(content))
+            return _text_context_sample(rollout, student, reader, teacher, said_in(content))
         assert not isinstance(content, str)
-        return _chat_after(rollout, student, reader, teacher, content)
+        return _chat_context_sample(rollout, student, reader, teacher, content)
 
     return teacher.sample(prompt.content, prompt.fields, "".join(rollout.responses), sample_in)
 
 
-def _continued(rollout: Rollout, teacher: CrossTokenizerText, text: str) -> tuple[Tokens, Continued]:
-    """Continue a text with the response, and the teacher's end of sequence where the student ended it."""
+def _continue_text(rollout: Rollout, teacher: CrossTokenizerText, text: str) -> tuple[Tokens, Continued]:
+    """Continue a text with the response, plus the teacher's end-of-sequence token if the student ended its turn."""
     response = rollout.before + rollout.responses[-1]
-    whole = teacher.continuation(text, response, is_ended=rollout.finish_reason == "stop")
-    require_ids(whole.ids, len(teacher.lengths), teacher.tokenizer, text + response)
-    ids = whole.ids[: teacher.max_length]
+    continued = teacher.continuation(text, response, is_ended=rollout.finish_reason == "stop")
+    require_ids(continued.ids, len(teacher.lengths), teacher.tokenizer, text + response)
+    ids = continued.ids[: teacher.max_length]
     positions = np.arange(len(ids))
-    return Tokens(ids, (positions >= whole.start) & (positions > 0), teacher.lengths[ids]), whole
+    return Tokens(ids, (positions >= continued.start) & (positions > 0), teacher.lengths[ids]), continued
 
 
 def _text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText) -> TeacherSample:
-    """Make a sample of a text."""
-    tokens, _ = _continued(rollout, teacher, text_of(rollout.prompt))
+    """Make the sample of a text."""
+    tokens, _ = _continue_text(rollout, teacher, text_of(rollout.prompt))
     alignment = teacher.aligner.align(student.ids, tokens.ids)
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
 
 
-def _text_after(
+def _text_context_sample(
     rollout: Rollout, student: Tokens, reader: CrossTokenizerText, teacher: InContext[_RolloutReader], text: str
 ) -> TeacherSample:
-    """Make a sample of the response after another prompt, from the first place on at which both begin a token."""
+    """Make the sample of a response after another prompt, from the first token boundary that both sides share."""
     start = int(rollout.turns[0, 0])
-    tokens, whole = _continued(rollout, reader, text)
-    teacher.require_room(whole.start)
-    ours = _begins(student.num_bytes[start:], rollout.before)
-    theirs = _begins(tokens.num_bytes[whole.start :], whole.before)
+    tokens, continued = _continue_text(rollout, reader, text)
+    teacher.require_room(continued.start)
+    ours = _byte_starts(student.num_bytes[start:], rollout.before)
+    theirs = _byte_starts(tokens.num_bytes[continued.start :], continued.before)
     _, i, k = np.intersect1d(ours, theirs, return_indices=True)
-    own, other = start + int(i.min(initial=len(ours))), whole.start + int(k.min(initial=len(theirs)))
-    alignment = placed_after(reader.aligner.align(student.ids[own:], tokens.ids[other:]), own, other)
+    student_start, teacher_start = (
+        start + int(i.min(initial=len(ours))),
+        continued.start + int(k.min(initial=len(theirs))),
+    )
+    alignment = shifted(
+        reader.aligner.align(student.ids[student_start:], tokens.ids[teacher_start:]), student_start, teacher_start
+    )
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, reader.equal_history))
 
 
-def _begins(num_bytes: NDArray[np.int32], before: str) -> NDArray[np.int64]:
-    """Return the byte of the response at which each token begins. before: its text before the first of them."""
-    return len(before.encode()) + np.cumsum(num_bytes, dtype=np.int64) - num_bytes
+def _byte_starts(num_bytes: NDArray[np.int32], overhang: str) -> NDArray[np.int64]:
+    """Return each token's first byte in the response. overhang: response text before the first token."""
+    return len(overhang.encode()) + np.cumsum(num_bytes, dtype=np.int64) - num_bytes
 
 
 def _chat_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerChat) -> TeacherSample:
-    """Make a sample of a conversation in the teacher's template, compared with the student's turn by turn."""
-    whole = _own_turns(_read(rollout, teacher, rollout.messages), rollout, rollout.turn_messages)
-    alignment = align_chat(teacher.aligner, _sampled_tokens(rollout), whole)
-    tokens = teacher.encoder.tokens(whole.cut(teacher.encoder.max_length))
+    """Make the sample of a conversation in the teacher's template, compared with the student's turn by turn."""
+    chat = _score_sampled_turns(_teacher_tokens(rollout, teacher, rollout.messages), rollout, rollout.turn_messages)
+    alignment = align_chat(teacher.aligner, _sampled_tokens(rollout), chat)
+    tokens = teacher.encoder.tokens(chat.cut(teacher.encoder.max_length))
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
 
 
-def _chat_after(
+def _chat_context_sample(
     rollout: Rollout,
     student: Tokens,
     reader: CrossTokenizerChat,
     teacher: InContext[_RolloutReader],
     prompt: Sequence[Message],
 ) -> TeacherSample:
-    """Make a sample of the student's turns after another prompt in the teacher's template."""
+    """Make the sample of the student's turns after another prompt in the teacher's template."""
     first = len(rollout.prompt.content)
     turns = [len(prompt) + k - first for k in rollout.turn_messages]
-    whole = _own_turns(_read(rollout, reader, [*prompt, *rollout.messages[first:]]), rollout, turns)
-    starts = int(rollout.turns[0, 0]), int(np.flatnonzero(whole.assistant_mask).min(initial=len(whole.ids)))
+    chat = _score_sampled_turns(_teacher_tokens(rollout, reader, [*prompt, *rollout.messages[first:]]), rollout, turns)
+    starts = int(rollout.turns[0, 0]), int(np.flatnonzero(chat.assistant_mask).min(initial=len(chat.ids)))
     teacher.require_room(starts[1])
-    alignment = align_after(reader.aligner, _sampled_tokens(rollout), whole, starts, (first, len(prompt)))
-    tokens = reader.encoder.tokens(whole.cut(reader.encoder.max_length))
+    alignment = align_after(reader.aligner, _sampled_tokens(rollout), chat, starts, (first, len(prompt)))
+    tokens = reader.encoder.tokens(chat.cut(reader.encoder.max_length))
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, reader.equal_history))
 
 
-def _read(rollout: Rollout, teacher: CrossTokenizerChat, messages: Sequence[Message]) -> ChatTokens:
+def _teacher_tokens(rollout: Rollout, teacher: CrossTokenizerChat, messages: Sequence[Message]) -> ChatTokens:
     return teacher.encoder(Conversation(list(messages), list(rollout.prompt.tools or ()) or None))
 
 
 def _sampled_tokens(rollout: Rollout) -> ChatTokens:
     """Return the sampled ids with the student's turns as contents, without the tokens that ended them.
 
-    The contents of others are left empty where they stand: nothing of them is learned, so nothing has to be aligned.
-    They are somewhere between two turns.
+    Contents of other messages have no tokens, since they are neither learned nor aligned. They lie between two turns.
     """
     is_turn = np.zeros(len(rollout.messages), np.bool_)
     is_turn[rollout.turn_messages] = True
     ended = np.ones(len(rollout.turns), np.int32)
     ended[-1] = rollout.finish_reason == "stop"
-    # A message stands where the turn before it stopped.
+    # Place other messages at the end of the turn before them.
     stops = np.concatenate([[0], rollout.turns[:, 1]])
     spans = np.repeat(stops[np.cumsum(is_turn)], 2).reshape(-1, 2).astype(np.int32)
     spans[is_turn] = rollout.turns - ended[:, None] * [[0, 1]]
     starts = np.append(rollout.turns[:, 0], len(rollout.ids))
     places = np.where(is_turn[:, None], spans, np.stack([stops, starts], 1)[np.cumsum(is_turn)]).astype(np.int32)
-    said = tuple(map(said_by, plain_messages(rollout.messages)))
-    return ChatTokens(rollout.ids, rollout.loss_mask, spans, said, places)
+    contents = tuple(map(message_texts, plain_messages(rollout.messages)))
+    return ChatTokens(rollout.ids, rollout.loss_mask, spans, contents, places)
 
 
-def _own_turns(chat: ChatTokens, rollout: Rollout, turn_messages: Sequence[int]) -> ChatTokens:
-    """Cut the teacher's tokens after the last sampled turn, and score the sampled turns alone: of these messages.
+def _score_sampled_turns(chat: ChatTokens, rollout: Rollout, turn_messages: Sequence[int]) -> ChatTokens:
+    """Score only the sampled turns, given by their messages, and cut the teacher's tokens after the last one.
 
     A turn that was cut by length has no end, whatever the template writes there.
     """

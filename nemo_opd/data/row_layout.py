@@ -1,4 +1,4 @@
-"""Whole rows, for rewards that read any column."""
+"""Layout with complete rows, for rewards that read any column."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Documents of another layout, with all other columns of their rows."""
+    """Another layout's documents, plus all other columns of their rows."""
 
     documents: Layout
 
@@ -40,20 +40,23 @@ def reads_rows(reward: RewardBase | None) -> bool:
 
 
 def columns_in(layout: Layout, schemas: Sequence[pa.Schema]) -> Mapping[str, str]:
-    """Return the user's names of the columns that are read → ours: of whole rows, those that all schemas have alike."""
-    own = layout.columns
+    """Return the columns to read, as the user's name → ours.
+
+    A RowLayout adds each column that all schemas have with the same type.
+    """
+    layout_columns = layout.columns
     if not isinstance(layout, RowLayout):
-        return own
-    first, *others = schemas
-    rest = [
+        return layout_columns
+    first, *other_schemas = schemas
+    extra = [
         field
         for field in first
-        if field.name not in own
+        if field.name not in layout_columns
         and first.names.count(field.name) == 1
         and _is_known(field)
-        and all(field.name in other.names and other.field(field.name).type == field.type for other in others)
+        and all(field.name in schema.names and schema.field(field.name).type == field.type for schema in other_schemas)
     ]
-    return {**own, **{field.name: ROW + field.name for field in rest}}
+    return {**layout_columns, **{field.name: ROW + field.name for field in extra}}
 
 
 def _is_known(field: pa.Field) -> bool:
@@ -62,6 +65,6 @@ def _is_known(field: pa.Field) -> bool:
 
     try:
         datasets.Features.from_arrow_schema(pa.schema([field]))
-    except Exception:  # any error about types that it does not know
+    except Exception:  # `datasets` raises various errors for unknown types
         return False
     return True

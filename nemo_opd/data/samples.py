@@ -1,6 +1,6 @@
 """A document's token ids for the student and every teacher, the bytes of each token, and the alignment.
 
-Positions are S for the student and T for a teacher, as in nemo_opd.types; a sample has no padding.
+Positions are S for the student and T for a teacher, as in nemo_opd.types; samples are not padded.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 _ALLOWED_HISTORY: dict[EqualHistory, int] = {"none": HISTORY_CHANGED, "text": HISTORY_REWRITTEN, "bytes": HISTORY_SAME}
-"""The most by which what two sides have read may differ before a chunk that is compared."""
+"""Largest difference allowed between the contents that two sides have read before a compared chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One sequence of one tokenizer, all arrays of its length."""
+    """One sequence of one tokenizer. All arrays have its length."""
 
     ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
-    """Tokens to be learned. False at position 0, which no logits predict."""
+    """Tokens to learn. False at position 0, which no logits predict."""
     num_bytes: NDArray[np.int32]
-    """Bytes of content a token stands for; 0 for special tokens and for a template's own text."""
+    """Bytes of content per token; 0 for special tokens and for a template's own text."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -41,30 +41,31 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The alignment of one text; −1: no partner, or in a chunk that no loss may use. Other ids do not decrease."""
+    """The alignment of one text. −1: no partner, or in a chunk that no loss may use. Other ids are non-decreasing."""
 
     student: NDArray[np.int32]
     """[S]"""
     teacher: NDArray[np.int32]
     """[T]"""
     changed_from: int
-    """The first chunk after contents that the two sides read differently; beyond all ids where there is none."""
+    """First chunk after contents that the two sides read differently; beyond all ids if they never differ."""
     stop: int
-    """The first chunk that is not compared, for what the sides have read before it; beyond all ids for none."""
+    """First chunk that is excluded because the sides have read different contents before it; beyond all ids if none is.
+    """
     marks: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Chunks of two tokens of one role, whose bytes may differ: a mark such as `<think>` may be text on one side and
+    """Chunks of two tokens of one role, whose bytes may differ: a mark such as `<think>` may be text on one side, and
     special, without bytes, on the other.
     """
 
     @property
     def compared(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """[S] and [T]: the ids of the chunks that losses use; −1 elsewhere."""
+        """[S] and [T]: ids of the chunks that losses use; −1 elsewhere."""
         ours, theirs = (np.where(ids < self.stop, ids, np.int32(-1)) for ids in (self.student, self.teacher))
         return ours, theirs
 
     @property
     def histories(self) -> tuple[int, int]:
-        """Usable chunks, and those of them after contents that the two sides read differently."""
+        """Number of usable chunks, and how many of them follow contents that the two sides read differently."""
         used = np.unique(self.student[self.student >= 0])
         return len(used), int((used >= self.changed_from).sum())
 
@@ -73,24 +74,24 @@ class Chunks:
 class TeacherSample:
     tokens: Tokens
     chunks: Chunks | None
-    """None where the teacher shares the student's tokenizer; `tokens` are then the student's, but for those that the
-    teacher does not have, and for its own prompt.
+    """None if the teacher shares the student's tokenizer. `tokens` are then the student's, except for the teacher's own
+    prompt and for tokens that it lacks.
     """
     moved_by: int | None = None
-    """Place of a token that both read among `tokens`, less its place among the student's, where the teacher shares the
-    tokenizer and has its own prompt; None without one.
+    """Position in `tokens` of a token that both read, less its position in the student's, if the teacher shares the
+    tokenizer and has its own prompt; otherwise None.
     """
     leakage: tuple[int, int] | None = None
-    """Bytes of the response that also stand in the teacher's context, and its bytes; None without a context."""
+    """Bytes of the response that also occur in the teacher's context, and all its bytes; None without a context."""
     variants: tuple[Tokens, ...] = ()
-    """The same response without the context and with another record's, where the privilege gap is measured."""
+    """The response without the context and with another record's, if the privilege gap is measured."""
 
     def at_student(self, values: NDArray[_Scalar], length: int) -> NDArray[_Scalar]:
-        """Return values [T] of the teacher's tokens at the student's positions: [length]; 0 where it reads nothing."""
+        """Move values [T] of the teacher's tokens to the student's positions, [length]; 0 for unread positions."""
         return _moved(values, -(self.moved_by or 0), length)
 
     def at_teacher(self, values: NDArray[_Scalar]) -> NDArray[_Scalar]:
-        """Return values [S] of the student's tokens at the teacher's positions: [T]; 0 in its own prompt."""
+        """Move values [S] of the student's tokens to the teacher's positions, [T]; 0 in the teacher's own prompt."""
         return _moved(values, self.moved_by or 0, len(self.tokens))
 
 
@@ -107,7 +108,7 @@ class Sample:
     student: Tokens
     teachers: tuple[TeacherSample, ...]
     route: int | None = None
-    """The one teacher that it is for; None for all."""
+    """Index of the only teacher that the sample is for; None for all."""
 
 
 class Aligner(Protocol):
@@ -121,19 +122,19 @@ class Aligner(Protocol):
 
 @dataclass(frozen=True)
 class SameTokenizer:
-    """A teacher that reads the student's ids, but for those that it does not have."""
+    """A teacher that reads the student's ids, except those that it lacks."""
 
     lacking: tuple[int, ...] = ()
-    """Ids of the student that are no tokens of the teacher: nothing is learned from it where they stand."""
+    """The student's ids that are not tokens of the teacher; nothing is learned from the teacher at these."""
     substitute: int = 0
-    """Id that the teacher reads in their place, where its embeddings may have no row."""
+    """Id that the teacher reads in their place, as its embeddings may lack their rows."""
 
     @property
     def identity(self) -> tuple[object, ...] | None:
         return (self.lacking, self.substitute) if self.lacking else None
 
     def sample(self, student: Tokens) -> TeacherSample:
-        """Return the teacher's tokens: the student's own where the teacher has all of them."""
+        """Return the teacher's sample: the student's own tokens if the teacher has all of them."""
         is_lacking = np.isin(student.ids, self.lacking)
         if not is_lacking.any():
             return TeacherSample(student, None)
@@ -142,18 +143,18 @@ class SameTokenizer:
 
 
 class SampleMaker(Protocol):
-    """Document → Sample. Picklable, so that loader workers can hold one."""
+    """A maker of samples from documents. Picklable, so that loader workers can hold one."""
 
     @property
     def identity(self) -> str:
-        """Everything that decides what comes out for a document."""
+        """All settings that determine the sample of a document."""
         ...
 
     def __call__(self, document: Document, /) -> Sample: ...
 
 
 class WindowMaker(Protocol):
-    """Document → its windows, one for a document that all models read at a time. Picklable as a SampleMaker is."""
+    """A maker of a document's windows: one if all models can read the document at once. Picklable."""
 
     @property
     def identity(self) -> str: ...
@@ -166,28 +167,27 @@ class HasIdentity(Protocol):
 
     @property
     def identity(self) -> object:
-        """Settings that decide what the side makes of a document, or None, with an exact `repr`."""
+        """Settings that determine the side's part of a sample, or None, with an exact `repr`."""
         ...
 
 
 def identity_of(kind: str, student: HasIdentity, teachers: Sequence[HasIdentity]) -> str:
-    """Return the identity of a sample maker with these settings."""
+    """Return the identity of a sample maker with these sides."""
     return repr((kind, student.identity, [teacher.identity for teacher in teachers]))
 
 
 def exact_length(alignment: Alignment) -> int:
-    """Return the number of the teacher's tokens through its last exact chunk: nothing after it is compared.
+    """Return the number of teacher tokens through the last exact chunk; later tokens are not compared.
 
-    Where both sides end differently, one of them cut, an inexact chunk reaches to both ends.
+    If the sides end differently because one of them is cut, an inexact chunk reaches to both ends.
     """
     return int(alignment.bounds[~alignment.inexact, 3].max(initial=0))
 
 
 def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens, equal_history: EqualHistory) -> Chunks:
-    """Find the exact chunks all of whose tokens are scored, and are within `student` and `teacher`.
+    """Find the exact chunks whose tokens are all scored and all within `student` and `teacher`.
 
-    Either may be shorter than what was aligned. equal_history: what both sides must have read in common before a chunk
-    that is compared.
+    Either may be shorter than the aligned tokens. equal_history: what both sides must have read alike before a chunk.
     """
     usable = ~alignment.inexact
     for tokens, (start, stop) in ((student, alignment.bounds[:, :2].T), (teacher, alignment.bounds[:, 2:].T)):
@@ -196,16 +196,16 @@ def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens, equal_
         usable &= inside
         usable[inside] &= learned[stop[inside]] - learned[start[inside]] == stop[inside] - start[inside]
 
-    def kept(chunk_id: NDArray[np.int32]) -> NDArray[np.int32]:
-        # Without a chunk every id is −1; with one, −1 looks up the last chunk and stays −1 either way.
+    def only_usable(chunk_id: NDArray[np.int32]) -> NDArray[np.int32]:
+        # Without chunks every id is −1. Otherwise −1 looks up the last chunk and stays −1 either way.
         return np.where(usable[chunk_id], chunk_id, np.int32(-1)) if len(usable) else chunk_id
 
     def after(history: int) -> int:
         return int(np.searchsorted(alignment.history, history, "right"))
 
     return Chunks(
-        kept(alignment.student_chunk_id[: len(student)]),
-        kept(alignment.teacher_chunk_id[: len(teacher)]),
+        only_usable(alignment.student_chunk_id[: len(student)]),
+        only_usable(alignment.teacher_chunk_id[: len(teacher)]),
         changed_from=after(HISTORY_REWRITTEN),
         stop=after(_ALLOWED_HISTORY[equal_history]),
         marks=np.flatnonzero(alignment.special).astype(np.int32),
@@ -213,9 +213,9 @@ def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens, equal_
 
 
 def require_ids(ids: NDArray[np.int32], vocab_size: int, tokenizer: PreTrainedTokenizerBase, content: str) -> None:
-    """Raise DataError for a document with a token that the model cannot read."""
+    """Raise DataError if a document has a token that the model cannot read."""
     if ids.max(initial=0) >= vocab_size:
         token = tokenizer.convert_ids_to_tokens(int(ids.max()))
         raise DataError(
-            f"a document holds {token!r}, for which the model has no embedding; take it out of {content[:60]!r}…"
+            f"a document holds {token!r}, for which the model has no embedding; remove it from {content[:60]!r}…"
         )

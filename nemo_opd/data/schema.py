@@ -1,4 +1,4 @@
-"""Columns of files from their headers, before anything is converted and without PyTorch."""
+"""Columns of files, read from headers before any conversion and without PyTorch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,13 +20,13 @@ from nemo_opd.errors import DataError, OPDError
 _ARROW_FILE_MAGIC = b"ARROW1"
 _PLAIN_JSON = frozenset({".jsonl", ".json", ".ndjson"})
 _FIRST_ROWS = 1000
-"""Rows of a JSON file that the columns are taken from."""
+"""Rows of a JSON file that its columns are inferred from."""
 
 
 def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
-    """Check that the files exist, can be opened and have the layout's columns; the hub is not asked.
+    """Check that the files exist, can be opened and have the layout's columns. The hub is not contacted.
 
-    Refuses nothing that `load_documents` takes. Raises DataError, naming the key and the value.
+    Accepts everything that `load_documents` accepts. Raises DataError, naming the key and the value.
     """
     require_source(source, key=key)
     for kind, value in source.given.items():
@@ -37,12 +37,12 @@ def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
             with reading(named, path):
                 schema = _SCHEMAS[kind](path) if kind in _SCHEMAS else None
             if schema is not None:
-                layout.require_columns(plain(schema), f"{named}={shown(path)}")
-                _require_json(kind, path, layout, f"{named}={shown(path)}")
+                layout.require_columns(plain(schema), f"{named}={summarize(path)}")
+                _require_json(kind, path, layout, f"{named}={summarize(path)}")
 
 
 def _require_json(kind: str, path: Path, layout: Layout, source: str) -> None:
-    """Raise DataError where the first conversation is a string that is no JSON list, as a column of texts is."""
+    """Raise DataError if the first conversation is a string but not a JSON list, as in a column of texts."""
     for name, ours in layout.columns.items():
         value = first_value(kind, path, name) if ours == MESSAGES else None
         if not isinstance(value, str):
@@ -51,13 +51,13 @@ def _require_json(kind: str, path: Path, layout: Layout, source: str) -> None:
             if isinstance(parsed(value), list):
                 continue
         raise DataError(
-            f"{source}: column {name!r} holds no conversations; its first row is {value[:60]!r}…, neither a list of "
-            "objects nor that as JSON; set data.messages_key to such a column, or leave it out to read texts"
+            f"{source}: column {name!r} holds no conversations; its first row is {value[:60]!r}…, not a list of "
+            "objects or its JSON text; set data.messages_key to such a column, or leave it out to read texts"
         )
 
 
 def require_source(source: Source, *, key: str) -> None:
-    """Raise DataError where the source names nothing."""
+    """Raise DataError if the source names no data."""
     if not source.given:
         choices = ", ".join(f"{key}.{kind}" for kind in Source.model_fields)
         raise DataError(f"{key} names no data; set one of {choices}")
@@ -73,9 +73,9 @@ def _parquet_schema(path: Path) -> pa.Schema:
 
 
 def json_schema(path: Path) -> pa.Schema | None:
-    """Return the schema of the first rows of a file that is not compressed; None if they are none or malformed.
+    """Return the schema of an uncompressed file's first rows, or None if the file is empty or one of them is malformed.
 
-    The loader, which reads all rows, names a malformed line, and one that has no string among others that have.
+    The loader reads all rows and reports malformed lines, and values that are not strings in a column of strings.
     """
     try:
         rows = (row for _, row in islice(json_rows(path), _FIRST_ROWS))
@@ -100,18 +100,20 @@ _SCHEMAS: dict[str, Callable[[Path], pa.Schema | None]] = {
     "jsonl_files": _jsonl_schema,
     "text_files": _text_schema,
 }
-"""Function to the columns of a file; None where the loader alone can tell, as of formats that are not here."""
+"""Functions that read a file's columns, keyed by format. For a file without a function, or if it returns None, only the
+loader can tell.
+"""
 
 
 def plain(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with text in place of its encodings, as the loader reads it, and of null."""
+    """Return the schema with text in place of text encodings and of null, as the loader reads it."""
 
-    def of(dtype: pa.DataType) -> pa.DataType:
+    def plain_type(dtype: pa.DataType) -> pa.DataType:
         if is_encoded(dtype):
             return dtype.value_type if pa.types.is_dictionary(dtype) else pa.string()
         return pa.string() if pa.types.is_null(dtype) else dtype
 
-    return pa.schema([(field.name, of(field.type)) for field in schema])
+    return pa.schema([(field.name, plain_type(field.type)) for field in schema])
 
 
 def is_encoded(dtype: pa.DataType) -> bool:
@@ -125,7 +127,7 @@ def is_ipc_file(path: Path) -> bool:
 
 @contextmanager
 def reading(key: str, *value: object, way_out: str = "check that it is complete and of this format") -> Iterator[None]:
-    """Turn whatever a reader raises inside into a DataError: the libraries' errors share no base class."""
+    """Turn any error that a reader raises inside into a DataError: the libraries' errors share no base class."""
     try:
         yield
     except OPDError:
@@ -133,20 +135,20 @@ def reading(key: str, *value: object, way_out: str = "check that it is complete 
     except Exception as error:
         causes = list(_causes(error))
         if (raised := next((cause for cause in causes if isinstance(cause, OPDError)), None)) is not None:
-            raise raised from None  # `datasets` wraps what a builder raises
+            raise raised from None  # `datasets` wraps errors of builders
         described = " ".join(f"{type(causes[-1]).__name__}: {causes[-1]}".split())
-        raise DataError(f"{key}={shown(value)} cannot be read: {described}; {way_out}") from error
+        raise DataError(f"{key}={summarize(value)} cannot be read: {described}; {way_out}") from error
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes, the first cause last."""
+    """Yield an error and its causes, the original cause last."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
-def shown(value: object) -> str:
-    """Format one value as it is, several as the first and a count."""
+def summarize(value: object) -> str:
+    """Format one value in quotes, several as the first and a count."""
     if not isinstance(value, (list, tuple)):
         return repr(str(value))
     more = f" and {len(value) - 1} more" if len(value) > 1 else ""

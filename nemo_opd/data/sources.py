@@ -1,7 +1,7 @@
 """Documents from files or the hub, as a memory-mapped Hugging Face dataset.
 
-Nothing is written next to the user's files: Arrow streams are mapped where they are, and every other format is
-converted once into the cache of `datasets` (`$HF_DATASETS_CACHE`).
+Nothing is written next to the user's files: Arrow streams are mapped in place, and every other format is converted once
+into the cache of `datasets` (`$HF_DATASETS_CACHE`).
 """
 
 import logging
@@ -18,7 +18,7 @@ from nemo_opd.config.choices import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.data.caches import writing
 from nemo_opd.data.conversations import require_conversations
-from nemo_opd.data.convert import Read, convert, healed, require_rows, selected
+from nemo_opd.data.convert import Read, convert, require_rows, retry_after_repair, selected
 from nemo_opd.data.documents import MESSAGES, TEXT
 from nemo_opd.data.files import resolve_files
 from nemo_opd.data.intact import require_intact
@@ -27,7 +27,7 @@ from nemo_opd.data.layout import Layout
 from nemo_opd.data.lines import no_utf8, numbered
 from nemo_opd.data.origin import Origin, of_rows, of_source
 from nemo_opd.data.row_layout import columns_in
-from nemo_opd.data.schema import arrow_schema, is_encoded, is_ipc_file, plain, reading, require_source, shown
+from nemo_opd.data.schema import arrow_schema, is_encoded, is_ipc_file, plain, reading, require_source, summarize
 from nemo_opd.errors import DataError
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -36,14 +36,13 @@ _log = logging.getLogger(__name__)
 
 
 def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Dataset:
-    """Load the columns of the layout, under our names, in the order of files and rows.
+    """Load the layout's columns, under our names, in the order of files and rows.
 
-    `key` is where the source stands in the config (`data.train`). All of it is checked. Raises DataError, naming the
-    key, the file and the row, for a source that is absent, missing, damaged, without the layout's columns, or without
-    content.
+    key: the source's key in the settings, such as `data.train`. All rows are checked. Raises DataError, naming the key,
+    the file and the row, for a source that is not set, missing, damaged, empty, or without the layout's columns.
     """
     require_source(source, key=key)
-    ((kind, value),) = ((kind, source.given[kind]) for kind in source.given)
+    ((kind, value),) = source.given.items()
     key = f"{key}.{kind}"
     if isinstance(value, HubDataset):
         named = f"{key}.path={value.path!r}"
@@ -51,7 +50,7 @@ def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Data
         origin: Origin = of_source
         require_intact(documents.data, named, origin)
     else:
-        named = f"{key}={shown(value)}"
+        named = f"{key}={summarize(value)}"
         documents, origin = READERS[kind](resolve_files(value, key=key), layout, key)
     layout.require_content(documents, named, origin)
     if MESSAGES in documents.column_names:
@@ -70,18 +69,19 @@ def _read_arrow(paths: list[Path], layout: Layout, key: str) -> Read:
             raise DataError(
                 f"{key}: column {name!r} has several types ({differing}); rewrite the files with one of them"
             )
-    own, others = set(layout.columns.values()), [table.data.schema for table in tables[1:]]
-    alike = [
+    layout_columns, other_schemas = set(layout.columns.values()), [table.data.schema for table in tables[1:]]
+    shared = [
         field.name
         for field in tables[0].data.schema
-        if field.name in own or all(field.name in other.names and other.field(field.name) == field for other in others)
+        if field.name in layout_columns
+        or all(field.name in schema.names and schema.field(field.name) == field for schema in other_schemas)
     ]
-    joined = datasets.concatenate_datasets([table.select_columns(alike) for table in tables])
+    joined = datasets.concatenate_datasets([table.select_columns(shared) for table in tables])
     return joined, of_rows(paths, [len(table) for table in tables])
 
 
 def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
-    source = f"{key}={shown(path)}"
+    source = f"{key}={summarize(path)}"
     with reading(key, path):
         schema = arrow_schema(path)
     layout.require_columns(plain(schema), source)
@@ -95,7 +95,7 @@ def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
         if not is_file:
             _warn_without_end(path, key)
         origin = of_rows([path], [len(table)])
-        # Before anything reads it: an offset out of range would end the process.
+        # To run before anything reads it: an offset out of range would kill the process.
         check = partial(require_intact, table.select(columns), source, origin)
         unknown = [field.name for field in schema if field.name not in columns and not _is_known(field)]
         if is_file or any(is_encoded(schema.field(name).type) for name in columns):
@@ -104,7 +104,7 @@ def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
                     f"{source}: columns {', '.join(map(repr, unknown))} have types that `datasets` cannot convert; "
                     "leave them out, or write the table in Arrow's stream format, with plain text"
                 )
-            # A process that a dataset is sent to can only map streams, of types that `datasets` knows.
+            # A process that receives a dataset can only map streams with types that `datasets` knows.
             dataset = convert("arrow", [path], columns, source, origin, check, features=_features_of(schema, layout))
         else:
             check()
@@ -114,7 +114,7 @@ def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
 
 
 def _is_known(field: pa.Field) -> bool:
-    """Return whether `datasets` knows the type, as it does not maps, unions and UUIDs."""
+    """Return whether `datasets` knows the type. It does not know maps, unions and UUIDs."""
     try:
         datasets.Features.from_arrow_schema(pa.schema([field]))
     except ValueError:
@@ -123,18 +123,18 @@ def _is_known(field: pa.Field) -> bool:
 
 
 def _features_of(schema: pa.Schema, layout: Layout) -> datasets.Features:
-    """Return what `datasets` is to make of a schema: the layout's columns as plain text."""
+    """Return the features for a schema, with the layout's columns as plain text."""
     text = plain(schema)
     fields = [text.field(field.name) if field.name in layout.columns else field for field in schema]
     return datasets.Features.from_arrow_schema(pa.schema(fields))
 
 
 def _warn_without_end(path: Path, key: str) -> None:
-    """Warn of a stream without an end mark: it is optional, but missing too where a writer was interrupted."""
+    """Warn about a stream without an end mark, which is optional, but which interrupted writers omit, too."""
     with path.open("rb") as file:
         file.seek(-len(_ARROW_END), os.SEEK_END)
         if file.read() != _ARROW_END:
-            _log.warning("%s=%s: the Arrow stream has no end mark; was it written completely?", key, shown(path))
+            _log.warning("%s=%s: the Arrow stream has no end mark; was it written completely?", key, summarize(path))
 
 
 def _read_parquet(paths: list[Path], layout: Layout, key: str) -> Read:
@@ -143,11 +143,11 @@ def _read_parquet(paths: list[Path], layout: Layout, key: str) -> Read:
         with reading(key, path):
             metadata = pq.read_metadata(path)
             schemas.append(metadata.schema.to_arrow_schema())
-        layout.require_columns(plain(schemas[-1]), f"{key}={shown(path)}")
+        layout.require_columns(plain(schemas[-1]), f"{key}={summarize(path)}")
         counts.append(metadata.num_rows)
     filled = [path for path, count in zip(paths, counts, strict=True) if count]
     require_rows(filled, key, paths)
-    source, origin = f"{key}={shown(paths)}", of_rows(paths, counts)
+    source, origin = f"{key}={summarize(paths)}", of_rows(paths, counts)
     columns = columns_in(layout, [plain(schema) for schema in schemas])
     fields = [plain(schemas[0]).field(name) for name in schemas[0].names if name in columns]
     options = {"columns": list(columns), "features": datasets.Features.from_arrow_schema(pa.schema(fields))}
@@ -161,8 +161,8 @@ def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
         with reading(key, path):
             for number, line in numbered(path):
                 if reason := no_utf8(line):
-                    raise DataError(f"{key}={shown(path)}: in line {number}, {reason}; convert the file to UTF-8")
-    source, origin = f"{key}={shown(paths)}", of_rows(paths, [1] * len(paths))
+                    raise DataError(f"{key}={summarize(path)}: in line {number}, {reason}; convert the file to UTF-8")
+    source, origin = f"{key}={summarize(paths)}", of_rows(paths, [1] * len(paths))
     with reading(key, *paths):
         return convert("text", paths, [TEXT], source, origin, sample_by="document"), origin
 
@@ -170,7 +170,7 @@ def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
 def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
     way_out = f"check {key}.path, {key}.name and {key}.split, and the network"
     with reading(f"{key}.path", hub.path, way_out=way_out), writing(Path(datasets.config.HF_CACHE_HOME), "HF_HOME"):
-        dataset = healed(partial(datasets.load_dataset, hub.path, hub.name, split=hub.split), "*")
+        dataset = retry_after_repair(partial(datasets.load_dataset, hub.path, hub.name, split=hub.split), "*")
     return selected(dataset, layout, f"{key}.path", hub.path)
 
 

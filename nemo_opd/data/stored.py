@@ -1,4 +1,4 @@
-"""Samples as bytes, and back."""
+"""Serialization of samples."""
 
 import zlib
 from collections import defaultdict
@@ -13,7 +13,7 @@ from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 
 
 def encoded(samples: Sequence[Sample]) -> bytes:
-    """Return the arrays by the number of the sample and by name, compressed."""
+    """Serialize samples as compressed arrays, keyed by the sample's index and the array's name."""
     arrays = {
         f"{k}/{name}": np.ascontiguousarray(array)
         for k, sample in enumerate(samples)
@@ -55,12 +55,12 @@ def _sample(arrays: dict[str, NDArray[Any]]) -> Sample:
     num_teachers = sum(name.endswith(".cross") for name in arrays)
 
     def teacher(i: int) -> TeacherSample:
-        own = _tokens(arrays, f"{i}") if f"{i}.ids" in arrays else student
+        tokens = _tokens(arrays, f"{i}") if f"{i}.ids" in arrays else student
         moved_by = arrays[f"{i}.moved_by"].item() if f"{i}.moved_by" in arrays else None
         leakage = tuple(arrays[f"{i}.leakage"].tolist()) if f"{i}.leakage" in arrays else None
         num_variants = sum(name.startswith(f"{i}.variants.") and name.endswith(".ids") for name in arrays)
         variants = tuple(_tokens(arrays, f"{i}.variants.{k}") for k in range(num_variants))
-        return TeacherSample(own, _chunks(arrays, i), moved_by, leakage, variants)
+        return TeacherSample(tokens, _chunks(arrays, i), moved_by, leakage, variants)
 
     return Sample(student, tuple(teacher(i) for i in range(num_teachers)))
 

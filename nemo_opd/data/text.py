@@ -27,7 +27,7 @@ from nemo_opd.data.windows import Places, common_places, window_edges
 
 @dataclass(frozen=True)
 class CrossTokenizer:
-    """A teacher that reads its own ids."""
+    """A teacher with its own tokenizer."""
 
     encoder: Encoder
     aligner: Aligner
@@ -40,7 +40,7 @@ class CrossTokenizer:
 
 @dataclass(frozen=True)
 class TextSampleMaker:
-    """Text → Sample."""
+    """A maker of samples from texts."""
 
     student: Encoder
     teachers: tuple[SameTokenizer | CrossTokenizer, ...]
@@ -50,26 +50,27 @@ class TextSampleMaker:
         return identity_of("text", self.student, self.teachers)
 
     def __call__(self, text: Document) -> Sample:
-        """Cut the text to the student's length; a teacher reads as much of it, as far as its own length goes.
+        """Cut the text to the student's length; a teacher reads as much of the text, within its own length.
 
-        It keeps nothing after the last chunk of a cut student. Of a long text only the beginning is tokenized.
+        If the student is cut, a teacher keeps nothing after the last exact chunk. Only the beginning of a long text is
+        tokenized.
 
         Raises AlignmentError from the aligners, DataError for a text with a token that a model cannot read.
         """
         assert isinstance(text, str)
         readers = [teacher.encoder for teacher in self.crossing]
-        whole, *others = encode_beginning(self.student, readers, text, self.student.max_length)
-        kept = whole.cut(self.student.max_length)
-        return self.sample(kept.tokens(), others, is_cut=len(kept.ids) < len(whole.ids))
+        student, *encodings = encode_beginning(self.student, readers, text, self.student.max_length)
+        cut = student.cut(self.student.max_length)
+        return self.sample(cut.tokens(), encodings, is_cut=len(cut.ids) < len(student.ids))
 
     @property
     def crossing(self) -> list[CrossTokenizer]:
-        """The teachers with another tokenizer."""
+        """Teachers with another tokenizer than the student."""
         return [teacher for teacher in self.teachers if isinstance(teacher, CrossTokenizer)]
 
-    def sample(self, student: Tokens, others: Sequence[Encoding], *, is_cut: bool) -> Sample:
-        """Make a sample. others: the text as each of `crossing` reads it; is_cut: the student reads less of it."""
-        unread = iter(others)
+    def sample(self, student: Tokens, encodings: Sequence[Encoding], *, is_cut: bool) -> Sample:
+        """Make a sample. encodings: the text as `crossing` read it. is_cut: whether the student reads less of it."""
+        unread = iter(encodings)
         return Sample(
             student,
             tuple(
@@ -83,7 +84,7 @@ class TextSampleMaker:
 
 @dataclass(frozen=True)
 class TextWindowMaker:
-    """Text → windows that use all of it, on all sides (methods.md §8.6)."""
+    """A maker of windows that cover all of a text on all sides (methods.md §8.6)."""
 
     make: TextSampleMaker
 
@@ -92,38 +93,39 @@ class TextWindowMaker:
         return f"windows of {self.make.identity}"
 
     def __call__(self, text: Document) -> tuple[Sample, ...]:
-        """Cut the text where all its models begin a token, into windows that none of them needs to cut.
+        """Cut the text at token boundaries shared by all its models, into windows that fit each of them.
 
         Raises AlignmentError from the aligners, DataError for a text with a token that a model cannot read.
         """
         assert isinstance(text, str)
         encoders = [self.make.student, *(teacher.encoder for teacher in self.make.crossing)]
-        wholes = [encoder(text) for encoder in encoders]
+        encodings = [encoder(text) for encoder in encoders]
         windows = []
-        for begins, ends in pairwise(self._edges(encoders, wholes).tolist()):
-            sides = zip(encoders, wholes, begins, ends, strict=True)
-            student, *others = (whole.part(begin, end, encoder.opening) for encoder, whole, begin, end in sides)
-            windows.append(self.make.sample(student.tokens(), others, is_cut=False))
+        for begins, ends in pairwise(self._edges(encoders, encodings).tolist()):
+            sides = zip(encoders, encodings, begins, ends, strict=True)
+            student, *teachers = (encoding.part(begin, end, encoder.opening) for encoder, encoding, begin, end in sides)
+            windows.append(self.make.sample(student.tokens(), teachers, is_cut=False))
         return tuple(windows)
 
-    def _edges(self, encoders: Sequence[Encoder], wholes: Sequence[Encoding]) -> Places:
-        """Return where windows begin and end, in the tokens of each encoder."""
-        ends = np.array([len(whole.ids) for whole in wholes])
+    def _edges(self, encoders: Sequence[Encoder], encodings: Sequence[Encoding]) -> Places:
+        """Return the edges of windows, in each encoder's tokens."""
+        ends = np.array([len(encoding.ids) for encoding in encodings])
         limits = [encoder.max_length for encoder in encoders]
         if (ends <= limits).all():
             return np.stack([np.zeros_like(ends), ends])
-        student, *others = (whole.ids for whole in wholes)
-        readers = zip(self.make.crossing, others, strict=True)
+        student, *teacher_ids = (encoding.ids for encoding in encodings)
+        readers = zip(self.make.crossing, teacher_ids, strict=True)
         bounds = [teacher.aligner.align(student, ids).bounds for teacher, ids in readers]
-        places = common_places(len(student), [(own[:, 0], own[:, 2]) for own in bounds], ends)
+        places = common_places(len(student), [(chunks[:, 0], chunks[:, 2]) for chunks in bounds], ends)
         return window_edges(places, limits, [len(encoder.opening.ids) for encoder in encoders])
 
 
-def _teacher_sample(whole: Encoding, student: Tokens, is_cut: bool, teacher: CrossTokenizer) -> TeacherSample:
-    """Make a teacher's sample. whole: the text of the student's tokens. Their bytes say nothing of the teacher's, whose
-    tokenizer may rewrite the text in another way.
+def _teacher_sample(encoding: Encoding, student: Tokens, is_cut: bool, teacher: CrossTokenizer) -> TeacherSample:
+    """Make a teacher's sample. encoding: the text of the student's tokens.
+
+    The student's byte counts do not apply: the teacher's tokenizer may rewrite the text differently.
     """
-    alignment = teacher.aligner.align(student.ids, whole.ids)
-    last = exact_length(alignment) if is_cut else len(whole.ids)
-    tokens = whole.cut(min(last, teacher.encoder.max_length)).tokens()
+    alignment = teacher.aligner.align(student.ids, encoding.ids)
+    last = exact_length(alignment) if is_cut else len(encoding.ids)
+    tokens = encoding.cut(min(last, teacher.encoder.max_length)).tokens()
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))

@@ -1,4 +1,4 @@
-"""Windows of a document that is longer than its models read at a time (methods.md §8.6): pure."""
+"""Windows of a document that is too long for its models to read at once (methods.md §8.6): pure functions."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 Places = NDArray[np.int64]
-"""[P, M]: places in a document, as the number of tokens before them for each of M models; columns do not decrease."""
+"""[P, M]: places in a document, as the number of tokens before them for each of M models; columns are non-decreasing.
+"""
 
 
 def common_places(length: int, starts: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]], ends: Places) -> Places:
-    """Return the places in a document where all its models begin a token.
+    """Return the token boundaries that all models of a document share.
 
-    length: the student's tokens. starts: by teacher with another tokenizer, the first tokens of the aligned chunks: the
-    student's [C] and the teacher's [C]. ends: [M], all tokens of the student and of each of these teachers.
+    length: number of the student's tokens. starts: for each teacher with another tokenizer, the first tokens of the
+    aligned chunks, the student's [C] and the teacher's [C]. ends: [M], numbers of tokens of the student and these
+    teachers.
     """
     places = np.arange(length, dtype=np.int64)
     for ours, _ in starts:
         places = np.intersect1d(places, ours)
-    theirs = [own[np.searchsorted(ours, places)] for ours, own in starts]
-    found = np.column_stack([places, *theirs]).astype(np.int64)
-    return np.concatenate([np.zeros_like(ends)[None], found[(found > 0).any(1)], ends[None]])
+    theirs = [first_tokens[np.searchsorted(ours, places)] for ours, first_tokens in starts]
+    common = np.column_stack([places, *theirs]).astype(np.int64)
+    return np.concatenate([np.zeros_like(ends)[None], common[(common > 0).any(1)], ends[None]])
 
 
 def window_edges(places: Places, limits: Sequence[int], openings: Sequence[int]) -> Places:
-    """Cut a document into windows that are as long as its models can read: edges [windows + 1, M].
+    """Cut a document into windows as long as its models can read: edges [windows + 1, M].
 
-    Windows end at `places`. Where two of these are too far apart, what is between them is cut into equal parts.
-    limits: of each model, in its tokens. openings: tokens that stand before each window but the first.
+    Windows end at `places`. If two of these are too far apart, the text between them is cut into equal parts. limits:
+    longest input of each model, in its tokens. openings: tokens in front of each window but the first.
     """
     room = np.array(limits) - np.array(openings)
     places, at = places.copy("F"), 0

@@ -1,9 +1,9 @@
-"""The demo's questions that can be checked: sums of two three-digit numbers, worked column by column with the carries.
+"""The demo's questions with checkable answers: sums of two three-digit numbers, column by column with carries.
 
     347 + 585 = ?
     7+5=12; 4+8+1=13; 3+5+1=9; 932
 
-The first line, with its line end, is the prompt and the second the response; the last number is the answer. Both splits
+The first line, with its newline, is the prompt and the second the response; the last number is the answer. Both splits
 are Arrow files, built on first use.
 """
 
@@ -23,22 +23,22 @@ from nemo_opd.paths import cache_dir
 
 OPERANDS = range(100, 1_000)
 _NUM_DRAWS = 20_000
-"""Sums that are drawn for both splits together; one that was drawn before is left out."""
+"""Sums drawn for both splits together, with duplicates that are then dropped."""
 _VALIDATION_PERCENT = 3
 _FORMAT_VERSION = 1
-"""Names the cached files: raise it when a row changes."""
+"""Part of the cache folder's name: increase it when a row changes."""
 
 _SCHEMA = pa.schema([("text", pa.string()), ("response", pa.string()), ("answer", pa.string())])
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a sum, worked from the right."""
+    """One column of a sum, computed from the right."""
 
     left: int
     right: int
     carry: int
-    """Carry from the column before, 0 or 1."""
+    """Carry from the previous column, 0 or 1."""
 
     @property
     def total(self) -> int:
@@ -52,20 +52,20 @@ class Column:
 
 @dataclass(frozen=True)
 class Sum:
-    """A question and how it is answered."""
+    """A sum, with its question and answer."""
 
     left: int
     right: int
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """Columns from the units up, as many as the longer number has digits."""
+        """Columns from the units up, as many as the digits of the longer number."""
         left, right = str(self.left)[::-1], str(self.right)[::-1]
         width = max(len(left), len(right))
         columns: list[Column] = []
-        for one, other in zip(left.ljust(width, "0"), right.ljust(width, "0"), strict=True):
+        for left_digit, right_digit in zip(left.ljust(width, "0"), right.ljust(width, "0"), strict=True):
             carry = columns[-1].total // 10 if columns else 0
-            columns.append(Column(int(one), int(other), carry))
+            columns.append(Column(int(left_digit), int(right_digit), carry))
         return tuple(columns)
 
     @property
@@ -74,7 +74,7 @@ class Sum:
 
     @property
     def worked_prompt(self) -> str:
-        """The prompt after the same sum with its response: `{prompt}{response}\\n{prompt}`."""
+        """The prompt, preceded by the same sum with its response: `{prompt}{response}\\n{prompt}`."""
         return f"{self.prompt}{self.response}\n{self.prompt}"
 
     @property
@@ -87,22 +87,20 @@ class Sum:
 
 
 def response_of(columns: Sequence[Column]) -> str:
-    """Write the columns as they are worked, and the number that their totals spell: the last one's in full, the units
-    of the others.
-    """
+    """Format worked columns and the number that they give: the last column's total, then the units of earlier ones."""
     number = "".join([str(columns[-1].total), *(str(column.total % 10) for column in columns[-2::-1])])
     return "; ".join([*(column.worked for column in columns), number])
 
 
 def arrow_file(split: Split) -> Path:
-    """Return the Arrow stream file of a split, rows `{text, response, answer}`; builds both splits when absent.
+    """Return the Arrow stream file of a split, with rows `{text, response, answer}`; build both splits if absent.
 
-    Raises DataError for another split. Safe in concurrent processes: each writes under its own name, and the
-    rename puts the same bytes in place.
+    Raises DataError if the split does not exist. Safe in concurrent processes: each writes under its own name, and
+    renames the same bytes into place.
     """
     if split not in get_args(Split):
         raise DataError(
-            f"data demo:arithmetic_{split} is no demo data; use one of demo:arithmetic_train, "
+            f"data demo:arithmetic_{split} is not demo data; choose from demo:arithmetic_train, "
             "demo:arithmetic_validation"
         )
     folder = cache_dir("demo", f"arithmetic-{_FORMAT_VERSION}")
@@ -115,18 +113,18 @@ def arrow_file(split: Split) -> Path:
 
 
 def sums() -> Iterator[Sum]:
-    """Yield the sums of both splits, each once, in an order that is the same on every machine."""
+    """Yield the sums of both splits without duplicates, in the same order on every machine."""
     seen = set()
     for number in range(_NUM_DRAWS):
-        one, other = _hash(f"draw {number}"), _hash(f"other {number}")
-        drawn = Sum(OPERANDS[one % len(OPERANDS)], OPERANDS[other % len(OPERANDS)])
+        left, right = _hash(f"draw {number}"), _hash(f"other {number}")
+        drawn = Sum(OPERANDS[left % len(OPERANDS)], OPERANDS[right % len(OPERANDS)])
         if drawn not in seen:
             seen.add(drawn)
             yield drawn
 
 
 def split_of(question: Sum) -> Split:
-    """Choose the split by a hash of the two numbers, so that a sum and its mirror image are in one."""
+    """Choose the split by a hash of the two numbers in ascending order, so that a + b and b + a share a split."""
     low, high = sorted((question.left, question.right))
     return "validation" if _hash(f"{low} {high}") % 100 < _VALIDATION_PERCENT else "train"
 

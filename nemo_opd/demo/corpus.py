@@ -1,6 +1,6 @@
 """The demo corpus: the running interpreter's standard-library sources as Arrow files, built on first use.
 
-A file goes whole into one split, so no validation document continues a training document.
+All of a source file goes into one split, so no validation document continues a training document.
 """
 
 import hashlib
@@ -23,16 +23,16 @@ from nemo_opd.paths import cache_dir
 Split = Literal["train", "validation"]
 
 DOCUMENT_CHARS = 1_000
-"""Documents are about this long: a file is cut into equal parts of at most this many characters, at line boundaries."""
+"""Approximate document length in characters: files are cut at line boundaries into parts of about equal length."""
 _VALIDATION_PERCENT = 3
 _VALIDATION_SALT = "nemo_opd/"
-"""Hashed before the path. This one puts a mixture into validation that no single file dominates."""
+"""Prefix of the hashed path. With this salt no single file dominates validation."""
 _EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
 )
-"""Tests, what is installed, and `encodings`: generated character tables, a tenth of the bytes and no code."""
+"""Tests, installed packages, and `encodings`: generated character tables, a tenth of the bytes without real code."""
 _FORMAT_VERSION = 1
-"""Part of the cache key: raise it when the same sources give other documents or another split."""
+"""Part of the cache key: increase it when the same sources give other documents or splits."""
 
 _ROWS_PER_BATCH = 1_000
 _SCHEMA = pa.schema([("text", pa.string()), ("path", pa.string())])
@@ -41,7 +41,7 @@ _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 @dataclass(frozen=True)
 class _SourceFile:
-    """One source file: its `/`-separated path below the root, and its size in bytes."""
+    """A source file, with its `/`-separated path below the root and its size in bytes."""
 
     path: str
     size: int
@@ -49,20 +49,20 @@ class _SourceFile:
 
 @dataclass(frozen=True)
 class Document:
-    """A run of whole lines of one source file."""
+    """Consecutive lines of one source file."""
 
     text: str
     path: str
 
 
 def arrow_file(split: Split) -> Path:
-    """Return the Arrow stream file of a split, rows `{text, path}`; builds both splits when absent.
+    """Return the Arrow stream file of a split, with rows `{text, path}`; build both splits if absent.
 
-    Raises DataError for another split, or where the interpreter has no sources. Safe in
-    concurrent processes: each writes under its own name, and the rename puts the same bytes in place.
+    Raises DataError if the split does not exist or the interpreter has no sources. Safe in concurrent processes: each
+    writes under its own name, and renames the same bytes into place.
     """
     if split not in get_args(Split):
-        raise DataError(f"data demo:{split} is no demo data; use one of demo:train, demo:validation")
+        raise DataError(f"data demo:{split} is not demo data; choose from demo:train, demo:validation")
     root = Path(sysconfig.get_paths()["stdlib"])
     sources = source_files(root)
     folder = cache_dir("demo", cache_key(sources))
@@ -73,30 +73,30 @@ def arrow_file(split: Split) -> Path:
 
 
 def build(root: Path, sources: list[_SourceFile], folder: Path) -> None:
-    """Write `train.arrow` and `validation.arrow` into `folder`, each complete or absent; DataError for no rows."""
+    """Write `train.arrow` and `validation.arrow` into `folder`, each atomically. Raises DataError if one is empty."""
     for split in get_args(Split):
-        chosen = [source for source in sources if _split_of(source.path) == split]
-        if not chosen:
+        split_sources = [source for source in sources if _split_of(source.path) == split]
+        if not split_sources:
             raise DataError(
                 f"data demo:{split} has no source files: {root} holds {len(sources)} usable *.py files;"
                 " install the interpreter's standard library as sources, or name your own files in data.*"
             )
-        table = _table(document for source in chosen for document in _documents(root, source))
+        table = _table(document for source in split_sources for document in _documents(root, source))
         write_stream(folder / f"{split}.arrow", table, _ROWS_PER_BATCH)
 
 
 def source_files(root: Path) -> list[_SourceFile]:
     """Return the *.py files below `root` outside _EXCLUDED_FOLDERS, sorted by path."""
-    found = []
+    sources = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _EXCLUDED_FOLDERS]
         paths = [Path(folder, name) for name in names if name.endswith(".py")]
-        found += [_SourceFile(p.relative_to(root).as_posix(), p.stat().st_size) for p in paths if p.is_file()]
-    return sorted(found, key=lambda source: source.path)
+        sources += [_SourceFile(p.relative_to(root).as_posix(), p.stat().st_size) for p in paths if p.is_file()]
+    return sorted(sources, key=lambda source: source.path)
 
 
 def cache_key(sources: list[_SourceFile]) -> str:
-    """Names the interpreter and its sources: the same files give the same key on every machine."""
+    """Return a key of the interpreter's version and sources, equal for equal files on every machine."""
     digest = hashlib.sha256(f"{_FORMAT_VERSION} {DOCUMENT_CHARS} {_VALIDATION_PERCENT}".encode())
     for source in sources:
         digest.update(f"\n{source.path}\0{source.size}".encode("utf-8", "surrogateescape"))
@@ -104,13 +104,13 @@ def cache_key(sources: list[_SourceFile]) -> str:
 
 
 def _split_of(path: str) -> Split:
-    """Return the split of a source file, by a hash of its path below the root."""
+    """Choose the split of a source file by a hash of its path below the root."""
     digest = hashlib.sha256((_VALIDATION_SALT + path).encode("utf-8", "surrogateescape")).digest()
     return "validation" if int.from_bytes(digest[:4], "big") % 100 < _VALIDATION_PERCENT else "train"
 
 
 def _documents(root: Path, source: _SourceFile) -> Iterator[Document]:
-    """Yield the documents of a file: every line in exactly one of them; none for a file that is blank or not UTF-8."""
+    """Yield the documents of a file, which together contain every line once; none if it is blank or not UTF-8."""
     try:
         text = (root / source.path).read_bytes().decode("utf-8")
     except UnicodeDecodeError:
@@ -120,7 +120,7 @@ def _documents(root: Path, source: _SourceFile) -> Iterator[Document]:
 
 
 def cut(text: str) -> list[str]:
-    """Equal parts of about DOCUMENT_CHARS characters, cut at line boundaries; joined they are the text."""
+    """Split a text at line boundaries into parts of about equal length, at most about DOCUMENT_CHARS characters."""
     num_parts = -(-len(text) // DOCUMENT_CHARS)
 
     def part_of(line: re.Match[str]) -> int:

@@ -1,6 +1,6 @@
-"""The demo's benchmark: which of four lines follows a passage of the validation text.
+"""The demo's benchmark, which asks which of four lines follows a passage of the validation text.
 
-A folder with a task of lm-eval (YAML) and its questions (JSON), built on first use.
+It is a folder with an lm-eval task (YAML) and its questions (JSON), built on first use.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ metadata:
 
 
 def task_folder() -> Path:
-    """Return the folder; builds it when absent. Raises DataError as `arrow_file` does. Safe in concurrent processes."""
+    """Return the folder; build it if absent. Raises DataError as `arrow_file` does. Safe in concurrent processes."""
     source = arrow_file("validation")
     name = hashlib.sha256(f"1 {_NUM_QUESTIONS} {source.parent.name}".encode()).hexdigest()[:12]
     folder = source.parent / f"tasks-{name}"
@@ -54,7 +54,7 @@ def task_folder() -> Path:
 
 
 def write_task(folder: Path, task: str, questions: Iterable[Mapping[str, Any]]) -> None:
-    """Write a multiple-choice task; a question has `context`, `choices` and `answer`, the index of the right one."""
+    """Write a multiple-choice task of questions with `context`, `choices` and `answer`, the index of the right one."""
     rows, path = [json.dumps(question) for question in questions], folder / f"{task}.json"
     write_atomically(path, ("\n".join(rows) + "\n").encode())
     text = _TASK.format(task=task, questions=json.dumps(str(path.resolve())))
@@ -62,19 +62,20 @@ def write_task(folder: Path, task: str, questions: Iterable[Mapping[str, Any]]) 
 
 
 def _questions(texts: list[str]) -> Iterator[dict[str, object]]:
-    """Yield passages, each with the line that follows it among lines of other passages."""
-    chosen = random.Random(0)
-    places = [place for place in map(_split, texts) if place is not None][: _NUM_QUESTIONS * _NUM_CHOICES]
-    for context, line in places[:_NUM_QUESTIONS]:
-        others = chosen.sample([other for _, other in places if other != line], _NUM_CHOICES - 1)
-        answer = chosen.randrange(_NUM_CHOICES)
-        yield {"context": context, "choices": [*others[:answer], line, *others[answer:]], "answer": answer}
+    """Yield passages, with the line that follows each hidden among lines of other passages."""
+    generator = random.Random(0)
+    passages = [passage for passage in map(_split, texts) if passage is not None][: _NUM_QUESTIONS * _NUM_CHOICES]
+    for context, line in passages[:_NUM_QUESTIONS]:
+        wrong = generator.sample([choice for _, choice in passages if choice != line], _NUM_CHOICES - 1)
+        answer = generator.randrange(_NUM_CHOICES)
+        yield {"context": context, "choices": [*wrong[:answer], line, *wrong[answer:]], "answer": answer}
 
 
 def _split(text: str) -> tuple[str, str] | None:
-    """Return the end of the text before a line in its middle, and that line; None where it is short or long."""
-    before, _, after = text[len(text) // 2 :].partition("\n")
-    line, has_more, _ = after.partition("\n")
-    context = text[: len(text) // 2] + before + "\n"
+    """Return the end of the text before a line in its middle, and that line; None if it is too short or too long."""
+    middle = len(text) // 2
+    line_end, _, following = text[middle:].partition("\n")
+    line, has_more, _ = following.partition("\n")
+    context = text[:middle] + line_end + "\n"
     fits = has_more and len(line.strip()) in _LINE_CHARS
     return (context[-_CONTEXT_CHARS:], line) if fits else None

@@ -1,1 +1,1 @@
-"""Process groups and the meshes over them."""
+"""Process groups, device meshes and tensor transfers."""

@@ -12,15 +12,15 @@ from nemo_opd.distributed.shards import local, num_copies
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """The first tensor with values that are not finite."""
+    """Report of the first tensor with non-finite values."""
 
     name: str
     count: int
     """Number of values that are NaN or infinite."""
     size: int
-    """Number of all values."""
+    """Total number of values."""
     others: int
-    """Number of further tensors with such values."""
+    """Number of other tensors with non-finite values."""
 
     def __str__(self) -> str:
         plural = "s" if self.others > 1 else ""
@@ -32,11 +32,11 @@ class NotFinite:
 def find_not_finite(
     tensors: Mapping[str, Tensor], *, device: str | torch.device, dtype: torch.dtype | None = None
 ) -> NotFinite | None:
-    """Return the first floating-point tensor with a value that is NaN or infinite; None where all are finite.
+    """Return the first floating-point tensor with a NaN or infinite value, or None if all values are finite.
 
-    Reads each shard once, without copies. device: for the collectives. dtype: rounds the values first. Every rank
-    passes the same names in the same order, with its own shards. Communicates one all-reduce over all ranks, and
-    another one where something is found.
+    Reads each shard once, without copies. device: device for the collectives. dtype: values are rounded to it first.
+    Collective: every rank passes the same names in the same order, with its own shards. Communicates one all-reduce
+    over all ranks, and a second one if a value is not finite.
     """
     is_wrong = _flags(tensors, dtype).to(device)
     dist.all_reduce(is_wrong)
@@ -50,7 +50,7 @@ def find_not_finite(
 
 @torch.no_grad()
 def find_not_finite_here(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> NotFinite | None:
-    """Return the same for whole tensors, without communication."""
+    """Check unsharded tensors as `find_not_finite` does, without communication."""
     if not (wrong := _names(tensors, _flags(tensors, dtype))):
         return None
     first = tensors[wrong[0]]
@@ -58,16 +58,16 @@ def find_not_finite_here(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | 
 
 
 def _flags(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:
-    """Return fp32 [tensors], 1 where this rank has a value that is not finite."""
+    """Return fp32 [tensors], 1 for a tensor with a non-finite value on this rank."""
     flags = [_is_wrong(local(value), dtype) for value in tensors.values()]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).float()
 
 
 def _is_wrong(shard: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Test the extremes, which are NaN where a value is; rounding keeps their order."""
+    """Test the extremes, which are NaN if any value is; rounding keeps their order."""
     if not shard.is_floating_point() or not shard.numel():
         return torch.zeros((), dtype=torch.bool, device=shard.device)
-    if shard.itemsize == 1:  # aminmax knows no float8
+    if shard.itemsize == 1:  # aminmax does not support float8
         shard = shard.half()
     return ~torch.stack(torch.aminmax(shard)).to(dtype or shard.dtype).isfinite().all()
 

@@ -1,4 +1,4 @@
-"""The arrangement of a model's ranks, and the device of each."""
+"""Arrangement of a model's ranks and their devices."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from nemo_opd.errors import ConfigError
 class Layout:
     """Data parallel × context parallel × tensor parallel.
 
-    rank = (d · cp + c) · tp + t: the ranks of a tensor-parallel group are consecutive, to share a node, and so are
-    those of a copy of the model.
+    rank = (d · cp + c) · tp + t: the ranks of a tensor-parallel group are consecutive, to share a node, and so are the
+    ranks of a copy of the model.
     """
 
     dp: int
@@ -41,19 +41,19 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """The number of ranks that a copy of each matrix, or of a tensor-parallel rank's part, is sharded over."""
+        """The number of ranks that each copy of the model, or with tp of a rank's part, is sharded over."""
         return self.dp * self.cp // self.replicas
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Return (d, c, t) of a rank. Raises IndexError for a rank that the layout does not have."""
+        """Return (d, c, t) of a rank. Raises IndexError for a rank outside the layout."""
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} of a layout with {self.size} ranks")
-        rest, t = divmod(rank, self.tp)
-        d, c = divmod(rest, self.cp)
+        fsdp_rank, t = divmod(rank, self.tp)
+        d, c = divmod(fsdp_rank, self.cp)
         return d, c, t
 
     def rank(self, d: int, c: int = 0, t: int = 0) -> int:
-        """Return the rank at these coordinates. Raises IndexError for coordinates that the layout does not have."""
+        """Return the rank at these coordinates. Raises IndexError for coordinates outside the layout."""
         if not (0 <= d < self.dp and 0 <= c < self.cp and 0 <= t < self.tp):
             raise IndexError(f"coordinates {(d, c, t)} of a layout with dp={self.dp}, cp={self.cp}, tp={self.tp}")
         return (d * self.cp + c) * self.tp + t
@@ -61,7 +61,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """One device of a run; on CPU, room for one process of each group at this place."""
+    """One device of a run; on CPU, a slot for one process of each group at this place."""
 
     node: int
     """Index of the node, in the order of ranks."""

@@ -10,10 +10,10 @@ _REPLICATE_AXIS = "replicate"
 
 
 def build_mesh(layout: Layout, device: str) -> DeviceMesh:
-    """Return a mesh of all ranks of the group with axis `dp`, or axes `dp`, `cp`, `tp` where cp or tp is above 1.
+    """Return a mesh of all ranks of the group with axis `dp`, or axes `dp`, `cp`, `tp` if cp or tp is above 1.
 
-    With several copies of the model, `dp` is the data-parallel ranks of one of them, after an axis `replicate`.
-    device: "cpu" or "cuda". Collective: creates process groups.
+    With several copies of the model there is a first axis `replicate`, and `dp` counts the data-parallel ranks of one
+    copy. device: "cpu" or "cuda". Collective: creates process groups.
     """
     axes = {"dp": layout.dp // layout.replicas}
     if layout.replicas > 1:
@@ -24,10 +24,10 @@ def build_mesh(layout: Layout, device: str) -> DeviceMesh:
 
 
 def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for FSDP2; a loss that is summed over ranks is scaled by its size.
+    """Return the mesh for FSDP2; a loss that is summed over ranks is scaled by the mesh's size.
 
-    One-dimensional, or with an axis of copies before the one that each is sharded over. Collective at the first call
-    for a mesh, which creates a process group; later calls return an equal mesh.
+    It has one axis, or an axis of copies before the sharding axis. Collective at the first call for a mesh, which
+    creates a process group; later calls return an equal mesh.
     """
     names = mesh.mesh_dim_names or ()
     if "cp" not in names:
@@ -37,12 +37,12 @@ def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the ranks that share matrices; None where each has whole ones."""
+    """Return the axis of ranks that share matrices, or None without tensor parallelism."""
     return _axis(mesh, "tp")
 
 
 def context_axis(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the ranks that share sequences; None where each has whole ones."""
+    """Return the axis of ranks that share sequences, or None without context parallelism."""
     return _axis(mesh, "cp")
 
 

@@ -11,8 +11,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Open rank 0's store on `host` alone, at a port that the system picks, so that groups never collide."""
-    # TCPStore would listen on all of the machine's addresses, whatever its host.
+    """Open rank 0's store on `host` only, at a port that the system picks, so that groups never collide."""
+    # TCPStore would listen on all of the machine's addresses, regardless of `host`.
     listener = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -26,9 +26,9 @@ def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Connect to a store that is served already. Raises DistNetworkError where it has ended or does not answer."""
+    """Connect to a running store. Raises DistNetworkError if it has ended or does not answer."""
     try:
-        # TCPStore would try again, and print a C++ stack each time; it still does where the store ends after this.
+        # TCPStore would retry and print a C++ stack each time; it still does if the store ends after this line.
         socket.create_connection((host, port), timeout_s).close()
     except OSError as error:
         raise dist.DistNetworkError(f"no store answers at {host}:{port}: {error}") from error
@@ -36,7 +36,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def join(store: dist.Store, rank: int, world_size: int, device: str, timeout_s: float) -> None:
-    """Join the group's world, on GPUs with the present one; every rank must call it."""
+    """Join the group's world, on GPUs with the current device. Collective."""
     dist.init_process_group(
         BACKENDS[device],
         store=store,
@@ -49,7 +49,7 @@ def join(store: dist.Store, rank: int, world_size: int, device: str, timeout_s: 
 
 
 def stay_on_this_machine() -> None:
-    """Make this process's groups use the loopback interface, which other machines cannot reach."""
+    """Bind this process's groups to the loopback interface, which other machines cannot reach."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
 
@@ -63,7 +63,7 @@ def reachable_host() -> str:
     """Return an address of this machine that the group's other ranks can connect to."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # Connecting a datagram socket sends nothing; it only reads the routing table.
+            # Connecting a datagram socket only reads the routing table and sends nothing.
             probe.connect(("10.255.255.255", 1))
         except OSError:
             return "127.0.0.1"

@@ -1,4 +1,4 @@
-"""This rank's shard of a tensor, and the whole of it."""
+"""Local shards and full copies of DTensors."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -6,17 +6,17 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, through which gradients flow; a plain tensor is returned as it is."""
+    """Return this rank's shard, through which gradients flow, or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the tensor of all ranks, gathered where each has a shard, which communicates; a plain one as it is."""
+    """Return the full tensor, gathered from all ranks (collective), or a plain tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def num_copies(tensor: Tensor) -> int:
-    """Return the number of ranks that have the same shard; of a plain tensor all ranks."""
+    """Return the number of ranks that hold the same shard: all ranks for a plain tensor."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if not isinstance(tensor, DTensor):
         return world

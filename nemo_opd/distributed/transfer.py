@@ -1,4 +1,4 @@
-"""Tensors from the host to a device, several in one copy, and what the host still knows of them."""
+"""Batched copies of tensors to a device, which remember their values on the host."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nemo_opd.types import Rows
 
 _Rows = TypeVar("_Rows", bound=Rows)
 _KNOWN = "_known_on_host"
-"""Attribute of a sent tensor: the tensor that it was sent from."""
+"""Attribute of a device tensor: the host tensor that it was copied from."""
 _ALIGNMENT = 16
-"""Bytes: Triton compiles a kernel anew for arguments of which others begin at 16 bytes."""
+"""Alignment in bytes: Triton recompiles a kernel if an argument's 16-byte alignment changes."""
 
 
 def moved(rows: _Rows, device: str | torch.device) -> _Rows:
-    """Return a copy of rows on a device, with all of its tensors sent together."""
+    """Return a copy of rows on a device, with all tensors sent in one copy."""
     tensors: list[Tensor] = []
 
     def note(tensor: Tensor, _: int) -> Tensor:
@@ -31,45 +31,46 @@ def moved(rows: _Rows, device: str | torch.device) -> _Rows:
 
 
 def together(tensors: Sequence[Tensor], device: str | torch.device) -> list[Tensor]:
-    """Return host tensors on a device, sent in one copy that the host does not wait for; on a CPU themselves.
+    """Send host tensors to a device in one asynchronous copy; for a CPU, return them unchanged.
 
-    They share one buffer, which lives as long as one of them does. Nobody may write into them, as the host keeps what
-    it has sent.
+    They share one buffer, which lives as long as any of them. They are read-only, because `on_host` returns the values
+    that were sent.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return list(tensors)
-    found = _in_one_buffer(tensors, device)
-    for there, here in zip(found, tensors, strict=True):
+    sent = _send_as_one_buffer(tensors, device)
+    for there, here in zip(sent, tensors, strict=True):
         setattr(there, _KNOWN, here)
-    return found
+    return sent
 
 
-def _in_one_buffer(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def _send_as_one_buffer(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for part, tensor in zip(host.split(sizes), tensors, strict=True):
-        _as(part, tensor).copy_(tensor)
+        _view_like(part, tensor).copy_(tensor)
     sent = host.to(device, non_blocking=True)
-    return [_as(part, tensor) for part, tensor in zip(sent.split(sizes), tensors, strict=True)]
+    return [_view_like(part, tensor) for part, tensor in zip(sent.split(sizes), tensors, strict=True)]
 
 
 def on_host(tensor: Tensor) -> Tensor | None:
-    """Return the same values on the host; None where it would have to wait for them."""
+    """Return the same values on the host, or None if the host would have to wait for them."""
     return tensor if tensor.device.type == "cpu" else getattr(tensor, _KNOWN, None)
 
 
-def planned(function: Callable[..., Sequence[Tensor]], *given: Tensor) -> list[Tensor]:
-    """Return what the function makes of tensors, such as indices, whose number is in their values.
+def planned(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
+    """Compute a function whose results' sizes depend on values, such as `nonzero`.
 
-    It is computed on the host, and sent, where that knows all values. Elsewhere the host waits for the device.
+    It is computed on the host and sent to the device if the host has all values; otherwise the host waits for the
+    device.
     """
-    known = [on_host(tensor) for tensor in given]
-    if any(tensor is None for tensor in known):
-        return list(function(*given))
-    return together(function(*known), given[0].device)
+    host_tensors = [on_host(tensor) for tensor in tensors]
+    if any(tensor is None for tensor in host_tensors):
+        return list(function(*tensors))
+    return together(function(*host_tensors), tensors[0].device)
 
 
-def _as(part: Tensor, like: Tensor) -> Tensor:
+def _view_like(part: Tensor, like: Tensor) -> Tensor:
     """View bytes as a tensor of the shape and dtype of `like`."""
     return part[: like.nbytes].view(like.dtype).view(like.shape)

@@ -1,1 +1,1 @@
-"""Evaluation of models: held-out loss, and questions with checked answers."""
+"""Evaluation of models by held-out loss, and by questions with checked answers."""

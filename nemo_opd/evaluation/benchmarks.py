@@ -1,4 +1,4 @@
-"""Figures of a model in benchmarks of lm-eval."""
+"""A model's metrics on lm-eval benchmarks."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,34 +16,34 @@ from nemo_opd.evaluation.language_model import LanguageModel
 from nemo_opd.evaluation.tasks import named, with_bounds
 
 _RESAMPLES = 1000
-"""Resamples for the standard error of a metric that is no mean over questions."""
+"""Resamples for the standard error of a metric that is not a mean over questions."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkResult:
-    """Figures of a model in a benchmark."""
+    """A model's metrics on one benchmark."""
 
     name: str
     estimates: Mapping[str, Estimate]
-    """Metric → its value and interval, without a width where lm-eval gives no standard error."""
+    """Value and interval of each metric; the interval has no width if lm-eval gives no standard error."""
     values: Mapping[str, Mapping[str, float]]
-    """Metric that is a mean over questions → the value of each question, by the question's name."""
+    """Value of each question, keyed by metric and question name, for metrics that are means over questions."""
     lower_is_better: tuple[str, ...]
-    """Metrics that are better the lower they are."""
+    """Metrics for which lower is better."""
     num_questions: int
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Figures as they are logged: eval/<name>/acc, eval/<name>/acc_low, …"""
+        """Metrics under their logged names: eval/<name>/acc, eval/<name>/acc_low, …"""
         return named(with_bounds(self.estimates), self.name)
 
 
 def run_benchmark(
     loaded: LoadedBenchmark, model: LanguageModel, confidence: float, *, allows_code: bool
 ) -> BenchmarkResult:
-    """Ask a model the questions of a benchmark.
+    """Evaluate a model on a benchmark.
 
-    Raises what the model raises, and RolloutError for what a task's own code raises.
+    Raises the model's errors, and RolloutError for an error in a task's own code.
     """
     benchmark = loaded.settings
     try:
@@ -65,69 +65,71 @@ def run_benchmark(
 
 
 def _result(benchmark: Benchmark, results: Mapping[str, Any], confidence: float) -> BenchmarkResult:
-    """Return the figures of the task or the group; of a group without figures, those of its tasks."""
-    samples, found = results["samples"], results["results"]
-    names = [benchmark.task] if _figures(found.get(benchmark.task, {})) else list(samples)
+    """Return the metrics of the task or group, or of a group's tasks if the group has none."""
+    samples, scores = results["samples"], results["results"]
+    names = [benchmark.task] if _metrics(scores.get(benchmark.task, {})) else list(samples)
     estimates: dict[str, Estimate] = {}
     values: dict[str, Mapping[str, float]] = {}
     lower: list[str] = []
     for name in names:
-        own = {task: samples.get(task, ()) for task in _tasks_of(name, results)}
+        task_samples = {task: samples.get(task, ()) for task in _tasks_of(name, results)}
         is_higher_better = results.get("higher_is_better", {}).get(name, {})
-        lead = "" if name == benchmark.task else f"{name}."
-        for metric, (key, value) in _figures(found[name]).items():
-            each = _by_question(own, *key.split(",", 1))
-            if each and math.isclose(math.fsum(each.values()) / len(each), value, rel_tol=1e-9, abs_tol=1e-12):
-                values[lead + metric] = each
-                estimates[lead + metric] = mean_with_interval(tuple(each.values()), confidence)
+        prefix = "" if name == benchmark.task else f"{name}."
+        for metric, (key, value) in _metrics(scores[name]).items():
+            by_question = _by_question(task_samples, *key.split(",", 1))
+            if by_question and math.isclose(
+                math.fsum(by_question.values()) / len(by_question), value, rel_tol=1e-9, abs_tol=1e-12
+            ):
+                values[prefix + metric] = by_question
+                estimates[prefix + metric] = mean_with_interval(tuple(by_question.values()), confidence)
             else:
-                estimates[lead + metric] = _by_error(value, found[name].get(_error_key(key)), confidence)
+                estimates[prefix + metric] = _normal_interval(value, scores[name].get(_error_key(key)), confidence)
             if is_higher_better.get(key.split(",")[0]) is False:
-                lower.append(lead + metric)
-    number = sum(len({sample["doc_id"] for sample in own}) for own in samples.values())
-    return BenchmarkResult(benchmark.label, estimates, values, tuple(lower), number)
+                lower.append(prefix + metric)
+    num_questions = sum(len({sample["doc_id"] for sample in task_samples}) for task_samples in samples.values())
+    return BenchmarkResult(benchmark.label, estimates, values, tuple(lower), num_questions)
 
 
-def _figures(found: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
-    """Return metrics by our name: lm-eval's key, `acc,none` or `exact_match,strict-match`, and the value."""
+def _metrics(scores: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
+    """Return (lm-eval's key, value) for each of our metric names; keys are `acc,none`, `exact_match,strict-match`."""
     return {
         key.removesuffix(",none").replace(",", "."): (key, float(value))
-        for key, value in found.items()
+        for key, value in scores.items()
         if "," in key and "_stderr," not in key and isinstance(value, int | float)
     }
 
 
 def _error_key(key: str) -> str:
-    metric, _, choice = key.partition(",")
-    return f"{metric}_stderr,{choice}"
+    metric, _, filter_name = key.partition(",")
+    return f"{metric}_stderr,{filter_name}"
 
 
 def _tasks_of(name: str, results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the tasks of a group, in groups within it too, or a task itself."""
-    inner = results.get("group_subtasks", {}).get(name) or []
-    if not inner:
+    """Yield a task's own name, or the tasks of a group and its subgroups."""
+    members = results.get("group_subtasks", {}).get(name) or []
+    if not members:
         yield name
-    for each in inner:
-        yield from _tasks_of(each, results)
+    for member in members:
+        yield from _tasks_of(member, results)
 
 
-def _by_question(samples: Mapping[str, Sequence[Mapping[str, Any]]], metric: str, choice: str) -> dict[str, float]:
-    """Return the metric by question; nothing where one has no finite number.
+def _by_question(samples: Mapping[str, Sequence[Mapping[str, Any]]], metric: str, filter_name: str) -> dict[str, float]:
+    """Return the metric of each question, or an empty dict if a question has no finite value.
 
-    samples: those of each task. A question's name is its task, its place and a hash of its row.
+    samples: samples of each task. A question's name consists of its task, its index and a hash of its row.
     """
-    found = {
+    values = {
         f"{task}:{sample['doc_id']}:{sample['doc_hash'][:8]}": sample.get(metric)
-        for task, own in samples.items()
-        for sample in own
-        if sample.get("filter", "none") == choice
+        for task, task_samples in samples.items()
+        for sample in task_samples
+        if sample.get("filter", "none") == filter_name
     }
-    numbers = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
-    return numbers if len(numbers) == len(found) and all(map(math.isfinite, numbers.values())) else {}
+    numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+    return numbers if len(numbers) == len(values) and all(map(math.isfinite, numbers.values())) else {}
 
 
-def _by_error(value: float, error: object, confidence: float) -> Estimate:
-    """Return the normal interval of a standard error; without a width where there is none."""
-    known = isinstance(error, int | float) and math.isfinite(error)
-    half = NormalDist().inv_cdf((1 + confidence) / 2) * float(error) if known else 0.0  # type: ignore[arg-type]
+def _normal_interval(value: float, error: object, confidence: float) -> Estimate:
+    """Return the normal interval for a standard error, without a width if the error is missing."""
+    has_error = isinstance(error, int | float) and math.isfinite(error)
+    half = NormalDist().inv_cdf((1 + confidence) / 2) * float(error) if has_error else 0.0  # type: ignore[arg-type]
     return Estimate(value, value - half, value + half)

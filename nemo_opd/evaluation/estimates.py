@@ -1,7 +1,7 @@
-"""Estimates over questions: pass@k and maj@k of one question, and means over questions with intervals.
+"""Estimates: pass@k and maj@k of one question, and means over questions with confidence intervals.
 
-The questions are the sample: which were asked is as random as the answers, and answers to one question are not
-independent. So the unit of an interval is the question, with one value each.
+The choice of questions is as random as the answers, and answers to one question are not independent. So the unit of an
+interval is the question, with one value each.
 """
 
 import math
@@ -17,14 +17,14 @@ _NUM_RESAMPLES = 2_000
 _SEED = 0
 """Seed of the bootstrap, so that equal values have equal intervals."""
 MAX_SUBSETS = 2_000
-"""Largest number of subsets of k answers that maj@k is computed over; beyond it they are drawn at random.
+"""Largest number of subsets of k answers for an exact maj@k; if there are more, this many are drawn at random.
 
-The standard error is then at most 0.5 / √2000 = 0.011 for one question, and that over √Q for Q questions.
+The standard error is then at most 0.5 / √2000 = 0.011 for one question, and 0.011 / √Q for Q questions.
 """
 
 
 def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
-    """Return the chance that one of k answers is right: 1 − C(n − c, k) / C(n, k), which is unbiased for n ≥ k.
+    """Return the chance that at least one of k answers is right: 1 − C(n − c, k) / C(n, k), unbiased for n ≥ k.
 
     Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
     """
@@ -36,9 +36,9 @@ def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
 def maj_at_k(votes: Sequence[str | None], correct: Sequence[bool], k: int, *, seed: int = 0) -> float:
     """Return the chance that the majority of k answers is right.
 
-    Equal votes are the same answer, right if its first is; None abstains, and where all of k abstain the majority is
-    wrong. Between answers with equally many votes the first wins. Exact for C(n, k) ≤ MAX_SUBSETS, else a mean over
-    subsets drawn from `seed`.
+    Equal votes are the same answer, which is right if its first occurrence is. None abstains; if all k abstain, the
+    majority is wrong. In a tie the first answer wins. Exact for C(n, k) ≤ MAX_SUBSETS, otherwise a mean over subsets
+    drawn with `seed`.
     """
     assert len(votes) == len(correct)
     answers = list(dict.fromkeys(vote for vote in votes if vote is not None))
@@ -46,16 +46,16 @@ def maj_at_k(votes: Sequence[str | None], correct: Sequence[bool], k: int, *, se
         return 0.0
     gives = np.array([[vote == answer for answer in answers] for vote in votes])
     is_right = np.array([correct[votes.index(answer)] for answer in answers])
-    chosen = gives[subsets(len(votes), k, seed)]
-    num_votes = chosen.sum(axis=1)
-    first = np.where(num_votes > 0, chosen.argmax(axis=1), k)
+    subset_votes = gives[subsets(len(votes), k, seed)]
+    num_votes = subset_votes.sum(axis=1)
+    first = np.where(num_votes > 0, subset_votes.argmax(axis=1), k)
     winner = (num_votes * (k + 1) - first).argmax(axis=1)
     has_winner = num_votes.any(axis=1)
     return float((is_right[winner] & has_winner).mean())
 
 
 def subsets(n: int, k: int, seed: int) -> NDArray[np.int64]:
-    """Return subsets [M, k] of n answers, each in increasing order; all of them where they are MAX_SUBSETS at most."""
+    """Return sorted subsets [M, k] of n answers: all of them, or a random MAX_SUBSETS if there are more."""
     if math.comb(n, k) <= MAX_SUBSETS:
         return np.array(list(combinations(range(n), k)))
     shuffled = np.random.default_rng(seed).random((MAX_SUBSETS, n)).argsort(axis=1)
@@ -72,12 +72,13 @@ class Estimate:
 
 
 def mean_with_interval(values: Sequence[float], confidence: float) -> Estimate:
-    """Return Wilson's score interval where every value is 0 or 1, else the percentile bootstrap over questions.
+    """Return the mean with Wilson's score interval if all values are 0 or 1, else with a bootstrap over questions.
 
-    Wilson's covers as promised for few questions and near 0 and 1, and has a width where all are right, where
-    resampling gives none. Values between 0 and 1, such as pass@k of n > k answers, vary less than a coin of the same
-    mean, which the bootstrap takes into account and Wilson's does not. Equal values leave nothing to resample: within
-    [0, 1] Wilson's interval is returned, which is then too wide rather than too narrow; other values have no width.
+    Wilson's interval has its nominal coverage for few questions and near 0 and 1, and a width even if all answers are
+    right, unlike resampling. Values between 0 and 1, such as pass@k of n > k answers, vary less than a coin with the
+    same mean; the bootstrap takes that into account, Wilson's interval does not. If all values are equal, resampling
+    gives no width: within [0, 1] Wilson's interval is returned, which is then too wide rather than too narrow; other
+    values get no width.
     """
     is_equal = len(set(values)) == 1 and 0 <= values[0] <= 1
     if set(values) <= {0.0, 1.0} or is_equal:
@@ -86,11 +87,11 @@ def mean_with_interval(values: Sequence[float], confidence: float) -> Estimate:
 
 
 def paired_difference(values: Sequence[float], others: Sequence[float], confidence: float) -> Estimate:
-    """Return the mean of values − others, of the same questions in the same order, and its confidence interval.
+    """Return the mean of values − others, for the same questions in the same order, with its confidence interval.
 
-    For values between 0 and 1 that is the adjusted Wald interval: of two more questions, one won and one lost. It has a
-    width where no answer has changed, and its centre is nearer to 0 than the mean. Other values have the normal
-    interval of the mean of their differences, which is infinitely wide for one question.
+    For values between 0 and 1 it is the adjusted Wald interval, which adds two questions, one won and one lost. It has
+    a width even if no answer has changed, and its centre is nearer to 0 than the mean. For other values it is the
+    normal interval of the mean difference, which is infinitely wide for one question.
     Source: Bonett & Price 2012, "Adjusted Wald confidence interval for a difference of binomial proportions based on
     paired data".
     """
@@ -106,7 +107,7 @@ def paired_difference(values: Sequence[float], others: Sequence[float], confiden
 
 
 def wilson(num_right: float, num_questions: int, confidence: float) -> Estimate:
-    """Return Wilson's score interval.
+    """Return the share of right answers with Wilson's score interval.
 
     Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
     """
@@ -118,12 +119,12 @@ def wilson(num_right: float, num_questions: int, confidence: float) -> Estimate:
 
 
 def bootstrap(values: Sequence[float], confidence: float) -> Estimate:
-    """Return the interval between percentiles of resampled means.
+    """Return the mean with the percentile interval of resampled means.
 
     Source: Efron 1979, "Bootstrap methods: another look at the jackknife".
     """
-    known = np.array(values, np.float64)
+    sample = np.array(values, np.float64)
     random = np.random.default_rng(_SEED)
-    means = [known[random.integers(len(known), size=len(known))].mean() for _ in range(_NUM_RESAMPLES)]
+    means = [sample[random.integers(len(sample), size=len(sample))].mean() for _ in range(_NUM_RESAMPLES)]
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Estimate(float(known.mean()), float(low), float(high))
+    return Estimate(float(sample.mean()), float(low), float(high))

@@ -1,7 +1,7 @@
-"""Losses of validation by domain, by class of token and by kind of aligned chunk: where each teacher helps.
+"""Validation losses by domain, token class and kind of aligned chunk, which show where each teacher helps.
 
-All models are compared over the same bytes: the class of a token is that of the smallest stretch of text around it that
-the student and all its teachers cut at both ends.
+All models are compared on the same bytes: a token's class is the class of the smallest stretch of text around it with
+boundaries in the student's and all teachers' tokenization.
 """
 
 from __future__ import annotations
@@ -22,75 +22,78 @@ _DOMAIN, _CLASS, _CHUNK = "domain", "class", "chunk"
 _SHARE = "share"
 """Names of metrics: `<table>/<group>/<measure>`, and `chunk/<teacher>/<kind>/<measure>`."""
 _CHUNK_KINDS = ("1:1", "1:n", "n:1", "n:m", "unaligned")
-"""Tokens of the student and of the teacher in a chunk; unaligned: in none that is compared."""
+"""Kinds by the number of student and teacher tokens in a chunk; `unaligned` tokens are in no compared chunk."""
 _ONE_TO_ONE, _ONE_TO_N, _N_TO_ONE, _N_TO_M, _UNALIGNED = range(len(_CHUNK_KINDS))
 _NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Groups that a batch's tokens are in."""
+    """One grouping of a batch's tokens."""
 
     prefix: str
     names: tuple[str, ...]
     labels: Tensor
-    """int64 [B, S]: group of the student's tokens, −1 for none."""
+    """int64 [B, S]: group of each student token, −1 for none."""
     teachers: Sequence[int]
-    """Teachers that are compared in it."""
+    """Teachers that are compared in this table."""
 
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Groups of the tokens of a run's validation."""
+    """The groupings of tokens in a run's validation."""
 
     teachers: tuple[str, ...]
     parts: tuple[tuple[str | None, int], ...]
-    """Name and teacher of each part of the KD."""
+    """Name and teacher index of each part of the KD."""
     classes: Tensor
-    """uint8 [V]: class of the student's ids."""
+    """uint8 [V]: class of each student id."""
     domains: tuple[str, ...] = ()
 
     def of_student(self, batch: Batch, losses: TokenLosses) -> dict[str, Metric]:
-        """Return share of tokens, cross-entropy, bits per byte and each teacher's KD by group."""
-        student, found = batch.student, dict[str, Metric]()
+        """Return share of tokens, cross-entropy, bits per byte and each teacher's KD for each group."""
+        student, metrics = batch.student, dict[str, Metric]()
         for table in self._tables(batch):
             is_counted = student.loss_mask & (table.labels != _NONE)
             tokens = _sums(table, table.labels, is_counted, is_counted)
             nats = _sums(table, table.labels, is_counted, losses.nats)
-            found |= _means(table, _SHARE, tokens, tokens.sum().expand_as(tokens))
-            found |= _means(table, "ce", nats, tokens)
-            found |= _bits_per_byte(table, "bits_per_byte", table.labels, student, losses.nats)
+            metrics |= _means(table, _SHARE, tokens, tokens.sum().expand_as(tokens))
+            metrics |= _means(table, "ce", nats, tokens)
+            metrics |= _bits_per_byte(table, "bits_per_byte", table.labels, student, losses.nats)
             for (name, teacher), kd, is_unit in zip(self.parts, losses.kd, losses.is_unit, strict=True):
                 if teacher in table.teachers:
                     units = _sums(table, table.labels, is_unit, is_unit)
                     measure = "kd" if name is None else f"kd/{name}"
-                    found |= _means(table, measure, _sums(table, table.labels, is_unit, kd), units)
-        return found
+                    metrics |= _means(table, measure, _sums(table, table.labels, is_unit, kd), units)
+        return metrics
 
     def of_teachers(self, batch: Batch, nats: Sequence[Tensor]) -> dict[str, Metric]:
-        """Return each teacher's bits per byte by group. nats: float64 [B, T] of each, −log p of tokens with bytes."""
-        found: dict[str, Metric] = {}
+        """Return each teacher's bits per byte for each group.
+
+        nats: float64 [B, T] for each teacher, −log p of tokens with bytes.
+        """
+        metrics: dict[str, Metric] = {}
         for table in self._tables(batch):
             for i in table.teachers:
                 rows = batch.teachers[i]
                 labels = _at_teacher(table.labels, rows)
-                found |= _bits_per_byte(table, f"bits_per_byte/{self.teachers[i]}", labels, rows.tokens, nats[i])
-        return found
+                metrics |= _bits_per_byte(table, f"bits_per_byte/{self.teachers[i]}", labels, rows.tokens, nats[i])
+        return metrics
 
     def _tables(self, batch: Batch) -> Iterator[_Table]:
-        everyone = range(len(self.teachers))
+        all_teachers = range(len(self.teachers))
         if batch.domain is not None:
             labels = batch.domain.unsqueeze(1).expand_as(batch.student.ids)
-            yield _Table(_DOMAIN, self.domains, labels, everyone)
-        yield _Table(_CLASS, CLASSES, self._classes_of_stretches(batch), everyone)
+            yield _Table(_DOMAIN, self.domains, labels, all_teachers)
+        yield _Table(_CLASS, CLASSES, self._stretch_classes(batch), all_teachers)
         for i, rows in enumerate(batch.teachers):
             if rows.chunks is not None:
                 labels = _chunk_kinds(rows.chunks.student, rows.chunks.teacher)
                 is_read = (rows.tokens.lengths > 0).unsqueeze(1)
                 yield _Table(f"{_CHUNK}/{self.teachers[i]}", _CHUNK_KINDS, labels.where(is_read, _NONE), (i,))
 
-    def _classes_of_stretches(self, batch: Batch) -> Tensor:
-        """Return the class of the stretch that each token is in: int64 [B, S]."""
+    def _stretch_classes(self, batch: Batch) -> Tensor:
+        """Return the class of each token's stretch: int64 [B, S]."""
         ids = batch.student.ids
         opens = torch.ones_like(ids, dtype=torch.bool)
         for rows in batch.teachers:
@@ -98,14 +101,14 @@ class TokenGroups:
                 chunk = rows.chunks.student
                 opens[:, 1:] &= (chunk[:, 1:] != chunk[:, :-1]) | (chunk[:, 1:] < 0)
         stretch = opens.long().cumsum(1) - 1
-        own = self.classes.long()[ids]
-        # The class of a text is the lowest of its characters.
-        lowest = torch.full_like(own, len(CLASSES)).scatter_reduce(1, stretch, own, "amin")
+        token_classes = self.classes.long()[ids]
+        # The class of a text is the lowest class of its characters.
+        lowest = torch.full_like(token_classes, len(CLASSES)).scatter_reduce(1, stretch, token_classes, "amin")
         return lowest.gather(1, stretch)
 
 
 def _chunk_kinds(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the kind of the chunk of each of the student's tokens: chunk ids [B, S] and [B, T] → int64 [B, S]."""
+    """Return the kind of each student token's chunk: chunk ids [B, S] and [B, T] → int64 [B, S]."""
     m, n = _members(student, student), _members(teacher, student)
     kinds = torch.full_like(m, _N_TO_M)
     kinds[(m > 1) & (n == 1)] = _N_TO_ONE
@@ -115,16 +118,16 @@ def _chunk_kinds(student: Tensor, teacher: Tensor) -> Tensor:
     return kinds
 
 
-def _members(chunks: Tensor, wanted: Tensor) -> Tensor:
-    """Count the tokens with each wanted chunk: ids [B, T] and [B, S] → int64 [B, S]; meaningless for −1."""
-    size = 2 + int(torch.cat([chunks, wanted], 1).max())
+def _members(chunks: Tensor, queries: Tensor) -> Tensor:
+    """Count the tokens in each queried chunk: ids [B, T] and [B, S] → int64 [B, S]; meaningless for −1."""
+    size = 2 + int(torch.cat([chunks, queries], 1).max())
     counts = torch.zeros(len(chunks), size, dtype=torch.int64)
     counts.scatter_add_(1, chunks.long() + 1, torch.ones_like(chunks, dtype=torch.int64))
-    return counts.gather(1, wanted.long() + 1)
+    return counts.gather(1, queries.long() + 1)
 
 
 def _at_teacher(labels: Tensor, rows: TeacherRows) -> Tensor:
-    """Return labels [B, S] of the student's tokens at the teacher's: int64 [B, T], −1 where it reads another text."""
+    """Move labels [B, S] to the teacher's tokens: int64 [B, T], −1 for tokens that the student does not read."""
     width = rows.tokens.ids.shape[1]
     if rows.chunks is not None:
         ours, theirs = rows.chunks.student.long() + 1, rows.chunks.teacher.long() + 1
@@ -135,17 +138,17 @@ def _at_teacher(labels: Tensor, rows: TeacherRows) -> Tensor:
     if rows.moved is None:
         return F.pad(labels, (0, width - labels.shape[1]), value=_NONE)
     place = torch.arange(width).unsqueeze(0) - rows.moved.by.unsqueeze(1)
-    found = labels.gather(1, place.clamp(0, labels.shape[1] - 1))
-    return found.where((place >= 0) & (place < labels.shape[1]), _NONE)
+    moved_labels = labels.gather(1, place.clamp(0, labels.shape[1] - 1))
+    return moved_labels.where((place >= 0) & (place < labels.shape[1]), _NONE)
 
 
 def teachers_bits_per_byte(batch: Batch, nats: Sequence[Tensor], names: Sequence[str]) -> dict[str, Metric]:
-    """Return `bits_per_byte/<teacher>`. nats: float64 [B, T] of each, −log p of its tokens with bytes."""
-    found: dict[str, Metric] = {}
-    for name, rows, own in zip(names, batch.teachers, nats, strict=True):
+    """Return `bits_per_byte/<teacher>`. nats: float64 [B, T] for each teacher, −log p of tokens with bytes."""
+    metrics: dict[str, Metric] = {}
+    for name, rows, teacher_nats in zip(names, batch.teachers, nats, strict=True):
         num_bytes = (rows.tokens.num_bytes * rows.tokens.loss_mask)[:, 1:].sum()
-        found[f"bits_per_byte/{name}"] = Mean(float(own.sum()) / math.log(2), int(num_bytes))
-    return found
+        metrics[f"bits_per_byte/{name}"] = Mean(float(teacher_nats.sum()) / math.log(2), int(num_bytes))
+    return metrics
 
 
 def _bits_per_byte(table: _Table, measure: str, labels: Tensor, tokens: TokenRows, nats: Tensor) -> dict[str, Metric]:
@@ -155,20 +158,20 @@ def _bits_per_byte(table: _Table, measure: str, labels: Tensor, tokens: TokenRow
 
 
 def _sums(table: _Table, labels: Tensor, is_counted: Tensor, values: Tensor) -> Tensor:
-    """Sum values [B, S] by group where they count: float64 [groups]."""
+    """Sum the counted values [B, S] of each group: float64 [groups]."""
     is_counted = is_counted & (labels != _NONE)
     sums = torch.zeros(len(table.names), dtype=torch.float64)
     return sums.index_add_(0, labels[is_counted], values[is_counted].double())
 
 
 def _means(table: _Table, measure: str, totals: Tensor, counts: Tensor) -> dict[str, Metric]:
-    """Return total / count of each group; a group without any has 0, so that it is one in other batches too."""
-    found = zip(table.names, totals.tolist(), counts.tolist(), strict=True)
-    return {f"{table.prefix}/{name}/{measure}": Mean(total, count) for name, total, count in found}
+    """Return the mean of each group, also of empty ones, so that all batches have the same metrics."""
+    groups = zip(table.names, totals.tolist(), counts.tolist(), strict=True)
+    return {f"{table.prefix}/{name}/{measure}": Mean(total, count) for name, total, count in groups}
 
 
 def without_empty(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Leave out the figures of groups that have no token."""
+    """Drop the metrics of groups without tokens."""
 
     def is_empty(name: str, metric: Metric) -> bool:
         if not name.startswith((f"{_DOMAIN}/", f"{_CLASS}/", f"{_CHUNK}/")) or not isinstance(metric, Mean):

@@ -1,6 +1,4 @@
-"""Sets of questions with their columns and rewards, and checks of an evaluation before PyTorch is imported, which takes
-seconds.
-"""
+"""Question sets with their columns and rewards, and checks of an evaluation before PyTorch's slow import."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,17 +27,17 @@ from nemo_opd.rollout.installed import require_installed
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSet:
-    """A set of questions in the settings, with what it has from other sections."""
+    """A set of questions in the settings, with defaults from other sections filled in."""
 
     name: str
-    """Empty for the questions without a name."""
+    """Empty for the set without a name."""
     settings: Questions
     reward: Reward
     prefix: str
-    """Keys of the settings stand below it, such as `evaluation.sets.gsm8k.`."""
+    """Prefix of the settings' keys, such as `evaluation.sets.gsm8k.`."""
     text_key: str
     messages_key: str | None
-    """The column of conversations; None: questions are texts."""
+    """The column of conversations, or None if questions are texts."""
     tools_key: str | None
 
     @property
@@ -49,13 +47,13 @@ class ResolvedSet:
 
     @property
     def reward_key(self) -> str:
-        """Key of the reward: the set's own, or that of all sets."""
-        has_own = isinstance(self.settings, QuestionSet) and self.settings.reward is not None
-        return f"{self.prefix}reward" if has_own else "reward"
+        """Key of the set's reward, or of the reward of all sets."""
+        has_reward = isinstance(self.settings, QuestionSet) and self.settings.reward is not None
+        return f"{self.prefix}reward" if has_reward else "reward"
 
     @property
     def label(self) -> str:
-        """Name for people."""
+        """Name in messages."""
         return self.name or "questions"
 
     @property
@@ -64,24 +62,24 @@ class ResolvedSet:
 
     @property
     def columns(self) -> list[tuple[str, str]]:
-        """Further columns that settings name, each with such a setting."""
-        named = [(name, f"{self.reward_key}.{setting}") for name, setting in self.reward.named_columns.items()]
+        """Additional columns that settings name, as pairs of column and setting."""
+        columns = [(name, f"{self.reward_key}.{setting}") for name, setting in self.reward.named_columns.items()]
         if self.settings.level_key is not None:
-            named.append((self.settings.level_key, f"{self.prefix}level_key"))
+            columns.append((self.settings.level_key, f"{self.prefix}level_key"))
         if not isinstance(self.settings, QuestionSet) or self.settings.context is None:
-            return named
+            return columns
         context = self.settings.context
-        written = {"template": "prompt", "system_prompt": "system_prompt"}
-        return [*((name, f"{self.prefix}{written[context.named_in(name)]}") for name in context.fields), *named]
+        setting_keys = {"template": "prompt", "system_prompt": "system_prompt"}
+        return [*((name, f"{self.prefix}{setting_keys[context.named_in(name)]}") for name in context.fields), *columns]
 
     def levels(self, questions: Sequence[Prompt]) -> tuple[str, ...]:
-        """Return each question's value in the column `level_key`, as text; nothing where none is named."""
+        """Return each question's text in the column `level_key`, or an empty tuple without that setting."""
         key = self.settings.level_key
         return () if key is None else tuple(written(question.row[key]) or "" for question in questions)
 
     @property
     def layout(self) -> Layout:
-        """Columns of questions and of all that rewards and prompts read."""
+        """The columns of questions, and the columns that rewards and prompts read."""
         section = self.key if isinstance(self.settings, QuestionSet) else "data"
         layout: Layout = TextLayout(self.text_key, section)
         if self.messages_key is not None:
@@ -93,7 +91,7 @@ class ResolvedSet:
 def with_columns(
     layout: Layout, named: Sequence[tuple[str, str]], reward: Reward | None, domain_key: str | None = None
 ) -> Layout:
-    """Add columns to a layout: those that settings name, and whole rows where the reward may read any column."""
+    """Add the columns that settings name to a layout, and entire rows if the reward may read any column."""
     layout = ContextLayout(layout, tuple(named)) if named else layout
     layout = layout if domain_key is None else DomainLayout(layout, domain_key)
     return RowLayout(layout) if reads_rows(reward) else layout
@@ -102,10 +100,10 @@ def with_columns(
 def resolved_sets(
     evaluation: QuestionSets, data: Data | QuestionSource, reward: Reward | None, prefix: str
 ) -> Iterator[ResolvedSet]:
-    """Yield the sets of questions. data, reward: defaults of sets that name none.
+    """Yield the sets of questions.
 
-    prefix: of the keys of `evaluation`. Raises ConfigError for texts with a system message, and where there is
-    nothing to ask.
+    data, reward: defaults for sets without these settings. prefix: prefix of the keys of `evaluation`. Raises
+    ConfigError if texts have a system message, or if no questions are set.
     """
     if not (evaluation.all_sets or evaluation.benchmarks):
         way_out = f", or {prefix.rstrip('.')}=null to evaluate nothing" if prefix else ""
@@ -119,7 +117,7 @@ def resolved_sets(
             continue
         source = settings.data
         is_text = source.text_key is not None
-        found = ResolvedSet(
+        resolved = ResolvedSet(
             name,
             settings,
             settings.reward or reward,  # type: ignore[arg-type]  # checked with the settings
@@ -128,17 +126,17 @@ def resolved_sets(
             None if is_text else source.messages_key or data.messages_key,
             None if is_text else source.tools_key or data.tools_key,
         )
-        if settings.system_prompt is not None and not found.is_chat:
+        if settings.system_prompt is not None and not resolved.is_chat:
             raise ConfigError(
-                f"{found.prefix}system_prompt={settings.system_prompt!r}: the questions are texts, which have no "
-                f"system message; write it in {found.prefix}prompt, or name a column of conversations as "
-                f"{found.key}.messages_key"
+                f"{resolved.prefix}system_prompt={settings.system_prompt!r}: the questions are texts, which have no "
+                f"system message; write it in {resolved.prefix}prompt, or name a column of conversations as "
+                f"{resolved.key}.messages_key"
             )
-        yield found
+        yield resolved
 
 
 def build_set_reward(resolved: ResolvedSet) -> RewardFunction:
-    """Return the set's reward. Raises ConfigError, with its key, for a function or a schema that is not there."""
+    """Return the set's reward. Raises ConfigError, with its key, if its function or schema is missing."""
     try:
         return build_reward(resolved.reward)
     except ConfigError as error:
@@ -146,7 +144,7 @@ def build_set_reward(resolved: ResolvedSet) -> RewardFunction:
 
 
 def check_sets(sets: Iterator[ResolvedSet]) -> None:
-    """Raise an OPDError for data, libraries or a reward of a set that are not there."""
+    """Raise an OPDError if a set's data, libraries or reward are missing or unsuitable."""
     for resolved in sets:
         require_extras(None, resolved.reward, None)
         require_suitable(resolved.settings.data, resolved.layout, key=resolved.key)
@@ -155,7 +153,7 @@ def check_sets(sets: Iterator[ResolvedSet]) -> None:
 
 
 def check_benchmarks(evaluation: QuestionSets | None, prefix: str) -> None:
-    """Raise an OPDError where benchmarks need a library, a folder, a task or a file that is not there."""
+    """Raise an OPDError if benchmarks need a missing library, folder, task or file."""
     if evaluation is None or not evaluation.benchmarks or is_left_out(evaluation):
         return
     require_library("lm_eval", f"{prefix}benchmarks")
@@ -166,13 +164,13 @@ def check_benchmarks(evaluation: QuestionSets | None, prefix: str) -> None:
         if folder is None:
             require_tasks(evaluation, prefix)
             return
-        from nemo_opd.evaluation.benchmark_tasks import check_tasks  # with a library that only some have
+        from nemo_opd.evaluation.benchmark_tasks import check_tasks  # imports an optional library
 
         check_tasks(evaluation, prefix)
 
 
 def is_left_out(evaluation: QuestionSets) -> bool:
-    """Return whether benchmarks are the demo's, which runs without lm-eval too."""
+    """Return whether to skip the benchmarks: the demo also runs without lm-eval."""
     return evaluation.task_folder is not None and is_demo(evaluation.task_folder) and find_spec("lm_eval") is None
 
 

@@ -1,4 +1,4 @@
-"""A model of a run as lm-eval calls it: likelihoods from its workers, texts from its engine."""
+"""Adapter of a run's model for lm-eval, with likelihoods from its workers and texts from its engine."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +21,16 @@ from nemo_opd.rollout.stops import text_before
 
 _log = logging.getLogger(__name__)
 _Pair = tuple[Any, list[int], list[int]]
-"""Texts, or what stands for them, and the tokens of context and continuation."""
+"""Any label, and the tokens of context and continuation."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """Facts about a model that lm-eval needs in addition to its answers."""
+    """Properties of a model that lm-eval needs."""
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int
-    """Tokens of a sequence; longer ones are cut from the left."""
+    """Maximum tokens of a sequence; longer ones are truncated from the left."""
     template_kwargs: Mapping[str, Any]
     """Arguments of the chat template."""
     seed: int = 0
@@ -38,8 +38,10 @@ class TextModel:
 
 
 class LanguageModel(TemplateLM):
-    """Texts are tokenized as lm-eval's `hf` backend does: with the tokenizer's special tokens, unless they are written;
-    a text without context follows the token that begins texts, or else the one that ends them.
+    """The model as lm-eval calls it.
+
+    Texts are tokenized as in lm-eval's `hf` backend: with the tokenizer's special tokens, unless the text contains them
+    already. A text without context follows the bos token, or the eos token if the tokenizer lacks bos.
     """
 
     def __init__(self, model: TextModel, scorer: Scorer, generator: Generator) -> None:
@@ -63,8 +65,8 @@ class LanguageModel(TemplateLM):
     def _special(self, token: int | None) -> int:
         if token is None:
             raise DataError(
-                f"the tokenizer {self.tokenizer.name_or_path} has no token that begins or ends a text, after which a "
-                "benchmark reads a text without context; use a tokenizer that has one"
+                f"the tokenizer {self.tokenizer.name_or_path} has no bos or eos token, which a benchmark needs before "
+                "a text without context; use a tokenizer that has one"
             )
         return int(token)
 
@@ -75,8 +77,8 @@ class LanguageModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         if add_special_tokens is None and self.tokenizer.bos_token and string.startswith(self.tokenizer.bos_token):
             add_special_tokens = False
-        more = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer.encode(string, **more))
+        arguments = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, **arguments))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return str(
@@ -90,23 +92,23 @@ class LanguageModel(TemplateLM):
         )
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of both, and one token of each at least: `hf` fails where there is none.
+        """Return the tokens of both, at least one of each; lm-eval's `hf` backend fails without one.
 
-        That is where a token is the end of the context and all of the continuation, which are then tokenized apart, and
-        where the context is white space, which lm-eval leaves to the continuation.
+        If one token spans the end of the context and the whole continuation, they are tokenized separately. If the
+        context is white space only, lm-eval moves it to the continuation, and the context becomes the prefix token.
         """
-        before, scored = super()._encode_pair(context, continuation)
-        if not scored:
+        context_ids, continuation_ids = super()._encode_pair(context, continuation)
+        if not continuation_ids:
             spaces = context[len(context.rstrip()) :]
-            scored = self.tok_encode(spaces + continuation, add_special_tokens=False)
-        return before or [self.prefix_token_id], scored
+            continuation_ids = self.tok_encode(spaces + continuation, add_special_tokens=False)
+        return context_ids or [self.prefix_token_id], continuation_ids
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return found
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return scores
 
     def _loglikelihood_tokens(self, requests: Sequence[_Pair], **_: Any) -> list[tuple[float, bool]]:
-        limit = self.max_length + 1  # the last token is predicted and not read
+        limit = self.max_length + 1  # the last token is predicted but not read
         rows = [
             Scored(np.array((context + continuation)[-limit:], np.int32), min(len(continuation), limit - 1))
             for _, context, continuation in requests
@@ -115,49 +117,48 @@ class LanguageModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         windows = [list(self._windows(*request.args)) for request in requests]
-        found = iter(self._loglikelihood_tokens([window for own in windows for window in own]))
-        return [sum(next(found)[0] for _ in own) for own in windows]
+        scores = iter(self._loglikelihood_tokens([window for text_windows in windows for window in text_windows]))
+        return [sum(next(scores)[0] for _ in text_windows) for text_windows in windows]
 
     def _windows(self, text: str) -> Iterator[_Pair]:
         ids = self.tok_encode(text)
-        made = get_rolling_token_windows(ids, self.prefix_token_id, max_seq_len=self.max_length, context_len=1)
-        for window in made:
+        for window in get_rolling_token_windows(ids, self.prefix_token_id, max_seq_len=self.max_length, context_len=1):
             yield (None, *make_disjoint_window(window))
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         answers: dict[int, str] = {}
         settings = [normalize_gen_kwargs(request.args[1], DEFAULT_NEW_TOKENS) for request in requests]
-        self._warn_of_long_answers(max((each["max_gen_toks"] for each in settings), default=0))
+        self._warn_of_long_answers(max((request["max_gen_toks"] for request in settings), default=0))
         groups: dict[Sampling, list[int]] = {}
-        for i, each in enumerate(settings):
-            groups.setdefault(_sampling(each), []).append(i)
-        for sampling, own in groups.items():
-            asked = [self._request(i, requests[i].args[0], settings[i]) for i in own]
-            for i, completion in zip(own, self._generator.generate(asked, sampling), strict=True):
+        for i, request_settings in enumerate(settings):
+            groups.setdefault(_sampling(request_settings), []).append(i)
+        for sampling, indices in groups.items():
+            group = [self._request(i, requests[i].args[0], settings[i]) for i in indices]
+            for i, completion in zip(indices, self._generator.generate(group, sampling), strict=True):
                 text = str(self.tokenizer.decode(completion.ids, skip_special_tokens=True))
                 answers[i] = text_before(text, _stops(settings[i]))
         return [answers[i] for i in range(len(requests))]
 
-    def _warn_of_long_answers(self, new: int) -> None:
-        if new >= self.max_length:
+    def _warn_of_long_answers(self, max_new_tokens: int) -> None:
+        if max_new_tokens >= self.max_length:
             _log.warning(
-                "a benchmark asks for answers of up to %d tokens, and question and answer have %d together "
-                "(benchmark_length, and what the model reads); answers are cut there",
-                new,
+                "a benchmark asks for answers of up to %d tokens, but question and answer together are limited to %d "
+                "(benchmark_length, and the model's positions); longer answers are truncated",
+                max_new_tokens,
                 self.max_length,
             )
 
     def _request(self, number: int, context: str, settings: Mapping[str, Any]) -> Request:
-        """Cut the question from the left where the answer needs the room, but to no less than half of the whole."""
-        new = settings["max_gen_toks"]
-        room = max(self.max_length - new, self.max_length // 2)
-        ids = np.array(self.tok_encode(context)[-room:] or [self.prefix_token_id], np.int32)
+        """Build a request; truncate the question from the left for the answer, but not below half of `max_length`."""
+        max_new_tokens = settings["max_gen_toks"]
+        max_prompt_tokens = max(self.max_length - max_new_tokens, self.max_length // 2)
+        ids = np.array(self.tok_encode(context)[-max_prompt_tokens:] or [self.prefix_token_id], np.int32)
         seed = turn_seed(self._model.seed, 0, number, 0, 0)
-        return Request(ids, min(new, self.max_length - len(ids)), seed, stop=_stops(settings))
+        return Request(ids, min(max_new_tokens, self.max_length - len(ids)), seed, stop=_stops(settings))
 
 
 def _sampling(settings: Mapping[str, Any]) -> Sampling:
-    """Return how a task samples, from settings that lm-eval has normalized."""
+    """Return a task's sampling settings from lm-eval's normalized ones."""
     temperature = float(settings.get("temperature", 1.0))
     if not settings["do_sample"] or not temperature:
         return Sampling(temperature=0.0, needs_raw=False)

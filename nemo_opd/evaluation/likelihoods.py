@@ -1,4 +1,4 @@
-"""Likelihoods of continuations: batches by length, and what a model finds of them."""
+"""Likelihoods of continuations, computed in batches of similar length."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,34 +19,36 @@ from nemo_opd.types import PAD_ID, TokenRows
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A sequence of which the last tokens are scored."""
+    """A sequence whose last tokens are scored."""
 
     ids: NDArray[np.int32]
     num_scored: int
-    """Number of its last tokens, one at least before them."""
+    """Number of scored tokens at the end; at least one token precedes them."""
 
 
 Scorer = Callable[[Sequence[Scored]], list[tuple[float, bool]]]
-"""Log-probability of what is scored of each sequence, in nats, and whether each of its tokens is the likeliest."""
+"""Function that returns for each sequence the log-probability of its scored tokens in nats, and whether each of them is
+the likeliest.
+"""
 
 _EMPTY = Scored(np.zeros(1, np.int32), 0)
-"""A sequence that costs one position."""
+"""A padding sequence with one position."""
 
 
 def longest_request(settings: QuestionSets, positions: int | None) -> int:
-    """Return the most tokens before the last one of a benchmark's request, to a model with this number of positions.
+    """Return the maximum tokens of a benchmark's request before its last one, for a model with `positions`.
 
-    The last token is predicted only, but read all the same.
+    The last token is only predicted, but takes a position as well.
     """
     return settings.benchmark_length if positions is None else min(settings.benchmark_length, positions - 1)
 
 
 def token_rows(rows: Sequence[Scored]) -> TokenRows:
-    """Return right-padded sequences, with a mask of what is scored."""
+    """Return right-padded sequences with a mask of the scored tokens."""
     lengths = torch.tensor([len(row.ids) for row in rows], dtype=torch.int64)
     ids = torch.full((len(rows), int(lengths.max())), PAD_ID, dtype=torch.int64)
-    for own, row in zip(ids, rows, strict=True):
-        own[: len(row.ids)] = torch.from_numpy(row.ids.astype(np.int64))
+    for padded, row in zip(ids, rows, strict=True):
+        padded[: len(row.ids)] = torch.from_numpy(row.ids.astype(np.int64))
     columns = torch.arange(ids.shape[1])
     firsts = lengths - torch.tensor([row.num_scored for row in rows])
     mask = (columns >= firsts.unsqueeze(1)) & (columns < lengths.unsqueeze(1))
@@ -54,9 +56,9 @@ def token_rows(rows: Sequence[Scored]) -> TokenRows:
 
 
 def likelihoods(logits: LogitRows, tokens: TokenRows) -> Tensor:
-    """Return the log-probability of the scored tokens, and of the likeliest ones in their places: float64 [B, 2], nats.
+    """Return the log-probabilities of the scored tokens and of the likeliest tokens there: float64 [B, 2], in nats.
 
-    All columns of the head count, as in transformers' own logits.
+    The softmax is over all columns of the head, as in transformers.
     """
     scores: list[TokenScore] = ["log_probability", "max_probability"]
     nats = nats_by_score(logits, tokens, tokens.loss_mask, scores, vocab_size=logits.shape[2])
@@ -64,30 +66,30 @@ def likelihoods(logits: LogitRows, tokens: TokenRows) -> Tensor:
 
 
 def read(source: Headless | WithHead, tokens: TokenRows, micro_batches: Iterable[slice], device: str) -> Tensor:
-    """Return the likelihoods of the sequences of consecutive microbatches, float64 [B, 2], on the host."""
-    found = []
+    """Return the `likelihoods` of consecutive microbatches: float64 [B, 2], on the host."""
+    results = []
     for sequences in micro_batches:
         micro = tokens.rows(sequences.start, sequences.stop)
         packing, micro = Packing.of(micro).to(device), moved(micro, device)
-        found.append(likelihoods(source.whole(source(micro.ids, packing), packing), micro))
-    return torch.cat(found).cpu()
+        results.append(likelihoods(source.whole(source(micro.ids, packing), packing), micro))
+    return torch.cat(results).cpu()
 
 
-def answers(found: Tensor) -> list[tuple[float, bool]]:
-    """Return a Scorer's answers, from log-probabilities [B, 2] as `likelihoods` returns them."""
-    return [(own, own == best) for own, best in found.tolist()]
+def answers(log_probabilities: Tensor) -> list[tuple[float, bool]]:
+    """Return a Scorer's answers for the result [B, 2] of `likelihoods`."""
+    return [(scored, scored == best) for scored, best in log_probabilities.tolist()]
 
 
 def batches(rows: Sequence[Scored], num_ranks: int, budget: int) -> Iterator[tuple[list[int], list[list[Scored]]]]:
-    """Yield the numbers of sequences of about the same length and, by rank, the sequences, equally many for each.
+    """Yield batches of similar length: the sequences' indices, and the sequences of each rank, equally many.
 
-    budget: tokens of each rank at most, unless one sequence is longer. The longest come first.
+    budget: maximum tokens per rank, unless one sequence is longer. The longest come first.
     """
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     start = 0
     while start < len(order):
-        each = max(1, budget // len(rows[order[start]].ids))
-        numbers = order[start : start + each * num_ranks]
-        padded = [rows[i] for i in numbers] + [_EMPTY] * (-len(numbers) % num_ranks)
-        yield numbers, [padded[rank::num_ranks] for rank in range(num_ranks)]
-        start += len(numbers)
+        per_rank = max(1, budget // len(rows[order[start]].ids))
+        indices = order[start : start + per_rank * num_ranks]
+        padded = [rows[i] for i in indices] + [_EMPTY] * (-len(indices) % num_ranks)
+        yield indices, [padded[rank::num_ranks] for rank in range(num_ranks)]
+        start += len(indices)

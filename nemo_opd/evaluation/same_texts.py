@@ -1,4 +1,4 @@
-"""Bits per byte of two models with different tokenizers, over the same bytes of the same texts (methods.md §1.8)."""
+"""Bits per byte of two models with different tokenizers, on the same bytes of the same texts (methods.md §1.8)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _WINDOWS = 16
-"""Windows that a model reads at a time."""
+"""Windows per batch."""
 
 
 def same_texts(
@@ -37,9 +37,9 @@ def same_texts(
     max_length: int,
     num_old_rows: int,
 ) -> list[Batch]:
-    """Cut texts into windows that both tokenizers read in `max_length` tokens; the old one is the batch's one teacher.
+    """Cut texts into windows of at most `max_length` tokens of either tokenizer; the old one is the batches' teacher.
 
-    num_old_rows: ids that the old model can read. Raises DataError where no byte is predicted by both.
+    num_old_rows: ids that the old model can read. Raises DataError if no byte is predicted by both models.
     """
     reader = CrossTokenizer(Encoder.of(old, max_length, append_eos=False, vocab_size=num_old_rows), aligner)
     student = Encoder.of(new, max_length, append_eos=False)
@@ -47,19 +47,19 @@ def same_texts(
     samples: list[Sample] = [window for text in texts if text for window in windows_of(text)]
     batches = [collate(samples[start : start + _WINDOWS]) for start in range(0, len(samples), _WINDOWS)]
     if not any(int(batch.student.num_bytes.sum()) for batch in batches):
-        raise DataError("the texts have no byte that both models predict; give longer ones")
+        raise DataError("the texts have no byte that both models predict; give longer texts")
     return batches
 
 
 def mean_bits_per_byte(model: PreTrainedModel, rows: Sequence[TokenRows], *, vocab_size: int) -> Mean:
-    """Return the model's bits over the bytes of all rows. vocab_size: of its tokenizer."""
+    """Return the model's mean bits per byte over all rows. vocab_size: size of its tokenizer's vocabulary."""
     is_linear = type(model.get_output_embeddings()) is nn.Linear
     source = Headless(model, key="model") if is_linear else WithHead(model)
     device = str(model.device)
     bits = num_bytes = 0.0
     with torch.no_grad():
-        for each in tracked(rows, "bits per byte", "batches"):
-            packing, tokens = Packing.of(each).to(device), moved(each, device)
-            found = bits_per_byte(source.whole(source(tokens.ids, packing), packing), tokens, vocab_size=vocab_size)
-            bits, num_bytes = bits + float(found.total), num_bytes + float(found.count)
+        for batch in tracked(rows, "bits per byte", "batches"):
+            packing, tokens = Packing.of(batch).to(device), moved(batch, device)
+            mean = bits_per_byte(source.whole(source(tokens.ids, packing), packing), tokens, vocab_size=vocab_size)
+            bits, num_bytes = bits + float(mean.total), num_bytes + float(mean.count)
     return Mean(bits, num_bytes)

@@ -1,4 +1,4 @@
-"""Questions of a set, as they are asked."""
+"""Reading and asking of a set's questions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from nemo_opd.rollout.renderer import Renderer
 def read_questions(resolved: ResolvedSet) -> list[Prompt]:
     """Return the questions, with the set's prompt around them.
 
-    Raises DataError, with the row, for a question that cannot be read or does not fit the reward.
+    Raises DataError, naming the row, if a question cannot be read or does not fit the reward.
     """
     layout = resolved.layout
     with working(f"reading {resolved.key}"):
@@ -58,9 +58,10 @@ def ask(
     seed: int,
     failures_are_wrong: bool,
 ) -> EvaluationResult:
-    """Ask a model the questions of a set. max_new_tokens, max_length: of a turn and of a whole sequence.
+    """Ask a model the questions of a set.
 
-    Raises what the engine, the environment and `evaluate_task` raise.
+    max_new_tokens: limit for a turn. max_length: limit for a sequence. Raises the errors of the engine, the environment
+    and `evaluate_task`.
     """
     settings = resolved.settings
     collector = partial(

@@ -1,4 +1,4 @@
-"""Answers as they are shown in samples.jsonl and in the report."""
+"""Conversion of answers for samples.jsonl and the report."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,12 +9,12 @@ from nemo_opd.logging.samples import ShownAnswer
 
 
 def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str | None = None) -> list[ShownAnswer]:
-    """Return the answer to each of the first `limit` questions: the likeliest if it was taken, else the first sampled.
+    """Return one answer to each of the first `limit` questions: the greedy one if there is one, else the first sample.
 
-    teacher: name of the teacher that answered; None: the student did.
+    teacher: name of the teacher that answered, or None for the student.
     """
     return [
-        _shown(
+        _convert(
             question,
             question.greedy or question.sampled[0],
             step,
@@ -27,15 +27,15 @@ def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str 
 
 
 def all_answers(result: EvaluationResult) -> Iterator[ShownAnswer]:
-    """Yield all answers, question by question, as of step 0."""
+    """Yield all answers, question by question, with step 0."""
     for question in result.questions:
         if question.greedy is not None:
-            yield _shown(question, question.greedy, 0, result.name, is_greedy=True)
+            yield _convert(question, question.greedy, 0, result.name, is_greedy=True)
         for answer in question.sampled:
-            yield _shown(question, answer, 0, result.name, is_greedy=False)
+            yield _convert(question, answer, 0, result.name, is_greedy=False)
 
 
-def _shown(
+def _convert(
     question: AnsweredQuestion, answer: Answer, step: int, name: str, teacher: str | None = None, *, is_greedy: bool
 ) -> ShownAnswer:
     rollout, content = answer.rollout, question.prompt.content
@@ -56,14 +56,14 @@ def _shown(
 
 
 def _response_text(rollout: Rollout) -> str:
-    """Return the model's text; where an environment answered it, the conversation after the prompt."""
+    """Return the model's text, or the conversation after the prompt if an environment took part."""
     if len(rollout.responses) == 1 or isinstance(rollout.prompt.content, str):
         return "\n".join(rollout.responses)
     return _conversation(rollout.messages[len(rollout.prompt.content) :])
 
 
 def _conversation(messages: Sequence[Message]) -> str:
-    """Join messages as `role: content` with blank lines; a single message of the user is its content."""
+    """Join messages as `role: content` with blank lines between; return a single user message's content only."""
     if len(messages) == 1 and messages[0]["role"] == "user":
         return content_text(messages[0])
     return "\n\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)

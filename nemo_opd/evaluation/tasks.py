@@ -1,4 +1,4 @@
-"""Evaluation on questions: sampled answers, the likeliest one, and their rewards."""
+"""Evaluation on questions by the rewards of sampled and greedy answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from nemo_opd.rollout.collect import Collector
 
 
 def named(figures: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return the figures of a set as they are logged: eval/<set>/pass@1; '' is the set without a name."""
+    """Return a set's figures under their logged names, such as eval/<set>/pass@1; name: '' for the unnamed set."""
     prefix = f"{PREFIX}{name}/" if name else PREFIX
     return {f"{prefix}{figure}": value for figure, value in figures.items()}
 
@@ -23,8 +23,8 @@ def named(figures: Mapping[str, float], name: str) -> dict[str, float]:
 def with_bounds(estimates: Mapping[str, Estimate]) -> dict[str, float]:
     """Return each estimate's value and the bounds of its interval: pass@1, pass@1_low, pass@1_high, …"""
     figures: dict[str, float] = {}
-    for name, found in estimates.items():
-        figures |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
+    for name, estimate in estimates.items():
+        figures |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
     return figures
 
 
@@ -35,7 +35,7 @@ class Answer:
     rollout: Rollout
     reward: float
     vote: str | None
-    """Text that is equal for answers that mean the same; None where there is no answer."""
+    """Text that is equal for equivalent answers, or None without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class AnsweredQuestion:
 
     prompt: Prompt
     sampled: tuple[Answer, ...]
-    """n answers, in the order of samples."""
+    """n answers, in sample order."""
     greedy: Answer | None
 
 
@@ -55,21 +55,21 @@ class EvaluationResult:
     estimates: dict[str, Estimate]
     """pass@k, maj@k for k > 1 (for rewards that read an answer from a text), mean@n and greedy, over questions."""
     response_length: float
-    """Tokens; mean over sampled answers."""
+    """Mean number of tokens of sampled answers."""
     truncation_rate: float
-    """Share of sampled answers that were cut."""
+    """Share of sampled answers that were truncated."""
     questions: tuple[AnsweredQuestion, ...]
     values: Mapping[str, tuple[float, ...]]
-    """Estimate → the values that it is the mean of, one for each question."""
+    """The values of all questions for each estimate, which is their mean."""
     name: str = ""
-    """Name of the set; empty for the one without a name."""
+    """Name of the set, empty for the unnamed set."""
     levels: tuple[str, ...] = ()
-    """Difficulty or kind of each question, as a column says it; none where none does."""
+    """Difficulty or kind of each question, if a column names it."""
     failures: tuple[str, ...] = ()
-    """Answers whose reward failed, which count as wrong: what was said of each."""
+    """Errors of failed rewards; their answers count as wrong."""
 
     def failure_text(self, where: str) -> str:
-        """Return a warning of failed rewards, of which there are some. where: whose answers."""
+        """Return a warning about failed rewards; there must be some. where: describes the answers."""
         return (
             f"{where}: the reward failed for {len(self.failures)} answers, which count as wrong; the first: "
             f"{self.failures[0]}"
@@ -77,7 +77,7 @@ class EvaluationResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Figures as they are logged: eval/<set>/pass@1, eval/<set>/pass@1_low, eval/<set>/pass@1_high, …"""
+        """Figures under their logged names: eval/<set>/pass@1, eval/<set>/pass@1_low, eval/<set>/pass@1_high, …"""
         figures = with_bounds(self.estimates)
         figures |= {"response_length": self.response_length, "truncation_rate": self.truncation_rate}
         if self.failures:
@@ -95,10 +95,10 @@ def evaluate_task(
     name: str = "",
     failures_are_wrong: bool = False,
 ) -> EvaluationResult:
-    """Ask each question n times, and once more for the likeliest answer where there is a `collector_greedy`.
+    """Ask each question n times, and once more for the greedy answer if there is a `collector_greedy`.
 
-    name: of the set. failures_are_wrong: count an answer whose reward fails as wrong, with reward 0, unless all do.
-    Raises DataError without prompts, and RolloutError where answers are missing or a reward fails.
+    name: name of the set. failures_are_wrong: count answers whose reward fails as wrong, with reward 0, unless all
+    fail. Raises DataError without prompts, and RolloutError if answers are missing or a reward fails.
     """
     if not prompts:
         raise DataError("there are no questions to evaluate on; name some under evaluation.data")
@@ -113,7 +113,7 @@ def evaluate_task(
     rollouts = [answer.rollout for question in questions for answer in question.sampled]
     values = _values(questions, settings, has_votes=reward.votes)
     return EvaluationResult(
-        {name: mean_with_interval(own, settings.confidence) for name, own in values.items()},
+        {name: mean_with_interval(by_question, settings.confidence) for name, by_question in values.items()},
         response_length=fmean(rollout.num_sampled for rollout in rollouts),
         truncation_rate=fmean(rollout.finish_reason == "length" for rollout in rollouts),
         questions=questions,
@@ -124,7 +124,7 @@ def evaluate_task(
 
 
 class _Judge:
-    """A reward, and the answers for which it failed."""
+    """A reward, with its failures."""
 
     def __init__(self, reward: RewardFunction, failures_are_wrong: bool) -> None:
         self.reward, self._failures_are_wrong = reward, failures_are_wrong
@@ -132,7 +132,7 @@ class _Judge:
         self._num_judged = 0
 
     def __call__(self, rollout: Rollout) -> Answer:
-        """Judge an answer. Raises RolloutError where the reward fails, unless such answers count as wrong."""
+        """Judge an answer. Raises RolloutError if the reward fails, unless such answers count as wrong."""
         self._num_judged += 1
         try:
             return Answer(rollout, self.reward(rollout), self.reward.vote(rollout))
@@ -143,30 +143,31 @@ class _Judge:
             return Answer(rollout, 0.0, None)
 
     def require_some(self) -> None:
-        """Raise RolloutError where the reward failed for every answer."""
+        """Raise RolloutError if the reward failed for every answer."""
         if self.failures and len(self.failures) == self._num_judged:
             raise RolloutError(f"the reward failed for all {self._num_judged} answers; the first: {self.failures[0]}")
 
 
 def _answers(collector: Collector, prompts: Sequence[Prompt], n: int, judge: _Judge) -> dict[int, tuple[Answer, ...]]:
-    """Return the answers by the prompt's index."""
+    """Return n answers to each prompt in sample order, keyed by the prompt's index."""
     answers: dict[int, list[Answer]] = {prompt.index: [] for prompt in prompts}
-    # Always step 0: with the same randomness, evaluations differ by the model alone.
+    # Always step 0, so that evaluations use the same randomness and differ only by the model.
     rollouts = collector.collect(prompts, n, 0)
     judge.reward.begin()
     judge.reward.expect(rollouts)
     for rollout in tracked(rollouts, "judging answers", "answers"):
         answers[rollout.prompt.index].append(judge(rollout))
-    for index, own in answers.items():
-        if len(own) != n:
-            raise RolloutError(f"evaluation: prompt {index} came back with {len(own)} answers instead of {n}")
-    return {index: tuple(sorted(own, key=lambda answer: answer.rollout.sample)) for index, own in answers.items()}
+    for index, prompt_answers in answers.items():
+        if len(prompt_answers) != n:
+            raise RolloutError(f"evaluation: prompt {index} has {len(prompt_answers)} answers instead of {n}")
+        prompt_answers.sort(key=lambda answer: answer.rollout.sample)
+    return {index: tuple(prompt_answers) for index, prompt_answers in answers.items()}
 
 
 def _values(
     questions: Sequence[AnsweredQuestion], settings: Questions, *, has_votes: bool
 ) -> dict[str, tuple[float, ...]]:
-    """Return a value for each question by name of the estimate, in the order in which they are shown."""
+    """Return the value of each question, keyed by estimate in display order."""
     values: dict[str, list[float]] = {}
     for k in settings.k:
         values[f"pass@{k}"] = [_pass(question, settings, k) for question in questions]
@@ -176,7 +177,7 @@ def _values(
     greedy = [float(_is_correct(question.greedy, settings)) for question in questions if question.greedy is not None]
     if greedy:
         values["greedy"] = greedy
-    return {name: tuple(own) for name, own in values.items()}
+    return {name: tuple(by_question) for name, by_question in values.items()}
 
 
 def _is_correct(answer: Answer, settings: Questions) -> bool:
@@ -190,5 +191,5 @@ def _pass(question: AnsweredQuestion, settings: Questions, k: int) -> float:
 def _majority(question: AnsweredQuestion, settings: Questions, k: int) -> float:
     votes = [answer.vote for answer in question.sampled]
     correct = [_is_correct(answer, settings) for answer in question.sampled]
-    # With one seed for all, the same subsets would be drawn for every question, and their errors would add up.
+    # A single seed would draw the same subsets for every question, so that their errors would add up.
     return maj_at_k(votes, correct, k, seed=question.prompt.index)

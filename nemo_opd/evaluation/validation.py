@@ -1,4 +1,4 @@
-"""Loss and bits per byte on held-out text."""
+"""Validation metrics on held-out text."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -10,7 +10,7 @@ from nemo_opd.types import Batch, Metric
 
 
 class _Evaluated(Protocol):
-    """The loaded student and its teachers."""
+    """Loaded student and teachers."""
 
     def evaluate(self, batch: Batch) -> Mapping[str, Metric]: ...
 
@@ -23,5 +23,5 @@ def validate(models: _Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:
 
 
 def validate_teachers(models: _Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:
-    """Return `bits_per_byte/<teacher>`, on its own tokens of the same texts, and the same by group of tokens."""
+    """Return `bits_per_byte/<teacher>` on each teacher's tokens of the same texts, in total and for each group."""
     return without_empty(merge(models.evaluate_teachers(batch) for batch in batches))

@@ -1,1 +1,1 @@
-"""Handoff of a teacher's output to the student's process, past the driver."""
+"""Handoff of a teacher's output to the student's process, bypassing the driver."""

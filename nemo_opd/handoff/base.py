@@ -1,8 +1,8 @@
-"""The contract of a transport: a sender owns a buffer that persists across steps, receivers map it.
+"""The transport interface: a sender owns a buffer that persists across steps; receivers map it.
 
-Receivers are identified by number, the student's rank: a sender knows from the start who will map its buffer.
-Ownership: the sender's `close` releases the memory, and a receiver closes before its sender. A buffer has no name on
-disk or in /dev/shm, so none outlives the processes, however they end.
+A receiver's number is its student rank, so a sender knows from the start who will map its buffer. The sender's `close`
+releases the memory; receivers close first. Buffers have no name on disk or in /dev/shm, so they never outlive their
+processes.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.handle import Handle, Message
 
 _senders: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
-"""Senders of this process by identity."""
+"""Senders of this process, keyed by identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SameProcess:
-    """Token of a receiver in the sender's process, which reads the buffer directly."""
+    """Token for a receiver in the sender's process, which reads the buffer directly."""
 
 
 class Sender(ABC):
     """One buffer, reallocated only when a larger tensor is needed."""
 
     def __init__(self, receivers: Sequence[int] = (0,), own: int | None = None) -> None:
-        """Store who will map the buffer, each once for every allocation.
+        """Register the receivers; each maps every allocation once.
 
-        receivers: numbers of the receivers, possibly none. own: the receiver in this process, which does not map it.
+        receivers: their numbers, possibly none. own: the receiver in this process, which needs no mapping.
         """
         self.identity = uuid.uuid4().hex
         _senders[self.identity] = self
         self.allocation = self.version = 0
         self.receivers = tuple(number for number in receivers if number != own)
         """Receivers in other processes."""
-        self._own = tuple((number, _SameProcess()) for number in receivers if number == own)
+        self._local_tokens = tuple((number, _SameProcess()) for number in receivers if number == own)
         self._buffer: Tensor | None = None
         self._tokens: tuple[object, ...] = ()
         self._shape: tuple[int, ...] = ()
@@ -52,8 +52,8 @@ class Sender(ABC):
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor in the buffer, to be written before `handle` is called.
 
-        Overwrites what an earlier call returned: every receiver must be done with it.
-        Raises HandoffError where there is not enough memory.
+        Overwrites the previous tensor, so every receiver must be done with it.
+        Raises HandoffError if memory runs out.
         """
         num_bytes = prod(shape) * dtype.itemsize
         if self._buffer is None or self._buffer.numel() < num_bytes:
@@ -66,19 +66,19 @@ class Sender(ABC):
 
     @property
     def last(self) -> Tensor:
-        """The tensor that `tensor` last returned; a reference to it keeps the memory."""
+        """The tensor that `tensor` last returned; a reference to it keeps the memory alive."""
         assert self._buffer is not None
         return _view(self._buffer, self._shape, self._dtype)
 
     def handle(self) -> Handle:
-        """Return a handle to the last tensor, once all that was written to it is visible to receivers.
+        """Return a handle to the last tensor, after making all writes visible to receivers.
 
         Raises HandoffError before the first call of `tensor`.
         """
         if self._buffer is None:
-            raise HandoffError("handle() before tensor(): there is no buffer to hand over")
+            raise HandoffError("handle() was called before tensor(), so there is no buffer to hand over")
         self._flush()
-        tokens = (*self._own, *zip(self.receivers, self._tokens, strict=True))
+        tokens = (*self._local_tokens, *zip(self.receivers, self._tokens, strict=True))
         return Handle(self.identity, self.allocation, self._shape, self._dtype, tokens, self.version)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Sender(ABC):
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
-        """Return a flat uint8 tensor and, for each receiver, the token by which it maps the tensor."""
+        """Return a flat uint8 tensor, and for each receiver the token that it maps the tensor with."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -107,21 +107,21 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """Mapped buffers, each mapped once per allocation, and the memory for messages from other nodes."""
+    """Mapped buffers, each mapped once per allocation, and memory for messages from other nodes."""
 
     def __init__(self, number: int = 0) -> None:
-        """Take the number by which senders identify this receiver."""
+        """Store the number by which senders identify this receiver."""
         self.number = number
         self.copied_bytes = 0
-        """Bytes copied out of mapped buffers by whoever reads them through this receiver; views count as none."""
+        """Bytes that readers copied out of buffers mapped by this receiver; views do not count."""
         self._mapped: dict[str, tuple[int, Tensor]] = {}
         self._copies: dict[str, tuple[int, Tensor]] = {}
         self._received: dict[str, Tensor] = {}
 
     def receive_buffer(self, handle: Handle, device: str) -> Tensor:
-        """Return contiguous, uninitialised memory for a message, where `tensor` finds it.
+        """Return contiguous, uninitialised memory for a message, which `tensor` then reads.
 
-        It persists across steps and is overwritten, as a sender's buffer is.
+        Like a sender's buffer, it persists across steps and is overwritten.
         """
         buffer = self._received.get(handle.sender)
         if buffer is None or buffer.numel() < handle.num_bytes:
@@ -132,10 +132,10 @@ class Receiver(ABC):
         return _view(buffer, handle.shape, handle.dtype)
 
     def tensor(self, handle: Handle) -> Tensor:
-        """Return the sender's tensor, not a copy; valid until the sender writes the next.
+        """Return the sender's tensor without a copy; valid until the sender writes the next one.
 
-        `near` makes of it, or of its rows, what this process' device can compute with. Raises HandoffError where the
-        sender is gone, the buffer is smaller than the handle says, or it was not exported or sent to this receiver.
+        Pass it, or rows of it, to `near` before computing with it. Raises HandoffError if the sender is gone, the
+        buffer is smaller than the handle says, or it was not exported or sent to this receiver.
         """
         token = handle.token(self.number)
         if isinstance(token, Message):
@@ -151,10 +151,9 @@ class Receiver(ABC):
         return _view(buffer, handle.shape, handle.dtype)
 
     def constant(self, handle: Handle) -> Tensor:
-        """Return the sender's tensor for many reads.
+        """Return the sender's tensor for many reads: the mapping, or a copy if the buffer is on another device.
 
-        This is the mapping itself or, for a buffer on another device, a copy on this one that is kept until the sender
-        writes the next. Raises HandoffError as `tensor` does.
+        The copy is kept until the sender writes the next tensor. Raises HandoffError as `tensor` does.
         """
         mapped = self.tensor(handle)
         if self._is_near(handle):
@@ -170,17 +169,14 @@ class Receiver(ABC):
         return copy
 
     def near(self, tensor: Tensor) -> Tensor:
-        """Return what `tensor` returned, or rows of it, where this process' device can compute with it.
-
-        This is the tensor itself where the device reads the buffer, else a copy.
-        """
+        """Make a mapped tensor, or rows of one, readable for this process's device, by a copy if necessary."""
         return tensor
 
     def _from_message(self, handle: Handle) -> Tensor:
         if handle.sender not in self._received:
             raise HandoffError(
-                f"student rank {self.number} is to read a teacher's buffer on another node before it was sent; send "
-                "what windows need (ExchangePlanner) before they are read"
+                f"student rank {self.number} reads a teacher's buffer on another node before it was sent; send the "
+                "messages that windows need (ExchangePlanner) before reading them"
             )
         return _view(self._received[handle.sender], handle.shape, handle.dtype)
 
@@ -199,15 +195,15 @@ class Receiver(ABC):
 
     @abstractmethod
     def _map(self, handle: Handle) -> Tensor:
-        """Return the whole buffer as a flat uint8 tensor."""
+        """Map the buffer as a flat uint8 tensor."""
 
     @abstractmethod
     def _is_near(self, handle: Handle) -> bool:
-        """Return whether `tensor` is as fast to read as this process' own memory, which messages are."""
+        """Return whether `tensor` can be read as fast as this process's memory, as messages can."""
 
     @abstractmethod
     def _collect(self) -> None:
-        """Free what dropped mappings leave."""
+        """Free the resources of dropped mappings."""
 
 
 def _view(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

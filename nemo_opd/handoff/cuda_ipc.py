@@ -1,17 +1,17 @@
-"""CUDA IPC between processes of one node: receivers read the sender's device memory, with no copy.
+"""CUDA IPC between processes of one node: receivers read the sender's device memory without a copy.
 
-PyTorch counts references to what it exports: each token is one more, which its receiver releases when it drops the
-mapping. So there is a token for each receiver, and each maps once per allocation. The sender's `close` frees the memory
-once all receivers have dropped their mappings; a receiver that died, or never mapped what was exported to it, cannot,
-and the memory is then held until the sender's process ends.
+PyTorch counts references to exported memory: each token is one reference, released when its receiver drops the
+mapping. So each receiver gets its own token and maps once per allocation. The sender's `close` frees the memory once
+all receivers have dropped their mappings. If a receiver died or never mapped its export, the memory stays allocated
+until the sender's process ends.
 
-A buffer may be on another GPU of the node than the receiver's. It is then opened on the receiver's device, which reads
-it through peer access, also where the sender's device is not visible to the receiver (each Ray actor sees only its
-own): the receiver's kernels can read it like local memory, at the speed of the link. A loss moves the rows of a chunk
-that way as it reads them; the head, which every chunk reads whole, is copied once.
+If a buffer is on another GPU of the node, the receiver opens it on its own device and reads it through peer access,
+even if the sender's device is not visible to it (each Ray actor sees only its own GPU): its kernels read the buffer
+like local memory, at the speed of the link. A loss moves the rows of a chunk this way as it reads them; the head, which
+every chunk reads in full, is copied once.
 
-The counters are in a file in /dev/shm (80 kB), which the sender removes in the end; where it died before, its receivers
-do. It stays only where all of them are killed.
+The reference counters are in a file in /dev/shm (80 kB). The sender removes it, or its receivers do if the sender died;
+it stays only if all of them are killed.
 """
 
 import os
@@ -46,7 +46,7 @@ class _DeviceMemory:
 
 class CudaIpcSender(Sender):
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        torch.cuda.ipc_collect()  # earlier buffers that receivers have let go of since they were released
+        torch.cuda.ipc_collect()  # frees released buffers whose receivers have since dropped their mappings
         return super().tensor(shape, dtype)
 
     def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
@@ -55,10 +55,12 @@ class CudaIpcSender(Sender):
                 buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
         except torch.OutOfMemoryError as error:
             raise HandoffError(
-                f"no {num_bytes / 2**30:.2f} GiB of GPU memory for a teacher's output; lower "
+                f"cannot allocate {num_bytes / 2**30:.2f} GiB of GPU memory for a teacher's output; lower "
                 "train.global_batch_size or train.max_length, or set offload=true for the teachers or the student"
             ) from error
-        return buffer, tuple(_DeviceMemory(os.getpid(), _own_device(), *reduce_tensor(buffer)) for _ in self.receivers)
+        return buffer, tuple(
+            _DeviceMemory(os.getpid(), _current_gpu_uuid(), *reduce_tensor(buffer)) for _ in self.receivers
+        )
 
     def _release(self) -> None:
         torch.cuda.ipc_collect()
@@ -70,9 +72,9 @@ class CudaIpcSender(Sender):
 
 @contextmanager
 def _mappable_memory() -> Iterator[None]:
-    """Allocate, inside, memory that other processes can map, which expandable segments often are not.
+    """Allocate memory that other processes can map: no expandable segments, which they often cannot.
 
-    A separate pool keeps free blocks of such segments from being used.
+    A separate pool keeps the allocator from reusing free blocks of such segments.
     """
     if not _has_expandable_segments():
         yield
@@ -94,14 +96,14 @@ class CudaIpcReceiver(Receiver):
     def __init__(self, number: int = 0) -> None:
         super().__init__(number)
         self._counters: dict[Path, int] = {}
-        """File of the counters → process of its sender."""
+        """Process id of the sender, keyed by the file of its reference counters."""
 
     def _map(self, handle: Handle) -> Tensor:
         token = handle.token(self.number)
         assert isinstance(token, _DeviceMemory)
         call = signature(token.rebuild).bind(*token.arguments)
         call.arguments["storage_device"] = torch.cuda.current_device()
-        # The sender has waited for its device before it made the handle; its event may be of a device not visible here.
+        # The sender synchronized before it created the handle; its event may be on a device that is not visible here.
         call.arguments["event_sync_required"] = False
         counters = os.fsdecode(call.arguments["ref_counter_handle"])
         self._counters[Path("/dev/shm") / counters.lstrip("/")] = token.pid
@@ -114,15 +116,15 @@ class CudaIpcReceiver(Receiver):
                     "see its own error above"
                 ) from error
             raise HandoffError(
-                f"the teacher's GPU buffer on {token.device} cannot be mapped on {_own_device()} ({error}): "
-                "the GPUs have no peer access to each other, "
-                "or the processes have no common PID and IPC namespaces (nvidia-smi topo -p2p r; in Docker "
+                f"the teacher's GPU buffer on {token.device} cannot be mapped on {_current_gpu_uuid()} ({error}): "
+                "the GPUs have no peer access to each other (nvidia-smi topo -p2p r), "
+                "or the processes do not share PID and IPC namespaces (in Docker "
                 "`--pid=host --ipc=host`); write handoff.transport=shared_memory, which goes through main memory"
             ) from error
 
     def _is_near(self, handle: Handle) -> bool:
         token = handle.token(self.number)
-        return not isinstance(token, _DeviceMemory) or token.device == _own_device()
+        return not isinstance(token, _DeviceMemory) or token.device == _current_gpu_uuid()
 
     def _collect(self) -> None:
         torch.cuda.ipc_collect()
@@ -132,6 +134,6 @@ class CudaIpcReceiver(Receiver):
         self._counters.clear()
 
 
-def _own_device() -> str:
+def _current_gpu_uuid() -> str:
     """Return the UUID of the GPU that this process computes on."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -1,4 +1,4 @@
-"""Planning of the messages between nodes that windows need before they are read: pure."""
+"""Pure planning of the messages between nodes that windows need before they are read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nemo_opd.handoff.window import Window
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Messages of one batch from one teacher; those of a pair of ranks have the same order on both sides."""
+    """Messages of one batch from one teacher, in the same order on both sides for each pair of ranks."""
 
     sends: tuple[tuple[Message, ...], ...]
-    """Messages by rank of the teacher."""
+    """Messages of each teacher rank."""
     receives: tuple[tuple[Handle, ...], ...]
-    """Handles by which each rank of the student reads its messages."""
+    """Handles that each student rank reads its messages with."""
 
     @property
     def is_empty(self) -> bool:
@@ -30,10 +30,10 @@ class ExchangePlanner:
     def __init__(self, num_teacher_ranks: int) -> None:
         self._num_teacher_ranks = num_teacher_ranks
         self._sent_heads: set[tuple[int, str, int]] = set()
-        """Student rank, and sender and version of the head that it keeps."""
+        """(student rank, sender, version) of each head that has been sent."""
 
     def plan(self, windows: Sequence[Window]) -> Exchange:
-        """Return what the windows, by rank of the student, need from other nodes and do not have."""
+        """Return the messages that the student ranks' windows need and have not received yet."""
         sends: list[list[Message]] = [[] for _ in range(self._num_teacher_ranks)]
         receives: list[list[Handle]] = []
         for student_rank, window in enumerate(windows):

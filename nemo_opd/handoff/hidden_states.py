@@ -1,4 +1,4 @@
-"""Handoff of the hidden states of each batch, and once of the head: W / E times less than logits (methods.md §9)."""
+"""Handoff of each batch's hidden states, and once of the head: W / E times fewer bytes than logits (methods.md §9)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HeadHandle:
     soft_cap: float | None
 
     def head(self, receiver: Receiver) -> Head:
-        """Return the shard. Raises HandoffError for a buffer that cannot be mapped."""
+        """Return the shard. Raises HandoffError if a buffer cannot be mapped."""
         bias = None if self.bias is None else receiver.constant(self.bias)
         return Head(receiver.constant(self.weight), bias, self.scale, self.soft_cap)
 
@@ -45,9 +45,9 @@ class HiddenStatesHandle:
 
     output: Handle
     head: HeadHandle | None
-    """None where no student rank reads this rank's shard."""
+    """None if no student rank reads this rank's shard."""
     columns: range
-    """Columns of the tokenizer's vocabulary that the shard has."""
+    """The shard's columns of the tokenizer's vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,14 @@ class HiddenStatesWindow:
 
     hidden: Region
     head: tuple[HeadHandle, ...]
-    """Shards, of consecutive columns."""
+    """Shards with consecutive columns."""
 
     def rows(self, receiver: Receiver, sequences: slice, width: int, moved_by: Tensor | None = None) -> LogitRows:
-        """Return the logits [b, width, W] of some sequences, at positions moved as `Region.logits` does.
+        """Return the logits [b, width, W] of some sequences, computed when a loss reads them.
 
-        They are computed when a loss reads them.
-
-        Hidden states are a view where one buffer has them, else copied together; shards of the head stay separate and
-        their columns are read side by side. Raises HandoffError for a buffer that cannot be mapped.
+        moved_by: as for `Region.logits`. Hidden states are a view if they are in one buffer, else a concatenated copy.
+        Shards of the head stay separate; their columns are read side by side. Raises HandoffError if a buffer cannot be
+        mapped.
         """
         hidden = self.hidden.read(receiver, sequences).unsqueeze(0)
         heads = (shard.head(receiver) for shard in self.head)
@@ -87,11 +86,11 @@ class HiddenStatesWriter(OutputWriter):
         num_slots: int = 1,
         is_fixed: bool = True,
     ) -> None:
-        """Make the senders.
+        """Create the senders.
 
-        columns: of the vocabulary, that the rank's shard of the head has. Rows of the head beyond `vocab_size` are left
-        out, so a shard may become empty. dtype: of the buffer and of the head. num_slots: batches whose hidden states
-        are kept at once. is_fixed: False where the head is another one for each batch, and handed over with it.
+        columns: vocabulary range of this rank's head shard; rows beyond `vocab_size` are dropped, so a shard may become
+        empty. dtype: dtype of the buffer and the head. num_slots: batches of hidden states stored at once.
+        is_fixed: False if the head changes with each batch and is handed over each time.
         """
         super().__init__(new_sender, hidden_size, dtype, readers, num_slots)
         self._weight, self._bias = new_sender(readers.head), new_sender(readers.head)
@@ -105,12 +104,12 @@ class HiddenStatesWriter(OutputWriter):
         if not self._is_fixed:
             self._head = None
 
-    def write(self, start: int, made: TensorLogits | HeadLogits) -> None:
-        """Put a microbatch's hidden states [1, n, E] at the tokens from `start` on; the first time also the head."""
-        assert isinstance(made, HeadLogits)
+    def write(self, start: int, output: TensorLogits | HeadLogits) -> None:
+        """Write a microbatch's hidden states [1, n, E] to the tokens from `start` on; the first time also the head."""
+        assert isinstance(output, HeadLogits)
         if self._head is None and self._is_head_read:
-            self._hand_over(made.head)
-        self._put(start, made.hidden)
+            self._write_head(output.head)
+        self._put(start, output.hidden)
 
     def handle(self) -> HiddenStatesHandle:
         return HiddenStatesHandle(self._output.handle(), self._head, self._columns)
@@ -124,11 +123,11 @@ class HiddenStatesWriter(OutputWriter):
         super().close()
         self._head = None
 
-    def _hand_over(self, head: Head) -> None:
-        bias = None if head.bias is None else self._copied(head.bias, self._bias)
-        self._head = HeadHandle(self._copied(head.weight, self._weight), bias, head.scale, head.soft_cap)
+    def _write_head(self, head: Head) -> None:
+        bias = None if head.bias is None else self._copy(head.bias, self._bias)
+        self._head = HeadHandle(self._copy(head.weight, self._weight), bias, head.scale, head.soft_cap)
 
-    def _copied(self, parameter: Tensor, sender: Sender) -> Handle:
-        own = parameter.detach()[: len(self._columns)]
-        sender.tensor(own.shape, self._dtype).copy_(own)
+    def _copy(self, parameter: Tensor, sender: Sender) -> Handle:
+        values = parameter.detach()[: len(self._columns)]
+        sender.tensor(values.shape, self._dtype).copy_(values)
         return sender.handle()

@@ -34,10 +34,10 @@ class LogitsWindow:
     """Consecutive columns of the vocabulary."""
 
     def rows(self, receiver: Receiver, sequences: slice, width: int, moved_by: Tensor | None = None) -> LogitRows:
-        """Return the logits [b, width, W] of some sequences, at positions moved as `Region.logits` does.
+        """Return the logits [b, width, W] of some sequences.
 
-        They are a view where one buffer has them; shards of the columns are read side by side where they are; rows of
-        several buffers are copied together. Raises HandoffError for a buffer that cannot be mapped.
+        moved_by: as for `Region.logits`. Rows in one buffer are a view, rows of several buffers a concatenated copy;
+        column shards are read side by side without a copy. Raises HandoffError if a buffer cannot be mapped.
         """
         shards = [
             shard.logits(TensorLogits(shard.read(receiver, sequences).unsqueeze(0)), sequences, width, moved_by)
@@ -59,18 +59,18 @@ class LogitsWriter(OutputWriter):
         readers: Readers = ONE_READER,
         num_slots: int = 1,
     ) -> None:
-        """Make the senders.
+        """Create the senders.
 
-        columns: of the vocabulary, that the rank's logits have; those beyond `vocab_size` are left out. dtype: of the
-        buffer. num_slots: batches that are kept at once.
+        columns: vocabulary range of this rank's logits; columns beyond `vocab_size` are dropped. dtype: dtype of the
+        buffer. num_slots: batches stored at once.
         """
         self._columns = within_vocabulary(columns, vocab_size)
         super().__init__(new_sender, len(self._columns), dtype, readers, num_slots)
 
-    def write(self, start: int, made: TensorLogits | HeadLogits) -> None:
-        """Put a microbatch's logits [1, n, ·] at the tokens from `start` on."""
-        assert isinstance(made, TensorLogits)
-        (logits,) = made.leaves
+    def write(self, start: int, output: TensorLogits | HeadLogits) -> None:
+        """Write a microbatch's logits [1, n, ·] to the tokens from `start` on."""
+        assert isinstance(output, TensorLogits)
+        (logits,) = output.leaves
         self._put(start, logits[..., : len(self._columns)])
 
     def handle(self) -> LogitsHandle:

@@ -1,7 +1,7 @@
-"""A test, in separate processes, whether processes of this machine can read each other's buffers.
+"""A trial, in separate processes, of whether processes of this machine can read each other's buffers.
 
-`python -m nemo_opd.handoff.obstacle TRANSPORT PAIRS` hands numbers over as a run does. PAIRS: JSON, pairs of the
-indices of the device that writes and of the one that reads.
+`python -m nemo_opd.handoff.obstacle TRANSPORT PAIRS` hands numbers over as a run does. PAIRS: JSON list of pairs
+[writing device index, reading device index].
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from nemo_opd.handoff.transport import TRANSPORTS
 
 _Pairs = Sequence[tuple[int, int]]
 _LIMIT_S = 120.0
-"""Limit of a try. PyTorch and CUDA start in seconds, on a slow file system in a minute."""
+"""Time limit of a trial. PyTorch and CUDA start in seconds, on a slow file system in a minute."""
 _SIZES = (1_000, 1_000_000)
-"""Numbers that are handed over; the second time they need another buffer."""
+"""Sizes of the tensors that are handed over; the second needs a larger buffer."""
 
 
 def obstacle(transport: str, pairs: _Pairs, limit_s: float = _LIMIT_S) -> str | None:
-    """Return why a buffer on the first device of a pair cannot be read from the second, or None where all can.
+    """Return why a buffer on the first device of a pair cannot be read from the second, or None if all can.
 
-    Tries one pair of the same device and one of two, and asks about the peer access of all. Returns after `limit_s` at
-    the latest, and leaves no process behind.
+    Tries one pair with the same device and one with different devices, and checks peer access for all pairs. Returns
+    after `limit_s` at the latest, and leaves no process behind.
     """
-    chosen = [*[pair for pair in pairs if pair[0] == pair[1]][:1], *[pair for pair in pairs if pair[0] != pair[1]]]
-    return complaint([sys.executable, "-m", __name__, transport, json.dumps(chosen)], limit_s)
+    tried = [*[pair for pair in pairs if pair[0] == pair[1]][:1], *[pair for pair in pairs if pair[0] != pair[1]]]
+    return complaint([sys.executable, "-m", __name__, transport, json.dumps(tried)], limit_s)
 
 
 def complaint(command: Sequence[str], limit_s: float) -> str | None:
-    """Run a command; return the last line that it printed, or that it did not end; None where it succeeds."""
+    """Run a command; return None if it succeeds, else its last line of output, or that it did not end in time."""
     status, output = run(command, limit_s, paths=sys.path)
     if status is None:
         return f"no answer in {limit_s:g} s"
@@ -47,17 +47,17 @@ def complaint(command: Sequence[str], limit_s: float) -> str | None:
 
 
 def hand_over(transport: str, pairs: _Pairs) -> None:
-    """Hand numbers over to a process for the first of each kind of pair. Raises what a run would raise."""
-    context = multiprocessing.get_context("fork")  # before CUDA is initialised, which would not survive it
+    """Hand numbers over for the first same-device and the first two-device pair. Raises the errors of a run."""
+    context = multiprocessing.get_context("fork")  # before CUDA is initialised, which does not survive a fork
     kinds = {writes == reads: (writes, reads) for writes, reads in reversed(pairs)}.values()
-    tries = []
+    writers = []
     for writes, reads in kinds:
         ours, theirs = context.Pipe()
         context.Process(target=_read, args=(transport, reads, theirs), daemon=True).start()
         theirs.close()
-        tries.append((writes, ours))
+        writers.append((writes, ours))
     _require_peers([pair for pair in pairs if pair[0] != pair[1]] if transport == "cuda_ipc" else [])
-    for writes, pipe in tries:
+    for writes, pipe in writers:
         _write(transport, writes, pipe)
 
 
@@ -77,15 +77,15 @@ def _write(transport: str, device: int, pipe: Connection) -> None:
             try:
                 answer = pipe.recv()
             except EOFError:
-                raise HandoffError("the process that reads has died") from None
+                raise HandoffError("the reading process died") from None
             if answer != size * (size - 1) / 2:
-                raise HandoffError(answer if isinstance(answer, str) else "other numbers were read than written")
+                raise HandoffError(answer if isinstance(answer, str) else "the reader did not get the written numbers")
         pipe.send(None)
         pipe.recv()
 
 
 def _read(transport: str, device: int, pipe: Connection) -> None:
-    """Answer each handle with the sum of what it leads to, or with what went wrong."""
+    """Answer each handle with the sum of its tensor, or with the error."""
     try:
         _use(transport, device)
         _, receiver_type = TRANSPORTS[transport]
@@ -103,7 +103,7 @@ def _use(transport: str, device: int) -> None:
 
 
 def _line(error: Exception) -> str:
-    """Return an error in one line."""
+    """Format an error on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

@@ -1,8 +1,8 @@
-"""Which rows of which teacher ranks' buffers make up a student rank's window: pure, no I/O and no torch.
+"""Pure planning, without I/O or torch, of the rows of teacher ranks' buffers that make up a student rank's window.
 
-A teacher's output has a row for each token of the global batch, sequence after sequence, and columns. Each of its ranks
-holds some columns of the tokens of some sequences; a student rank's window has all columns of those of its sequences.
-The head is planned as an output of one row, which every data- and context-parallel rank has.
+A teacher's output has a row for each token of the global batch, sequence after sequence. Each teacher rank holds a
+range of columns for the tokens of some sequences; a student rank's window has all columns for the tokens of its own
+sequences. The head is planned as an output of one row, which every data- and context-parallel rank holds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Sides:
         sizes = (self.student.size, self.teacher.size)
         if sizes != (len(self.student_places), len(self.teacher_places)):
             raise ConfigError(
-                f"layouts of {sizes[0]} student and {sizes[1]} teacher ranks with {len(self.student_places)} and "
-                f"{len(self.teacher_places)} places; give each rank one"
+                f"the layouts have {sizes[0]} student and {sizes[1]} teacher ranks, but there are "
+                f"{len(self.student_places)} and {len(self.teacher_places)} places; give each rank one place"
             )
 
     def crosses(self, student_rank: int, teacher_rank: int) -> bool:
@@ -41,21 +41,21 @@ class Sides:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part of a teacher's output that one of its ranks holds."""
+    """The part of a teacher's output that one of its ranks holds."""
 
     rank: int
     rows: range
     """Rows of the output."""
     columns: range
-    """Columns of the vocabulary, or of the hidden states."""
+    """Columns of the logits or of the hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows that a student rank reads from one teacher rank's buffer, with all columns of the buffer."""
+    """Rows that a student rank reads from one teacher rank's buffer, in all its columns."""
 
     rank: int
-    """Rank of the teacher."""
+    """Teacher rank."""
     buffer_rows: range
     window_rows: range
     columns: range
@@ -70,17 +70,18 @@ class Readers:
     """Readers of hidden states or logits."""
     head: tuple[int, ...] = (0,)
     sends_head: bool = False
-    """True where the head is also sent to ranks on other nodes."""
+    """Whether the head is also sent to ranks on other nodes."""
 
 
 ONE_READER = Readers()
-"""The only reader is receiver 0."""
+"""Readers with receiver 0 only."""
 
 
 def output_shards(teacher: Layout, lengths: Sequence[int], columns: Sequence[range]) -> list[Shard]:
-    """Return each teacher rank's shard of a batch's output; lengths: of its sequences; columns: by tp index.
+    """Return each teacher rank's shard of a batch's output.
 
-    Raises ConfigError where the sequences cannot be cut into dp equal parts.
+    lengths: tokens of each sequence. columns: range of each tensor-parallel index. Raises ConfigError if the sequences
+    cannot be split into dp equal parts.
     """
     parts = _equal_parts(lengths, teacher.dp)
     shards = []
@@ -91,9 +92,9 @@ def output_shards(teacher: Layout, lengths: Sequence[int], columns: Sequence[ran
 
 
 def output_pieces(sides: Sides, shards: Sequence[Shard], lengths: Sequence[int]) -> list[list[Piece]]:
-    """Return the pieces of each student rank's window, in the order of rows, then columns.
+    """Return the pieces of each student rank's window, ordered by row, then column.
 
-    Raises ConfigError where the sequences cannot be cut into dp equal parts.
+    Raises ConfigError if the sequences cannot be split into dp equal parts.
     """
     parts = _equal_parts(lengths, sides.student.dp)
     windows = [parts[sides.student.coordinates(rank)[0]] for rank in range(sides.student.size)]
@@ -101,9 +102,9 @@ def output_pieces(sides: Sides, shards: Sequence[Shard], lengths: Sequence[int])
 
 
 def head_pieces(sides: Sides, columns: Sequence[range]) -> list[list[Piece]]:
-    """Return the head shards that each student rank reads, in the order of columns; columns: by tensor-parallel index.
+    """Return the head shards that each student rank reads, ordered by column.
 
-    A shard is one row, and is always read whole.
+    A shard counts as one row. columns: range of each tensor-parallel index.
     """
     teacher = sides.teacher
     shards = [Shard(rank, range(1), columns[teacher.coordinates(rank)[2]]) for rank in range(teacher.size)]
@@ -111,11 +112,11 @@ def head_pieces(sides: Sides, columns: Sequence[range]) -> list[list[Piece]]:
 
 
 def _pieces(sides: Sides, shards: Sequence[Shard], windows: Sequence[range]) -> list[list[Piece]]:
-    """Return the pieces of each student rank's window, which are read from the nearest replica of each shard.
+    """Return the pieces of each student rank's window, read from the nearest replica of each shard.
 
-    Shards have disjoint rows or the same. Takes time in proportion to the ranks and the pieces.
+    The rows of two shards must be equal or disjoint. Takes time proportional to the ranks and the pieces.
     """
-    # Hidden states are replicated over tp and cp, logits over cp, a head's shard over dp and cp.
+    # Hidden states are replicated over tp and cp, logits over cp, head shards over dp and cp.
     ranks: dict[tuple[range, range], list[int]] = defaultdict(list)
     for shard in shards:
         if shard.columns:
@@ -138,65 +139,65 @@ def _pieces(sides: Sides, shards: Sequence[Shard], windows: Sequence[range]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Replicas:
-    """Ranks of the teacher that hold the same shard, by place."""
+    """The teacher ranks that hold the same shard, keyed by place."""
 
     ranks: tuple[int, ...]
     by_device: dict[Place, int]
     """Lowest rank on each device."""
     by_node: dict[int, int]
-    """Lowest rank on each node."""
+    """Lowest rank on each node, keyed by its index."""
 
     @staticmethod
     def of(ranks: Sequence[int], places: Sequence[Place]) -> _Replicas:
-        falling = sorted(ranks, reverse=True)
+        descending = sorted(ranks, reverse=True)  # so that the lowest rank at a place wins
         return _Replicas(
-            tuple(reversed(falling)),
-            {places[rank]: rank for rank in falling},
-            {places[rank].node: rank for rank in falling},
+            tuple(reversed(descending)),
+            {places[rank]: rank for rank in descending},
+            {places[rank].node: rank for rank in descending},
         )
 
     def nearest(self, student_rank: int, place: Place) -> int:
-        """Return the replica on the same device, else the one with the lowest rank on the same node.
+        """Return the replica on the same device, else the lowest on the same node, else one on another node.
 
-        For replicas on other nodes the student's ranks take turns, so that they do not all load one rank's network.
+        Student ranks take turns over replicas on other nodes, so that they do not all load one rank's network.
         """
-        on_node = self.by_device.get(place, self.by_node.get(place.node))
-        return self.ranks[student_rank % len(self.ranks)] if on_node is None else on_node
+        nearby = self.by_device.get(place, self.by_node.get(place.node))
+        return self.ranks[student_rank % len(self.ranks)] if nearby is None else nearby
 
 
 def reading_ranks(pieces: Sequence[Sequence[Piece]], num_teacher_ranks: int) -> list[tuple[int, ...]]:
-    """Return, by teacher rank, the student ranks that have a piece of its buffer."""
+    """Return, for each teacher rank, the student ranks that read a piece of its buffer."""
     readers: list[dict[int, None]] = [{} for _ in range(num_teacher_ranks)]
-    for student_rank, own in enumerate(pieces):
-        for piece in own:
+    for student_rank, rank_pieces in enumerate(pieces):
+        for piece in rank_pieces:
             readers[piece.rank][student_rank] = None
-    return [tuple(each) for each in readers]
+    return [tuple(ranks) for ranks in readers]
 
 
-def overlap(one: range, other: range) -> range:
-    """Return the numbers in both ranges."""
-    start = max(one.start, other.start)
-    return range(start, max(start, min(one.stop, other.stop)))
+def overlap(first: range, second: range) -> range:
+    """Return the intersection of two ranges."""
+    start = max(first.start, second.start)
+    return range(start, max(start, min(first.stop, second.stop)))
 
 
 def _shifted(numbers: range, by: int) -> range:
-    """Return the range with `by` added to each number."""
+    """Return the range moved by `by`."""
     return range(numbers.start + by, numbers.stop + by)
 
 
 def _equal_parts(lengths: Sequence[int], dp: int) -> list[range]:
-    """Return the rows of each equal part of the padded global batch. Raises ConfigError where parts would differ."""
+    """Return the rows of each equal part of the padded global batch. Raises ConfigError if parts would differ."""
     if len(lengths) % dp:
         raise ConfigError(
-            f"a global batch of {len(lengths)} sequences cannot be cut into dp={dp} equal parts; pad it to a multiple "
-            "of the dp of the student and of every teacher"
+            f"a global batch of {len(lengths)} sequences cannot be split into dp={dp} equal parts; pad it to a "
+            "multiple of the dp of the student and of every teacher"
         )
     ends = list(accumulate(lengths, initial=0))[:: len(lengths) // dp]
     return [range(start, stop) for start, stop in pairwise(ends)]
 
 
 def vocabulary_columns(vocab_size: int, tp: int) -> list[range]:
-    """Return the columns of each tensor-parallel rank, whose shard of the head is a chunk of DTensor's `Shard(0)`.
+    """Return each tensor-parallel rank's columns, as DTensor's `Shard(0)` splits the head.
 
     The last shards may be smaller or empty.
     """
@@ -206,5 +207,5 @@ def vocabulary_columns(vocab_size: int, tp: int) -> list[range]:
 
 
 def within_vocabulary(columns: range, vocab_size: int) -> range:
-    """Return the columns without those beyond the tokenizer's vocabulary, which a padded head has."""
+    """Drop a padded head's columns beyond the tokenizer's vocabulary."""
     return range(vocab_size)[columns.start : columns.stop]

@@ -17,18 +17,18 @@ from nemo_opd.logits.rows import TrainableRows
 
 @dataclass(frozen=True, slots=True)
 class RegionPart:
-    """Rows of a region, and the buffer that has them, with all columns of the buffer."""
+    """Rows of a region, and the buffer that holds them."""
 
     handle: Handle
     first_row: int
-    """First of the rows in the buffer."""
+    """First row of the part in the buffer."""
     rows: range
     """Rows of the region."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A tensor [tokens, columns] of sequences one after another, of which each part has all columns."""
+    """A tensor [tokens, columns] of consecutive sequences, split by rows into parts."""
 
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
@@ -37,30 +37,30 @@ class Region:
     def read(self, receiver: Receiver, sequences: slice) -> Tensor:
         """Return the tokens of some sequences: [n, columns].
 
-        This is a view where one buffer has all of them and the device reads it, else a copy. Raises HandoffError for a
-        buffer that cannot be mapped.
+        The result is a view if one buffer holds all of them and the device can read it, else a copy. Raises
+        HandoffError if a buffer cannot be mapped.
         """
-        # Map every buffer, needed now or not: each export is a reference that only its receiver can give back.
+        # Map every buffer, needed now or not: each export is a reference that only its receiver can release.
         mapped = [receiver.tensor(part.handle) for part in self.parts]
         start, stop, _ = sequences.indices(len(self.lengths))
         bounds = token_bounds(self.lengths)
-        wanted = range(bounds[start], bounds[stop])
-        found: list[Tensor] = []
+        requested = range(bounds[start], bounds[stop])
+        sources: list[Tensor] = []
         for part, buffer in zip(self.parts, mapped, strict=True):
-            if shared := overlap(part.rows, wanted):
+            if shared := overlap(part.rows, requested):
                 begin = part.first_row + shared.start - part.rows.start
-                found.append(receiver.near(buffer[begin : begin + len(shared)]))
-        if len(found) == 1:
-            return found[0]
-        receiver.copied_bytes += sum(source.nbytes for source in found)
-        return torch.cat(found)
+                sources.append(receiver.near(buffer[begin : begin + len(shared)]))
+        if len(sources) == 1:
+            return sources[0]
+        receiver.copied_bytes += sum(source.nbytes for source in sources)
+        return torch.cat(sources)
 
     def logits(
         self, tokens: TrainableRows, sequences: slice, width: int, moved_by: Tensor | None = None
     ) -> PackedLogits:
-        """Return logits [b, width, X] from those of the tokens of some sequences [1, n, X].
+        """Arrange packed logits [1, n, X] of some sequences as [b, width, X].
 
-        moved_by: of each sequence, int64 [b] on the host: position i has the logits of its token i + moved_by.
+        moved_by: int64 [b] on the host; position i of a sequence gets the logits of its token i + moved_by.
         """
         (places,) = together([places_in_row(self.lengths[sequences], width, moved_by)], tokens.device)
         return PackedLogits(tokens, places)

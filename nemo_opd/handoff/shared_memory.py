@@ -1,7 +1,7 @@
 """Shared memory between processes of one machine.
 
-Any number of processes may map a buffer, any number of times. The memory is anonymous (memfd) and is reached through
-the owner's file descriptor in /proc, so a killed process leaves no name: the kernel frees the pages with the last
+Any number of processes may map a buffer, any number of times. The memory is anonymous (memfd) and is opened through the
+owner's file descriptor in /proc, so a killed process leaves nothing behind: the kernel frees the pages with the last
 mapping.
 """
 
@@ -21,7 +21,7 @@ from nemo_opd.handoff.handle import Handle
 
 @dataclass(frozen=True, slots=True)
 class FileDescriptor:
-    """A memfd of a process; its name distinguishes it from a reused process id or descriptor."""
+    """A process's memfd, with a name that tells it from a reused process id or descriptor."""
 
     pid: int
     number: int
@@ -32,17 +32,17 @@ class FileDescriptor:
         return f"/proc/{self.pid}/fd/{self.number}"
 
     def check(self) -> None:
-        """Raise OSError where this machine has no such process, or the descriptor is another file."""
+        """Raise OSError if this machine has no such process, or the descriptor is another file."""
         if self.name not in os.readlink(self.path):
             raise FileNotFoundError(errno.ENOENT, "replaced by another file")
 
 
 class SharedMemorySender(Sender):
     def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
-        # The kernel would kill a process rather than refuse pages, so check before asking.
+        # The kernel would kill a process rather than refuse pages, so check before allocating.
         available = psutil.virtual_memory().available
         if num_bytes > available:
-            raise _no_memory(num_bytes, f"{available / 2**30:.2f} GiB are free")
+            raise _allocation_error(num_bytes, f"{available / 2**30:.2f} GiB are free")
         name = f"nemo_opd-{self.identity}-{self.allocation}"
         number = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
@@ -50,7 +50,7 @@ class SharedMemorySender(Sender):
             buffer = self._map_file(number, num_bytes)
         except OSError as error:
             os.close(number)
-            raise _no_memory(num_bytes, os.strerror(error.errno or errno.ENOMEM)) from error
+            raise _allocation_error(num_bytes, os.strerror(error.errno or errno.ENOMEM)) from error
         self._number = number
         return buffer, (FileDescriptor(os.getpid(), number, name),) * len(self.receivers)
 
@@ -61,7 +61,7 @@ class SharedMemorySender(Sender):
         os.close(self._number)
 
     def _flush(self) -> None:
-        """Do nothing: writes of a CPU tensor are visible at once."""
+        """Do nothing: writes to a CPU tensor are visible immediately."""
 
 
 class SharedMemoryReceiver(Receiver):
@@ -79,7 +79,7 @@ class SharedMemoryReceiver(Receiver):
         try:
             size = os.fstat(number).st_size
             if size < handle.num_bytes:
-                raise HandoffError(f"the teacher's buffer holds {size} bytes, its handle says {handle.num_bytes}")
+                raise HandoffError(f"the teacher's buffer has {size} bytes, but its handle says {handle.num_bytes}")
             return self._map_file(number, size)
         finally:
             os.close(number)
@@ -94,13 +94,13 @@ class SharedMemoryReceiver(Receiver):
         """Do nothing: a mapping ends with its tensor."""
 
 
-def _no_memory(num_bytes: int, reason: str) -> HandoffError:
+def _allocation_error(num_bytes: int, reason: str) -> HandoffError:
     return HandoffError(
-        f"no {num_bytes / 2**30:.2f} GiB of shared memory for a teacher's output ({reason}); lower "
+        f"cannot allocate {num_bytes / 2**30:.2f} GiB of shared memory for a teacher's output ({reason}); lower "
         "train.global_batch_size or train.max_length, or free memory"
     )
 
 
 def map_file(number: int, num_bytes: int) -> Tensor:
-    """Map a file as a flat uint8 tensor, which unmaps it when it is freed."""
+    """Map a file as a flat uint8 tensor; freeing the tensor unmaps it."""
     return torch.frombuffer(mmap.mmap(number, num_bytes), dtype=torch.uint8)

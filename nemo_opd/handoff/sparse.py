@@ -1,4 +1,4 @@
-"""Handoff of the likeliest tokens of each position, as bytes (methods.md §9.1)."""
+"""Handoff of each position's likeliest tokens, encoded as bytes (methods.md §9.1)."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class SparseHandle:
 
 @dataclass(frozen=True, slots=True)
 class SparseWindow:
-    """The rows of a student rank's sequences."""
+    """Encoded rows for a student rank's sequences."""
 
     shards: tuple[Region, ...]
-    """One region, as every teacher rank has whole rows."""
+    """One region, because rows are not split over teacher ranks."""
     layout: SparseLayout
 
     def rows(self, receiver: Receiver, sequences: slice, width: int, moved_by: Tensor | None = None) -> LogitRows:
-        """Return the logits [b, width, W] of some sequences, at positions moved as `Region.logits` does.
+        """Return the logits [b, width, W] of some sequences.
 
-        Raises HandoffError for a buffer that cannot be mapped.
+        moved_by: as for `Region.logits`. Raises HandoffError if a buffer cannot be mapped.
         """
         (region,) = self.shards
         rows = region.read(receiver, sequences)
@@ -51,7 +51,7 @@ class SparseWindow:
 
 
 class SparseWriter(OutputWriter):
-    """Writer of a teacher rank's rows."""
+    """Writer of a teacher rank's encoded rows."""
 
     def __init__(
         self, new_sender: NewSender, layout: SparseLayout, *, readers: Readers = ONE_READER, num_slots: int = 1
@@ -59,9 +59,9 @@ class SparseWriter(OutputWriter):
         super().__init__(new_sender, layout.handed_bytes, torch.uint8, readers, num_slots)
         self._layout = layout
 
-    def write(self, start: int, made: SparseLogits) -> None:
-        """Put a microbatch's rows at the tokens from `start` on."""
-        self._put(start, made.rows.unsqueeze(0))
+    def write(self, start: int, output: SparseLogits) -> None:
+        """Write a microbatch's rows to the tokens from `start` on."""
+        self._put(start, output.rows.unsqueeze(0))
 
     def handle(self) -> SparseHandle:
         return SparseHandle(self._output.handle(), self._layout)

@@ -1,4 +1,4 @@
-"""Readers of buffers, and the bytes that cross nodes, computed before anything loads."""
+"""Readers of each buffer and the bytes sent between nodes, computed before anything loads."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Largest output of a teacher for a batch."""
+    """The largest output of a teacher for a batch."""
 
     num_sequences: int
-    """Sequences of the global batch."""
+    """Sequences per global batch."""
     length: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     vocab_size: int
     hidden_size: int | None
-    """None where logits are handed over."""
+    """None if logits are handed over."""
     itemsize: int
-    """Bytes of a number."""
+    """Bytes per element."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one rank of the student, or all of them, read from teachers on other nodes."""
+    """Bytes that one student rank, or all of them together, read from teachers on other nodes."""
 
     output: int = 0
-    """Bytes of output in each batch."""
+    """Bytes of output per batch."""
     head: int = 0
-    """Bytes of heads, once in a run."""
+    """Bytes of heads per run."""
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.output + other.output, self.head + other.head)
@@ -55,19 +55,19 @@ class Traffic:
 
 def planned_readers(sides: Sides, payload: Payload) -> tuple[Readers, ...]:
     """Return the readers of each teacher rank's buffers, which are the same in every batch."""
-    output, head = (reading_ranks(pieces, sides.teacher.size) for pieces in _planned(sides, payload))
+    output, head = (reading_ranks(pieces, sides.teacher.size) for pieces in _plan_pieces(sides, payload))
 
     def readers(rank: int) -> Readers:
-        near, near_head = (
+        on_node, head_on_node = (
             tuple(reader for reader in readers[rank] if not sides.crosses(reader, rank)) for readers in (output, head)
         )
-        return Readers(near, near_head, sends_head=len(near_head) < len(head[rank]))
+        return Readers(on_node, head_on_node, sends_head=len(head_on_node) < len(head[rank]))
 
     return tuple(map(readers, range(sides.teacher.size)))
 
 
 def planned_traffic(sides: Sides, payload: Payload) -> tuple[Traffic, ...]:
-    """Return what is sent to each student rank from other nodes: of a full batch, and of the head."""
+    """Return the bytes that each student rank receives from other nodes, for a full batch and for the head."""
 
     def num_bytes(rank: int, pieces: Sequence[Piece], cell_bytes: int) -> int:
         return sum(_num_cells(piece) for piece in pieces if sides.crosses(rank, piece.rank)) * cell_bytes
@@ -75,32 +75,33 @@ def planned_traffic(sides: Sides, payload: Payload) -> tuple[Traffic, ...]:
     column_bytes = (payload.hidden_size or 0) * payload.itemsize
     return tuple(
         Traffic(num_bytes(rank, output, payload.itemsize), num_bytes(rank, head, column_bytes))
-        for rank, (output, head) in enumerate(zip(*_planned(sides, payload), strict=True))
+        for rank, (output, head) in enumerate(zip(*_plan_pieces(sides, payload), strict=True))
     )
 
 
 def check_stays_on_node(teacher: str, sides: Sides, payload: Payload) -> None:
-    """Raise ConfigError, with the ranks, their nodes and the bytes, where logits would cross nodes.
+    """Raise ConfigError, naming the ranks, their nodes and the bytes, if logits would be sent between nodes.
 
-    That is too much for a network. Hidden states may.
+    Logits are too large for a network; hidden states are not.
     """
     if payload.hidden_size is not None:
         return
     crossing = list(_crossings(sides, payload))
     if not crossing:
         return
-    shown = "; ".join(crossing[:3]) + (f"; and {len(crossing) - 3} more" if len(crossing) > 3 else "")
+    examples = "; ".join(crossing[:3]) + (f"; and {len(crossing) - 3} more" if len(crossing) > 3 else "")
     raise ConfigError(
         f"handoff.type=logits stays on a node, but with dp={sides.student.dp}, cp={sides.student.cp}, "
         f"tp={sides.student.tp} for the student and dp={sides.teacher.dp}, cp={sides.teacher.cp}, "
-        f"tp={sides.teacher.tp} for teacher {teacher!r}, {shown} in each batch; write handoff.type=hidden_states, "
-        "which are sent between nodes, or cluster.placement=colocated with the same parallelism.tp and parallelism.cp "
-        f"for the student and teacher {teacher!r}, whose product divides the ranks of a node"
+        f"tp={sides.teacher.tp} for teacher {teacher!r}, in each batch {examples}; write "
+        "handoff.type=hidden_states, which are sent between nodes, or cluster.placement=colocated with the same "
+        f"parallelism.tp and parallelism.cp for the student and teacher {teacher!r}, where tp · cp divides the ranks "
+        "of a node"
     )
 
 
 def _crossings(sides: Sides, payload: Payload) -> Iterator[str]:
-    output, _ = _planned(sides, payload)
+    output, _ = _plan_pieces(sides, payload)
     for rank, pieces in enumerate(output):
         num_bytes: Counter[int] = Counter()
         for piece in pieces:
@@ -113,10 +114,10 @@ def _crossings(sides: Sides, payload: Payload) -> Iterator[str]:
             )
 
 
-def _planned(sides: Sides, payload: Payload) -> tuple[list[list[Piece]], list[list[Piece]]]:
-    """Return the pieces of a full batch's output, and of the head, by student rank.
+def _plan_pieces(sides: Sides, payload: Payload) -> tuple[list[list[Piece]], list[list[Piece]]]:
+    """Return each student rank's pieces of a full batch's output, and of the head.
 
-    Which ranks read from which does not depend on the size of the batch.
+    The pairs of ranks that they connect do not depend on the batch size.
     """
     teacher = sides.teacher
     unit = lcm(sides.student.dp, teacher.dp)

@@ -1,4 +1,4 @@
-"""The transports by name, and the choice of one."""
+"""The transports, keyed by name, and the choice of one."""
 
 from collections.abc import Callable
 
@@ -14,35 +14,34 @@ TRANSPORTS: dict[str, tuple[type[Sender], type[Receiver]]] = {
     "pinned_memory": (PinnedMemorySender, PinnedMemoryReceiver),
     "shared_memory": (SharedMemorySender, SharedMemoryReceiver),
 }
-"""`pinned_memory` is what `handoff.transport=shared_memory` means on GPUs."""
+"""Sender and receiver types; on GPUs `handoff.transport=shared_memory` means `pinned_memory`."""
 
 
 def choose_transport(handoff: HandoffBase, device: str, obstacle: Callable[[], str | None]) -> tuple[str, list[str]]:
-    """Return the transport's name, and a warning where it is not the one that `auto` prefers.
+    """Return the transport's name, and a warning if `auto` cannot use the transport that it prefers.
 
-    obstacle: tries CUDA IPC and returns why it cannot be used, or None; called where the answer matters. Raises
-    ConfigError for a transport that was asked for and cannot be used.
+    obstacle: tries CUDA IPC and returns why it cannot be used, or None; called only if the answer matters. Raises
+    ConfigError if the configured transport cannot be used.
     """
-    asked = handoff.transport
     if device == "cpu":
-        if asked == "cuda_ipc":
+        if handoff.transport == "cuda_ipc":
             raise ConfigError(
-                f"handoff.transport={asked}: the run is on {device}, which hands over by shared_memory; write "
+                "handoff.transport=cuda_ipc: the run is on cpu, where only shared_memory works; write "
                 "handoff.transport=auto or shared_memory"
             )
         return "shared_memory", []
-    if asked == "shared_memory":
+    if handoff.transport == "shared_memory":
         return "pinned_memory", []
     reason = obstacle()
     if reason is None:
         return "cuda_ipc", []
-    if asked == "cuda_ipc":
+    if handoff.transport == "cuda_ipc":
         raise ConfigError(
-            f"handoff.transport=cuda_ipc: a process on this machine cannot read another's GPU memory ({reason}); write "
-            "handoff.transport=auto or shared_memory, which goes through main memory, or give the processes common "
-            "PID and IPC namespaces (in Docker --pid=host --ipc=host)"
+            "handoff.transport=cuda_ipc: processes on this machine cannot read each other's GPU memory "
+            f"({reason}); write handoff.transport=auto or shared_memory, which goes through main memory, or let the "
+            "processes share PID and IPC namespaces (in Docker --pid=host --ipc=host)"
         )
     return "pinned_memory", [
-        f"handoff.transport=auto: teachers' output goes through pinned main memory, since a process on this machine "
-        f"cannot read another's GPU memory ({reason}); handoff.transport=shared_memory chooses this without a try"
+        "handoff.transport=auto: teachers' output goes through pinned main memory, because processes on this machine "
+        f"cannot read each other's GPU memory ({reason}); write handoff.transport=shared_memory to skip this check"
     ]

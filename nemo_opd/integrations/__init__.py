@@ -1,1 +1,1 @@
-"""Distillation in training loops of other libraries."""
+"""Distillation in other libraries' training loops."""

@@ -1,4 +1,4 @@
-"""Rows of a dataset to a batch of all models' tokens."""
+"""A collator from rows of a dataset to a batch of all models' tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Rows:
 
     def __getitem__(self, indices: list[int]) -> dict[str, list[Any]]:
         try:
-            found = {ours: [self.rows[i][theirs] for i in indices] for theirs, ours in self.columns.items()}
+            columns = {ours: [self.rows[i][theirs] for i in indices] for theirs, ours in self.columns.items()}
         except KeyError as error:
             raise DataError(
                 f"a row has no column {error}, but {', '.join(map(repr, self.rows[0])) or 'none'}; name it as "
@@ -31,15 +31,15 @@ class _Rows:
                 "models (with TRL: dataset_kwargs={'skip_prepare_dataset': True})"
             ) from error
         for ours, theirs in self.columns.items():
-            _require_utf8(found[ours], theirs)
-        for each in found.get(TEXT, ()):
-            if not isinstance(each, str):
-                raise DataError(f"a row's text is {each!r} ({type(each).__name__}); correct it, or leave the row out")
-        return found
+            _require_utf8(columns[ours], theirs)
+        for text in columns.get(TEXT, ()):
+            if not isinstance(text, str):
+                raise DataError(f"a row's text is {text!r} ({type(text).__name__}); correct it, or leave the row out")
+        return columns
 
 
 def _require_utf8(values: Sequence[Any], column: str) -> None:
-    """Raise DataError for a text, or one inside of lists and mappings, that has half of a surrogate pair."""
+    """Raise DataError if a value, or a text nested in it, contains half of a surrogate pair."""
     for value in values:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
         try:
@@ -54,22 +54,22 @@ def _require_utf8(values: Sequence[Any], column: str) -> None:
 
 @dataclass(frozen=True)
 class Collator:
-    """Rows of a dataset, as a list of dicts, to `input_ids` of the student, and `batch`, a `nemo_opd.types.Batch`.
+    """Collator from rows, a list of dicts, to the student's `input_ids` and a `batch`, a `nemo_opd.types.Batch`.
 
-    Picklable, for the processes of a DataLoader. Raises DataError for a row without text or with half of a surrogate
-    pair, and for no rows.
+    It is picklable, for the processes of a DataLoader. Raises DataError without rows, or if a row has no text or half
+    of a surrogate pair.
     """
 
     make_sample: SampleMaker
     columns: Mapping[str, str]
-    """The dataset's name of a column → ours."""
+    """Our names of columns, keyed by the dataset's names."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not rows:
-            raise DataError("there are no rows to make a batch of; give at least one")
+            raise DataError("a batch needs at least one row")
         batch = collate([self.make_sample(document) for document in self.documents(rows)])
         return {"input_ids": batch.student.ids, "batch": batch}
 
     def documents(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Document]:
-        """Return the documents of rows. Raises DataError for a row without text or with half of a surrogate pair."""
+        """Return the documents of rows. Raises DataError if a row has no text or half of a surrogate pair."""
         return read_documents(_Rows(rows, self.columns), list(range(len(rows))))

@@ -32,22 +32,22 @@ from nemo_opd.types import Batch, LossOutput, Metrics, Normalizers
 
 
 class Distillation:
-    """The teachers of a student, which is trained by a loop that is not ours, and the loss against them.
+    """The teachers of a student that another training loop trains, and the loss against them.
 
-    Each process has all teachers whole, on its device.
+    Each process has all teachers, unsharded, on its device.
     """
 
     def __init__(self, settings: Mapping[str, Any], *, device: str | torch.device = "cpu") -> None:
         """Read all tokenizers and load the teachers.
 
-        settings: `student`, `teachers`, `loss`, `aggregation`, `data` and `train.max_length`, as `nemo_opd.distil`
-        takes them; student.model is where the student's tokenizer and configuration are. Raises an OPDError for
-        settings that are not valid, or that need our own loop, and for models that cannot be used.
+        settings: `student`, `teachers`, `loss`, `aggregation`, `data` and `train.max_length`, as for `nemo_opd.distil`;
+        student.model provides the student's tokenizer and configuration. Raises an OPDError if settings are invalid or
+        need nemo_opd's own loop, or if a model cannot be used.
         """
         self.config = config = read_settings(settings)
         self.device = torch.device(device)
         info = read_model_info(config.student, "student", "cpu")
-        teachers = [read_model_info(each, f"teachers.{i}", "cpu") for i, each in enumerate(config.active_teachers)]
+        teachers = [read_model_info(model, f"teachers.{i}", "cpu") for i, model in enumerate(config.active_teachers)]
         require_templates(config, info, teachers)
         for warning in check_positions(config, info, teachers):
             warnings.warn(warning, stacklevel=2)
@@ -66,9 +66,9 @@ class Distillation:
         self._teachers = [self._load(i) for i in range(len(teachers))]
 
     def check(self, dataset: Any, key: str = "train_dataset") -> None:
-        """Warn of what chat templates leave out of some conversations of a dataset with a length and with indices.
+        """Warn if chat templates omit parts of some conversations of a dataset, which must have a length and indices.
 
-        key: what messages call the dataset. Raises DataError if the student would learn a message without its calls or
+        key: name of the dataset in messages. Raises DataError if the student would learn a message without its calls or
         its text.
         """
         if self.config.data.messages_key is None:
@@ -86,14 +86,14 @@ class Distillation:
         return model.eval().requires_grad_(False).to(self.device)
 
     def to(self, device: str | torch.device) -> Self:
-        """Move the teachers, which keep their precision."""
+        """Move the teachers, in their dtype, to a device."""
         self.device = torch.device(device)
         for teacher in self._teachers:
             teacher.to(self.device)  # type: ignore[arg-type]
         return self
 
     def counts(self, batches: Sequence[Batch]) -> Tensor:
-        """Count what the losses of a global batch are divided by: float64 [counts], to be summed over processes."""
+        """Count the normalizers of a global batch's losses: float64 [counts], to be summed over processes."""
         return torch.tensor([self._parts.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
 
     def normalizers(self, counts: Tensor) -> Normalizers:
@@ -105,7 +105,8 @@ class Distillation:
         """Return each teacher's logits [B, T, W], unshifted."""
         ids = [rows.tokens.ids.to(self.device) for rows in batch.teachers]
         return [
-            teacher(input_ids=own, use_cache=False).logits for teacher, own in zip(self._teachers, ids, strict=True)
+            teacher(input_ids=teacher_ids, use_cache=False).logits
+            for teacher, teacher_ids in zip(self._teachers, ids, strict=True)
         ]
 
     def loss(
@@ -119,9 +120,9 @@ class Distillation:
     ) -> LossOutput:
         """Return the batch's share of the loss of a global batch, ce_weight · CE + kd_weight · KD, and its metrics.
 
-        student_logits: [B, S, V] of `batch.student.ids`, unshifted. normalizers: of the global batch, where `batch` is
-        a part of it. teacher_logits: from `teacher_logits`; None: the teachers read the batch now. for_validation: add
-        bits per byte and accuracy to the metrics. Raises ModelError for logits of another vocabulary.
+        student_logits: [B, S, V] for `batch.student.ids`, unshifted. normalizers: of the global batch, if `batch` is
+        only a part of it. teacher_logits: result of `teacher_logits`, by default computed now. for_validation: add
+        bits per byte and accuracy to the metrics. Raises ModelError if the logits have another vocabulary.
         """
         if student_logits.shape[-1] < self.vocab_size:
             raise ModelError(
@@ -130,20 +131,21 @@ class Distillation:
             )
         if normalizers is None:
             normalizers = self.normalizers(self.counts([batch]))
-        found = self.teacher_logits(batch) if teacher_logits is None else list(teacher_logits)
+        if teacher_logits is None:
+            teacher_logits = self.teacher_logits(batch)
         with torch.autocast(student_logits.device.type, enabled=False):
-            shared = self._shared_out(batch, found)
-            divisors = self._parts.divisors(shared)
-            rows = [logit_rows(logits) for logits in found]
-            planned = self._objective.plan(student_logits, rows, moved(shared, self.device), divisors, normalizers)
+            weighted = self._with_teacher_weights(batch, teacher_logits)
+            divisors = self._parts.divisors(weighted)
+            rows = [logit_rows(logits) for logits in teacher_logits]
+            planned = self._objective.plan(student_logits, rows, moved(weighted, self.device), divisors, normalizers)
             if for_validation:
-                own, size = moved(batch.student, self.device), self.vocab_size
+                tokens, size = moved(batch.student, self.device), self.vocab_size
                 measures = (plan_bits_per_byte, plan_accuracy)
-                planned += [measure(student_logits, own, vocab_size=size) for measure in measures]
+                planned += [measure(student_logits, tokens, vocab_size=size) for measure in measures]
             return compute_together(planned)
 
-    def _shared_out(self, batch: Batch, teacher_logits: Sequence[Tensor]) -> Batch:
-        """Return the batch with what each teacher counts for in each sequence; on the host."""
+    def _with_teacher_weights(self, batch: Batch, teacher_logits: Sequence[Tensor]) -> Batch:
+        """Return the batch, on the host, with each teacher's weight in each sequence."""
         aggregation, teachers = self.config.aggregation, self.config.active_teachers
         scores = []
         if (score := aggregation.score) is not None:
@@ -154,6 +156,6 @@ class Distillation:
         return share_out(aggregation, batch, scores, priors=[teacher.weight for teacher in teachers])
 
     def values(self, metrics: Metrics) -> dict[str, float]:
-        """Return merged metrics as they are logged: `loss`, `ce`, `kd`, `kd/<teacher>` and others."""
-        named = objective_values(self.config, with_calibration_error(metrics), 1.0, "")
-        return {name.removeprefix("/"): value for name, value in named.items()}
+        """Return the values of merged metrics under their logged names: `loss`, `ce`, `kd`, `kd/<teacher>`, …"""
+        values = objective_values(self.config, with_calibration_error(metrics), 1.0, "")
+        return {name.removeprefix("/"): value for name, value in values.items()}

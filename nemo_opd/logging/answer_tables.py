@@ -1,6 +1,4 @@
-"""Tables of questions: accuracy by how difficult they were at the start or by what a column says of them, and answers
-that have changed since.
-"""
+"""Tables of questions: accuracy by initial difficulty or by a level column, and answers that changed."""
 
 from __future__ import annotations
 
@@ -16,76 +14,80 @@ from nemo_opd.logging.question_values import QuestionValues
 
 _LEVELS = ("never right at the start", "up to a third", "up to two thirds", "more than two thirds", "always right")
 _MOST_SHOWN = 20
-"""Rows of questions, and levels, that are listed."""
+"""Largest number of question rows, and of levels, in a table."""
 _OTHERS = "others"
 _Values = Mapping[str, float]
 """Share of right answers by question."""
 
 
 def answer_tables(values: Sequence[QuestionValues]) -> list[TextTable]:
-    """Return the tables of each set whose student has answered twice."""
+    """Return the tables of each set that the student answered at least twice."""
     tables: list[TextTable] = []
-    for name in dict.fromkeys(each.set for each in values):
-        own = [each for each in values if each.set == name]
-        measures = dict.fromkeys(measure for each in own for measure in each.values)
+    for name in dict.fromkeys(line.set for line in values):
+        of_set = [line for line in values if line.set == name]
+        measures = dict.fromkeys(measure for line in of_set for measure in line.values)
         shares = [measure for measure in measures if is_share(measure) and not is_mean(measure)]
-        by_samples = next((measure for measure in shares if measure == "pass@1"), next(iter(shares), None))
-        by_answer = "greedy" if "greedy" in shares else by_samples
-        if by_samples is None:
+        sampled = next((measure for measure in shares if measure == "pass@1"), next(iter(shares), None))
+        single = "greedy" if "greedy" in shares else sampled
+        if sampled is None:
             continue
-        found = _by_difficulty(name, by_samples, own), _by_level(name, by_samples, own), _changed(name, by_answer, own)
-        tables += [table for table in found if table is not None]
+        candidates = (
+            _by_difficulty(name, sampled, of_set),
+            _by_level(name, sampled, of_set),
+            _changed(name, single, of_set),
+        )
+        tables += [table for table in candidates if table is not None]
     return tables
 
 
 def _answers(measure: str, values: Sequence[QuestionValues], teacher: str | None) -> list[tuple[int, _Values]]:
-    """Return step and values of each evaluation of a model that has values between 0 and 1."""
-    found = [
-        (each.step, dict(zip(each.questions, each.values[measure], strict=True)))
-        for each in values
-        if each.teacher == teacher and measure in each.values
+    """Return (step, values by question) of each evaluation of a model, if all values are between 0 and 1."""
+    evaluations = [
+        (line.step, dict(zip(line.questions, line.values[measure], strict=True)))
+        for line in values
+        if line.teacher == teacher and measure in line.values
     ]
-    return [(step, own) for step, own in found if all(0 <= value <= 1 for value in own.values())]
+    return [(step, answers) for step, answers in evaluations if all(0 <= value <= 1 for value in answers.values())]
 
 
 def _by_difficulty(name: str, measure: str, values: Sequence[QuestionValues]) -> TextTable | None:
-    """Return means of questions that were right in the same share of samples when the student was asked first."""
-    (_, before), *_ = _answers(measure, values, None) or [(0, {})]
-    groups = {label: [row for row, each in before.items() if _level(each) == i] for i, label in enumerate(_LEVELS)}
+    """Return the means over questions with the same share of right samples at the student's first evaluation."""
+    (_, first), *_ = _answers(measure, values, None) or [(0, {})]
+    groups = {label: [row for row, value in first.items() if _level(value) == i] for i, label in enumerate(_LEVELS)}
     return _means(f"{_title(name, measure)} by difficulty", groups, measure, values)
 
 
 def _by_level(name: str, measure: str, values: Sequence[QuestionValues]) -> TextTable | None:
-    """Return means of questions of which a column says the same; the most frequent, then the others together."""
-    level_of = {row: level for each in values for row, level in zip(each.questions, each.levels, strict=False)}
+    """Return the means over questions with the same level: the most frequent levels, then a row for all other ones."""
+    level_of = {row: level for line in values for row, level in zip(line.questions, line.levels, strict=False)}
     frequent = [level for level, _ in Counter(level_of.values()).most_common(_MOST_SHOWN)]
-    groups: dict[str, list[str]] = {level: [] for level in sorted(frequent, key=_in_order)}
+    groups: dict[str, list[str]] = {level: [] for level in sorted(frequent, key=_natural_order)}
     for row, level in level_of.items():
         groups.setdefault(level if level in frequent else _OTHERS, []).append(row)
     return _means(f"{_title(name, measure)} by level", groups, measure, values)
 
 
-def _in_order(level: str) -> list[tuple[int, str]]:
-    """Return a key that sorts numbers within texts by their value."""
+def _natural_order(level: str) -> list[tuple[int, str]]:
+    """Return a sort key that orders numbers within texts by value."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", level)]
 
 
 def _means(
     title: str, groups: Mapping[str, Sequence[str]], measure: str, values: Sequence[QuestionValues]
 ) -> TextTable | None:
-    """Return the means of groups of questions, of the student before and after and of its teachers."""
+    """Return the means over groups of questions, of the student before and after and of its teachers."""
     student = _answers(measure, values, None)
     if len(student) < 2 or not any(groups.values()):
         return None
-    (_, before), (last, after) = student[0], student[-1]
-    names = dict.fromkeys(each.teacher for each in values if each.teacher is not None)
-    teachers = {teacher: own[-1][1] for teacher in names if (own := _answers(measure, values, teacher))}
+    (_, first), (last_step, last) = student[0], student[-1]
+    names = dict.fromkeys(line.teacher for line in values if line.teacher is not None)
+    teachers = {teacher: answers[-1][1] for teacher in names if (answers := _answers(measure, values, teacher))}
     rows = [
-        [label, f"{len(rows):,}", *(_mean(rows, model) for model in (before, after, *teachers.values()))]
+        [label, f"{len(rows):,}", *(_mean(rows, model) for model in (first, last, *teachers.values()))]
         for label, rows in groups.items()
         if rows
     ]
-    heads = ["", "questions", "before", f"after step {last:,}", *(f"teacher {teacher}" for teacher in teachers)]
+    heads = ["", "questions", "before", f"after step {last_step:,}", *(f"teacher {teacher}" for teacher in teachers)]
     return TextTable(title, heads, rows)
 
 
@@ -96,16 +98,17 @@ def _level(value: float) -> int:
 
 
 def _mean(questions: Sequence[str], values: _Values) -> str:
-    known = [values[row] for row in questions if row in values]
-    return share(fmean(known)) if known else NOTHING
+    answered = [values[row] for row in questions if row in values]
+    return share(fmean(answered)) if answered else NOTHING
 
 
 def _changed(name: str, measure: str | None, values: Sequence[QuestionValues]) -> TextTable | None:
-    """Return questions by whether they were answered rightly first and last; right: in at least half of the samples."""
-    student = [own for _, own in _answers(measure, values, None)] if measure else []
+    """Return questions by whether the first and last answers were right, i.e. at least half of the samples were."""
+    student = [answers for _, answers in _answers(measure, values, None)] if measure else []
     if len(student) < 2:
         return None
-    right = {row: [own[row] >= 0.5 for own in student] for row in student[0] if all(row in own for own in student)}
+    common = [row for row in student[0] if all(row in answers for answers in student)]
+    right = {row: [answers[row] >= 0.5 for answers in student] for row in common}
     kinds = {
         "wrong, now right": [row for row, seen in right.items() if not seen[0] and seen[-1]],
         "right, now wrong": [row for row, seen in right.items() if seen[0] and not seen[-1]],
@@ -118,9 +121,9 @@ def _changed(name: str, measure: str | None, values: Sequence[QuestionValues]) -
     }
     changes = sum(now != then for seen in right.values() for then, now in pairwise(seen))
     rows = [
-        [kind, f"{len(found):,}", "" if kind.endswith("throughout") else _listed(found)]
-        for kind, found in kinds.items()
-        if found
+        [kind, f"{len(questions):,}", "" if kind.endswith("throughout") else _listed(questions)]
+        for kind, questions in kinds.items()
+        if questions
     ]
     rows.append(["changes from one evaluation to the next", f"{changes:,}", ""])
     return TextTable(f"{_title(name, measure or '')}: answers that changed", ["", "questions", "rows"], rows)
@@ -131,5 +134,5 @@ def _title(name: str, measure: str) -> str:
 
 
 def _listed(rows: Sequence[str]) -> str:
-    shown = ", ".join(row.rpartition(":")[0] for row in rows[:_MOST_SHOWN])
-    return f"{shown}, …" if len(rows) > _MOST_SHOWN else shown
+    listed = ", ".join(row.rpartition(":")[0] for row in rows[:_MOST_SHOWN])
+    return f"{listed}, …" if len(rows) > _MOST_SHOWN else listed

@@ -1,4 +1,4 @@
-"""Work under way, shown to people: as a line, and now and then from a process that would otherwise be silent."""
+"""Current work, shown on a progress line or in occasional lines of an otherwise silent process."""
 
 import gc
 import sys
@@ -19,14 +19,14 @@ EARLY = 0.9
 """Share of an interval after which it counts as over: a busy machine wakes threads late."""
 _INTERVAL_S: float = Settings.model_fields["interval_s"].default
 _SHOWN_AFTER_S = 1.0
-"""Duration from which a live display shows work; shorter work would only flicker."""
+"""Shortest work that a live display shows; shorter work would only flicker."""
 
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Show inside what is being done: live in a terminal, elsewhere by a line now and then.
+    """Show the work in the block: live in a terminal, elsewhere by occasional lines.
 
-    A terminal is looked for at stderr and the lines go to stdout, so a command whose output is redirected has both.
+    The live display goes to stderr and the lines to stdout, so both appear if a command's stdout is redirected.
     """
     with ExitStack() as stack:
         terminal = Console(stderr=True)
@@ -42,7 +42,7 @@ def busy(what: str) -> Iterator[None]:
 
 @contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Show a busy line while libraries are imported inside, with the garbage collector paused.
+    """Show a busy line while libraries are imported in the block, with the garbage collector paused.
 
     Modules live as long as the process, and the collector would scan them again and again: the pause saves about an
     eighth of the time. Afterwards these objects are excluded from collection.
@@ -70,7 +70,7 @@ def _print_current() -> None:
 
 
 def work_line(work: Work) -> str:
-    """Return a line such as `validating  12/40 batches  1.520/s  0:08  left 0:18`, without what is not known."""
+    """Return a line such as `validating  12/40 batches  1.520/s  0:08  left 0:18`, without unknown parts."""
     done, elapsed_s = work.look(), work.elapsed_s
     parts = [work.name]
     if work.total is not None or done:
@@ -86,19 +86,19 @@ def work_line(work: Work) -> str:
 
 
 class WorkLine:
-    """The work under way at the moment of drawing, cut to the width; nothing where there is none."""
+    """The current work at the time of drawing, cut to the width; empty while idle."""
 
     def __init__(self, around: Callable[[], Work | None] = lambda: None) -> None:
-        """around: returns what the work is part of, which is shown alone where no work is announced."""
+        """Store `around`, which returns the enclosing work; it is shown alone if no work is announced."""
         self._around = around
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         work, around = current(), self._around()
-        shown = work or around
-        if shown is None or shown.elapsed_s < _SHOWN_AFTER_S:
+        innermost = work or around
+        if innermost is None or innermost.elapsed_s < _SHOWN_AFTER_S:
             return
-        line = work_line(shown)
-        # `validating the student` needs no `validating the student and its teachers` before it
+        line = work_line(innermost)
+        # no `validating the student and its teachers` in front of `validating the student`
         if work is not None and around is not None and work.name.split()[0] != around.name.split()[0]:
             line = f"{around.name}: {line}"
         yield Text(f"  {line}", "dim", no_wrap=True, overflow="ellipsis")
@@ -107,7 +107,7 @@ class WorkLine:
 class Ticker:
     """A thread that calls `show` before each `interval_s` of silence is over, until it is closed.
 
-    Where the output is closed it ends, and the next `touch` raises the error.
+    It stops if the output is closed; the next `touch` raises the error.
     """
 
     def __init__(self, show: Callable[[], None], interval_s: float) -> None:
@@ -119,7 +119,7 @@ class Ticker:
         self._thread.start()
 
     def touch(self) -> None:
-        """Restart the interval, because something else is printed. Raises the error of `show`, if it has failed."""
+        """Restart the interval after other output. Raises the error of `show`, if it failed."""
         if self._failure is not None:
             raise self._failure
         self._due = time.monotonic() + self._interval_s
@@ -131,13 +131,13 @@ class Ticker:
             self.touch()
             try:
                 self._show()
-            # rich answers a closed pipe by SystemExit
+            # rich raises SystemExit on a closed pipe
             except (OSError, ValueError, SystemExit) as error:
                 self._failure = error
                 return
 
     def close(self) -> None:
-        """Return when nothing is being printed any more."""
+        """Stop the thread and wait until it has finished printing."""
         self._closed.set()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""README.md of an exported model: the card that the Hugging Face Hub shows, made from the files of the run."""
+"""README.md of an exported model: the card that the Hugging Face Hub shows, from the run's files."""
 
 import math
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ _CURVES = {
     "rollout/reward": "reward",
     "val/bits_per_byte": "bits per byte",
 }
-"""Metric → heading of the columns that every card has where they are known; scores of questions come on top."""
+"""Heading by metric, for columns of every card that has the metric; scores of questions are added."""
 _MOST_ROWS = 10
 _TASK = "text-generation"
 
@@ -51,24 +51,24 @@ class Exported:
 
     folder: Path
     what: str
-    """Its weights, such as `the student after step 100`."""
+    """Description of its weights, such as `the student after step 100`."""
     step: int
-    """Optimizer steps that it is made of."""
+    """Optimizer steps that the weights result from."""
     closing: ClosingTable | None = None
-    """Results of these weights; None where nothing was measured with them."""
+    """Results of these weights; None if they were not measured."""
     suffix: str = ""
-    """Distinguishes its title from that of the last student."""
+    """Distinguishes its title from the final student's."""
 
 
 def write_card(output_dir: Path, exported: Exported, settings: str | None = None) -> None:
-    """Write README.md into a folder of a model that a run has exported.
+    """Write README.md to the folder of an exported model.
 
-    output_dir: of the run, whose config.yaml, metrics.jsonl, hardware.json and provenance.json are read where they
-    exist. settings: YAML in place of config.yaml. Raises DataError where one of them is damaged.
+    output_dir: the run's directory; config.yaml, metrics.jsonl, hardware.json and provenance.json are read if they
+    exist. settings: YAML to use instead of config.yaml. Raises DataError if one of them is damaged.
     """
     metrics = output_dir / "metrics.jsonl"
     config = read_config(output_dir) if settings is None else yaml.safe_load(settings)
-    records = [each for each in read(metrics) if each["step"] <= exported.step] if metrics.exists() else []
+    records = [record for record in read(metrics) if record["step"] <= exported.step] if metrics.exists() else []
     provenance = read_provenance(output_dir)
     title = f"{run_name(config) or output_dir.name}{exported.suffix}"
     is_adapter = (exported.folder / "adapter_config.json").is_file()
@@ -93,7 +93,7 @@ def write_card(output_dir: Path, exported: Exported, settings: str | None = None
 def _metadata(
     config: object, exported: Exported, provenance: Provenance | None, title: str, *, is_adapter: bool
 ) -> ModelCardData:
-    known = {} if provenance is None else provenance.student.card.fields()
+    fields = {} if provenance is None else provenance.student.card.fields()
     base_model = hub_name(value_at(config, "student.model"))
     dataset = hub_name(value_at(config, "data.train.hub.path"))
     return ModelCardData(
@@ -104,12 +104,12 @@ def _metadata(
         tags=[*_TAGS, *(["on-policy"] if value_at(config, "rollout") else [])],
         model_name=title,
         eval_results=list(_results(config, exported.closing)) or None,
-        **known,
+        **fields,
     )
 
 
 def hub_name(reference: object) -> str | None:
-    """Return a name on the hub; None for a folder, and for what is no name of a repository."""
+    """Return the name if it is one on the hub. Returns None for a folder or an invalid repository name."""
     if not isinstance(reference, str) or is_demo(reference) or Path(reference).exists():
         return None
     try:
@@ -124,8 +124,8 @@ def _results(config: object, closing: ClosingTable | None) -> Iterator[EvalResul
     if closing is None:
         return
     if closing.after is not None and closing.after.bits_per_byte is not None:
-        of = hub_name(value_at(config, "data.validation.hub.path"))
-        yield _result(of or "validation", "validation text", "bits_per_byte", closing.after.bits_per_byte)
+        dataset = hub_name(value_at(config, "data.validation.hub.path"))
+        yield _result(dataset or "validation", "validation text", "bits_per_byte", closing.after.bits_per_byte)
     for row in closing.scores:
         name, _, measure = row.measure.rpartition("/")
         yield _result(name or "questions", name or "questions", measure, row.after.value)
@@ -143,22 +143,23 @@ def _result(dataset: str, title: str, measure: str, value: float) -> EvalResult:
 
 
 def _curves(records: Records) -> list[list[str]]:
-    """Return a table with a heading: of the steps that were validated or evaluated, else of all, evenly a few."""
-    known = dict.fromkeys(key for record in records for key in record)
-    of_sets = {key: f"{name} {measure}".strip() for name, found in by_set(known).items() for measure, key in found[:1]}
-    columns = {key: heading for key, heading in (_CURVES | of_sets).items() if key in known}
-    measured = [record for record in records if any(key in record for key in (*of_sets, "val/bits_per_byte"))]
+    """Return a table with headings: steps with validation or evaluation, or otherwise a few evenly spaced steps."""
+    metrics = dict.fromkeys(key for record in records for key in record)
+    first_scores = {name: scores[0] for name, scores in by_set(metrics).items()}
+    sets = {key: f"{name} {measure}".strip() for name, (measure, key) in first_scores.items()}
+    columns = {key: heading for key, heading in (_CURVES | sets).items() if key in metrics}
+    measured = [record for record in records if any(key in record for key in (*sets, "val/bits_per_byte"))]
     rows = _evenly(measured if len(measured) > 1 else records)
     if not columns or not rows:
         return []
     return [
         ["step", *columns.values()],
-        *([f"{each['step']:,.0f}", *(_value(each, key) for key in columns)] for each in rows),
+        *([f"{row['step']:,.0f}", *(_value(row, key) for key in columns)] for row in rows),
     ]
 
 
 def _evenly(records: Records) -> list[Any]:
-    """Return at most `_MOST_ROWS` records, with the first and the last."""
+    """Return at most `_MOST_ROWS` evenly spaced records, including the first and the last."""
     if len(records) <= _MOST_ROWS:
         return list(records)
     return [records[round(i * (len(records) - 1) / (_MOST_ROWS - 1))] for i in range(_MOST_ROWS)]

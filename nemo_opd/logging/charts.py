@@ -1,6 +1,6 @@
-"""Figures in two themes, and the curves of metrics.
+"""Figures in two themes, and curves of metrics.
 
-Figures are made without pyplot: it would look for a display and keep them open.
+Figures are created without pyplot, which would look for a display and keep them open.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DASHES = ((0, (5, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)))
-"""Line styles of teachers, one after the other."""
+"""Line styles of teachers, in turn."""
 
 
 _LEGEND_WIDTH = 0.85
-"""Share of a figure's width that a legend may take; to its left are the numbers of the axis."""
+"""Share of a figure's width that a legend may take; the axis labels are to its left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Theme:
         }
 
 
-# The Okabe-Ito hues, which colour-blind people can tell apart, lightened on dark ground.
+# The Okabe-Ito hues, distinguishable by colour-blind people; lighter on the dark background.
 LIGHT = Theme(
     background="#ffffff",
     text="#1c2330",
@@ -81,7 +81,7 @@ _DARK = Theme(
 
 
 class Chart(NamedTuple):
-    """A PNG for either theme."""
+    """PNGs for both themes."""
 
     title: str
     light: bytes
@@ -97,9 +97,10 @@ def write_chart(
     legend_columns: int = 4,
     instead: str = ELSEWHERE,
 ) -> Chart:
-    """Draw a figure in both themes and write the light one, with a legend above each axes and steps below the last.
+    """Draw a figure in both themes and write the light one, with a legend above each axes and a step axis below the
+    last.
 
-    size: width and height in inches. instead: what can be done where it cannot be written.
+    size: width and height in inches. instead: advice if the file cannot be written.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -125,7 +126,7 @@ def write_chart(
 
 
 def _add_legend(axes: Axes, most_columns: int, width: float) -> None:
-    """Add a legend with as many columns as fit into a width in pixels: a wider one would narrow the axes."""
+    """Add a legend with as many columns as fit into a width in pixels; a wider one would narrow the axes."""
     if not axes.get_legend_handles_labels()[1]:
         return
     for columns in range(most_columns, 0, -1):
@@ -138,20 +139,20 @@ def _add_legend(axes: Axes, most_columns: int, width: float) -> None:
 
 
 def series(records: Records, key: str) -> tuple[list[float], list[float]]:
-    """Return steps and values of one metric, where it was recorded."""
+    """Return the steps and values of a metric's records."""
     points = [(record["step"], record[key]) for record in records if key in record]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Return the mean over a fortieth of the curve around each point, over less at its ends; skips NaN and infinity."""
+    """Return the mean over a fortieth of the curve around each point, less at its ends, skipping NaN and infinity."""
     finite = [math.isfinite(value) for value in values]
-    totals = [0.0, *accumulate(value if kept else 0.0 for value, kept in zip(values, finite, strict=True))]
+    totals = [0.0, *accumulate(value if ok else 0.0 for value, ok in zip(values, finite, strict=True))]
     counts = [0, *accumulate(map(int, finite))]
     last, widest = len(values) - 1, len(values) // 80
     averages = []
     for i in range(len(values)):
-        # symmetric, because a window that only looks back lags behind a falling curve
+        # symmetric: a window that only looks back lags behind a falling curve
         half = min(widest, i, last - i)
         count = counts[i + half + 1] - counts[i - half]
         averages.append((totals[i + half + 1] - totals[i - half]) / count if count else math.nan)

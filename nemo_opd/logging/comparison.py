@@ -1,4 +1,4 @@
-"""Several runs on one page: results, the settings that differ, curves, and validation by group."""
+"""Several runs on one page: results, settings that differ, curves, and validation by group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEFT_OUT = ("run.output_dir", "run.resume")
 
 
 def read_runs(folders: Sequence[Path]) -> list[SweptRun]:
-    """Return the runs under the shortest names that tell them apart."""
+    """Return the runs under the shortest distinct names."""
     resolved = [folder.resolve() for folder in folders]
     parts = 1
     while len({folder.parts[-parts:] for folder in resolved}) < len(set(resolved)):
@@ -35,10 +35,13 @@ def read_runs(folders: Sequence[Path]) -> list[SweptRun]:
 
 
 def write_comparison(page: Path, runs: Sequence[SweptRun], tables: Sequence[TextTable]) -> None:
-    """Write the page, and its curves as PNG into a folder of its name. tables: further ones, after the results."""
+    """Write the page, and its curves as PNG into a folder with its name.
+
+    tables: more tables, after the results.
+    """
     measures = measures_of(runs)
-    known = {key for run in runs for record in run.records for key in record}
-    keys = [key for key in _CURVES if key in known]
+    metrics = {key for run in runs for record in run.records for key in record}
+    keys = [key for key in _CURVES if key in metrics]
     keys += question_measures([record for run in runs for record in run.records])
     curves = [(run.name, run.records) for run in runs]
     charts = [
@@ -53,46 +56,46 @@ def write_comparison(page: Path, runs: Sequence[SweptRun], tables: Sequence[Text
         for key in keys
     ]
     results = TextTable("Runs", heads_of(measures), [run.cells(measures) for run in runs])
-    found = [results, *tables, *setting_tables(runs), *_group_tables(runs)]
+    all_tables = [results, *tables, *setting_tables(runs), *_group_tables(runs)]
     reports = {run.name: os.path.relpath(run.folder / run.page, page.parent) for run in runs if run.page}
-    written = render(
-        "comparison.html", title="Comparison", folder=page.parent, tables=found, charts=charts, reports=reports
+    content = render(
+        "comparison.html", title="Comparison", folder=page.parent, tables=all_tables, charts=charts, reports=reports
     )
-    write_atomically(page, written, instead=_INSTEAD)
+    write_atomically(page, content, instead=_INSTEAD)
 
 
 def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
-    """Return a table of the settings that are not the same in all runs; none where all are."""
+    """Return a table of the settings that differ between the runs, if any do."""
     settings = [_flat(read_config(run.folder)) for run in runs]
-    keys = dict.fromkeys(key for own in settings for key in own if key not in _LEFT_OUT)
-    rows = [[key, *(own.get(key, NOTHING) for own in settings)] for key in keys]
+    keys = dict.fromkeys(key for by_key in settings for key in by_key if key not in _LEFT_OUT)
+    rows = [[key, *(by_key.get(key, NOTHING) for by_key in settings)] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     return [TextTable("Settings that differ", ["", *(run.name for run in runs)], rows)] if rows else []
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, str]:
-    """Return values as JSON by dotted key; what is in a list has its number as key."""
-    if isinstance(settings, list) and any(isinstance(each, Mapping) for each in settings):
+    """Return values as JSON by dotted key; elements of a list are keyed by index."""
+    if isinstance(settings, list) and any(isinstance(element, Mapping) for element in settings):
         settings = dict(enumerate(settings))
     if not isinstance(settings, Mapping):
         return {prefix: settings if isinstance(settings, str) else json.dumps(settings, default=str)} if prefix else {}
     inner = (_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in settings.items())
-    return {key: value for each in inner for key, value in each.items()}
+    return {key: value for flat in inner for key, value in flat.items()}
 
 
 def _group_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
-    """Return the last bits per byte of each run by group; the share is that of the first run with the group."""
+    """Return the last bits per byte of each run by group, with the group's share in the first run that has it."""
     last = [
-        next((found for record in reversed(run.records) if (found := figures_by_table(record))), {}) for run in runs
+        next((figures for record in reversed(run.records) if (figures := figures_by_table(record))), {}) for run in runs
     ]
     tables = []
-    for table in dict.fromkeys(name for found in last for name in found):
-        groups = dict.fromkeys(group for found in last for group in found.get(table, {}))
+    for table in dict.fromkeys(name for by_table in last for name in by_table):
+        groups = dict.fromkeys(group for by_table in last for group in by_table.get(table, {}))
         rows = []
         for group in groups:
-            own = [found.get(table, {}).get(group, {}) for found in last]
-            shares = [figures["share"] for figures in own if "share" in figures]
-            cells = [_bits(figures.get("bits_per_byte"), own[0].get("bits_per_byte")) for figures in own]
+            by_run = [by_table.get(table, {}).get(group, {}) for by_table in last]
+            shares = [figures["share"] for figures in by_run if "share" in figures]
+            cells = [_bits(figures.get("bits_per_byte"), by_run[0].get("bits_per_byte")) for figures in by_run]
             rows.append([group.replace("_", " "), share(shares[0]) if shares else NOTHING, *cells])
         heads = ["", "share of tokens", *(run.name for run in runs)]
         tables.append(TextTable(f"{title_of(table)}: bits per byte after", heads, rows))

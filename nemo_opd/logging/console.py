@@ -1,4 +1,4 @@
-"""Progress for people: a header, live or plain progress, and the closing table."""
+"""Progress on the console: a header, live or plain progress, and the closing table."""
 
 import math
 import time
@@ -22,7 +22,7 @@ from nemo_opd.logging.tables import closing_table, header, score_table
 from nemo_opd.progress import Work, current
 
 _Fields = tuple[tuple[str, str, Callable[[float], str]], ...]
-"""Label, metric and format of each value, the most important first: what the width does not hold is left out."""
+"""Label, metric and format of each value, the most important first; values beyond the width are dropped."""
 
 _TRAINING: _Fields = (
     ("loss", "train/loss", figure),
@@ -49,13 +49,13 @@ _ROLLOUTS: _Fields = (
 )
 
 _LEAST_INTERVAL_S = 1.0
-"""Seconds between lines on work under way, however short the interval between lines on steps is."""
+"""Shortest time between lines about current work, even if lines about steps are more frequent."""
 _LEAST_SHARE, _NEWS = 0.005, 0.05
-"""Share of a step's time from which a part is shown, and the change of a share from which a line is printed."""
+"""Smallest share of a step's time that is shown, and change of a share that prints a new line."""
 
 
 class _Line:
-    """Labelled values on one line, as many as the width holds."""
+    """Labelled values on one line, as many as the width allows."""
 
     def __init__(self, lead: Text, fields: _Fields, values: Mapping[str, float], tail: str = "") -> None:
         self._lead = lead
@@ -77,7 +77,7 @@ class _Line:
 
 
 class _StepTime:
-    """Shares of the parts in the time of recent steps."""
+    """Shares of the parts of recent steps' time."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -89,18 +89,18 @@ class _StepTime:
         if not parts:
             return
         self._num_steps += 1
-        # The first step sets up what later ones find ready, and is not typical of them.
-        known = parts if self._num_steps <= 2 else self._seconds
-        self._seconds = {name: 0.7 * known.get(name, 0.0) + 0.3 * seconds for name, seconds in parts.items()}
+        # The first step includes one-time setup, so it does not enter the average.
+        average = parts if self._num_steps <= 2 else self._seconds
+        self._seconds = {name: 0.7 * average.get(name, 0.0) + 0.3 * seconds for name, seconds in parts.items()}
 
     def line(self) -> _Line:
-        """Return the shares, the largest first."""
+        """Return the shares as a line, the largest first."""
         now = shares(self._seconds)
-        shown = sorted((name for name in now if now[name] >= _LEAST_SHARE), key=lambda name: -now[name])
-        return _Line(Text("  time", "dim"), tuple((name, name, "{:.0%}".format) for name in shown), now)
+        names = sorted((name for name in now if now[name] >= _LEAST_SHARE), key=lambda name: -now[name])
+        return _Line(Text("  time", "dim"), tuple((name, name, "{:.0%}".format) for name in names), now)
 
     def has_news(self) -> bool:
-        """Return whether a share has changed since this last returned True."""
+        """Return whether a share has changed noticeably since this last returned True."""
         now = shares(self._seconds)
         if all(abs(share - self._printed.get(name, 0.0)) < _NEWS for name, share in now.items()):
             return False
@@ -109,22 +109,22 @@ class _StepTime:
 
 
 class _Progression:
-    """The steps and the time of a run, and the time left at the pace of its recent steps."""
+    """Steps and time of a run, and the remaining time at the pace of recent steps."""
 
     def __init__(self, total: int, step: int) -> None:
         self.total = total
         self.start = self.step = step
         self.tokens = 0.0
         self.step_s: float | None = None
-        """Seconds that a recent step took; None before the second."""
+        """Seconds per step, averaged over recent steps; None before the second step."""
         self._began = time.monotonic()
         self._moved: float | None = None
 
     def advance(self, step: int, values: Mapping[str, float]) -> None:
         now = time.monotonic()
-        # what happens before the first record, such as loading models, is not part of the pace
+        # time before the first record, such as loading models, is not part of the pace
         if step > self.step and self._moved is not None:
-            # validation and checkpoints between steps count too: they will come again
+            # includes validation and checkpoints between steps, which will recur
             pace = (now - self._moved) / (step - self.step)
             self.step_s = pace if self.step_s is None else 0.9 * self.step_s + 0.1 * pace
         self._moved = now
@@ -139,7 +139,7 @@ class _Progression:
     def left(self) -> str:
         if self.step_s is None or self._moved is None:
             return "-"
-        # a step that takes longer than others, as one with an evaluation does, leaves those after it to be made
+        # a slow step, such as one with an evaluation, must not reduce the time of the remaining ones
         gone = min(time.monotonic() - self._moved, self.step_s)
         return clock(max(0.0, self.step_s * (self.total - self.step) - gone))
 
@@ -148,7 +148,9 @@ class _Progression:
 
 
 class ConsoleLogger(Logger):
-    """Live progress in a terminal; elsewhere a plain line every `interval_s`: log files are short, never silent."""
+    """Live progress in a terminal; elsewhere a plain line at least every `interval_s`, to keep log files short but not
+    silent.
+    """
 
     def __init__(self, settings: ConsoleSettings, console: Console) -> None:
         self._settings = settings
@@ -196,10 +198,10 @@ class ConsoleLogger(Logger):
     def warn(self, message: str) -> None:
         self._print(Text(f"warning: {message}", "yellow"))
 
-    def _print(self, shown: RenderableType) -> None:
+    def _print(self, content: RenderableType) -> None:
         if self._ticker is not None:
             self._ticker.touch()
-        self._console.print(shown)
+        self._console.print(content)
 
     def _next_step(self, step: int) -> Work:
         return Work(f"in step {self._counted(min(step + 1, self._run.total_steps))}")
@@ -224,7 +226,7 @@ class ConsoleLogger(Logger):
             self._bar.update(self._task, completed=step)
             self._lines = [_Line(Text(), fields, values), self._step_time.line()]
             return
-        # early enough that there is no long silence before the next step's line
+        # early enough to avoid a long silence before the next step's line
         interval_s = EARLY * self._settings.interval_s - (self._progression.step_s or 0.0)
         is_due = time.monotonic() - self._printed >= interval_s
         if is_due or step == self._run.total_steps or "val/loss" in values:
@@ -244,11 +246,11 @@ class ConsoleLogger(Logger):
 
     def _print_questions(self, step: int, values: Mapping[str, float]) -> None:
         for name, scores in by_set(values).items():
-            of_student = tuple((measure, key, partial(_score, measure)) for measure, key in scores)
+            student_fields = tuple((measure, key, partial(_score, measure)) for measure, key in scores)
             lead = Text.assemble(f"step {self._counted(step)}  ", (name or "questions", "bold green"))
-            self._print(_Line(lead, of_student, values))
+            self._print(_Line(lead, student_fields, values))
             for teacher in self._run.teachers:
-                fields = tuple((label, f"{key}/{teacher.name}", form) for label, key, form in of_student)
+                fields = tuple((label, f"{key}/{teacher.name}", form) for label, key, form in student_fields)
                 if any(key in values for _, key, _ in fields):
                     self._print(_Line(Text(f"  teacher {teacher.name}"), fields, values))
 
@@ -269,8 +271,8 @@ class ConsoleLogger(Logger):
         done.add_row("[dim]done[/]", f"step {progression.step:,}{since}{tokens} student tokens, {elapsed}")
         done.add_row("[dim]model[/]", Text(str(output_dir / "final"), overflow="fold"))
         if (best := closing.best) is not None:
-            of = f", of step {best.step:,} with {best.metric} {best.value:.4g}"
-            done.add_row("[dim]best[/]", Text(f"{output_dir / 'best'}{of}", overflow="fold"))
+            origin = f", of step {best.step:,} with {best.metric} {best.value:.4g}"
+            done.add_row("[dim]best[/]", Text(f"{output_dir / 'best'}{origin}", overflow="fold"))
         done.add_row("[dim]report[/]", Text(str(output_dir / "report" / "report.html"), overflow="fold"))
         self._print(Padding(done, (0, 0, 0, 1)))
 

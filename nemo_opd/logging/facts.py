@@ -1,6 +1,6 @@
 """Facts of a run for its report, from config.yaml, hardware.json and metrics.
 
-config.yaml is read as plain YAML and not as a RunConfig, so that a version with other settings can make a report again.
+config.yaml is read as plain YAML instead of a RunConfig, so that runs of other versions can be reported.
 """
 
 import json
@@ -55,33 +55,33 @@ _TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}"
 
 
 def write_hardware(run: RunSummary) -> None:
-    """Write the device and the sharding of the models, which settings such as `cluster.device=auto` do not name.
+    """Write the device and the models' sharding, which settings such as `cluster.device=auto` do not tell.
 
     A run that continues on other hardware replaces the file.
     """
-    found = {"device": run.device, "layout": run.layout}
-    write_atomically(run.output_dir / _HARDWARE, (json.dumps(found, indent=1) + "\n").encode())
+    hardware = {"device": run.device, "layout": run.layout}
+    write_atomically(run.output_dir / _HARDWARE, (json.dumps(hardware, indent=1) + "\n").encode())
 
 
 def read_hardware(output_dir: Path) -> dict[str, str]:
-    """Return values by label; nothing where the file is missing or damaged."""
+    """Return values by label; empty if the file is missing or damaged."""
     try:
-        found = json.loads((output_dir / _HARDWARE).read_text(encoding="utf-8"))
+        hardware = json.loads((output_dir / _HARDWARE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {str(label): str(value) for label, value in found.items()} if isinstance(found, dict) else {}
+    return {str(label): str(value) for label, value in hardware.items()} if isinstance(hardware, dict) else {}
 
 
 def config_text(output_dir: Path) -> str:
-    """Return a run's config.yaml; empty where there is none."""
+    """Return a run's config.yaml; empty if it does not exist."""
     file = output_dir / "config.yaml"
     return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
 def read_config(output_dir: Path) -> dict[str, Any]:
-    """Return the settings of a run as its config.yaml has them, with secrets masked; nothing where there is none.
+    """Return a run's settings as in its config.yaml, with secrets masked; empty if it does not exist.
 
-    Raises DataError where the file is damaged.
+    Raises DataError if the file is damaged.
     """
     try:
         config = yaml.safe_load(config_text(output_dir)) or {}
@@ -94,26 +94,26 @@ def read_config(output_dir: Path) -> dict[str, Any]:
 
 
 def run_name(config: object) -> str | None:
-    """Return `run.name`, or None where the file has none."""
+    """Return `run.name`; None if the file lacks it."""
     name = value_at(config, "run.name")
     return None if name is None else str(name)
 
 
 def number_of_set(config: object, name: str, key: str) -> float:
-    """Return a setting of a set of questions, such as `confidence`, or its default where the file has none."""
+    """Return a setting of a question set, such as `confidence`, or its default if the file lacks it."""
     sets = value_at(config, "evaluation.sets")
-    own = sets.get(name) if isinstance(sets, dict) else None
-    found = value_at(own if isinstance(own, dict) else value_at(config, "evaluation"), key)
-    return float(found) if isinstance(found, int | float) else float(Questions.model_fields[key].default)
+    questions = sets.get(name) if isinstance(sets, dict) else None
+    value = value_at(questions if isinstance(questions, dict) else value_at(config, "evaluation"), key)
+    return float(value) if isinstance(value, int | float) else float(Questions.model_fields[key].default)
 
 
 def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> list[_Fact]:
     """Return the settings that are present and not null, the hardware and the number of skipped steps.
 
-    hardware: values by label, which replace the settings of the same label.
+    hardware: values by label; they replace settings with the same label.
     """
-    known = [(label, str(value)) for label, key in _RUN_KEYS if (value := value_at(config, key)) is not None]
-    facts = [fact for fact in known if fact[0] not in hardware] + [*hardware.items(), *_lora(config)]
+    settings = [(label, str(value)) for label, key in _RUN_KEYS if (value := value_at(config, key)) is not None]
+    facts = [fact for fact in settings if fact[0] not in hardware] + [*hardware.items(), *_lora(config)]
     skipped = [record[SKIPPED] for record in records if SKIPPED in record]
     return [*facts, ("skipped steps", f"{skipped[-1]:.0f}")] if skipped else facts
 
@@ -123,13 +123,13 @@ def _lora(config: object) -> Iterable[_Fact]:
     if not isinstance(lora, dict):
         return
     modules = lora.get("target_modules")
-    shown = ", ".join(map(str, modules)) if isinstance(modules, list) else str(modules).replace("-", " ")
+    names = ", ".join(map(str, modules)) if isinstance(modules, list) else str(modules).replace("-", " ")
     dropout = f", dropout {lora['dropout']:g}" if lora.get("dropout") else ""
-    yield "LoRA", f"rank {lora.get('rank')}, alpha {lora.get('alpha')}{dropout}; {shown}; exported {lora.get('export')}"
+    yield "LoRA", f"rank {lora.get('rank')}, alpha {lora.get('alpha')}{dropout}; {names}; exported {lora.get('export')}"
 
 
 def teacher_facts(config: object, records: Records) -> list[_Fact]:
-    """Return name and one line for each teacher."""
+    """Return a name and one line for each teacher."""
     teachers = value_at(config, "teachers")
     if not isinstance(teachers, list):
         return []
@@ -146,7 +146,7 @@ def _teacher_fact(teacher: object, records: Records) -> _Fact:
 
 
 def value_at(config: object, key: str) -> object:
-    """Return the value of a key with dots; None where there is none."""
+    """Return the value of a dotted key; None if it does not exist."""
     for part in key.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config

@@ -1,4 +1,4 @@
-"""Numbers for people, in ASCII."""
+"""Formatting of numbers, in ASCII."""
 
 import math
 import re
@@ -6,12 +6,12 @@ import re
 _NO_SHARES = {"perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "likelihood_diff"} | {
     *("mse", "mcc", "bleu", "chrf", "ter")
 }
-"""Metrics of lm-eval that are no shares of questions, also where they lie between 0 and 1."""
+"""Metrics of lm-eval that are not shares of questions, even if they lie between 0 and 1."""
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def figure(value: float) -> str:
-    """Format with three decimals, below 0.1 with three significant digits."""
+    """Format with three decimals, or three significant digits below 0.1."""
     if value and not 1e-3 <= abs(value) < 1e4:
         return f"{value:.2e}"
     return f"{value:#.3g}" if 0 < abs(value) < 0.1 else f"{value:.3f}"
@@ -29,16 +29,16 @@ def clock(seconds: float) -> str:
     """Format a duration: 1:05, 2:03:04, 3d 02:00."""
     if not math.isfinite(seconds):
         return "-"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
         return f"{days}d {hours:02}:{minutes:02}"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
 
 
 def change(ratio: float | None) -> str:
-    """Format a relative change: -12.3 %; empty where it is None."""
+    """Format a relative change: -12.3 %; empty for None."""
     return "" if ratio is None else f"{ratio:+.1%}".replace("%", " %")
 
 
@@ -48,7 +48,7 @@ def share(value: float) -> str:
 
 
 def score_texts(value: float, low: float, high: float, *, is_share: bool) -> tuple[str, str]:
-    """Format a score and its interval: 68.5 % and 60.1 to 75.9 %; what is no share as plain numbers."""
+    """Format a score and its interval: 68.5 % and 60.1 to 75.9 %; plain numbers if it is not a share."""
     form = share if is_share else figure
     return form(value), f"{form(low).removesuffix(' %')} to {form(high)}"
 
@@ -64,12 +64,12 @@ def is_mean(measure: str) -> bool:
 
 
 def is_share(measure: str, *values: float) -> bool:
-    """Return whether values of a measure are shares, which are written in per cent: from 0 to 1, and no perplexity."""
+    """Return whether values of a measure are shares, written in per cent: between 0 and 1, and not a perplexity."""
     return _NO_SHARES.isdisjoint(re.split(r"[./]", measure)) and all(0 <= value <= 1 for value in values)
 
 
 def difference(value: float, low: float, high: float, *, is_share: bool) -> str:
-    """Format a difference of scores: +3.1 ± 1.2 points; of what is no share as plain numbers."""
+    """Format a difference of scores: +3.1 ± 1.2 points; plain numbers if it is not of shares."""
     half = (high - low) / 2
     if not is_share:
         return f"{value:+.3f} ± {half:.3f}"

@@ -1,4 +1,4 @@
-"""Tables of what was learned where: validation by domain, by class of token and by kind of aligned chunk."""
+"""Tables of validation figures by domain, by class of token and by kind of aligned chunk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Figures = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """A table of texts; all columns but the first are numbers."""
+    """A table of texts; all columns except the first hold numbers."""
 
     title: str
     heads: Sequence[str]
@@ -28,37 +28,37 @@ class TextTable:
 
 
 def group_tables(records: Records) -> list[TextTable]:
-    """Return a table for each kind of group that was validated; none where no record has any."""
-    validated = [found for record in records if (found := figures_by_table(record))]
+    """Return a table for each kind of group that was validated."""
+    validated = [tables for record in records if (tables := figures_by_table(record))]
     if not validated:
         return []
-    before, after = validated[0], validated[-1]
-    tables = sorted(after, key=lambda name: list(_TITLES).index(name.partition("/")[0]))
-    return [_table(name, before.get(name, {}), after[name]) for name in tables]
+    first, last = validated[0], validated[-1]
+    names = sorted(last, key=lambda name: list(_TITLES).index(name.partition("/")[0]))
+    return [_table(name, first.get(name, {}), last[name]) for name in names]
 
 
 def figures_by_table(record: Mapping[str, float]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return figures by table and group."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    """Return figures by table, group and measure."""
+    tables: dict[str, dict[str, dict[str, float]]] = {}
     for key, value in record.items():
         if match := _KEY.fullmatch(key):
-            groups = found.setdefault(match["table"], {})
+            groups = tables.setdefault(match["table"], {})
             groups.setdefault(match["group"], {})[match["measure"]] = value
-    return found
+    return tables
 
 
-def _table(name: str, before: Mapping[str, _Figures], after: Mapping[str, _Figures]) -> TextTable:
-    teachers = _named(before.values(), "bits_per_byte/")
-    distilled = _named(after.values(), "kd/")
-    heads = ["", "share of tokens", "bits per byte before", "after", *(f"teacher {each}" for each in teachers)]
-    heads += ["cross-entropy after", *(f"KD of {each}" for each in distilled)]
+def _table(name: str, first: Mapping[str, _Figures], last: Mapping[str, _Figures]) -> TextTable:
+    teachers = _suffixes(first.values(), "bits_per_byte/")
+    distilled = _suffixes(last.values(), "kd/")
+    heads = ["", "share of tokens", "bits per byte before", "after", *(f"teacher {name}" for name in teachers)]
+    heads += ["cross-entropy after", *(f"KD of {name}" for name in distilled)]
     rows = []
-    for group in sorted(after, key=lambda group: -after[group].get("share", 0)):
-        start, end = before.get(group, {}), after[group]
-        own = start.get("bits_per_byte")
-        bits = [_bits(start, "bits_per_byte", None), _bits(end, "bits_per_byte", own)]
-        bits += [_bits(start, f"bits_per_byte/{each}", own) for each in teachers]
-        losses = [_number(end, "ce"), *(_number(end, f"kd/{each}") for each in distilled)]
+    for group in sorted(last, key=lambda group: -last[group].get("share", 0)):
+        start, end = first.get(group, {}), last[group]
+        student = start.get("bits_per_byte")
+        bits = [_bits(start, "bits_per_byte", None), _bits(end, "bits_per_byte", student)]
+        bits += [_bits(start, f"bits_per_byte/{teacher}", student) for teacher in teachers]
+        losses = [_number(end, "ce"), *(_number(end, f"kd/{teacher}") for teacher in distilled)]
         rows.append([group.replace("_", " "), share(end.get("share", 0)), *bits, *losses])
     return TextTable(title_of(name), heads, rows)
 
@@ -69,8 +69,8 @@ def title_of(table: str) -> str:
     return f"Validation {_TITLES[kind].format(teacher)}"
 
 
-def _named(groups: Iterable[_Figures], prefix: str) -> list[str]:
-    """Return the names that follow a prefix of measures, in order."""
+def _suffixes(groups: Iterable[_Figures], prefix: str) -> list[str]:
+    """Return the parts of measures after a prefix, in order."""
     return list(dict.fromkeys(key.removeprefix(prefix) for group in groups for key in group if key.startswith(prefix)))
 
 
@@ -79,7 +79,7 @@ def _number(figures: _Figures, measure: str) -> str:
 
 
 def _bits(figures: _Figures, measure: str, start: float | None) -> str:
-    """Format bits per byte, with the change from the student's at the start."""
+    """Format bits per byte, with the change from the student's initial value."""
     value = figures.get(measure)
     if value is None:
         return NOTHING

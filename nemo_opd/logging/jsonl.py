@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object for each step."""
+"""metrics.jsonl: one JSON object per step."""
 
 import json
 import math
@@ -22,15 +22,16 @@ _VALUES = TypeAdapter(dict[str, float | None])
 def read(path: Path) -> list[dict[str, float]]:
     """Return the records of metrics.jsonl in the order written, null as NaN, without a torn last line.
 
-    Raises DataError at any other line that is no record.
+    Raises DataError for any other invalid line.
     """
     return parse_lines(path, path.read_bytes().splitlines(), _record, "not a metrics record")
 
 
 def parse_lines(path: Path, lines: Sequence[bytes], parse: Callable[[bytes], _T], problem: str) -> list[_T]:
-    """Parse the lines of a file in JSON Lines format; the last is left out where it is torn.
+    """Parse the lines of a JSON Lines file, ignoring a torn last line.
 
-    Raises DataError with the path, the line number, `problem` and the reason where `parse` raises ValueError elsewhere.
+    Raises DataError with the path, the line number, `problem` and the reason if `parse` raises ValueError for another
+    line.
     """
     parsed = []
     for number, line in enumerate(lines, start=1):
@@ -46,9 +47,9 @@ def parse_lines(path: Path, lines: Sequence[bytes], parse: Callable[[bytes], _T]
 
 def _record(line: bytes) -> dict[str, float]:
     _VALUES.validate_json(line, strict=True)
-    record = json.loads(line)  # keeps integers, which the adapter makes floats
+    record = json.loads(line)  # keeps integers, which the adapter converts to floats
     step = record.get("step")
-    if step is None or step < 0 or step % 1:  # NaN and infinity are not step numbers either
+    if step is None or step < 0 or step % 1:  # rejects NaN and infinity too
         raise ValueError(f"step: it is {step}" if "step" in record else "no step")
     return {name: math.nan if value is None else value for name, value in record.items()}
 
@@ -59,7 +60,7 @@ def _line(step: int, values: Mapping[str, float]) -> str:
 
 
 def _json_number(value: float) -> float | None:
-    """Return the number, or None for NaN and infinity, which JSON has not."""
+    """Return the number, or None for NaN and infinity, which JSON lacks."""
     if isinstance(value, int):
         return value
     number = float(value)
@@ -69,7 +70,7 @@ def _json_number(value: float) -> float | None:
 class JsonlLogger(Logger):
     """Appends to metrics.jsonl and flushes each line to the kernel, so a SIGKILL loses at most the current one.
 
-    Raises StorageError where the file does not take it.
+    Raises StorageError if the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,11 +84,11 @@ class JsonlLogger(Logger):
             self._file = self.path.open("a", encoding="utf-8")
 
     def _truncate_after(self, step: int) -> None:
-        """Drop the records after `step` (all where it is 0, for step 0 is validated again) and a torn last line."""
+        """Drop records after `step` (all if it is 0, as step 0 is validated again) and a torn last line."""
         if not self.path.exists():
             return
-        kept = [record for record in read(self.path) if step and record["step"] <= step]
-        content = "".join(_line(int(record["step"]), record) for record in kept)
+        records = [record for record in read(self.path) if step and record["step"] <= step]
+        content = "".join(_line(int(record["step"]), record) for record in records)
         write_atomically(self.path, content.encode())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

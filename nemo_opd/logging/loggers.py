@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 def build(settings: Logging, output_dir: Path, *, console: Console | None = None) -> "Loggers":
-    """Return metrics.jsonl as required logger and what `settings` enables as optional ones.
+    """Return metrics.jsonl as the required logger and the loggers that `settings` enables as optional ones.
 
-    Opens no file; raises ConfigError where wandb cannot log in.
+    Opens no file. Raises ConfigError if wandb cannot log in.
     """
     optional: list[Logger] = []
     if settings.tensorboard.enabled:
@@ -37,16 +37,16 @@ def build(settings: Logging, output_dir: Path, *, console: Console | None = None
     if settings.trackio.enabled:
         optional.append(TrackioLogger(settings.trackio, output_dir))
     if settings.console.enabled:
-        # Last, below what others print.
+        # Last, below the output of other loggers.
         optional.append(ConsoleLogger(settings.console, console or Console()))
     return Loggers([JsonlLogger(output_dir / "metrics.jsonl")], optional)
 
 
 class Loggers(Logger):
-    """Several loggers; leaving the `with` closes each of them, also when one raises.
+    """Several loggers; leaving the `with` closes all of them, even if one raises.
 
-    A failure of an optional logger, such as a closed pipe or a full disk, is reported as a warning and ends its output,
-    not the run: it is called again only to close it. OPDErrors other than StorageError are raised, for they are about
+    A failure of an optional logger, such as a closed pipe or a full disk, is reported as a warning and disables the
+    logger, not the run: after that it is only closed. OPDErrors other than StorageError are raised, as they concern
     settings that can be corrected before the run.
     """
 
@@ -89,7 +89,7 @@ class Loggers(Logger):
     def _try(self, logger: Logger, call: Callable[[Logger], None]) -> None:
         try:
             call(logger)
-        # rich answers a closed pipe by SystemExit and no other message.
+        # On a closed pipe, rich raises SystemExit without a message.
         except (Exception, SystemExit) as error:
             if isinstance(error, OPDError) and not isinstance(error, StorageError):
                 raise

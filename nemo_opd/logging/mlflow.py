@@ -1,4 +1,4 @@
-"""MLflow: a tracking server, or a database file."""
+"""MLflow, on a tracking server or in a database file."""
 
 import re
 import time
@@ -28,17 +28,17 @@ class MlflowLogger(Tracker):
         self._client: Any = None
         self._run_id = ""
 
-    def _open(self, run: RunSummary, known: str | None) -> str:
+    def _open(self, run: RunSummary, previous: str | None) -> str:
         from mlflow import MlflowClient
 
         try:
             self._client = MlflowClient(tracking_uri=self._settings.tracking_uri)
-            self._run_id = known or self._new_run(run)
+            self._run_id = previous or self._new_run(run)
             self._client.update_run(self._run_id, status="RUNNING")
-        except Exception as error:  # its own, and those of databases
+        except Exception as error:  # MLflow's own errors, and database errors
             raise ConfigError(
                 f"logging.mlflow: the run could not be started ({_first_line(error)}); check "
-                "logging.mlflow.tracking_uri, or MLFLOW_TRACKING_URI where it is not given, and the network, or write "
+                "logging.mlflow.tracking_uri (or MLFLOW_TRACKING_URI, if it is not set) and the network, or write "
                 "logging.mlflow.enabled=false"
             ) from error
         return self._run_id
@@ -50,10 +50,10 @@ class MlflowLogger(Tracker):
         experiment = self._client.get_experiment_by_name(name)
         number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         identity: str = self._client.create_run(number, run_name=run.name).info.run_id
-        # Parameters of a run cannot be changed, so a run that continues leaves them as they are.
+        # Parameters of a run cannot be changed, so a continued run does not write them.
         config = [Param(key, value) for key, value in parameters(read_config(self._output_dir)).items()]
-        for first in range(0, len(config), _PARAMETERS_A_CALL):
-            self._client.log_batch(identity, params=config[first : first + _PARAMETERS_A_CALL])
+        for start in range(0, len(config), _PARAMETERS_A_CALL):
+            self._client.log_batch(identity, params=config[start : start + _PARAMETERS_A_CALL])
         return identity
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -73,14 +73,14 @@ class MlflowLogger(Tracker):
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings as MLflow takes them: texts by keys with dots."""
+    """Return the settings in MLflow's form: texts by dotted key."""
     return {
         allowed_name(".".join(map(str, path))): str(value)[:_LONGEST_PARAMETER] for path, value in leaves(dict(config))
     }
 
 
 def allowed_name(name: str) -> str:
-    """Return a name without the characters that MLflow refuses: pass@1 is pass_at_1."""
+    """Replace the characters that MLflow rejects: pass@1 becomes pass_at_1."""
     return re.sub(r"[^\w/.\- :]", "_", name.replace("@", "_at_"))
 
 

@@ -1,4 +1,4 @@
-"""HTML pages and model cards made from the folder `templates`."""
+"""HTML pages and model cards, rendered from the folder `templates`."""
 
 import base64
 from functools import cache
@@ -9,12 +9,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from nemo_opd.logging.formats import amount, change, difference, score, score_texts
 
 MAX_OPEN = 480
-"""Characters of a text that is shown whole; of a longer one its start and its end are, where an answer usually is."""
+"""Length in characters up to which a text is shown in full; longer texts show their start and end, as answers usually
+come last.
+"""
 _MAX_OPEN_LINES = 12
 
 
 def render(template: str, **context: Any) -> bytes:
-    """Return the page of a template. All HTML pages need a title and a folder; in them texts are escaped."""
+    """Return the page of a template. HTML pages need a title and a folder, and their texts are escaped."""
     return _environment().get_template(template).render(**context).encode()
 
 
@@ -37,14 +39,14 @@ def _data_url(png: bytes) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text as a cell of a Markdown table."""
+    """Format a text as a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def _ends(text: str) -> tuple[str, str]:
-    """Return the start and the end that are shown of a text; the end is empty where the text is shown whole."""
+    """Return the start and end of a text to show; the end is empty if the text is shown in full."""
     lines = text.split("\n")
     if len(text) <= MAX_OPEN and len(lines) <= _MAX_OPEN_LINES:
         return text, ""
-    half, few = MAX_OPEN // 2, _MAX_OPEN_LINES // 2
-    return "\n".join(lines[:few])[:half].rstrip(), "\n".join(lines[-few:])[-half:].lstrip()
+    half, num_lines = MAX_OPEN // 2, _MAX_OPEN_LINES // 2
+    return "\n".join(lines[:num_lines])[:half].rstrip(), "\n".join(lines[-num_lines:])[-half:].lstrip()

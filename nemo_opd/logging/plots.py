@@ -26,25 +26,25 @@ _TEACHER, _OVERLAP = "train/kd/", "train/overlap/"
 _LEAKAGE, _PRIVILEGE, _CONTRAST = "train/leakage/", "train/privilege_gap/", "train/contrast_gap/"
 """Prefixes of metrics."""
 _SMOOTH_FROM = 60
-"""Steps from which a curve is also drawn smoothed; fewer are readable as they are."""
+"""Smallest number of steps for an additional smoothed curve."""
 _FLATTENING = 2.5
-"""Ratio of the longest step to the usual one up to which the others stay readable."""
+"""Largest ratio of the longest step to the usual one that keeps the other steps readable."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plot:
-    """A figure of the report: the metrics it needs, and how it is drawn."""
+    """A figure of the report, with the metrics that it needs."""
 
     name: str
     """Name of its file, without `.png`."""
     title: str
     prefixes: tuple[str, ...]
-    """Starts of the names of its metrics."""
+    """Prefixes of its metrics' names."""
     draw: Callable[[Figure, Records, ClosingTable, Theme], None]
     height: float = 3.5
     """Inches; the width is 6.2."""
     least: int = 1
-    """Number of such metrics from which it is drawn."""
+    """Number of metrics needed to draw it."""
 
     def has_data(self, records: Records) -> bool:
         return len(keys(records, self.prefixes)) >= self.least
@@ -66,13 +66,13 @@ def _curve(axes: Axes, records: Records, key: str, label: str, colour: str) -> N
 
 
 def _curves(axes: Axes, records: Records, prefix: str, colours: Sequence[str], label: str = "") -> None:
-    """Draw a curve for each metric with the prefix; its name follows `label`."""
+    """Draw a curve for each metric with the prefix, named by `label` and the part after the prefix."""
     for key, colour in zip(keys(records, prefix), cycle(colours), strict=False):
         _curve(axes, records, key, label + key.removeprefix(prefix), colour)
 
 
 def draw_loss(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """Draw the loss and its terms, without terms that are 0 throughout or equal the loss, and steps not taken."""
+    """Draw the loss and its terms, except terms that are always 0 or equal the loss, and the skipped steps."""
     axes = figure.subplots()
     values = {key: series(records, key)[1] for key in _TERMS}
     for (key, label), colour in zip(_TERMS.items(), theme.cycle, strict=False):
@@ -86,9 +86,9 @@ def draw_loss(figure: Figure, records: Records, closing: ClosingTable, theme: Th
 
 
 def not_taken(records: Records) -> list[float]:
-    """Return the steps at which the number of skipped steps grows."""
+    """Return the steps that were skipped."""
     steps, totals = series(records, SKIPPED)
-    return [step for step, (before, total) in zip(steps, pairwise([0, *totals]), strict=True) if total > before]
+    return [step for step, (previous, total) in zip(steps, pairwise([0, *totals]), strict=True) if total > previous]
 
 
 def _draw_teachers(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
@@ -98,7 +98,7 @@ def _draw_teachers(figure: Figure, records: Records, closing: ClosingTable, them
 
 
 def _draw_validation(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """Draw the student over the run, and each teacher as a level line."""
+    """Draw the student over the run, and each teacher as a horizontal line."""
     axes = figure.subplots()
     steps, bits = series(records, "val/bits_per_byte")
     axes.plot(steps, bits, color=theme.cycle[0], marker="o", markersize=4.5, label="student")
@@ -110,7 +110,7 @@ def _draw_validation(figure: Figure, records: Records, closing: ClosingTable, th
 
 
 def _draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """Draw length and entropy of the student's responses, and the top tokens they share with each teacher."""
+    """Draw length and entropy of the student's responses, and the share of top tokens in common with each teacher."""
     lengths, entropy, overlap = figure.subplots(3, 1, sharex=True)
     _curve(lengths, records, "rollout/response_length", "tokens a response", theme.cycle[0])
     _curve(entropy, records, "train/entropy", "entropy, nats a token", theme.cycle[1])
@@ -121,7 +121,7 @@ def _draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, them
 
 
 def _draw_contexts(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """Draw what teachers gain by their contexts, and how much of these the student repeats."""
+    """Draw the gain of teachers from their contexts, and how much of the contexts the student repeats."""
     gaps, leakage = figure.subplots(2, 1, sharex=True)
     _curves(gaps, records, _PRIVILEGE, theme.cycle, "context of ")
     _curves(gaps, records, _CONTRAST, theme.cycle[::-1], "another record's, of ")
@@ -150,7 +150,7 @@ def _draw_speed(figure: Figure, records: Records, closing: ClosingTable, theme: 
 
 
 def draw_step_time(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """Draw the parts of a step: their medians as bars, and all of them over the run."""
+    """Draw the parts of a step: medians as bars, and all steps over the run."""
     steps, parts = parts_by_step(records)
     if not steps:
         return
@@ -164,9 +164,9 @@ def draw_step_time(figure: Figure, records: Records, closing: ClosingTable, them
 
 
 def _limit_height(axes: Axes, steps: Sequence[float], totals: Sequence[float], theme: Theme) -> None:
-    """Show every step whole, unless a few that waited, such as the first, would flatten the others.
+    """Show all steps in full, unless a few slow ones, such as the first, would flatten the curve.
 
-    Those are cut at the top and marked with their time.
+    Those are cut at the top and labelled with their time.
     """
     usual, most = sorted(totals)[int(0.98 * (len(totals) - 1))], max(totals)
     if most <= _FLATTENING * usual:
@@ -199,7 +199,7 @@ def _draw_bars(axes: Axes, medians: Mapping[str, float], colours: Mapping[str, s
 
 
 def parts_by_step(records: Records) -> tuple[list[float], dict[str, list[float]]]:
-    """Return steps, and the seconds of each part in each of them, without parts that never take time."""
+    """Return the steps and the seconds of each part per step, without parts that never take time."""
     timed = [(record["step"], parts) for record in records if (parts := step_parts(record))]
     names = [name for name in (*PARTS, OTHER) if any(parts.get(name) for _, parts in timed)]
     return [step for step, _ in timed], {name: [parts.get(name, 0.0) for _, parts in timed] for name in names}

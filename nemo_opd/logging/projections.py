@@ -1,4 +1,4 @@
-"""projections.json: the rows that moved furthest in the projections that a run has learned, for its report."""
+"""projections.json: rows of learned projections that moved furthest, for the report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ _FILE = "projections.json"
 
 @dataclass(frozen=True, slots=True)
 class MovedRow:
-    """A student token whose teacher tokens have other weights than before."""
+    """A student token whose weights of teacher tokens changed."""
 
     token: str
-    """Text of the token for people, as of those in the entries."""
+    """Readable text of the token; entries have such texts too."""
     moved: float
-    """½ Σ |after − before|: the share of the weight that has moved (methods.md §2.8)."""
+    """½ Σ |after − before|: the share of the weight that moved (methods.md §2.8)."""
     before: tuple[tuple[str, float], ...]
     """Teacher tokens with their weights."""
     after: tuple[tuple[str, float], ...]
@@ -30,13 +30,13 @@ _BY_TEACHER: TypeAdapter[Mapping[str, Sequence[MovedRow]]] = TypeAdapter(Mapping
 
 
 def write_projections(output_dir: Path, by_teacher: Mapping[str, Sequence[MovedRow]]) -> None:
-    """Write the rows of each teacher's projection. Raises StorageError where the disk does not take them."""
+    """Write the rows of each teacher's projection. Raises StorageError if the file cannot be written."""
     with storage_errors(output_dir):
         write_atomically(output_dir / _FILE, _BY_TEACHER.dump_json(by_teacher, indent=1))
 
 
 def read_projections(output_dir: Path) -> Mapping[str, Sequence[MovedRow]]:
-    """Return the rows by teacher; none where the run has learned no projection. Raises DataError for a damaged file."""
+    """Return the rows by teacher; empty if the run learned no projection. Raises DataError if the file is damaged."""
     file = output_dir / _FILE
     if not file.exists():
         return {}

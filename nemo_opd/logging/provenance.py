@@ -1,4 +1,4 @@
-"""provenance.json: the models, the command and the versions of a run, for the cards of what it exports."""
+"""provenance.json: models, command and versions of a run, for the cards of exported models."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +13,21 @@ _NAME = "provenance.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelOrigin:
-    """A model that a run is made of."""
+    """A model that a run uses."""
 
     name: str
     """`student`, or the name of a teacher."""
     model: str
-    """Hub name, the last part of a path, or what the weights are."""
+    """Hub name, last part of a path, or a description of the weights."""
     tokenizer: str
     vocab_size: int
-    """Ids that both tokenizer and model have."""
+    """Number of ids that both tokenizer and model have."""
     card: OwnCard
     weight: float | None = None
-    """None for the student, as the next."""
+    """None for the student, like `loss`."""
     loss: str | None = None
     audit: tuple[str, ...] = ()
-    """Lines on how its vocabulary fits the student's, and warnings about that."""
+    """Lines on how well its vocabulary covers the student's, with warnings."""
 
     @property
     def role(self) -> str:
@@ -36,7 +36,7 @@ class ModelOrigin:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Models, command and versions of a run, as of its last start."""
+    """Models, command and versions of a run, at its last start."""
 
     command: str
     versions: dict[str, str]
@@ -52,12 +52,12 @@ class Provenance:
 _PROVENANCE = TypeAdapter(Provenance)
 
 
-def write_provenance(output_dir: Path, found: Provenance) -> None:
-    write_atomically(output_dir / _NAME, _PROVENANCE.dump_json(found, indent=1) + b"\n")
+def write_provenance(output_dir: Path, provenance: Provenance) -> None:
+    write_atomically(output_dir / _NAME, _PROVENANCE.dump_json(provenance, indent=1) + b"\n")
 
 
 def read_provenance(output_dir: Path) -> Provenance | None:
-    """Return None where the file is missing or damaged, as in a run of an earlier version."""
+    """Return a run's provenance; None if the file is missing or damaged, as in a run of an earlier version."""
     try:
         return _PROVENANCE.validate_json((output_dir / _NAME).read_bytes())
     except (OSError, ValidationError):

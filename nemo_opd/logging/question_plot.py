@@ -1,4 +1,4 @@
-"""The figure of the scores in questions."""
+"""Plot of the scores on questions."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 def question_measures(records: Records) -> list[str]:
-    """Return the metrics that are scores of the student, which have an interval."""
+    """Return the metrics that are scores of the student; these have an interval."""
     return score_keys(keys(records, PREFIX))
 
 
 class _Panel(NamedTuple):
-    """Scores of one axes."""
+    """Scores in one axes."""
 
     label: str
     scores: Mapping[str, str]
-    """Name of the measure → its metric."""
+    """Metric by name of the measure."""
     are_shares: bool
 
 
 def draw_questions(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """Draw scores over the run, with their confidence intervals, and each teacher's as level lines.
+    """Draw scores over the run with their confidence intervals, and each teacher's as horizontal lines.
 
-    The shares of a set have one axes, each score that is no share another.
+    The shares of a set are drawn in one axes, each other score in its own.
     """
     panels = _panels(records)
     figure.set_figheight(0.8 + 2.4 * len(panels))
@@ -47,8 +47,11 @@ def _panels(records: Records) -> list[_Panel]:
     for name, scores in by_set(keys(records, PREFIX)).items():
         shares = {measure: key for measure, key in scores if is_share(measure, *series(records, key)[1])}
         panels += [_Panel(name or "questions", shares, are_shares=True)] if shares else []
-        others = {measure: key for measure, key in scores if measure not in shares}
-        panels += [_Panel(name or "questions", {measure: key}, are_shares=False) for measure, key in others.items()]
+        panels += [
+            _Panel(name or "questions", {measure: key}, are_shares=False)
+            for measure, key in scores
+            if measure not in shares
+        ]
     return panels
 
 

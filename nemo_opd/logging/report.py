@@ -1,4 +1,4 @@
-"""report/: the curves as PNG files and one page with everything, made from the files of the run directory."""
+"""report/: the curves as PNG files and a page with all results, from the files of the run directory."""
 
 import statistics
 from collections.abc import Iterable
@@ -34,14 +34,14 @@ class _Tile(NamedTuple):
     label: str
     value: str
     change: float | None = None
-    """Shown in its colour in place of the value."""
+    """Replaces the value, in the colour of a gain or a loss."""
 
 
 def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     """Write report/*.png, tables.md and report.html from a run's files and the closing table; return the page.
 
-    Reads metrics.jsonl, config.yaml, hardware.json, samples.jsonl and evaluation.jsonl where they exist, so a run that
-    is still going can have a report. Raises DataError where one of them is damaged.
+    Reads metrics.jsonl, config.yaml, hardware.json, samples.jsonl and evaluation.jsonl if they exist, so a running run
+    can be reported. Raises DataError if one of them is damaged.
     """
     closing = closing or ClosingTable(before=None, after=None)
     metrics, samples = output_dir / "metrics.jsonl", output_dir / "samples.jsonl"
@@ -62,7 +62,7 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
         charts=charts,
         questions=answers_by_question(answers),
         correct_rewards={
-            name: number_of_set(config, name, "correct_reward") for name in {each.set for each in answers}
+            name: number_of_set(config, name, "correct_reward") for name in {answer.set for answer in answers}
         },
         moved_rows=read_projections(output_dir),
         tables=tables,
@@ -101,6 +101,6 @@ def _progress_tiles(records: Records) -> Iterable[_Tile]:
         ("of positions are tokens", "perf/useful_positions", statistics.median, share),
         ("GB at the peak", "perf/peak_memory_gb", max, "{:.1f}".format),
     ):
-        known = [record[key] for record in trained if key in record and record[key] == record[key]]
-        if known:
-            yield _Tile(label, form(pool(known)))
+        values = [record[key] for record in trained if key in record and record[key] == record[key]]
+        if values:
+            yield _Tile(label, form(pool(values)))

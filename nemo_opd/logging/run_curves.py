@@ -1,4 +1,4 @@
-"""One metric of several runs as curves."""
+"""Curves of one metric for several runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DASHED_FROM = 6
-"""Number of curves for which there are colours."""
+"""Number of solid curves, one for each colour."""
 
 
 def draw_runs(figure: Figure, theme: Theme, runs: Sequence[tuple[str, Records]], key: str, label: str) -> None:
-    """Draw the curve of each run, smoothed, with its confidence interval where the metric has one."""
+    """Draw the smoothed curve of each run, with the metric's confidence interval if it has one."""
     axes = figure.subplots()
     for i, ((name, records), colour) in enumerate(zip(runs, cycle(theme.cycle), strict=False)):
         steps, values = series(records, key)

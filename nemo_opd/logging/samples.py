@@ -1,4 +1,4 @@
-"""samples.jsonl: the answers of the student and its teachers when they were evaluated, one JSON object an answer."""
+"""samples.jsonl: answers of the student and its teachers at evaluations, one JSON object per answer."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from nemo_opd.logging.jsonl import parse_lines
 
 @dataclass(frozen=True, slots=True)
 class ShownAnswer:
-    """One answer to one question, for people to read."""
+    """One answer to one question, for readers."""
 
     step: int
     """Optimizer steps that the student had taken."""
@@ -33,30 +33,30 @@ class ShownAnswer:
     num_tokens: int
     """Sampled tokens, in the tokenizer of the model that answered."""
     teacher: str | None = None
-    """Name of the teacher that answered; None for the student."""
+    """Name of the teacher that answered, or None for the student."""
     set: str = ""
-    """Name of the set of questions; empty for the one without a name."""
+    """Name of the question set; empty for the unnamed one."""
 
 
 _ANSWER = TypeAdapter(ShownAnswer)
 
 
 class SampleLog:
-    """Appends answers to samples.jsonl, which appears with the first of them."""
+    """Appends answers to samples.jsonl, which is created with the first one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def truncate_after(self, step: int) -> None:
-        """Drop answers after `step` (all where it is 0, for step 0 is evaluated again) and a torn last line.
+        """Drop answers after `step` (all if it is 0, as step 0 is evaluated again) and a torn last line.
 
-        Raises DataError where the file is damaged.
+        Raises DataError if the file is damaged.
         """
         if self.path.exists():
-            write_samples(self.path, (each for each in read_samples(self.path) if step and each.step <= step))
+            write_samples(self.path, (answer for answer in read_samples(self.path) if step and answer.step <= step))
 
     def write(self, answers: Iterable[ShownAnswer]) -> None:
-        """Append answers. Raises StorageError where the file does not take them."""
+        """Append answers. Raises StorageError if the file cannot be written."""
         with storage_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
@@ -64,12 +64,12 @@ class SampleLog:
 
 
 def write_samples(path: Path, answers: Iterable[ShownAnswer]) -> None:
-    """Replace the file in one step."""
+    """Replace the file atomically."""
     write_atomically(path, _lines(answers).encode())
 
 
 def _lines(answers: Iterable[ShownAnswer]) -> str:
-    # Kept readable, but for lone surrogates, which a byte-level tokenizer may bring and UTF-8 has not.
+    # Readable, except for lone surrogates, which byte-level tokenizers produce and UTF-8 cannot encode.
     return "".join(
         json.dumps(asdict(answer), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode() + "\n"
         for answer in answers
@@ -79,9 +79,9 @@ def _lines(answers: Iterable[ShownAnswer]) -> str:
 def read_samples(path: Path) -> list[ShownAnswer]:
     """Return the answers in the order written, without a torn last line.
 
-    Raises DataError at any other line that is no answer.
+    Raises DataError for any other invalid line.
     """
-    answers = parse_lines(path, path.read_bytes().split(b"\n"), _parse, "no answer")
+    answers = parse_lines(path, path.read_bytes().split(b"\n"), _parse, "not an answer")
     return [answer for answer in answers if answer is not None]
 
 
@@ -90,9 +90,9 @@ def _parse(line: bytes) -> ShownAnswer | None:
 
 
 def answers_by_question(answers: Sequence[ShownAnswer]) -> list[dict[str, ShownAnswer | None]]:
-    """Return for each question and kind of sample its answers by model; None where a model was not asked.
+    """Return for each question and kind of sample the answers by model; None if a model was not asked.
 
-    The models are the student at its first and at its last evaluation, then the teachers in the order asked.
+    The models are the student at its first and last evaluations, then the teachers in the order asked.
     """
     steps = sorted({answer.step for answer in answers if answer.teacher is None})
     models: dict[str, dict[object, ShownAnswer]] = {_model(None, step): {} for step in (*steps[:1], *steps[-1:])}
@@ -100,8 +100,8 @@ def answers_by_question(answers: Sequence[ShownAnswer]) -> list[dict[str, ShownA
     for answer in answers:
         if (model := _model(answer.teacher, answer.step)) in models:
             models[model][answer.set, answer.question, answer.kind, answer.sample] = answer
-    samples = dict.fromkeys(sample for known in models.values() for sample in known)
-    return [{model: known.get(sample) for model, known in models.items()} for sample in samples]
+    samples = dict.fromkeys(sample for by_sample in models.values() for sample in by_sample)
+    return [{model: by_sample.get(sample) for model, by_sample in models.items()} for sample in samples]
 
 
 def _model(teacher: str | None, step: int) -> str:

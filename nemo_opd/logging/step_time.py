@@ -1,4 +1,4 @@
-"""The parts of the time of a step, from a record of metrics."""
+"""Parts of a step's time, from a record of metrics."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ OTHER = "other"
 PARTS: Mapping[str, tuple[str, ...]] = {
     "data": ("perf/data_wait_s",),
     "rollout": ("perf/rollout_s",),
-    # Of teachers that work while the student trains, only the time it waits for them is part of the step.
+    # If teachers work while the student trains, only its time of waiting for them is part of the step.
     "teachers": ("perf/teacher_wait_s", "perf/teacher_s"),
     "handoff": ("perf/handoff_s",),
     "forward": ("perf/student_forward_s",),
@@ -16,11 +16,11 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("perf/optimizer_s",),
     "offload": ("perf/offload_s",),
 }
-"""Metrics of each part, of which the first that was recorded counts; in the order of a step."""
+"""Metrics of each part, in the order of a step; the first recorded metric of a part counts."""
 
 
 def step_parts(record: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each part that was measured, and the rest as `other`; empty where a step has no time.
+    """Return the seconds of each measured part, and the remaining time as `other`; empty if the step has no time.
 
     Each part is the maximum over ranks, so their sum may exceed the step: `other` is then 0.
     """
@@ -32,6 +32,6 @@ def step_parts(record: Mapping[str, float]) -> dict[str, float]:
 
 
 def shares(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return each part divided by their sum; empty where that is 0."""
+    """Return each part divided by their sum; empty if the sum is 0."""
     total = sum(parts.values())
     return {name: seconds / total for name, seconds in parts.items()} if total > 0 else {}

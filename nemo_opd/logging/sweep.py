@@ -1,4 +1,4 @@
-"""The runs of a sweep side by side: a table, and a page with the curve of each."""
+"""Runs of a sweep side by side: a table, and a page with the curve of each run."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from nemo_opd.logging.tables import titled_table
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
 _CURVES = (("val/bits_per_byte", "bits per byte"), ("eval/pass@1", "pass@1"), ("train/loss", "training loss, nats"))
-"""Metrics and labels; the first that any run has is drawn."""
+"""Metrics and labels; the first metric that any run has is drawn."""
 _REPORT, _RESULTS = "report/report.html", "results.json"
 
 
 @dataclass(frozen=True, slots=True)
 class SweptRun:
-    """A run of a sweep, as far as it got."""
+    """A run of a sweep, up to its last record."""
 
     name: str
-    """Name of its folder, in a sweep the settings it varies."""
+    """Name of its folder; in a sweep, the settings that it varies."""
     folder: Path
     records: tuple[Mapping[str, float], ...]
-    """Metrics; empty where it did not start."""
+    """Metrics; empty if it did not start."""
     has_started: bool
     page: str | None
-    """File in its folder that it wrote at its end, for people; None where it did not get there."""
+    """File in its folder, for readers, that it wrote at its end; None if it did not finish."""
 
     def last(self, key: str) -> float | None:
         return next((record[key] for record in reversed(self.records) if key in record), None)
@@ -67,21 +67,21 @@ class SweptRun:
 
 
 def read_sweep(root: Path, names: Iterable[str] = ()) -> list[SweptRun]:
-    """Return the runs in a folder, sorted with numbers by size.
+    """Return the runs in a folder, sorted with numbers by value.
 
-    names: further runs, which may have no folder.
+    names: more runs, which may have no folder.
     """
-    found = {file.parent.name for file in root.glob("*/config.yaml")}
-    return [read_run(root / name, name) for name in sorted(found | set(names), key=by_size)]
+    names_on_disk = {file.parent.name for file in root.glob("*/config.yaml")}
+    return [read_run(root / name, name) for name in sorted(names_on_disk | set(names), key=by_size)]
 
 
 def by_size(name: str) -> list[tuple[float, str]]:
-    """Return a sort key in which 10 comes after 9."""
+    """Return a sort key that puts 10 after 9."""
     return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(_NUMBER.split(name))]
 
 
 def read_run(folder: Path, name: str) -> SweptRun:
-    """Return a run as far as it got; without records where they are damaged."""
+    """Return a run up to its last record; without records if they are damaged."""
     metrics, results = folder / "metrics.jsonl", folder / _RESULTS
     try:
         records = tuple(read(metrics)) if metrics.exists() else ()
@@ -94,34 +94,35 @@ def read_run(folder: Path, name: str) -> SweptRun:
 
 
 def _evaluation_record(results: Path) -> dict[str, float]:
-    """Return the results of `evaluate.py` as the record of a run."""
-    found = json.loads(results.read_bytes())
-    sets = {"eval/": found} if "estimates" in found else {}
-    sets |= {f"eval/{name}/": each for name, each in {**found.get("sets", {}), **found.get("benchmarks", {})}.items()}
-    record = {"step": 0, "perf/step_s": sum(each.get("seconds", 0) for each in sets.values())}
-    for prefix, each in sets.items():
-        for name, estimate in each["estimates"].items():
+    """Return the results of `nemo-opd evaluate` as a run's record."""
+    content = json.loads(results.read_bytes())
+    sets = {"eval/": content} if "estimates" in content else {}
+    named = {**content.get("sets", {}), **content.get("benchmarks", {})}
+    sets |= {f"eval/{name}/": result for name, result in named.items()}
+    record = {"step": 0, "perf/step_s": sum(result.get("seconds", 0) for result in sets.values())}
+    for prefix, result in sets.items():
+        for name, estimate in result["estimates"].items():
             key = f"{prefix}{name}"
             record |= {key: estimate["value"], f"{key}_low": estimate["low"], f"{key}_high": estimate["high"]}
     return record
 
 
 def measures_of(runs: Sequence[SweptRun]) -> list[str]:
-    """Return the metrics that have a column: validation, questions, or the training loss where there is neither."""
+    """Return the metrics that have a column: validation and questions, or the training loss if there are neither."""
     records = [record for run in runs for record in run.records]
-    known = {key for record in records for key in record}
-    found = [key for key in ("val/bits_per_byte",) if key in known] + question_measures(records)
-    return found or [key for key in ("train/loss",) if key in known]
+    metrics = {key for record in records for key in record}
+    measures = [key for key in ("val/bits_per_byte",) if key in metrics] + question_measures(records)
+    return measures or [key for key in ("train/loss",) if key in metrics]
 
 
 def heads_of(measures: Sequence[str]) -> list[str]:
-    """Return the heads of the columns that `SweptRun.cells` fills."""
+    """Return the headings of the columns of `SweptRun.cells`."""
     names = {"val/bits_per_byte": "bits per byte", "train/loss": "loss"}
     return ["run", *(names.get(key, key.removeprefix("eval/")) for key in measures), "steps", "time"]
 
 
 def sweep_table(runs: Sequence[SweptRun], title: str = "Sweep") -> Table:
-    """Return a table with a row for each run; of questions only the first measure, for a width of 80."""
+    """Return a table with a row for each run, with only the first two measures to fit a width of 80."""
     measures = measures_of(runs)[:2]
     table = titled_table(title)
     for i, head in enumerate(heads_of(measures)):
@@ -132,11 +133,11 @@ def sweep_table(runs: Sequence[SweptRun], title: str = "Sweep") -> Table:
 
 
 def write_sweep_report(root: Path, runs: Sequence[SweptRun]) -> Path:
-    """Write sweep.png and report.html into the folder of the sweep; return the page."""
+    """Write sweep.png and report.html to the sweep's folder; return the page."""
     measures = measures_of(runs)
     charts = []
-    if drawn := next((curve for curve in _CURVES if any(run.last(curve[0]) is not None for run in runs)), None):
-        key, label = drawn
+    if curve := next((curve for curve in _CURVES if any(run.last(curve[0]) is not None for run in runs)), None):
+        key, label = curve
         columns = 1 if max(len(run.name) for run in runs) > 30 else 3
         curves = [(run.name, run.records) for run in runs]
         draw = partial(draw_runs, runs=curves, key=key, label=label)

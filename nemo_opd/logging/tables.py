@@ -1,4 +1,4 @@
-"""Tables for the console: the facts of a run and its results."""
+"""Tables for the console: facts of a run and its results."""
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -11,12 +11,15 @@ from nemo_opd.logging.formats import change, difference, score
 
 
 def titled_table(title: str) -> Table:
-    """Return an empty table in the style of all."""
+    """Return an empty table in the common style."""
     return Table(title=title, title_justify="left", title_style="bold", border_style="dim")
 
 
 def header(run: RunSummary, step: int) -> Panel:
-    """Return the facts of a run. step: the step after which it continues, 0 for a new run."""
+    """Return the facts of a run.
+
+    step: last step of the run that is continued; 0 for a new run.
+    """
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -24,7 +27,7 @@ def header(run: RunSummary, step: int) -> Panel:
     if run.teachers:
         facts.add_row("teachers" if len(run.teachers) > 1 else "teacher", _teachers(run))
     else:
-        facts.add_row("teachers", Text("none, cross-entropy alone"))
+        facts.add_row("teachers", Text("none, only cross-entropy"))
     facts.add_row("device", Text(f"{run.device}, {run.layout}"))
     continued = f", continued after step {step:,}" if step else ""
     facts.add_row("steps", Text(f"{run.total_steps:,}{continued}"))
@@ -48,7 +51,7 @@ def _teachers(run: RunSummary) -> Group:
 
 
 def closing_table(closing: ClosingTable) -> Table:
-    """Return bits per byte of the student before and after, and of its teachers."""
+    """Return the bits per byte of the student before and after, and of its teachers."""
     table = titled_table("Validation")
     table.add_column("model", overflow="fold")
     table.add_column("bits per byte", justify="right", no_wrap=True)
@@ -62,9 +65,9 @@ def closing_table(closing: ClosingTable) -> Table:
 
 
 def score_table(closing: ClosingTable) -> Table:
-    """Return shares of questions with confidence intervals: of the student before and after, and of its teachers.
+    """Return scores with confidence intervals: of the student before and after, and of its teachers.
 
-    The last column is the student's present gain over each of the others, on the same questions.
+    The last column is the final student's gain over each other model, on the same questions.
     """
     table = titled_table("Questions")
     table.add_column("measure, model", overflow="fold")
@@ -74,11 +77,11 @@ def score_table(closing: ClosingTable) -> Table:
         table.add_column("student after\nis better by", justify="right")
     for row in closing.shown_scores:
         table.add_row(Text(row.measure, "bold"))
-        for model, found in row.by_model.items():
-            style = "bold green" if found is row.after else ""
-            better = row.differences.get(model)
-            gained = "" if better is None else difference(*better, is_share=row.is_share)
-            shown = Text(score(*found, is_share=row.is_share), style)
-            table.add_row(Padding(Text(model, style), (0, 0, 0, 2)), shown, *([gained] if is_compared else []))
+        for model, model_score in row.by_model.items():
+            style = "bold green" if model_score is row.after else ""
+            gain = row.differences.get(model)
+            gain_text = "" if gain is None else difference(*gain, is_share=row.is_share)
+            text = Text(score(*model_score, is_share=row.is_share), style)
+            table.add_row(Padding(Text(model, style), (0, 0, 0, 2)), text, *([gain_text] if is_compared else []))
         table.add_section()
     return table

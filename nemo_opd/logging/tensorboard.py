@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(Logger):
-    """Event files in the folder `tensorboard` of the run; one that continues hides the events after its checkpoint."""
+    """Event files in the run's folder `tensorboard`; a continued run hides the events after its checkpoint."""
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
@@ -31,7 +31,7 @@ class TensorBoardLogger(Logger):
         folder = self._output_dir / "tensorboard"
         self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
         if config := read_config(self._output_dir):
-            # Markdown shows indented text as it is.
+            # Markdown shows indented text verbatim.
             self._writer.add_text("config", indent(yaml.safe_dump(config, sort_keys=False), "    "), step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -44,14 +44,14 @@ class TensorBoardLogger(Logger):
     def summary(self, closing: ClosingTable) -> None:
         assert self._writer is not None, "summary before start"
         lines = ["| model | bits per byte | note |", "|---|---|---|"]
-        for each in closing.rows:
-            value = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}"
-            lines.append(f"| {each.name} | {value} | {each.note} |")
+        for model in closing.rows:
+            value = "" if model.bits_per_byte is None else f"{model.bits_per_byte:.4f}"
+            lines.append(f"| {model.name} | {value} | {model.note} |")
         if closing.scores:
             lines += ["", "| measure | model | score |", "|---|---|---|"]
         for row in closing.scores:
-            shown = {model: score(*found, is_share=row.is_share) for model, found in row.by_model.items()}
-            lines += [f"| {row.measure} | {model} | {each} |" for model, each in shown.items()]
+            for name, estimate in row.by_model.items():
+                lines.append(f"| {row.measure} | {name} | {score(*estimate, is_share=row.is_share)} |")
         lines += ["", *(f"- {name}: `{path}`" for name, path in artefacts(self._output_dir).items())]
         self._writer.add_text("result", "\n".join(lines), self._step)
 

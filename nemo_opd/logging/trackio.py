@@ -1,4 +1,4 @@
-"""Trackio: a local database with a dashboard, or a Space on the Hugging Face Hub."""
+"""Trackio, with a local database and dashboard, or a Space on the Hugging Face Hub."""
 
 import uuid
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from nemo_opd.logging.tracker import Tracker
 
 
 class TrackioLogger(Tracker):
-    """Reports to trackio, whose runs are known by their names, so these end with a few random digits."""
+    """Reports to trackio. It identifies runs by name, so names get a few random digits."""
 
     name = "trackio"
 
@@ -25,17 +25,17 @@ class TrackioLogger(Tracker):
         self._run: Any = None
         self._step = 0
 
-    def _open(self, run: RunSummary, known: str | None) -> str:
+    def _open(self, run: RunSummary, previous: str | None) -> str:
         import trackio
 
-        name = known or f"{run.name}-{uuid.uuid4().hex[:8]}"
+        name = previous or f"{run.name}-{uuid.uuid4().hex[:8]}"
         try:
-            with redirect_stdout(StringIO()):  # advice on its dashboard, among the lines of the console
+            with redirect_stdout(StringIO()):  # hides its advice about the dashboard
                 self._run = trackio.init(
                     project=self._settings.project,
                     name=name,
                     space_id=self._settings.space,
-                    resume="allow" if known else "never",
+                    resume="allow" if previous else "never",
                     config=read_config(self._output_dir),
                     embed=False,
                     auto_log_gpu=False,

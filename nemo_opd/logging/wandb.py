@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline, with its files in the directory of the run."""
+"""Weights & Biases, online or offline, with its files in the run's directory."""
 
 import uuid
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from nemo_opd.logging.tracker import Tracker
 
 
 def check_credentials() -> None:
-    """Raise ConfigError where mode=online has no usable API key, instead of the prompt wandb would open."""
+    """Raise ConfigError if mode=online has no usable API key, instead of letting wandb prompt for one."""
     import wandb
 
     remedy = "set WANDB_API_KEY, run `wandb login`, or use logging.wandb.mode=offline and `wandb sync` later"
@@ -37,11 +37,11 @@ class WandbLogger(Tracker):
         self._settings = settings
         self._run: Any = None
 
-    def _open(self, run: RunSummary, known: str | None) -> str:
+    def _open(self, run: RunSummary, previous: str | None) -> str:
         import wandb
 
         online = self._settings.mode == "online"
-        identity = known or uuid.uuid4().hex[:16]
+        identity = previous or uuid.uuid4().hex[:16]
         try:
             self._run = wandb.init(
                 project=self._settings.project,
@@ -59,7 +59,7 @@ class WandbLogger(Tracker):
                 f"logging.wandb: the run could not be started ({error}); check the key and the network, "
                 "or use logging.wandb.mode=offline and `wandb sync` later"
             ) from error
-        # wandb's own counter only rises, so it would drop the steps that a continued run repeats
+        # wandb's own counter only increases, so it would drop steps that a continued run repeats
         self._run.define_metric("*", step_metric="step")
         return identity
 

@@ -1,4 +1,4 @@
-"""Sparse maps between vocabularies, built offline, one per student–teacher pair (methods.md §2)."""
+"""Sparse maps between vocabularies, built offline, one for each student–teacher pair (methods.md §2)."""
 
 from nemo_opd.projection import nemo_rl
 from nemo_opd.projection.audit import Audit, Coverage, audit, recommended_loss

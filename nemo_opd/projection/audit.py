@@ -19,23 +19,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NUMERALS_COVERED = 0.9
-"""Share of the numerals of each length from which exact pairs carry arithmetic."""
+"""Share of numerals of each length that must be covered for exact pairs to carry arithmetic."""
 _FEW_SHARED = 0.5
-"""Overlap below which most of the smaller vocabulary is missing from an exact map; published pairs start at 0.63."""
+"""Overlap below which an exact map lacks most of the smaller vocabulary; published pairs start at 0.63."""
 _FEW_EXACT = 0.25
-"""Share of the student's tokens with a partner below which exact pairs are an exception."""
+"""Share of the student's tokens with a partner below which exact pairs are the exception."""
 _MUCH_WITHOUT_ROW = 0.05
-"""Share of the student's text tokens without a row from which text, not only oddities, has no target."""
+"""Share of the student's text tokens without a row above which ordinary text, not only oddities, has no target."""
 _PAIR_LOSSES = ("gold", "h_kl", "strict")
-"""Compare the tokens that have a partner."""
+"""Losses that compare tokens with a partner."""
 _ROW_LOSSES = ("p_kl", *_PAIR_LOSSES)
-"""Read the rows of the projection; byte_prefix and shared_prefix have their own maps, alm, uld and sampled_kl none."""
+"""Losses that read the projection's rows. byte_prefix and shared_prefix have their own maps; alm, uld and sampled_kl
+use none.
+"""
 CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Coverage of the tokens of one kind."""
+    """Coverage of tokens of one kind."""
 
     total: int
     exact: int
@@ -45,7 +47,7 @@ class Coverage:
 
     @property
     def rate(self) -> float:
-        """exact / total; 1 where there is nothing to cover."""
+        """exact / total; 1 if `total` is 0."""
         return self.exact / self.total if self.total else 1.0
 
 
@@ -56,17 +58,17 @@ class Audit:
     student_vocab_size: int
     teacher_vocab_size: int
     overlap: float
-    """One-to-one pairs / ids of the smaller vocabulary."""
+    """One-to-one pairs divided by ids of the smaller vocabulary."""
     one_to_one: float
-    """Share of the student's ids that have an exact partner."""
+    """Share of the student's ids with an exact partner."""
     rows_by_pieces: tuple[int, ...]
-    """Student ids by the number of teacher tokens in their row, from 0 to top_k; without holes."""
+    """Number of student ids by teacher tokens in their row, from 0 to top_k; holes are not counted."""
     digits: tuple[Coverage, Coverage, Coverage]
-    """Numerals of 1, 2 and 3 digits that are one token on either side."""
+    """Numerals of 1, 2 and 3 digits that are one token on at least one side."""
     whitespace: Coverage
     cjk: Coverage
     partial_utf8: Coverage
-    """Tokens that are not whole characters."""
+    """Tokens whose bytes are not complete characters."""
     special: Coverage
     text: Coverage
     """All tokens that stand for bytes."""
@@ -77,14 +79,14 @@ class Audit:
 
 
 def recommended_loss(digits: Iterable[Coverage]) -> Literal["h_kl", "p_kl"]:
-    """Return h_kl, which compares exact pairs, where numerals of every length are covered; else p_kl."""
+    """Return h_kl, which compares exact pairs, if numerals of every length are covered, otherwise p_kl."""
     return "h_kl" if all(coverage.rate >= _NUMERALS_COVERED for coverage in digits) else "p_kl"
 
 
 def fit_warnings(audit: Audit, loss: str) -> list[str]:
-    """List a sentence for each reason why the loss of this type (`p_kl`, `h_kl`, …) fits the pair badly, if any.
+    """List the reasons why a loss of this type (`p_kl`, `h_kl`, …) does not suit the pair, one sentence each.
 
-    Losses that read no rows (`byte_prefix`, `shared_prefix`, `alm`, `uld`, `sampled_kl`, `same_vocab`) always fit.
+    Losses that read no rows (`byte_prefix`, `shared_prefix`, `alm`, `uld`, `sampled_kl`, `same_vocab`) always suit it.
     """
     warnings = []
     if loss in _PAIR_LOSSES:
@@ -93,7 +95,7 @@ def fit_warnings(audit: Audit, loss: str) -> list[str]:
     if loss in _ROW_LOSSES and without > _MUCH_WITHOUT_ROW * audit.text.total:
         warnings.append(
             f"{without:,} of the student's {audit.text.total:,} text tokens have no row in the projection, so {loss} "
-            "teaches nothing about them; add the multi-token pass to the projection, or use alm, which reads none"
+            "teaches nothing about them; add the multi-token pass to the projection, or use alm, which reads no rows"
         )
     return warnings
 
@@ -107,7 +109,7 @@ def _numerals_warning(audit: Audit, loss: str) -> Iterator[str]:
     if uncovered:
         yield (
             f"{loss} compares exact pairs, but only {' and '.join(uncovered)} have one, so little arithmetic is "
-            "distilled; p_kl reads the rows that spell the others"
+            "distilled; p_kl reads the rows that spell the other numerals"
         )
 
 
@@ -115,7 +117,7 @@ def _partners_warning(audit: Audit, loss: str) -> Iterator[str]:
     if audit.overlap < _FEW_SHARED or audit.one_to_one < _FEW_EXACT:
         yield (
             f"{loss} compares exact pairs, but only {audit.one_to_one:.0%} of the student's tokens have one (overlap "
-            f"{audit.overlap:.3f}), so little is distilled; p_kl, byte_prefix or shared_prefix reach the others"
+            f"{audit.overlap:.3f}), so little is distilled; p_kl, byte_prefix or shared_prefix reach the other tokens"
         )
 
 
@@ -124,9 +126,9 @@ def audit(
     teacher_tokenizer: PreTrainedTokenizerBase,
     matrix: ProjectionMatrix | None = None,
 ) -> Audit:
-    """Measure the coverage of `matrix`, which is built here when not given (some seconds for large vocabularies).
+    """Measure the coverage of `matrix`, which is built if not given (some seconds for large vocabularies).
 
-    Raises ProjectionError for a matrix of other sizes and for one without any entry.
+    Raises ProjectionError for a matrix of other sizes, or without any entry.
     """
     matrix = build_projection(student_tokenizer, teacher_tokenizer) if matrix is None else matrix
     student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
@@ -157,7 +159,7 @@ def audit(
 
 
 def is_partial_utf8(piece: bytes) -> bool:
-    """Return whether bytes are no sequence of whole characters."""
+    """Return whether bytes are not a sequence of complete characters."""
     try:
         piece.decode()
     except UnicodeDecodeError:
@@ -194,4 +196,4 @@ def _check(matrix: ProjectionMatrix, student: Pieces, teacher: Pieces) -> None:
             f"{teacher.vocab_size} ids; build the projection of this pair"
         )
     if not matrix.row_lengths.any():
-        raise ProjectionError("the projection has no entry at all, so nothing could be distilled through it")
+        raise ProjectionError("the projection has no entries, so nothing could be distilled through it")

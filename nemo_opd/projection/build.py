@@ -1,4 +1,4 @@
-"""The whole build of a projection, all passes of methods.md §2 in order, and its cache."""
+"""Complete build of a projection, with all passes of methods.md §2 in order, and its cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BUILDER_VERSION = 4
-"""Raised when the same tokenizers give another matrix than before."""
+"""Increment when the same tokenizers yield another matrix."""
 
 
 def build_projection(
@@ -41,10 +41,12 @@ def build_projection(
     embeddings: EmbeddingSource | None = None,
     roles: RoleOverrides | None = None,
 ) -> ProjectionMatrix:
-    """Map each student token to the teacher token of the same bytes or role, else to the teacher's pieces of its bytes.
+    """Map each student token to the teacher token with the same bytes or role, otherwise to the teacher's pieces of its
+    bytes.
 
     `reverse` and `embeddings` run the optional passes; `roles` as for TokenAligner. Rows of special tokens without a
-    partner and of holes stay empty. The byte-prefix and shared-prefix maps are always made.
+    partner and of holes stay empty. The byte-prefix and shared-prefix maps are always built.
+
     Raises AlignmentError for a tokenizer whose pieces cannot be exact, ProjectionError for top_k < 1 or an empty map.
     """
     check_width("top_k", top_k)
@@ -71,17 +73,17 @@ def cached_projection(
     reverse: bool = False,
     roles: RoleOverrides | None = None,
 ) -> tuple[ProjectionMatrix, Path]:
-    """Return the projection of a pair and the cache file that holds it; builds it where that is missing or damaged.
+    """Return a pair's projection and the cache file that holds it; build it if the file is missing or damaged.
 
-    Several processes may do this at once: each writes a whole file, and they are all the same.
-    Raises AlignmentError and ProjectionError as `build_projection` does.
+    Several processes may do this at once: each writes a complete file, and all files are equal. Raises AlignmentError
+    and ProjectionError as `build_projection` does.
     """
     path = cache_dir("projection") / _file_name(student_tokenizer, teacher_tokenizer, top_k, reverse, roles)
     if path.exists():
         try:
             return ProjectionMatrix.load(path, student_tokenizer, teacher_tokenizer), path
         except ProjectionError as error:
-            logger.warning("building a projection again: %s", error)
+            logger.warning("rebuilding a projection: %s", error)
     matrix = build_projection(student_tokenizer, teacher_tokenizer, top_k, progress, reverse=reverse, roles=roles)
     matrix.save(path)
     return matrix, path
@@ -94,7 +96,7 @@ def _file_name(
     reverse: bool,
     roles: RoleOverrides | None,
 ) -> str:
-    """Name all the matrix depends on. Roles depend on more than the fingerprints, such as which token is eos."""
+    """Name everything the matrix depends on. Roles depend on more than fingerprints, such as which token is eos."""
     meaning = repr(
         (sorted(roles_of(student, roles).items()), sorted(roles_of(teacher, roles).items()), frozen_roles(roles))
     )

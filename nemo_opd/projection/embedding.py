@@ -1,4 +1,4 @@
-"""Teacher tokens whose embeddings are near (methods.md §2.4)."""
+"""Teacher tokens with similar embeddings (methods.md §2.4)."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BLOCK_CELLS = 2**25
-"""Numbers held at a time, similarities or embeddings in float32: 128 MiB."""
+"""Similarities or embeddings held at a time, in float32: 128 MiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingSource:
-    """Two models' input embeddings, and how much they count."""
+    """Two models' input embeddings and the settings of the embedding pass."""
 
     student: Tensor
-    """[V or more, D]: rows beyond the tokenizer's vocabulary are not read."""
+    """[V or more, D]; rows beyond the tokenizer's vocabulary are not read."""
     teacher: Tensor
     """[W or more, E]"""
     weight: float = 0.1
-    """Mass that the nearest tokens get together, in addition to the 1 that a row has already."""
+    """Total mass of the nearest tokens, in addition to the 1 that a row already has."""
     temperature: float = 0.05
-    """Cosine similarities are divided by it before the softmax: the smaller, the sharper."""
+    """Divisor of cosine similarities before the softmax: smaller is sharper."""
     width: int = 4
-    """Nearest teacher tokens of a row."""
+    """Number of nearest teacher tokens per row."""
     device: str = "cpu"
-    """Device on which similarities are computed."""
+    """Device that computes similarities."""
 
 
 def add_embeddings(
@@ -59,11 +59,12 @@ def add_embeddings(
     progress: Progress | None = None,
     device: str = "cpu",
 ) -> ProjectionMatrix:
-    """Add to each text row that is not exact the teacher text tokens of the nearest embeddings; rows sum to 1 again.
+    """Add to each text row that is not exact the teacher text tokens with the nearest embeddings; rows sum to 1 again.
 
-    `student_embeddings` [V or more, D] and `teacher_embeddings` [W or more, E] are the models' input embeddings. The
-    spaces are brought together by orthogonal Procrustes on the exact pairs. A row's `width` highest cosines enter as
-    softmax(cosine / temperature), with `weight` in all; entries that a row already has add up.
+    `student_embeddings` [V or more, D] and `teacher_embeddings` [W or more, E] are the models' input embeddings.
+    Orthogonal Procrustes on the exact pairs aligns the spaces. A row's `width` highest cosines enter as softmax(cosine
+    / temperature), with total `weight`; entries that a row already has add up.
+
     Raises ProjectionError for embeddings that are misshapen, not finite or share too few tokens, for settings out of
     range, and for tokenizers of another pair.
     """
@@ -75,16 +76,16 @@ def embedding_pass(
     matrix: ProjectionMatrix, pair: TokenizerPair, embeddings: EmbeddingSource, progress: Progress | None
 ) -> ProjectionMatrix:
     _check_settings(embeddings)
-    student_VD = _checked("student", embeddings.student, pair.student.pieces.vocab_size)
-    teacher_WE = _checked("teacher", embeddings.teacher, pair.teacher.pieces.vocab_size)
+    student_VD = _valid_embeddings("student", embeddings.student, pair.student.pieces.vocab_size)
+    teacher_WE = _valid_embeddings("teacher", embeddings.teacher, pair.teacher.pieces.vocab_size)
     rows = np.flatnonzero(pair.student.is_text & ~matrix.exact)
     columns = np.flatnonzero(pair.teacher.is_text)
     anchors = _anchors(matrix, pair)
     spaces = _common_space(student_VD, teacher_WE, anchors, embeddings.device)
     logger.info("embedding spaces of %d and %d dimensions joined by %d exact pairs", *spaces.widths, len(anchors))
 
-    found = _nearest(spaces, student_VD, teacher_WE, rows, columns, embeddings, progress)
-    indices, weights = with_entries(matrix, rows, found, matrix.top_k + min(embeddings.width, len(columns)))
+    nearest = _nearest(spaces, student_VD, teacher_WE, rows, columns, embeddings, progress)
+    indices, weights = with_entries(matrix, rows, nearest, matrix.top_k + min(embeddings.width, len(columns)))
     options = matrix.options.after(
         "embedding",
         embedding_weight=embeddings.weight,
@@ -97,7 +98,7 @@ def embedding_pass(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CommonSpace:
-    """Centres and projections of both sides onto R = min(D, E) common dimensions."""
+    """Centres and projections of both sides, onto R = min(D, E) common dimensions."""
 
     student_centre: Tensor
     """[D]"""
@@ -114,15 +115,15 @@ class _CommonSpace:
 
 
 def _common_space(student_VD: Tensor, teacher_WE: Tensor, anchors: NDArray[np.int64], device: str) -> _CommonSpace:
-    """Solve orthogonal Procrustes by the singular vectors of the centred, normalised anchors' cross-covariance.
+    """Solve orthogonal Procrustes with the singular vectors of the centred, normalised anchors' cross-covariance.
 
-    With fewer anchors than dimensions the rotation outside their span would be arbitrary.
+    With fewer anchors than dimensions, the rotation outside their span would be arbitrary.
     """
     needed = min(student_VD.shape[1], teacher_WE.shape[1])
     if len(anchors) < needed:
         raise ProjectionError(
-            f"the vocabularies share {len(anchors)} text tokens, but bringing embeddings of {student_VD.shape[1]} and "
-            f"{teacher_WE.shape[1]} dimensions together takes {needed}; build the projection without embeddings"
+            f"the vocabularies share {len(anchors)} text tokens, but aligning embeddings of {student_VD.shape[1]} and "
+            f"{teacher_WE.shape[1]} dimensions takes {needed}; build the projection without embeddings"
         )
     centres = [_mean(embeddings, anchors[:, side], device) for side, embeddings in enumerate((student_VD, teacher_WE))]
     covariance_DE = torch.zeros(student_VD.shape[1], teacher_WE.shape[1], device=device)
@@ -153,7 +154,7 @@ def _nearest(
     settings: EmbeddingSource,
     progress: Progress | None,
 ) -> Entries:
-    """Compute the entries of `rows`, a block of them at a time against all of `columns`."""
+    """Compute the entries of `rows`, block by block, against all `columns`."""
     teacher_NR = _directions(teacher_WE, columns, spaces.teacher_centre, spaces.teacher_axes)
     width = min(settings.width, len(columns))
     ids, weights = [np.empty((0, width), np.int64)], [np.empty((0, width), np.float64)]
@@ -174,13 +175,13 @@ def _nearest(
 
 
 def _blocks(rows: NDArray[np.int64], width: int) -> Iterator[NDArray[np.int64]]:
-    """Yield `rows` in blocks of at most `_BLOCK_CELLS` numbers, `width` a row."""
+    """Yield `rows` in blocks of at most `_BLOCK_CELLS` numbers, with `width` numbers per row."""
     size = max(1, _BLOCK_CELLS // max(1, width))
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
 def _directions(embeddings: Tensor, ids: NDArray[np.int64], centre: Tensor, axes: Tensor) -> Tensor:
-    """Compute the unit vectors of ids in the common space: [N, R]."""
+    """Compute unit vectors of ids in the common space: [N, R]."""
     directions = torch.empty(len(ids), axes.shape[1], device=axes.device)
     start = 0
     for block in _blocks(ids, embeddings.shape[1]):
@@ -191,7 +192,7 @@ def _directions(embeddings: Tensor, ids: NDArray[np.int64], centre: Tensor, axes
 
 
 def _anchors(matrix: ProjectionMatrix, pair: TokenizerPair) -> NDArray[np.int64]:
-    """Return the exact pairs of text, [N, 2]: special tokens have different uses in different models."""
+    """Return the exact pairs of text tokens, [N, 2]: models use special tokens differently."""
     shared = matrix.shared_pairs.astype(np.int64)
     return shared[pair.student.is_text[shared[:, 0]] & pair.teacher.is_text[shared[:, 1]]]
 
@@ -202,7 +203,7 @@ def _check_settings(settings: EmbeddingSource) -> None:
             raise ProjectionError(f"the embedding {name} is {value}; give a finite number above 0")
 
 
-def _checked(side: str, embeddings: Tensor, vocab_size: int) -> Tensor:
+def _valid_embeddings(side: str, embeddings: Tensor, vocab_size: int) -> Tensor:
     """Check embeddings and return their first `vocab_size` rows."""
     shape = tuple(embeddings.shape)
     if embeddings.ndim != 2 or shape[0] < vocab_size or not shape[1] or not embeddings.is_floating_point():

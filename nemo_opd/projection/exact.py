@@ -1,4 +1,4 @@
-"""Student tokens that have a partner of the same bytes or role (methods.md §2.1)."""
+"""Student tokens with a partner of the same bytes or role (methods.md §2.1)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def exact_map(
     *,
     roles: RoleOverrides | None = None,
 ) -> ProjectionMatrix:
-    """Pair equal tokens, one entry a row [V, 1]: by bytes, special tokens by role; other rows are empty.
+    """Pair equal tokens, with one entry a row [V, 1]: text by bytes, special tokens by role. Other rows are empty.
 
-    `roles` as for TokenAligner. A special token whose partner is taken has a row that is not flagged exact.
+    `roles` as for TokenAligner. A special token whose partner is already paired has a row that is not flagged exact.
     Raises AlignmentError for a tokenizer whose pieces cannot be exact and for roles of unknown tokens.
     """
     return exact_pass(read_pair(student_tokenizer, teacher_tokenizer, roles))
@@ -58,18 +58,17 @@ def exact_pass(pair: TokenizerPair) -> ProjectionMatrix:
 def exact_pairs(
     student: Pieces, teacher: Pieces, student_is_text: NDArray[np.bool_], teacher_is_text: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """Return the one-to-one pairs [P, 2] (student id, teacher id) of equal bytes.
+    """Return the one-to-one pairs [P, 2] (student id, teacher id) with equal bytes.
 
-    Ids that share their bytes are taken in order of origin, then of id, on both sides: the first is paired with the
-    first, the second with the second.
+    Ids with the same bytes are ranked by origin, then by id, on both sides; equal ranks are paired.
     """
-    by_bytes = {key: t for t, key in _ranked(teacher, teacher_is_text)}
-    pairs = [(s, by_bytes[key]) for s, key in _ranked(student, student_is_text) if key in by_bytes]
+    by_bytes = {key: t for t, key in _with_ranks(teacher, teacher_is_text)}
+    pairs = [(s, by_bytes[key]) for s, key in _with_ranks(student, student_is_text) if key in by_bytes]
     return np.array(sorted(pairs), np.int64).reshape(-1, 2)
 
 
-def _ranked(pieces: Pieces, is_text: NDArray[np.bool_]) -> Iterator[tuple[int, tuple[bytes, int]]]:
-    """Yield (id, (bytes, place among the ids with these bytes)) of all text."""
+def _with_ranks(pieces: Pieces, is_text: NDArray[np.bool_]) -> Iterator[tuple[int, tuple[bytes, int]]]:
+    """Yield (id, (bytes, rank among the ids with these bytes)) for all text tokens."""
     contents = pieces.as_list()
     seen: dict[bytes, int] = {}
     for token_id in natural_order(pieces, is_text):
@@ -78,7 +77,7 @@ def _ranked(pieces: Pieces, is_text: NDArray[np.bool_]) -> Iterator[tuple[int, t
         yield token_id, (piece, place)
 
 
-def natural_order(pieces: Pieces, kept: NDArray[np.bool_]) -> list[int]:
-    """Return the kept ids: ordinary pieces, then byte-fallback pieces, then added tokens, each in order of id."""
-    ids = np.flatnonzero(kept)
+def natural_order(pieces: Pieces, mask: NDArray[np.bool_]) -> list[int]:
+    """Return the ids in the mask: ordinary pieces, then byte-fallback pieces, then added tokens, each ordered by id."""
+    ids = np.flatnonzero(mask)
     return ids[np.argsort(pieces.origin[ids], kind="stable")].tolist()

@@ -1,4 +1,4 @@
-"""Sample rows of a projection as a picture: student tokens × the teacher tokens they lead to."""
+"""Sample rows of a projection as a picture: student tokens × the teacher tokens in their rows."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FONT = "DejaVu Sans Mono"
-"""Comes with matplotlib. It has no CJK; what it lacks is written as an escape."""
+"""Font that comes with matplotlib. It has no CJK; characters it lacks are written as escapes."""
 _MAX_LABEL = 20
-"""Characters of a token's label; a longer one is cut in the middle."""
+"""Characters of a token's label; longer ones are shortened in the middle."""
 _CELL = 0.27
-"""Inches."""
+"""Width of a cell in inches."""
 
 
 def plot_samples(samples: Sequence[Sample], path: str | PathLike[str], title: str = "") -> None:
-    """Write a PNG: a row a sample, a column a teacher token, the weight as colour and number; ● marks exact rows.
+    """Write a PNG: one row per sample, one column per teacher token, weights as colours and numbers; ● marks exact
+    rows.
 
-    Raises ProjectionError where it cannot be written; the file is whole or not there.
+    Raises ProjectionError if it cannot be written. The file is complete or absent.
     """
     image = io.BytesIO()
     heat_map(samples, title).savefig(image, dpi=150, format="png", bbox_inches="tight", pad_inches=0.15)
@@ -60,9 +61,9 @@ def heat_map(samples: Sequence[Sample], title: str = "") -> Figure:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     mesh = axes.imshow(np.ma.masked_equal(weights, 0), cmap="Blues", vmin=-0.15, vmax=1.05, aspect="equal")
-    _label(axes, samples, [labels[column] for column in columns])
-    _number(axes, weights)
-    _separate(axes, samples, len(columns))
+    _label_axes(axes, samples, [labels[column] for column in columns])
+    _write_weights(axes, weights)
+    _separate_kinds(axes, samples, len(columns))
     axes.set_title(title or f"{len(samples)} sample rows", loc="left", fontsize=10, pad=12, parse_math=False)
     bar = figure.colorbar(mesh, ax=axes, shrink=min(1.0, 9 / size[1]), aspect=30, pad=0.01, label="weight")
     bar.ax.set_ylim(0, 1)
@@ -78,7 +79,7 @@ def _weights(samples: Sequence[Sample], columns: Sequence[int]) -> NDArray[np.fl
     return weights
 
 
-def _label(axes: Axes, samples: Sequence[Sample], columns: Sequence[str]) -> None:
+def _label_axes(axes: Axes, samples: Sequence[Sample], columns: Sequence[str]) -> None:
     rows = [f"{label(sample.token)} {'●' if sample.exact else ' '}" for sample in samples]
     axes.set_yticks(range(len(rows)), rows)
     axes.set_xticks(range(len(columns)), [label(column) for column in columns], rotation=90)
@@ -94,15 +95,15 @@ def _label(axes: Axes, samples: Sequence[Sample], columns: Sequence[str]) -> Non
         spine.set_edgecolor("0.8")
 
 
-def _number(axes: Axes, weights: NDArray[np.float64]) -> None:
+def _write_weights(axes: Axes, weights: NDArray[np.float64]) -> None:
     for row, column in np.argwhere(weights > 0).tolist():
         weight = weights[row, column]
-        shown = "1" if weight >= 0.9995 else f"{weight:.2g}".removeprefix("0")
+        text = "1" if weight >= 0.9995 else f"{weight:.2g}".removeprefix("0")
         colour = "white" if weight > 0.55 else "0.25"
-        axes.text(column, row, shown, ha="center", va="center", fontsize=5.5, color=colour)
+        axes.text(column, row, text, ha="center", va="center", fontsize=5.5, color=colour)
 
 
-def _separate(axes: Axes, samples: Sequence[Sample], num_columns: int) -> None:
+def _separate_kinds(axes: Axes, samples: Sequence[Sample], num_columns: int) -> None:
     """Draw a line between kinds, and each kind's name at the right edge."""
     start = 0
     for kind, group in groupby(samples, key=lambda sample: sample.kind):
@@ -115,17 +116,17 @@ def _separate(axes: Axes, samples: Sequence[Sample], num_columns: int) -> None:
 
 
 def label(token: str) -> str:
-    """Write a token of `shown_token` in characters the font has: runs of white space counted, others as escapes."""
+    """Write a token of `shown_token` in the font's characters: white-space runs are counted, others escaped."""
     if token[:1] in "'\"":
         token = token[1:-1]
-    return _shortened("".join(c if _has_glyph(c) else _escaped(c) for c in counted_runs(token)))
+    return _shorten("".join(c if _has_glyph(c) else _escape(c) for c in counted_runs(token)))
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL // 2]}…{text[-(_MAX_LABEL // 2 - 1) :]}"
 
 

@@ -1,4 +1,4 @@
-"""The safetensors file of a projection; its header names the tokenizers and says how the matrix was built."""
+"""A projection's safetensors file. Its header names the tokenizers and the options of the build."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from nemo_opd.projection.options import BuilderOptions
 _FORMAT = "nemo_opd.projection"
 VERSION = "2"
 _LARGEST_VOCABULARY = 2**31 - 1
-"""Ids are int32."""
+"""Limit of int32 ids."""
 _BUILD_AGAIN = "build it again with nemo-opd projection build"
 _REQUIRED = ("indices", "weights", "exact")
 _PIECES = {"teacher_spellings": "teacher_spelling_ends", "teacher_prefix_pieces": "teacher_prefix_ends"}
-"""Arrays whose length the header names, each with the array of its ends."""
+"""Arrays with their length in the header, each with the array of its ends."""
 _ARRAYS = (
     *_REQUIRED,
     "byte_prefix",
@@ -37,13 +37,13 @@ _SIZES = ("student_vocab_size", "teacher_vocab_size", "row_width")
 _NAMES = ("student_fingerprint", "teacher_fingerprint", "student_name", "teacher_name")
 
 _Form = tuple[str, tuple[int, ...]]
-"""A dtype by its safetensors name, and a shape."""
+"""A dtype, by its safetensors name, and a shape."""
 
 
 def write(path: str | PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write the fields of a ProjectionMatrix, by name; the file is complete or absent.
+    """Write the fields of a ProjectionMatrix, keyed by name; the file is complete or absent.
 
-    Raises ProjectionError where the folder cannot be written to.
+    Raises ProjectionError if the folder cannot be written to.
     """
     arrays: dict[str, NDArray[np.generic]] = {
         name: np.ascontiguousarray(content[name]) for name in _ARRAYS if content[name] is not None
@@ -61,7 +61,7 @@ def write(path: str | PathLike[str], content: Mapping[str, Any]) -> None:
 
 
 def read(path: str | PathLike[str]) -> dict[str, Any]:
-    """Return the arguments of ProjectionMatrix. The arrays are read after their shapes are compared with the header.
+    """Return the arguments of ProjectionMatrix. Shapes are compared with the header before arrays are read.
 
     Raises ProjectionError for a file that is missing, damaged, of another format or version, or inconsistent.
     """
@@ -69,9 +69,9 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             _check_header(metadata)
-            found = {name: _form(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 — no mapping
-            _compare(_expected_forms(metadata), found)
-            arrays = {name: file.get_tensor(name) for name in found}
+            forms = {name: _form(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 — not a mapping
+            _compare(_expected_forms(metadata), forms)
+            arrays = {name: file.get_tensor(name) for name in forms}
             return arrays | {
                 "teacher_vocab_size": _size(metadata, "teacher_vocab_size"),
                 **{name: metadata[name] for name in _NAMES},
@@ -82,12 +82,12 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
     except OSError as error:
         raise ProjectionError(f"cannot read the projection {path}: {error}") from error
     except (SafetensorError, TypeError, ValueError) as error:
-        raise ProjectionError(f"{path} is damaged or no projection file ({error}); {_BUILD_AGAIN}") from error
+        raise ProjectionError(f"{path} is damaged or not a projection file ({error}); {_BUILD_AGAIN}") from error
 
 
 def _check_header(metadata: Mapping[str, str]) -> None:
     if metadata.get("format") != _FORMAT:
-        raise ProjectionError("it is a safetensors file but no projection")
+        raise ProjectionError("it is a safetensors file but not a projection")
     if metadata.get("version") != VERSION:
         raise ProjectionError(
             f"it has format version {metadata.get('version')!r}, and this nemo_opd reads version {VERSION!r}"
@@ -100,7 +100,7 @@ def _check_header(metadata: Mapping[str, str]) -> None:
 def _size(metadata: Mapping[str, str], name: str) -> int:
     text = metadata.get(name, "")
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _LARGEST_VOCABULARY):
-        raise ProjectionError(f"it has a damaged header: {name} is {text[:40]!r}, no size")
+        raise ProjectionError(f"it has a damaged header: {name} is {text[:40]!r}, not a size")
     return int(text)
 
 
@@ -129,13 +129,13 @@ def _expected_forms(metadata: Mapping[str, str]) -> dict[str, _Form]:
     return {name: forms[name] for name in listed}
 
 
-def _compare(expected: Mapping[str, _Form], found: Mapping[str, _Form]) -> None:
-    if expected.keys() != found.keys():
+def _compare(expected: Mapping[str, _Form], actual: Mapping[str, _Form]) -> None:
+    if expected.keys() != actual.keys():
         raise ProjectionError(
-            f"its header lists {', '.join(sorted(expected))}, but it holds {', '.join(sorted(found))}"
+            f"its header lists {', '.join(sorted(expected))}, but it holds {', '.join(sorted(actual))}"
         )
     for name, form in expected.items():
-        if found[name] != form:
+        if actual[name] != form:
             raise ProjectionError(
-                f"{name} is {found[name][0]} {found[name][1]}, but its header says {form[0]} {form[1]}"
+                f"{name} is {actual[name][0]} {actual[name][1]}, but its header says {form[0]} {form[1]}"
             )

@@ -1,4 +1,4 @@
-"""The projection of a student's vocabulary onto a teacher's (methods.md §2)."""
+"""Projection of a student's vocabulary onto a teacher's (methods.md §2)."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ _Importer = Callable[
 IMPORTERS: dict[str, _Importer] = {}
 """File suffix → reader of a foreign format, registered by the reader's module."""
 _ROW_SUM_TOLERANCE = 1e-4
-"""float32 weights of a row sum to 1 within K · 6e-8; the rest is room for weights written with few digits."""
+"""float32 weights of a row sum to 1 within K · 6e-8; the tolerance also admits weights written with few digits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class ProjectionMatrix:
-    """Row-stochastic [V, W] with at most K entries a row: a student token → the teacher tokens that spell it."""
+    """Row-stochastic [V, W] with at most K entries per row: a student token → the teacher tokens that spell it."""
 
     indices: NDArray[np.int32]
-    """[V, K]: teacher ids, distinct in a row; −1 is empty."""
+    """[V, K]: teacher ids, distinct within a row; −1 is empty."""
     weights: NDArray[np.float32]
-    """[V, K]: ≥ 0, of sum 1 in a row that has entries; 0 where empty."""
+    """[V, K]: ≥ 0, with sum 1 in a row that has entries; 0 in empty places."""
     exact: NDArray[np.bool_]
-    """[V]: the row's one entry has the same bytes or role and is no other exact row's entry."""
+    """[V]: whether the row's only entry has the same bytes or role, and is not the entry of another exact row."""
     teacher_vocab_size: int
     student_fingerprint: str
     teacher_fingerprint: str
     student_name: str
     teacher_name: str
     byte_prefix: NDArray[np.int32] | None
-    """Φ [W]: the longest student token that begins a teacher token; −1 where none does. None: not made."""
+    """Φ [W]: longest student token that begins a teacher token, or −1. None if not built."""
     student_shared_prefix: NDArray[np.int32] | None
-    """Ψ_S [V]: the longest shared token that begins a student token, as a row of `shared_pairs`; −1 where none does."""
+    """Ψ_S [V]: longest shared token that begins a student token, as a row of `shared_pairs`, or −1."""
     teacher_shared_prefix: NDArray[np.int32] | None
-    """Ψ_T [W]: likewise for teacher tokens."""
+    """Ψ_T [W]: the same for teacher tokens."""
     teacher_byte_order: NDArray[np.int32] | None
-    """[W, 3]: the teacher tokens in byte order, and the range of those that begin with each, as `byte_order` gives."""
+    """[W, 3]: teacher tokens in byte order, and the range of tokens that begin with each, from `byte_order`."""
     teacher_spellings: NDArray[np.int32] | None
-    """σ: the student tokens that spell the teacher tokens, one teacher token after another; None: not made."""
+    """σ: student tokens that spell the teacher tokens, concatenated. None if not built."""
     teacher_spelling_ends: NDArray[np.int32] | None
-    """[W]: where each teacher token's end in `teacher_spellings`."""
+    """[W]: end of each teacher token's spelling in `teacher_spellings`."""
     teacher_prefix_pieces: NDArray[np.int32] | None
-    """The same, cut into the longest student tokens from the left."""
+    """The teacher tokens, cut into the longest student tokens from the left, concatenated."""
     teacher_prefix_ends: NDArray[np.int32] | None
     """[W]"""
     options: BuilderOptions
@@ -82,10 +82,10 @@ class ProjectionMatrix:
         teacher_prefix_ends: ArrayLike | None = None,
         options: BuilderOptions | None = None,
     ) -> None:
-        """Check and store the arrays. No row is exact when `exact` is not given.
+        """Check and store the arrays. Without `exact`, no row is exact.
 
-        `teacher_vocab_size` (largest id + 1) is the largest index + 1 when not given, which is too small where the
-        last teacher ids are reached by no row. Raises ProjectionError for arrays that are no such matrix.
+        `teacher_vocab_size` (largest id + 1) defaults to the largest index + 1, which is too small if no row reaches
+        the last teacher ids. Raises ProjectionError for arrays that are not such a matrix.
         """
         checked_indices, checked_weights = _arrays(indices, weights)
         rows = len(checked_indices)
@@ -122,7 +122,7 @@ class ProjectionMatrix:
 
     @property
     def student_vocab_size(self) -> int:
-        """V: one row a student id."""
+        """V: number of student ids, which have one row each."""
         return len(self.indices)
 
     @property
@@ -132,21 +132,21 @@ class ProjectionMatrix:
 
     @property
     def row_lengths(self) -> NDArray[np.int64]:
-        """[V]: entries of a row; 0 is an empty row."""
+        """[V]: number of entries in each row."""
         return (self.indices >= 0).sum(axis=1)
 
     @property
     def shared_pairs(self) -> NDArray[np.int32]:
-        """[X, 2]: (student id, teacher id) of the exact rows, by student id; the shared vocabulary."""
+        """[X, 2]: the shared vocabulary, (student id, teacher id) of the exact rows, ordered by student id."""
         students = np.flatnonzero(self.exact).astype(np.int32)
         return np.stack([students, self.indices[students].max(axis=1, initial=-1)], axis=1)
 
     def with_weights(self, weights: NDArray[np.float32]) -> ProjectionMatrix:
-        """Return the same matrix with other weights [V, K]. Raises ProjectionError for weights that do not fit."""
+        """Replace the weights [V, K]. Raises ProjectionError for weights that do not fit."""
         return replace(self, weights=weights)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write one safetensors file, complete or not at all. Raises ProjectionError where that is impossible."""
+        """Write a single safetensors file, complete or not at all. Raises ProjectionError if that fails."""
         io.write(path, {field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
@@ -156,11 +156,10 @@ class ProjectionMatrix:
         student_tokenizer: PreTrainedTokenizerBase | None = None,
         teacher_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> ProjectionMatrix:
-        """Read a file of `save`, or a `.pt` file of NeMo-RL, and check that it belongs to the tokenizers given.
+        """Read a file from `save`, or NeMo-RL's `.pt` file, and check that it belongs to the given tokenizers.
 
-        A `.pt` file does not name its tokenizers: with both given it gets their sizes, fingerprints and exact rows
-        where its ids fit. Raises ProjectionError for a file that is missing, damaged, of another version or of another
-        pair.
+        A `.pt` file does not name its tokenizers. With both given, it gets their sizes, fingerprints and exact rows if
+        its ids fit. Raises ProjectionError for a file that is missing, damaged, of another version or of another pair.
         """
         if (importer := IMPORTERS.get(Path(path).suffix)) is not None:
             return importer(path, student_tokenizer, teacher_tokenizer)
@@ -170,7 +169,7 @@ class ProjectionMatrix:
         try:
             return cls(**content)
         except ProjectionError as error:
-            raise ProjectionError(f"{path} holds no projection: {error}") from None
+            raise ProjectionError(f"{path} does not hold a projection: {error}") from None
 
 
 def _arrays(indices: ArrayLike, weights: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -259,7 +258,7 @@ def _byte_order(values: ArrayLike | None, size: int) -> NDArray[np.int32] | None
 def _pieces(
     name: str, pieces: ArrayLike | None, ends_name: str, ends: ArrayLike | None, size: int, limit: int
 ) -> dict[str, NDArray[np.int32] | None]:
-    """Check the pieces of `size` teacher tokens, ids below `limit`."""
+    """Check the pieces of `size` teacher tokens, with ids below `limit`."""
     if pieces is None and ends is None:
         return {name: None, ends_name: None}
     if pieces is None or ends is None:

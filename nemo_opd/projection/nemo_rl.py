@@ -1,8 +1,8 @@
-"""Projections that NeMo-RL's tools wrote: `.pt` files, read without running anything they hold.
+"""Import of projections that NeMo-RL's tools wrote: `.pt` files, read without running anything they contain.
 
-Two forms exist: `{"indices": [V, K], "likelihoods": [V, K]}` with −1 at empty places, and `{(student id, teacher id):
-weight or count}`. The first may name its models (`student_model_id`, formerly `model_A_id`) and may declare
-`enable_scale_trick`: its last column is then a scale factor at an arbitrary id and no part of the map.
+There are two forms: `{"indices": [V, K], "likelihoods": [V, K]}` with −1 in empty places, and `{(student id, teacher
+id): weight or count}`. The first may name its models (`student_model_id`, formerly `model_A_id`) and may declare
+`enable_scale_trick`: its last column is then a scale factor at an arbitrary id, not part of the map.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 PASS = "nemo_rl"
 """Name of the pass in the builder options of an imported matrix."""
 _MAX_VOCAB = 2**22
-"""Ids from here on are no tokenizer's; the memory of a matrix grows with its largest student id."""
+"""Limit of ids, beyond any tokenizer's; a matrix takes memory for its largest student id."""
 MAX_WIDTH = 32
-"""Heaviest entries kept in a row: NeMo-RL's own default width. Count files have rows of hundreds."""
+"""Number of heaviest entries kept per row: NeMo-RL's default width. Count files have rows of hundreds."""
 _RELATED = 0.5
-"""Share of rows that must lead to a token with bytes in common; below it a file is of another pair."""
+"""Share of rows that must lead to a token with bytes in common; with less, the file is of another pair."""
 
 _FORMS = "expected the keys 'indices' and 'likelihoods', or pairs (student id, teacher id) as keys"
 _BUILD = "or build it with nemo-opd projection build"
@@ -47,7 +47,7 @@ _BUILD = "or build it with nemo-opd projection build"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Content:
-    """A sparse map as coordinates, in any order; an entry may come several times."""
+    """A sparse map as coordinates, in any order; entries may repeat."""
 
     student: NDArray[np.int64]
     teacher: NDArray[np.int64]
@@ -58,16 +58,16 @@ class _Content:
 
 
 def read(path: str | PathLike[str]) -> ProjectionMatrix:
-    """Read a projection without fingerprints and exact flags, which the file cannot know; `bind` adds them.
+    """Read a projection without fingerprints and exact flags, which the file does not contain; `bind` adds them.
 
-    Rows are normalised, repeated entries added up, the heaviest MAX_WIDTH kept in order.
-    Raises ProjectionError for a file that is missing, damaged, in another form, or that wants to run code.
+    Rows are normalised, repeated entries are summed, and the heaviest MAX_WIDTH are kept in order. Raises
+    ProjectionError for a file that is missing, damaged, in another form, or that would run code.
     """
     loaded = _load(path)
     try:
         return _matrix(_content(loaded))
     except ProjectionError as error:
-        raise ProjectionError(f"{path} is no usable NeMo-RL projection: {error}") from None
+        raise ProjectionError(f"{path} is not a usable NeMo-RL projection: {error}") from None
 
 
 def bind(
@@ -79,7 +79,7 @@ def bind(
 ) -> ProjectionMatrix:
     """Make `matrix` the projection of this pair: its sizes and fingerprints, and exact rows found by bytes and role.
 
-    NeMo-RL's rows follow the model's padded head: empty rows beyond the tokenizer are cut, missing ones are empty.
+    NeMo-RL's rows follow the model's padded head: empty rows beyond the tokenizer are cut, missing rows are empty.
     Raises ProjectionError for a matrix of another pair.
     """
     exact = exact_map(student_tokenizer, teacher_tokenizer, roles=roles)
@@ -87,14 +87,14 @@ def bind(
     _check_sizes(matrix, rows, columns)
     indices = np.full((rows, matrix.top_k), -1, np.int32)
     weights = np.zeros((rows, matrix.top_k), np.float32)
-    kept = min(rows, matrix.student_vocab_size)
-    indices[:kept], weights[:kept] = matrix.indices[:kept], matrix.weights[:kept]
+    num_copied = min(rows, matrix.student_vocab_size)
+    indices[:num_copied], weights[:num_copied] = matrix.indices[:num_copied], matrix.weights[:num_copied]
     _check_related(indices, student_tokenizer, teacher_tokenizer)
-    alone = (indices >= 0).sum(axis=1) == 1
+    is_single = (indices >= 0).sum(axis=1) == 1
     return ProjectionMatrix(
         indices,
         weights,
-        exact.exact & alone & (indices[:, 0] == exact.indices[:, 0]),
+        exact.exact & is_single & (indices[:, 0] == exact.indices[:, 0]),
         teacher_vocab_size=columns,
         student_fingerprint=exact.student_fingerprint,
         teacher_fingerprint=exact.teacher_fingerprint,
@@ -109,12 +109,14 @@ def load(
     student_tokenizer: PreTrainedTokenizerBase | None,
     teacher_tokenizer: PreTrainedTokenizerBase | None,
 ) -> ProjectionMatrix:
-    """Read, and `bind` where tokenizers are given. Raises ProjectionError as they do, and for one tokenizer alone."""
+    """Read a file and `bind` it to given tokenizers. Raises ProjectionError as these do, and for a lone tokenizer."""
     matrix = read(path)
     if student_tokenizer is None and teacher_tokenizer is None:
         return matrix
     if student_tokenizer is None or teacher_tokenizer is None:
-        raise ProjectionError(f"{path} names no tokenizers, so it is checked against both or none; give the other too")
+        raise ProjectionError(
+            f"{path} names no tokenizers, so it is checked against both tokenizers or none; give both"
+        )
     try:
         return bind(matrix, student_tokenizer, teacher_tokenizer)
     except ProjectionError as error:
@@ -140,8 +142,8 @@ def _check_sizes(matrix: ProjectionMatrix, rows: int, columns: int) -> None:
 def _check_related(
     indices: NDArray[np.int32], student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    left, right = pieces_of(student_tokenizer).as_list(), pieces_of(teacher_tokenizer).as_list()
-    text = [(left[s], right[t]) for s, t in enumerate(indices[:, 0].tolist()) if t >= 0 and left[s]]
+    student, teacher = pieces_of(student_tokenizer).as_list(), pieces_of(teacher_tokenizer).as_list()
+    text = [(student[s], teacher[t]) for s, t in enumerate(indices[:, 0].tolist()) if t >= 0 and student[s]]
     related = sum(bool(theirs) and (theirs in ours or ours in theirs) for ours, theirs in text)
     if related < _RELATED * len(text):
         raise ProjectionError(
@@ -152,24 +154,24 @@ def _check_related(
 
 def _load(path: str | PathLike[str]) -> object:
     if not Path(path).is_file():
-        raise ProjectionError(f"cannot read the projection {path}: there is no such file")
+        raise ProjectionError(f"cannot read the projection {path}: no such file")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols, which decide nothing here
+            warnings.simplefilter("ignore")  # about pickle protocols, which do not matter here
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever the bytes of the file lead the unpickler into
+    except Exception as error:  # a damaged file may raise anything in the unpickler
         if code := re.search(r"GLOBAL (\S+)", str(error)):
             raise ProjectionError(
                 f"{path} names code to run while it is loaded ({code[1]}), which a projection never needs, and was not "
-                f"loaded; save it as tensors and plain dicts where you trust it, {_BUILD}"
+                f"loaded; if you trust it, save it as tensors and plain dicts, {_BUILD}"
             ) from None
         raise ProjectionError(
-            f"{path} is damaged or no file of torch.save ({_reason(error)}); copy it again, {_BUILD}"
+            f"{path} is damaged or not a file of torch.save ({_reason(error)}); copy it again, {_BUILD}"
         ) from None
 
 
 def _reason(error: Exception) -> str:
-    """Return the first sentence of an error; torch's messages have many."""
+    """Return the first sentence of an error; torch's messages are long."""
     text = str(error).strip().partition("\n")[0].partition(". ")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -183,8 +185,8 @@ def _content(content: object) -> _Content:
         raise ProjectionError(f"it holds an empty dict; {_FORMS}")
     if all(isinstance(key, tuple) and len(key) == 2 for key in content):
         return _counts(content)
-    shown = ", ".join(repr(key)[:40] for key in list(content)[:5])
-    raise ProjectionError(f"it holds the keys {shown}; {_FORMS}")
+    keys = ", ".join(repr(key)[:40] for key in list(content)[:5])
+    raise ProjectionError(f"it holds the keys {keys}; {_FORMS}")
 
 
 def _dense(content: Mapping[object, object]) -> _Content:
@@ -213,7 +215,7 @@ def _array(content: Mapping[object, object], key: str) -> NDArray[np.generic]:
         raise ProjectionError(f"{key} must be a dense tensor, not {_kind(tensor)}")
     if tensor.dtype.is_complex or tensor.dtype == torch.bool or tensor.device.type != "cpu":
         raise ProjectionError(f"{key} must be a tensor of numbers, not {tensor.dtype} on {tensor.device}")
-    # A view that repeats one small storage could stand for terabytes.
+    # A view that repeats a small storage could claim terabytes.
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise ProjectionError(f"{key} is larger than what is stored for it; save it with .contiguous()")
     return (tensor.double() if tensor.is_floating_point() else tensor).detach().numpy()
@@ -231,7 +233,7 @@ def _name(content: Mapping[object, object], side: tuple[str, str]) -> str:
 def _counts(content: Mapping[object, object]) -> _Content:
     for key in content:
         if not all(type(token_id) is int and 0 <= token_id < _MAX_VOCAB for token_id in key):  # type: ignore[attr-defined]
-            raise ProjectionError(f"the key {repr(key)[:60]} is no pair (student id, teacher id)")
+            raise ProjectionError(f"the key {repr(key)[:60]} is not a pair (student id, teacher id)")
     ids = np.array(list(content), np.int64)
     weights = np.array([_weight(key, value) for key, value in content.items()])
     return _Content(ids[:, 0], ids[:, 1], weights, int(ids[:, 0].max()) + 1)
@@ -247,8 +249,8 @@ def _weight(key: object, value: object) -> float:
 
 def _matrix(content: _Content) -> ProjectionMatrix:
     student, teacher, weights = content.student, content.teacher, content.weights
-    _refuse(content, ~np.isfinite(weights) | (weights < 0), "has a weight that is negative or not finite")
-    _refuse(content, (teacher < -1) | (teacher >= _MAX_VOCAB), "leads to an id that no teacher has")
+    _reject_rows(content, ~np.isfinite(weights) | (weights < 0), "has a weight that is negative or not finite")
+    _reject_rows(content, (teacher < -1) | (teacher >= _MAX_VOCAB), "leads to an id that no teacher has")
     used = (teacher >= 0) & (weights > 0)
     if not used.any():
         raise ProjectionError("no entry has any weight, so nothing could be distilled through it")
@@ -264,6 +266,6 @@ def _matrix(content: _Content) -> ProjectionMatrix:
     )
 
 
-def _refuse(content: _Content, bad: NDArray[np.bool_], what: str) -> None:
+def _reject_rows(content: _Content, bad: NDArray[np.bool_], reason: str) -> None:
     if bad.any():
-        raise ProjectionError(f"row {int(content.student[bad][0])} {what}")
+        raise ProjectionError(f"row {int(content.student[bad][0])} {reason}")

@@ -1,4 +1,4 @@
-"""Options of a build, as the projection's file records them."""
+"""Options of a build, as a projection's file records them."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class BuilderOptions:
-    """The passes of methods.md §2 that made a matrix, and their settings. None: that pass did not run."""
+    """Passes of methods.md §2 that built a matrix, and their settings, which are None if the pass did not run."""
 
     passes: tuple[str, ...] = ()
-    """Names of passes, in the order in which they ran; empty for a matrix made from arrays."""
+    """Names of the passes in the order they ran; empty for a matrix made from arrays."""
     roles: Roles = ()
-    """(token content, its roles), by content: the overrides with which special tokens were paired."""
+    """(token content, its roles), ordered by content: the overrides used to pair special tokens."""
     width: _Count | None = None
-    """Entries a row of the multi-token pass."""
+    """Entries per row of the multi-token pass."""
     decay: _Positive | None = None
-    """Weight of a piece relative to the one before."""
+    """Weight of a piece relative to the previous one."""
     reverse: bool = False
     """Whether the multi-token pass also re-tokenized the teacher's tokens with the student."""
     embedding_weight: _Positive | None = None
     embedding_temperature: _Positive | None = None
     embedding_width: _Count | None = None
     embedding_anchors: _Count | None = None
-    """Exact pairs on which the two embedding spaces were aligned."""
+    """Number of exact pairs on which the embedding spaces were aligned."""
     top_k: _Count | None = None
-    """Entries a row after the cut."""
+    """Entries per row after the cut."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     def after(self, name: str, **changes: Any) -> BuilderOptions:
-        """Return these options with one more pass; a pass that runs again is listed again."""
+        """Return these options after another pass; a pass that runs again is listed again."""
         return replace(self, passes=(*self.passes, name), **changes)
 
     def to_json(self) -> str:
@@ -48,7 +48,7 @@ class BuilderOptions:
 
     @classmethod
     def from_json(cls, text: str) -> BuilderOptions:
-        """Read what `to_json` wrote. Raises ProjectionError for anything else."""
+        """Read the output of `to_json`. Raises ProjectionError for anything else."""
         try:
             return _ADAPTER.validate_json(text, strict=True)
         except ValidationError as error:

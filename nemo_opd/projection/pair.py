@@ -27,9 +27,9 @@ class Side:
     tokenizer: PreTrainedTokenizerBase
     pieces: Pieces
     contents: list[bytes]
-    """The bytes of every id; empty for special tokens and holes."""
+    """Bytes of every id; empty for special tokens and holes."""
     is_text: NDArray[np.bool_]
-    """Ids that stand for their bytes and not for a role."""
+    """Whether an id stands for its bytes rather than for a role."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,9 +38,11 @@ class TokenizerPair:
     teacher: Side
     special: SpecialTokens
     roles: Roles
-    """The overrides that `special` was paired with."""
+    """Overrides used to pair `special`."""
     nearest_student: Mapping[int, int]
-    """Every teacher id that has a partner by role → the student id nearest in role, its own partner first."""
+    """Teacher id → student id with the closest role, its own partner first, for every teacher id with a partner by
+    role.
+    """
 
 
 def read_pair(
@@ -68,9 +70,9 @@ def pair_of(
     teacher_tokenizer: PreTrainedTokenizerBase,
     roles: RoleOverrides | None = None,
 ) -> TokenizerPair:
-    """Read the tokenizers of `matrix`, with the roles it was built with unless others are given.
+    """Read the tokenizers of `matrix`. The matrix's own roles are used unless others are given.
 
-    Raises ProjectionError where the matrix was made for others, AlignmentError as `read_pair` does.
+    Raises ProjectionError if the matrix was made for other tokenizers, AlignmentError as `read_pair` does.
     """
     pair = read_pair(student_tokenizer, teacher_tokenizer, dict(matrix.options.roles) if roles is None else roles)
     _check_side("student", matrix.student_fingerprint, matrix.student_vocab_size, pair.student.pieces)

@@ -30,11 +30,13 @@ def add_byte_prefix(
 ) -> ProjectionMatrix:
     """Set `byte_prefix` [W], the longest student text token whose bytes begin the teacher token's.
 
-    Also sets `teacher_byte_order` [W, 3], by which the loss of that name finds the tokens that begin with another, and
-    the student tokens that spell each teacher token (`teacher_pieces.py`).
-    Of student ids with the same bytes it is the exact partner, else the most natural one. Tokens that stand for a role
-    go to the student token nearest in role; −1 is for those without, and for holes.
-    `roles` are those of the matrix when not given. Raises ProjectionError for tokenizers of another pair.
+    Also set `teacher_byte_order` [W, 3], with which the byte_prefix loss finds the tokens that begin with another
+    token, and the student tokens that spell each teacher token (`teacher_pieces.py`).
+
+    Among student ids with the same bytes, the exact partner is preferred, then the most natural id. Tokens that stand
+    for a role map to the student token with the closest role. Tokens without such a student token, and holes, have −1.
+
+    `roles` default to the matrix's. Raises ProjectionError for tokenizers of another pair.
     """
     return byte_prefix_pass(matrix, pair_of(matrix, student_tokenizer, teacher_tokenizer, roles))
 
@@ -61,8 +63,8 @@ def byte_prefix_pass(matrix: ProjectionMatrix, pair: TokenizerPair) -> Projectio
 def byte_order(pieces: Sequence[bytes]) -> NDArray[np.int32]:
     """Return [W, 3] from the bytes of each token: the tokens in byte order, and two bounds for each (methods.md §5.7).
 
-    Column 0: the tokens in byte order, those without bytes last. Columns 1 and 2: the tokens whose bytes begin with
-    token t's own are order[begin[t] : end[t]]; a token without bytes begins itself alone.
+    Column 0: the tokens in byte order, tokens without bytes last. Columns 1 and 2: the tokens whose bytes begin with
+    token t's are order[begin[t] : end[t]]; for a token without bytes, that is the token itself.
     """
     texts = sorted((piece, token) for token, piece in enumerate(pieces) if piece)
     order = np.array([token for _, token in texts] + [t for t, piece in enumerate(pieces) if not piece], np.int64)
@@ -89,50 +91,53 @@ def add_shared_prefix(
 ) -> ProjectionMatrix:
     """Set `student_shared_prefix` [V] and `teacher_shared_prefix` [W]: rows of `shared_pairs`, −1 for the rest cell.
 
-    A text token goes to the longest shared text token whose bytes begin its bytes, which is its own pair where it has
-    one; a token that stands for a role goes to the pair nearest in role, else to the rest cell.
-    `roles` are those of the matrix when not given. Raises ProjectionError for tokenizers of another pair.
+    A text token maps to the longest shared text token whose bytes begin its bytes: its own pair, if it has one. A token
+    that stands for a role maps to the pair with the closest role, otherwise to the rest cell.
+
+    `roles` default to the matrix's. Raises ProjectionError for tokenizers of another pair.
     """
     return shared_prefix_pass(matrix, pair_of(matrix, student_tokenizer, teacher_tokenizer, roles))
 
 
 def shared_prefix_pass(matrix: ProjectionMatrix, pair: TokenizerPair) -> ProjectionMatrix:
     shared = matrix.shared_pairs
-    of_student = {s: place for place, s in enumerate(shared[:, 0].tolist())}
-    of_teacher = {t: place for place, t in enumerate(shared[:, 1].tolist())}
-    known = _shared_bytes(pair, shared, of_student)
-    student, teacher = _longest_prefixes(pair.student, known), _longest_prefixes(pair.teacher, known)
+    pair_of_student = {s: place for place, s in enumerate(shared[:, 0].tolist())}
+    pair_of_teacher = {t: place for place, t in enumerate(shared[:, 1].tolist())}
+    pair_of_bytes = _shared_bytes(pair, shared, pair_of_student)
+    student, teacher = _longest_prefixes(pair.student, pair_of_bytes), _longest_prefixes(pair.teacher, pair_of_bytes)
     student[shared[:, 0]] = teacher[shared[:, 1]] = np.arange(len(shared))
     for s, t in pair.special.best.items():
-        student[s] = of_student.get(s, of_teacher.get(t, -1))
+        student[s] = pair_of_student.get(s, pair_of_teacher.get(t, -1))
     for t, s in pair.nearest_student.items():
-        teacher[t] = of_teacher.get(t, of_student.get(s, -1))
+        teacher[t] = pair_of_teacher.get(t, pair_of_student.get(s, -1))
     options = matrix.options.after("shared_prefix", roles=pair.roles)
     return replace(matrix, student_shared_prefix=student, teacher_shared_prefix=teacher, options=options)
 
 
-def _shared_bytes(pair: TokenizerPair, shared: NDArray[np.int32], of_student: Mapping[int, int]) -> dict[bytes, int]:
-    """Map the bytes of shared text tokens to their pair; of pairs with the same bytes to the most natural one."""
+def _shared_bytes(
+    pair: TokenizerPair, shared: NDArray[np.int32], pair_of_student: Mapping[int, int]
+) -> dict[bytes, int]:
+    """Map the bytes of shared text tokens to their pair; among pairs with the same bytes, to the most natural one."""
     student, teacher = pair.student, pair.teacher
     is_shared = np.zeros(len(student.is_text), np.bool_)
     is_shared[shared[:, 0]] = student.is_text[shared[:, 0]] & teacher.is_text[shared[:, 1]]
-    known: dict[bytes, int] = {}
+    pair_of_bytes: dict[bytes, int] = {}
     for s in natural_order(student.pieces, is_shared):
-        place = of_student[s]
+        place = pair_of_student[s]
         if student.contents[s] == teacher.contents[int(shared[place, 1])]:
-            known.setdefault(student.contents[s], place)
-    return known
+            pair_of_bytes.setdefault(student.contents[s], place)
+    return pair_of_bytes
 
 
-def _longest_prefixes(side: Side, known: Mapping[bytes, int]) -> NDArray[np.int32]:
-    """Return for each id the value of its longest prefix among the keys of `known`; −1 for none and for no text."""
-    longest = max(map(len, known), default=0)
-    found = np.full(len(side.is_text), -1, np.int32)
+def _longest_prefixes(side: Side, values: Mapping[bytes, int]) -> NDArray[np.int32]:
+    """Return, for each id, the value of its longest prefix among the keys; −1 for ids without one or without text."""
+    longest = max(map(len, values), default=0)
+    prefixes = np.full(len(side.is_text), -1, np.int32)
     for token_id in np.flatnonzero(side.is_text).tolist():
         content = side.contents[token_id]
         for length in range(min(len(content), longest), 0, -1):
-            value = known.get(content[:length])
+            value = values.get(content[:length])
             if value is not None:
-                found[token_id] = value
+                prefixes[token_id] = value
                 break
-    return found
+    return prefixes

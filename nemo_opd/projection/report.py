@@ -18,19 +18,19 @@ def audit_lines(audit: Audit) -> tuple[str, str]:
     shared = (
         f"overlap {audit.overlap:.3f}",
         f"1:1 {audit.one_to_one:.3f}",
-        f"specials {_shown_coverage(audit.special)}",
+        f"specials {_format_coverage(audit.special)}",
         f"recommended loss {audit.recommended_loss}",
     )
-    numerals = (f"{length}-digit {_shown_coverage(digits)}" for length, digits in enumerate(audit.digits, start=1))
+    numerals = (f"{length}-digit {_format_coverage(digits)}" for length, digits in enumerate(audit.digits, start=1))
     return ", ".join(shared), "exact pairs of numerals: " + ", ".join(numerals)
 
 
-def _shown_coverage(coverage: Coverage) -> str:
+def _format_coverage(coverage: Coverage) -> str:
     return f"{coverage.exact:,}/{coverage.total:,}" if coverage.total else "none on either side"
 
 
 def short_name(name: str) -> str:
-    """Return a hub name or demo reference as it is, a path by its last part."""
+    """Return a hub name or demo reference unchanged, and the last part of a path."""
     path = Path(name)
     return path.name if path.is_absolute() or name.startswith(".") else name
 
@@ -62,7 +62,7 @@ def _rows_meaning(length: int) -> str:
 
 
 def _coverages(audit: Audit) -> Mapping[str, Coverage]:
-    """Return the coverages by the names that people read."""
+    """Return the coverages, keyed by readable names."""
     numerals = {f"{n}-digit numerals": coverage for n, coverage in enumerate(audit.digits, start=1)}
     return numerals | {
         "white space": audit.whitespace,
@@ -73,7 +73,7 @@ def _coverages(audit: Audit) -> Mapping[str, Coverage]:
 
 
 def roles_table(pairs: Iterable[RolePair]) -> Table:
-    """Tabulate the roles of the student's special tokens, and the teacher's tokens of the same role."""
+    """Tabulate the roles of the student's special tokens, and the teacher's tokens with the same role."""
     table = Table(title="special tokens by role", title_justify="left", header_style="bold")
     for column in ("role", "student", "teacher", "exact"):
         table.add_column(column, overflow="fold")
@@ -84,21 +84,21 @@ def roles_table(pairs: Iterable[RolePair]) -> Table:
 
 
 def sample_table(samples: Iterable[Sample]) -> Table:
-    """Tabulate rows of numerals, white space, special tokens, CJK, partial UTF-8 and words of several pieces."""
+    """Tabulate rows of numerals, white space, special tokens, CJK, partial UTF-8 and tokens of several pieces."""
     table = Table(title="sample rows", title_justify="left", header_style="bold")
     for column in ("kind", "student token", "exact", "teacher tokens and weights"):
         table.add_column(column, overflow="fold")
-    before = ""
+    previous_kind = ""
     for sample in samples:
-        if before and sample.kind != before:
+        if previous_kind and sample.kind != previous_kind:
             table.add_section()
-        entries = "   ".join(f"{_shown(entry.token)} {entry.weight:.3g}" for entry in sample.entries)
-        kind = "" if sample.kind == before else sample.kind
-        table.add_row(kind, Text(_shown(sample.token)), "✓" if sample.exact else "", Text(entries or "–"))
-        before = sample.kind
+        entries = "   ".join(f"{_visible(entry.token)} {entry.weight:.3g}" for entry in sample.entries)
+        kind = "" if sample.kind == previous_kind else sample.kind
+        table.add_row(kind, Text(_visible(sample.token)), "✓" if sample.exact else "", Text(entries or "–"))
+        previous_kind = sample.kind
     return table
 
 
-def _shown(token: str) -> str:
-    """Write a token as it is where it has a character to see, its spaces counted where it has none."""
+def _visible(token: str) -> str:
+    """Write a token unchanged if it has a visible character, otherwise with its spaces counted."""
     return token if token.strip("'\" ") else counted_runs(token)

@@ -1,4 +1,4 @@
-"""Rows of a projection to look at: a few student tokens of every kind with the teacher tokens they lead to."""
+"""Sample rows of a projection: a few student tokens of every kind, with the teacher tokens in their rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = ("numerals", "white space", "special", "CJK", "partial UTF-8", "several 
 class Entry:
     id: int
     token: str
-    """Token as `shown_token` writes it."""
+    """Token as written by `shown_token`."""
     weight: float
 
 
@@ -33,7 +33,7 @@ class Sample:
     kind: str
     id: int
     token: str
-    """Token as `shown_token` writes it."""
+    """Token as written by `shown_token`."""
     exact: bool
     entries: tuple[Entry, ...]
 
@@ -44,12 +44,12 @@ def samples(
     teacher_tokenizer: PreTrainedTokenizerBase,
     count: int = 6,
 ) -> list[Sample]:
-    """Choose up to `count` rows of every kind, as many exact as other ones where there are both, by kind and id.
+    """Choose up to `count` rows of every kind, half of them exact if possible, ordered by kind and id.
 
     Raises ProjectionError for a negative count.
     """
     if count < 0:
-        raise ProjectionError(f"{count} sample rows of each kind are asked for; give 0 or more")
+        raise ProjectionError(f"{count} sample rows of each kind are not possible; give 0 or more")
     student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
 
     def sample(kind: str, token_id: int) -> Sample:
@@ -69,16 +69,16 @@ def entries_of(
 
 
 def _sample_ids(matrix: ProjectionMatrix, pieces: Pieces, count: int) -> Mapping[str, Sequence[int]]:
-    """Choose, by kind, up to `count` student ids spread evenly over the vocabulary; special ones with a row if any."""
+    """Choose up to `count` student ids per kind, spread over the vocabulary; prefer special tokens with a row."""
     kinds: dict[str, list[int]] = {kind: [] for kind in KINDS}
     lengths = matrix.row_lengths
     for token_id, piece in enumerate(pieces.as_list()):
         if pieces.origin[token_id] == BYTE_FALLBACK and piece.isascii():
-            continue  # twins of ordinary tokens, which would pass for rows that miss their partner
+            continue  # twins of ordinary tokens, which would look like rows that lack their partner
         if kind := _kind(piece, bool(pieces.is_special[token_id]), bool(lengths[token_id] > 1)):
             kinds[kind].append(token_id)
     kinds["special"] = [i for i in kinds["special"] if lengths[i]] or kinds["special"]
-    return {kind: _both(matrix, ids, count) for kind, ids in kinds.items()}
+    return {kind: _exact_and_other(matrix, ids, count) for kind, ids in kinds.items()}
 
 
 def _kind(piece: bytes, is_special: bool, is_split: bool) -> str | None:
@@ -95,12 +95,12 @@ def _kind(piece: bytes, is_special: bool, is_split: bool) -> str | None:
     return "several pieces" if is_split else None
 
 
-def _both(matrix: ProjectionMatrix, ids: Sequence[int], count: int) -> Sequence[int]:
-    """Choose half exact and half other ids; more of the one where the other has fewer."""
+def _exact_and_other(matrix: ProjectionMatrix, ids: Sequence[int], count: int) -> Sequence[int]:
+    """Choose half exact and half other ids; fill up with one kind if the other kind has too few."""
     exact = [i for i in ids if matrix.exact[i]]
-    other = [i for i in ids if not matrix.exact[i]]
-    num_exact = min(len(exact), max(count // 2, count - len(other)))
-    return sorted([*_spread(exact, num_exact), *_spread(other, count - num_exact)])
+    inexact = [i for i in ids if not matrix.exact[i]]
+    num_exact = min(len(exact), max(count // 2, count - len(inexact)))
+    return sorted([*_spread(exact, num_exact), *_spread(inexact, count - num_exact)])
 
 
 def _spread(ids: Sequence[int], count: int) -> Sequence[int]:
@@ -109,12 +109,12 @@ def _spread(ids: Sequence[int], count: int) -> Sequence[int]:
 
 
 def counted_runs(token: str) -> str:
-    """Write a token of `shown_token` with spaces as ␣ and more than three equal white-space signs as ␣×26 or \\n×5."""
+    """Write a token of `shown_token` with spaces as ␣, and more than three equal white-space signs as ␣×26 or \\n×5."""
     return re.sub(r"(␣|\\[ntr])\1{3,}", lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", token.replace(" ", "␣"))
 
 
 def shown_token(tokenizer: PreTrainedTokenizerBase, pieces: Pieces, token_id: int) -> str:
-    """Write a token in quotes, bytes that are no characters as \\x.., special tokens by name."""
+    """Write a token in quotes, bytes that are not characters as \\x.., special tokens by name."""
     if pieces.is_special[token_id]:
         return str(tokenizer.convert_ids_to_tokens(token_id))
     piece = pieces.bytes_of(token_id)

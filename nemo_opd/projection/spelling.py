@@ -1,4 +1,4 @@
-"""Byte strings re-tokenized without a change of any byte (methods.md §2.2)."""
+"""Re-tokenization of byte strings that preserves every byte (methods.md §2.2)."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from nemo_opd.alignment.pieces import BYTE_FALLBACK, CHARACTER_OF_BYTE, Pieces
 from nemo_opd.projection.pair import Side
 
 Progress = Callable[[int, int], None]
-"""(tokens done, tokens in all)"""
+"""Callback: (tokens done, all tokens)."""
 _BATCH = 4096
 _STRAY_BYTES = re.compile("([\udc80-\udcff]+)")
-"""Characters that `surrogateescape` makes of bytes that are none."""
+"""Characters that `surrogateescape` makes of bytes that are not characters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spellings:
-    """Ids that spell each content, one content after the other."""
+    """Ids that spell each content, concatenated."""
 
     ids: NDArray[np.int64]
     content: NDArray[np.int64]
-    """The content an id belongs to."""
+    """Index of the content that an id belongs to."""
     place: NDArray[np.int64]
-    """Place of an id among its content's, from 0."""
+    """Index of an id within its content's spelling."""
 
 
 def spell_with(side: Side, contents: Sequence[bytes], progress: Progress | None = None) -> _Spellings:
-    """Return for each content the ids of `side` that spell exactly its bytes; none where there are none.
+    """Return, for each content, the ids of `side` that spell exactly its bytes; without such ids, none.
 
-    Text goes through the whole tokenizer, so its digit and word rules hold. What does not come back byte for byte (half
-    characters, what the normaliser changes, the names of special tokens) goes through its model alone.
+    Text goes through the full tokenizer, so its digit and word rules hold. Contents that do not come back byte for byte
+    (parts of characters, text that the normaliser changes, names of special tokens) go through its model alone.
     """
     backend = _without_truncation(rust_tokenizer(side.tokenizer))
     model = RawModel(backend, side.pieces)
@@ -65,9 +65,9 @@ def spell_with(side: Side, contents: Sequence[bytes], progress: Progress | None 
 
 
 class RawModel:
-    """Merges or Viterbi without normaliser, pre-tokenizer and added tokens, on the bytes of a piece.
+    """A tokenizer's merges or Viterbi on the bytes of a piece, without normaliser, pre-tokenizer and added tokens.
 
-    Half a character stays bytes: in the byte-level alphabet like any other, in SentencePiece as `<0xHH>`.
+    Parts of characters stay bytes: written in the byte-level alphabet, or by SentencePiece as `<0xHH>`.
     """
 
     def __init__(self, backend: Tokenizer, pieces: Pieces) -> None:
@@ -79,7 +79,7 @@ class RawModel:
         }
 
     def encode(self, piece: bytes) -> list[int]:
-        """Return ids for the piece; they spell less or something else where the vocabulary lacks one of its bytes."""
+        """Return ids for the piece. They spell less or something else if the vocabulary lacks one of its bytes."""
         if self._is_byte_level:
             return self._ids("".join([CHARACTER_OF_BYTE[byte] for byte in piece]))
         text = piece.decode("utf-8", "surrogateescape").replace(" ", META_SPACE)
@@ -97,7 +97,7 @@ class RawModel:
 
 
 def _spelling(pieces: list[bytes], ids: list[int], content: bytes) -> list[int]:
-    """Return the ids if they spell the content, else none."""
+    """Return the ids if they spell the content, otherwise an empty list."""
     return ids if b"".join([pieces[token_id] for token_id in ids]) == content else []
 
 
@@ -106,7 +106,7 @@ def _writes_byte_alphabet(decoder: dict[str, Any]) -> bool:
 
 
 def _without_truncation(backend: Tokenizer) -> Tokenizer:
-    """Return a backend that cuts and pads nothing; a copy, which costs a second, only where this one does."""
+    """Return a backend that does not cut or pad; copy it, which takes a second, only if needed."""
     if backend.truncation is None and backend.padding is None:
         return backend
     copy = Tokenizer.from_str(backend.to_str())

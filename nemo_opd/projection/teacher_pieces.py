@@ -1,4 +1,4 @@
-"""Each teacher token as a sequence of student tokens, its pieces (methods.md §2.6)."""
+"""Pieces of each teacher token: the student tokens that spell it (methods.md §2.6)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemo_opd.projection.pair import TokenizerPair
 from nemo_opd.projection.spelling import spell_with
 
 _Pieces = list[list[int]]
-"""Student tokens of each teacher token; none for a token that has no image."""
+"""Student tokens of each teacher token; empty for a token without an image."""
 
 
 def with_teacher_pieces(
@@ -22,9 +22,9 @@ def with_teacher_pieces(
 ) -> ProjectionMatrix:
     """Set the pieces of the teacher's tokens in both forms.
 
-    ids: student tokens by their bytes; single: teacher token → the student token that is its one piece. Other text
-    tokens have the pieces that the student's tokenizer gives their bytes, or where these do not come back byte for
-    byte, the longest student tokens that begin the bytes left.
+    ids: student tokens keyed by their bytes. single: teacher token → the student token that is its only piece. Other
+    text tokens have the pieces of the student's tokenizer or, if these do not come back byte for byte, the longest
+    student tokens from the left.
     """
     teacher = pair.teacher
     several = [t for t in np.flatnonzero(teacher.is_text).tolist() if t not in single and teacher.contents[t]]
@@ -51,15 +51,15 @@ def with_teacher_pieces(
 
 
 def _longest_first(content: bytes, ids: Mapping[bytes, int], longest: int) -> list[int]:
-    """Cut bytes into the longest known tokens from the left, up to bytes that begin with none."""
-    pieces, at = [], 0
-    while at < len(content):
-        lengths = range(min(len(content) - at, longest), 0, -1)
-        length = next((length for length in lengths if content[at : at + length] in ids), 0)
+    """Cut bytes into the longest known tokens from the left, up to bytes that no token begins."""
+    pieces, start = [], 0
+    while start < len(content):
+        lengths = range(min(len(content) - start, longest), 0, -1)
+        length = next((length for length in lengths if content[start : start + length] in ids), 0)
         if not length:
             break
-        pieces.append(ids[content[at : at + length]])
-        at += length
+        pieces.append(ids[content[start : start + length]])
+        start += length
     return pieces
 
 

@@ -1,4 +1,4 @@
-"""The base of all rewards."""
+"""Base classes of rewards."""
 
 import numbers
 from abc import ABC, abstractmethod
@@ -14,30 +14,31 @@ from nemo_opd.users_code import LARGEST_REWARD, is_reward, shown
 
 
 class RewardFunction(ABC):
-    """Function Rollout → float. Leaving the `with`, or `close`, frees what it holds."""
+    """A function Rollout → float. `close`, or the end of its `with`, frees its resources."""
 
     votes: bool = False
-    """Whether it reads an answer from a rollout, so that equal answers of several rollouts can be counted."""
+    """Whether it extracts an answer from a rollout, so that equal answers of several rollouts can be counted."""
 
     def __init__(self, settings: Any) -> None:
-        """Take the settings whose `type` names this reward."""
+        """settings: their `type` names this reward."""
         self.name: str = settings.type
         """Name in errors: the value of `reward.type`, or the user's function."""
 
     @classmethod  # noqa: B027  most need no check
     def check_answer(cls, answer: str) -> None:
-        """Raise DataError for an answer of a dataset that it cannot compare with."""
+        """Raise DataError if it cannot compare with this answer of a dataset."""
 
     def __call__(self, rollout: Rollout) -> float:
-        """Return the reward. Raises RolloutError, with the prompt and the sample, unless it is a finite number."""
+        """Return the reward. Raises RolloutError, naming prompt and sample, unless it is a finite number."""
         value = self.score(rollout)
         if not isinstance(value, numbers.Real | np.bool_):
             raise RolloutError(
-                f"{self.at(rollout)}: it returned {shown(value)} ({type(value).__name__}), no number; return a float"
+                f"{self.at(rollout)}: it returned {shown(value)} ({type(value).__name__}), which is not a number; "
+                "return a float"
             )
         if not is_reward(value):
             raise RolloutError(
-                f"{self.at(rollout)}: it returned {shown(value)}; return a finite number, ±{LARGEST_REWARD:g} at most"
+                f"{self.at(rollout)}: it returned {shown(value)}; return a finite number within ±{LARGEST_REWARD:g}"
             )
         return float(value)
 
@@ -46,23 +47,23 @@ class RewardFunction(ABC):
         """Compute the reward, which `__call__` checks."""
 
     def of_batch(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the rewards of one batch of rollouts."""
+        """Return the rewards of a batch of rollouts."""
         self.begin()
         self.expect(rollouts)
         return [self(rollout) for rollout in tracked(rollouts, "rewarding", "rollouts")]
 
     def expect(self, rollouts: Sequence[Rollout]) -> None:  # noqa: B027  most take no time
-        """Begin what takes time for rollouts that it is called with afterwards, one by one."""
+        """Start slow work for rollouts that will be scored one by one afterwards."""
 
-    def begin(self) -> None:  # noqa: B027  most need not know
+    def begin(self) -> None:  # noqa: B027  most need no preparation
         """Prepare for the rollouts of a batch or of an evaluation."""
 
     def vote(self, rollout: Rollout) -> str | None:
-        """Return the rollout's answer, equal for answers that mean the same; None where it has none."""
+        """Return the rollout's answer, equal for equivalent answers, or None."""
         return None
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
-        """End the processes it started."""
+        """End the processes that it started."""
 
     def __enter__(self) -> Self:
         return self
@@ -71,11 +72,11 @@ class RewardFunction(ABC):
         self.close()
 
     def at(self, rollout: Rollout) -> str:
-        """Return the start of a message about one rollout."""
+        """Return the start of a message about a rollout."""
         return f"reward {self.name}, prompt {rollout.prompt.index}, sample {rollout.sample}"
 
     def answer(self, rollout: Rollout) -> str:
-        """Return the answer to compare with. Raises RolloutError where the prompt has none."""
+        """Return the answer to compare with. Raises RolloutError if the prompt has none."""
         if rollout.prompt.answer is None:
             raise RolloutError(
                 f"{self.at(rollout)}: the prompt has no answer; set reward.answer_key to the column that holds it"
@@ -84,7 +85,7 @@ class RewardFunction(ABC):
 
 
 class Compound(RewardFunction):
-    """The base of rewards that are made of others."""
+    """The base class of rewards that combine other rewards."""
 
     def __init__(self, settings: Any, rewards: Sequence[RewardFunction]) -> None:
         super().__init__(settings)
@@ -104,5 +105,5 @@ class Compound(RewardFunction):
 
 
 def last_turn(rollout: Rollout) -> str:
-    """Return the text of the student's last turn; empty where it had none."""
+    """Return the text of the student's last turn; empty without a turn."""
     return rollout.responses[-1] if rollout.responses else ""

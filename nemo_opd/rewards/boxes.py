@@ -1,4 +1,4 @@
-"""Boxed formulas of LaTeX."""
+"""Boxed formulas in LaTeX."""
 
 import re
 
@@ -7,9 +7,9 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last box whose braces are balanced, stripped; None where no box is closed.
+    """Return the stripped content of the last box with balanced braces; None if no box is closed.
 
-    \\boxed 5 is a box too. Of a box within a box the outer one counts.
+    \\boxed 5 is a box too. If boxes are nested, the outer one counts.
     """
     content, end = None, 0
     closing = _closing_braces(text)
@@ -25,12 +25,12 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Return, by the position of each opening brace, that of its closing one; escaped braces do not count."""
+    """Return position of opening brace → position of closing brace, without escaped braces."""
     closing: dict[int, int] = {}
-    opened: list[int] = []
-    for found in _BRACE.finditer(text):
-        if found[0] == "{":
-            opened.append(found.start())
-        elif found[0] == "}" and opened:
-            closing[opened.pop()] = found.start()
+    open_braces: list[int] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            open_braces.append(brace.start())
+        elif brace[0] == "}" and open_braces:
+            closing[open_braces.pop()] = brace.start()
     return closing

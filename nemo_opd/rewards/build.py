@@ -1,4 +1,4 @@
-"""The reward of each `reward.type`, and checks of a dataset's answers."""
+"""Rewards by `reward.type`, and checks of a dataset's answers."""
 
 from collections.abc import Iterable
 
@@ -39,25 +39,25 @@ REWARDS: dict[type[RewardBase], type[RewardFunction]] = {
     FunctionReward: UserFunction,
     FormatReward: FormatMatch,
 }
-"""Settings → reward that is made of no others; those that are, are made in `build_reward`."""
+"""Settings → reward, without compound rewards, which `build_reward` creates."""
 require_lines(choices(Reward), {*REWARDS, WeightedReward, SourceReward}, "REWARDS in nemo_opd/rewards/build.py")
 
 
 def build_reward(settings: RewardBase) -> RewardFunction:
-    """Return the reward, to be closed by `with`. Raises ConfigError, with its key, for what cannot be
-    made: a user's function, a JSON schema, a sandbox.
+    """Build a reward, to be used in a `with`. Raises ConfigError with the key for an unusable function, JSON schema or
+    sandbox.
     """
     if isinstance(settings, WeightedReward):
-        parts = [_build_below(f"terms.{i}.reward", term.reward) for i, term in enumerate(settings.terms)]
+        parts = [_build_part(f"terms.{i}.reward", term.reward) for i, term in enumerate(settings.terms)]
         return WeightedSum(settings, parts)
     if isinstance(settings, SourceReward):
-        by_source = {source: _build_below(f"rewards.{source}", each) for source, each in settings.rewards.items()}
+        by_source = {source: _build_part(f"rewards.{source}", part) for source, part in settings.rewards.items()}
         return RewardBySource(settings, by_source)
     return REWARDS[type(settings)](settings)
 
 
-def _build_below(path: str, settings: RewardBase) -> RewardFunction:
-    """Return a part of a reward. Raises ConfigError with its key in place of the whole reward's."""
+def _build_part(path: str, settings: RewardBase) -> RewardFunction:
+    """Build a part of a compound reward. Raises ConfigError with the part's key."""
     try:
         return build_reward(settings)
     except ConfigError as error:
@@ -65,39 +65,39 @@ def _build_below(path: str, settings: RewardBase) -> RewardFunction:
 
 
 def check_answer(settings: RewardBase, answer: str | None) -> None:
-    """Raise DataError for an answer that the reward cannot compare with."""
+    """Raise DataError if the reward cannot compare with this answer."""
     for part in settings.parts:
         if not isinstance(part, AnswerReward):
             continue
         if answer is None:
-            raise DataError(f"there is no answer (null), which reward.type={part.type} compares with")
+            raise DataError(f"there is no answer (null) for reward.type={part.type} to compare with")
         REWARDS[type(part)].check_answer(answer)
 
 
-def _chosen(settings: Reward, prompt: Prompt) -> RewardBase:
-    """Return the reward of a prompt. Raises DataError where its source has none."""
+def _settings_of(settings: Reward, prompt: Prompt) -> RewardBase:
+    """Return the settings of a prompt's reward. Raises DataError if its source has none."""
     if not isinstance(settings, SourceReward):
         return settings
     source = str(prompt.row.get(settings.key))
     try:
         return settings.of(source)
     except KeyError:
-        known = ", ".join(settings.rewards)
+        sources = ", ".join(settings.rewards)
         raise DataError(
-            f"{settings.key}={source!r} has no reward (there are {known}); add it, or one of the name default, under "
+            f"{settings.key}={source!r} has no reward (there are {sources}); add it, or one named default, under "
             "reward.rewards"
         ) from None
 
 
 def check_answers(settings: Reward, prompts: Iterable[Prompt], *, source: str) -> None:
-    """Raise DataError, with the row, for the first answer that the reward cannot compare with.
+    """Raise DataError, naming the row, for the first answer that the reward cannot compare with.
 
-    source: the setting that the prompts come from, such as `data.train.jsonl_files='a.jsonl'`.
+    source: setting that the prompts come from, such as `data.train.jsonl_files='a.jsonl'`.
     """
     column = "" if settings.answer_column is None else f"column {settings.answer_column!r}: "
     for prompt in prompts:
         try:
-            check_answer(_chosen(settings, prompt), prompt.answer)
+            check_answer(_settings_of(settings, prompt), prompt.answer)
         except DataError as error:
             raise DataError(
                 f"{source}: row {prompt.index} (counted from 0 over all files): {column}"

@@ -1,4 +1,4 @@
-"""The reward that a column of the row chooses."""
+"""A reward selected by a column of the row."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from nemo_opd.rewards.base import Compound, RewardFunction
 
 
 class RewardBySource(Compound):
-    """The reward of the rollout's source."""
+    """A compound reward that uses the part for the rollout's source."""
 
     def __init__(self, settings: SourceReward, by_source: Mapping[str, RewardFunction]) -> None:
         super().__init__(settings, tuple(by_source.values()))
@@ -17,18 +17,18 @@ class RewardBySource(Compound):
 
     def score(self, rollout: Rollout) -> float:
         """Return the reward. Raises RolloutError for a source without one."""
-        return self._of(rollout)(rollout)
+        return self._part(rollout)(rollout)
 
     def expect(self, rollouts: Sequence[Rollout]) -> None:
         for reward in self.rewards:
-            reward.expect([rollout for rollout in rollouts if self._of(rollout) is reward])
+            reward.expect([rollout for rollout in rollouts if self._part(rollout) is reward])
 
     def vote(self, rollout: Rollout) -> str | None:
-        return self._of(rollout).vote(rollout)
+        return self._part(rollout).vote(rollout)
 
-    def _of(self, rollout: Rollout) -> RewardFunction:
+    def _part(self, rollout: Rollout) -> RewardFunction:
         source = str(rollout.prompt.row.get(self._key))
-        found = self._by_source.get(source) or self._by_source.get("default")
-        if found is None:
+        part = self._by_source.get(source) or self._by_source.get("default")
+        if part is None:
             raise RolloutError(f"{self.at(rollout)}: {self._key}={source!r} has no reward; add it under reward.rewards")
-        return found
+        return part

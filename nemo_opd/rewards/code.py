@@ -1,4 +1,4 @@
-"""Reward 1 where a program passes its tests in a sandbox."""
+"""A reward of 1 if a program passes its tests in a sandbox."""
 
 import re
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ _FUNCTION = re.compile(r"^(?:async\s+)?def\s+(\w+)", re.MULTILINE)
 
 
 class CodePasses(RewardFunction):
-    """1 where the program of the last turn passes the tests of the row, else 0."""
+    """A reward of 1 if the program in the last turn passes the row's tests, else 0."""
 
     def __init__(self, settings: CodeReward) -> None:
-        """Prepare the checker of programs. Raises ConfigError where no sandbox can be made."""
+        """Create the checker of programs. Raises ConfigError if sandboxes do not work here."""
         super().__init__(settings)
         self._entry_point_key = settings.entry_point_key
         self._checker = Checker(settings.sandbox, "reward.sandbox")
@@ -32,13 +32,13 @@ class CodePasses(RewardFunction):
         read_tests(answer, "candidate")
 
     def expect(self, rollouts: Sequence[Rollout]) -> None:
-        """Begin to run the programs, as many at a time as there are workers."""
+        """Start to run the programs, with one program per worker at a time."""
         for rollout in rollouts:
             with suppress(RolloutError):  # raised again when the rollout is scored
-                self._submitted(rollout)
+                self._submit(rollout)
 
     def score(self, rollout: Rollout) -> float:
-        verdict = self._submitted(rollout)
+        verdict = self._submit(rollout)
         try:
             return float(verdict.result().passed)
         except RolloutError as error:
@@ -47,8 +47,8 @@ class CodePasses(RewardFunction):
     def close(self) -> None:
         self._checker.close()
 
-    def _submitted(self, rollout: Rollout) -> Future[Verdict]:
-        """Return the verdict to come; a program runs once. Raises RolloutError for tests that name no function."""
+    def _submit(self, rollout: Rollout) -> Future[Verdict]:
+        """Return the future verdict; each program runs once. Raises RolloutError for unusable tests."""
         entry_point = _entry_point_of(rollout.prompt, self._entry_point_key)
         try:
             tests = read_tests(self.answer(rollout), entry_point)
@@ -58,17 +58,17 @@ class CodePasses(RewardFunction):
 
 
 def _entry_point_of(prompt: Prompt, key: str | None) -> str | None:
-    """Return the function that a column of the row names, or without a key the last one that the question defines."""
+    """Return the function named in column `key`; without a key, the last function that the question defines."""
     if key is not None:
         return str(prompt.row[key])
-    found = _FUNCTION.findall(_asked(prompt))
-    return found[-1] if found else None
+    functions = _FUNCTION.findall(_question(prompt))
+    return functions[-1] if functions else None
 
 
 def program_of(rollout: Rollout, entry_point: str | None) -> str:
-    """Return the program of a response: its last block of Python, else all of it as code.
+    """Return the program in a response: its last block of Python or, without a block, the whole response.
 
-    A text that is continued comes first, unless the block defines `entry_point` itself.
+    A plain-text prompt is prepended, unless the block defines `entry_point` itself.
     """
     response = last_turn(rollout)
     block = last_block(response)
@@ -77,26 +77,26 @@ def program_of(rollout: Rollout, entry_point: str | None) -> str:
         return response if block is None else block
     if block is None:
         return prompt + response
-    is_whole = entry_point is None or entry_point in _FUNCTION.findall(block)
-    return block if is_whole else f"{prompt}\n{block}"
+    is_complete = entry_point is None or entry_point in _FUNCTION.findall(block)
+    return block if is_complete else f"{prompt}\n{block}"
 
 
 def last_block(text: str) -> str | None:
-    """Return the last fenced block of Python, which may lack its end; None where there is none."""
-    found, block, fence = None, list[str](), ""
+    """Return the last closed Python block, or an unclosed one if no block is closed, or None."""
+    last, block, fence = None, list[str](), ""
     for line in text.splitlines():
         mark = _FENCE.match(line)
         if fence and mark and mark[1].startswith(fence) and not mark[2]:
-            found, fence = "\n".join(block), ""
+            last, fence = "\n".join(block), ""
         elif fence:
             block.append(line)
         elif mark and mark[2] in _PYTHON:
             block, fence = [], mark[1]
-    return "\n".join(block) if fence and found is None else found
+    return "\n".join(block) if fence and last is None else last
 
 
-def _asked(prompt: Prompt) -> str:
-    """Return the question: a text, or the user's last message."""
+def _question(prompt: Prompt) -> str:
+    """Return a plain-text prompt, or the user's last message."""
     if isinstance(prompt.content, str):
         return prompt.content
-    return next((each["content"] or "" for each in reversed(prompt.content) if each["role"] == "user"), "")
+    return next((message["content"] or "" for message in reversed(prompt.content) if message["role"] == "user"), "")

@@ -1,4 +1,4 @@
-"""Mathematical equality of formulas, decided in a process that can be ended."""
+"""Mathematical equality of formulas, computed in a process that can be killed."""
 
 import contextlib
 import json
@@ -16,26 +16,24 @@ from nemo_opd.errors import RolloutError
 from nemo_opd.rewards.notation import EMPTY_SET, UNDEFINED, readings, same_kind, says_no_solution, says_undefined
 from nemo_opd.rewards.units import contradict
 
-# By its file, since importing the package takes time; -P: modules in its folder have names of the standard library's.
+# Run as a file, since importing the package takes time. -P: modules in its folder shadow the standard library's.
 _COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("equivalence_process.py")))
 _INTEGER = re.compile(r"[+-]?\d{1,1000}")
 _WORD = re.compile(r"[^\W\d_]{3,}")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _GROUPS = re.compile(r"(?<=\d)(?:\\[,; !]|~|\{,\}|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 SLOW_S = 60.0
-"""Longest wait for an answer, added to twenty times its limit of processor time: a busy machine needs both."""
+"""Longest wait for an answer, in addition to twenty times its limit of processor time; a busy machine needs both."""
 MANY = 16
-"""Comparisons of one batch of rollouts that run out of time before the limit of the others is lowered."""
+"""Comparisons per batch of rollouts that may run out of time before the limit is lowered."""
 LEAST_S = 1.0
-"""Lowered limit of processor time, of which ordinary comparisons take a small part; a twentieth of the limit where
-that is more.
-"""
+"""Lowered limit of processor time, or a twentieth of the limit if that is more. Ordinary comparisons need much less."""
 _MIXED_NUMBER = re.compile(r"(?<![\w.^/])(\d{1,20})(?:\\[,; ]|~|\s){1,4}(\d{1,20})\s?/\s?(\d{1,20})(?![\d.])")
 _POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([+-]?\d+)")
 
 
 class Equivalence:
-    """Comparison of formulas by math-verify and SymPy, in a process that starts when first needed."""
+    """A comparison of formulas with math-verify and SymPy, in a process that starts on first use."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -43,73 +41,73 @@ class Equivalence:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
-        # The rollouts of a prompt repeat each other's answers, and the same wrong ones come back every epoch.
-        self._ask_once = lru_cache(maxsize=1 << 16)(self._ask)
+        # Rollouts of a prompt repeat each other's answers, and wrong answers recur every epoch.
+        self._ask_cached = lru_cache(maxsize=1 << 16)(self._ask)
 
     def begin(self) -> None:
-        """Reset the count of comparisons that ran out of time; to be called before each batch of rollouts."""
+        """Reset the count of comparisons that ran out of time. Call it before each batch of rollouts."""
         self._num_overdue = 0
 
-    def equal(self, wanted: str, given: str) -> bool:
-        """Return whether LaTeX formulas are equal; False where that takes more than `timeout_s` of processor time."""
-        wanted, given = _tidy(wanted), _tidy(given)
-        word = _bare_text(wanted)
-        if word == _bare_text(given):
+    def equal(self, expected: str, answer: str) -> bool:
+        """Return whether LaTeX formulas are equal; False if that takes more than `timeout_s` of processor time."""
+        expected, answer = _normalized(expected), _normalized(answer)
+        word = _bare_text(expected)
+        if word == _bare_text(answer):
             return bool(word)
         if _WORD.fullmatch(word):
-            return False  # algebra takes a word for a product of letters
-        if _INTEGER.fullmatch(wanted) and _INTEGER.fullmatch(given):
-            return int(wanted) == int(given)
-        if not given or not same_kind(wanted, given) or contradict(wanted, given):
+            return False  # algebra would read a word as a product of letters
+        if _INTEGER.fullmatch(expected) and _INTEGER.fullmatch(answer):
+            return int(expected) == int(answer)
+        if not answer or not same_kind(expected, answer) or contradict(expected, answer):
             return False
-        return any(self._answer("equal", *pair) is True for pair in readings(wanted, given))
+        return any(self._answer("equal", *pair) is True for pair in readings(expected, answer))
 
     def canonical(self, formula: str) -> str | None:
-        """Return one text for all formulas that simplify to the same; None where the formula is empty."""
-        formula = _tidy(formula)
+        """Return the same text for all formulas with the same simplified form, or None for an empty formula."""
+        formula = _normalized(formula)
         word = _bare_text(formula)
         if _WORD.fullmatch(word):
             return word
         if _INTEGER.fullmatch(formula):
             return str(int(formula))
-        found = self._answer("canonical", formula)
-        return found if isinstance(found, str) else word or None
+        text = self._answer("canonical", formula)
+        return text if isinstance(text, str) else word or None
 
     def close(self) -> None:
         with self._lock:
             self._end()
 
     def _answer(self, task: str, *formulas: str) -> Any:
-        """Return the answer; None where time ran out, also where that is cached: rewards must not depend on it."""
+        """Return the answer, or None on a timeout. Cached timeouts count too: rewards must not depend on the cache."""
         limit_s = self.timeout_s
         if self._num_overdue >= MANY:
             limit_s = min(limit_s, max(LEAST_S, limit_s / 20))
-        reply = self._ask_once(task, limit_s, *formulas)
+        reply = self._ask_cached(task, limit_s, *formulas)
         if "answer" not in reply:
             self._num_overdue += 1
         return reply.get("answer")
 
     def _ask(self, task: str, limit_s: float, *formulas: str) -> dict[str, Any]:
-        """Return the process's reply: `answer`, or `ended` where time ran out, or algebra broke down.
+        """Return the process's reply: `answer`, or `ended` if time ran out or the algebra crashed.
 
-        Raises RolloutError where the process was killed twice, has ended, or does not reply.
+        Raises RolloutError if the process was killed twice, has ended, or does not reply.
         """
         for _ in range(2):
-            reply = self._replied(task, limit_s, *formulas)
+            reply = self._exchange(task, limit_s, *formulas)
             if reply.get("ended") != signal.SIGKILL:
                 return reply
-        asked = " and ".join(map(repr, formulas))
+        texts = " and ".join(map(repr, formulas))
         raise RolloutError(
-            f"the process that compares formulas was killed twice at {asked}; see whether the machine's memory is full"
+            f"the process that compares formulas was killed twice at {texts}; see whether the machine's memory is full"
         )
 
-    def _replied(self, task: str, limit_s: float, *formulas: str) -> dict[str, Any]:
+    def _exchange(self, task: str, limit_s: float, *formulas: str) -> dict[str, Any]:
         longest_s = SLOW_S + 20 * limit_s
         with self._lock:
             self._num_asked += 1
             number = self._num_asked
             question = json.dumps({"number": number, "task": task, "formulas": formulas, "timeout_s": limit_s})
-            process = self._running()
+            process = self._ensure_process()
             assert process.stdin is not None
             assert process.stdout is not None
             watch = threading.Timer(longest_s, process.kill)
@@ -117,9 +115,9 @@ class Equivalence:
             try:
                 process.stdin.write(question + "\n")
                 process.stdin.flush()
-                # Earlier lines may answer a question that was abandoned.
+                # Earlier lines may answer an abandoned question.
                 for line in process.stdout:
-                    with contextlib.suppress(ValueError):  # from a child that was killed as it wrote
+                    with contextlib.suppress(ValueError):  # from a child that was killed while writing
                         reply: dict[str, Any] = json.loads(line)
                         if reply["number"] == number:
                             return reply
@@ -139,7 +137,7 @@ class Equivalence:
             f"the process that compares formulas ended with status {status}; run `{' '.join(_COMMAND)}` to see why"
         )
 
-    def _running(self) -> subprocess.Popen[str]:
+    def _ensure_process(self) -> subprocess.Popen[str]:
         if self._process is None:
             self._process = subprocess.Popen(
                 _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
@@ -158,13 +156,13 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # what was left to write has no reader
+            with contextlib.suppress(OSError):  # buffered output has no reader any more
                 pipe.close()
 
 
-def _tidy(formula: str) -> str:
-    """Strip dollar signs, and write numbers as algebra reads them: 1000 for 1 000, 2·10^3 for 2e3; the empty set and
-    one word for words that say that nothing solves, or that a value does not exist.
+def _normalized(formula: str) -> str:
+    """Strip dollar signs, write numbers as algebra reads them (1000 for 1 000, 2·10^3 for 2e3), and replace phrases for
+    no solution by the empty set and phrases for a non-existent value by one word.
     """
     bare = _bare_text(formula)
     if says_no_solution(bare):
@@ -179,6 +177,6 @@ def _tidy(formula: str) -> str:
 
 
 def _bare_text(formula: str) -> str:
-    """Return the formula in lower case, without spaces and the commands that set text."""
+    """Return the formula in lower case, without spaces and text commands."""
     text = _TEXT.sub(r"\1", formula.strip().strip("$")).replace("\\ ", "").replace("\\,", "")
     return "".join(text.split()).casefold()

@@ -1,4 +1,4 @@
-"""Reward 1 where the last turn is the answer."""
+"""A reward of 1 if the last turn is the answer."""
 
 from nemo_opd.config.reward import ExactReward
 from nemo_opd.data.record import Rollout
@@ -8,7 +8,7 @@ from nemo_opd.rewards.extraction import build_extractor
 
 
 class ExactMatch(RewardFunction):
-    """1 where the texts are equal, surrounding white space aside, else 0."""
+    """A reward of 1 if the texts are equal except for surrounding white space, else 0."""
 
     votes = True
 

@@ -1,4 +1,4 @@
-"""Extraction of the answer from a response, by each `extract.type`."""
+"""Extraction of the answer from a response, by `extract.type`."""
 
 import json
 import re
@@ -12,15 +12,15 @@ from nemo_opd.rewards.boxes import last_boxed
 from nemo_opd.users_code import UsersCodeError, called
 
 _Extractor = Callable[[str], str | None]
-"""Map from a response to the answer in it; None where there is none. Raises RolloutError."""
+"""Function that extracts the answer from a response, or returns None. Raises RolloutError."""
 
 _EMPHASIS = " \t*_`$"
 _MAX_READ = 10_000_000
-"""Characters of what looks like the beginning of JSON and is none, after which no more are read."""
+"""Characters read of invalid JSON in one response before the search stops."""
 
 
 def build_extractor(settings: Extraction) -> _Extractor:
-    """Return the extractor. Raises ConfigError for a schema that cannot be read."""
+    """Build the extractor. Raises ConfigError for an unreadable schema."""
     if isinstance(settings, LastTurn):
         return str.strip
     if isinstance(settings, Boxed):
@@ -28,14 +28,14 @@ def build_extractor(settings: Extraction) -> _Extractor:
     if isinstance(settings, AnswerLine):
         return partial(_after, re.compile(re.escape(settings.marker), re.IGNORECASE))
     if isinstance(settings, Choice):
-        return partial(_chosen, _choice_patterns(settings.letters))
+        return partial(_choice, _choice_patterns(settings.letters))
     if isinstance(settings, Regex):
-        return partial(_matched, re.compile(settings.pattern, re.MULTILINE), settings.timeout_s)
+        return partial(_last_match, re.compile(settings.pattern, re.MULTILINE), settings.timeout_s)
     return partial(_json_value, settings.key, _validator(settings))
 
 
 def _after(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return what follows the last marker in its line, without emphasis and a full stop."""
+    """Return the text after the last marker in its line, without emphasis and full stop."""
     *_, last = [None, *pattern.finditer(text)]
     if last is None:
         return None
@@ -43,10 +43,10 @@ def _after(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def _choice_patterns(letters: str) -> tuple[re.Pattern[str], ...]:
-    """Return the patterns of a chosen letter, the surest first: in a box, after a word such as answer, by itself."""
+    """Return the patterns of a choice, most reliable first: in a box, after a word such as answer, by itself."""
     letter = rf"(?<![A-Za-z])([{letters}])(?![A-Za-z'])"
     opening = rf"(?:[\s{_EMPHASIS}(\[{{]|\\(?:text|mathrm|mathbf))*+"
-    # The words "I" and "A" are no choices: "the answer is I don't know", "Answer: A cat".
+    # The words "I" and "A" are not choices in "the answer is I don't know" and "Answer: A cat".
     by_itself = rf"(?!I\s+[a-z]|A\s+(?!because|since|as|for|and|which|not|but)[a-z]){letter}"
     return (
         re.compile(letter),
@@ -55,29 +55,29 @@ def _choice_patterns(letters: str) -> tuple[re.Pattern[str], ...]:
     )
 
 
-def _chosen(patterns: tuple[re.Pattern[str], ...], text: str) -> str | None:
-    boxed, *others = patterns
-    if (content := last_boxed(text)) is not None and (named := boxed.search(content)):
-        return named[1]
-    for pattern in others:
-        if found := list(pattern.finditer(text)):
-            return next(group for group in found[-1].groups() if group)
+def _choice(patterns: tuple[re.Pattern[str], ...], text: str) -> str | None:
+    in_box, *in_text = patterns
+    if (content := last_boxed(text)) is not None and (letter := in_box.search(content)):
+        return letter[1]
+    for pattern in in_text:
+        if matches := list(pattern.finditer(text)):
+            return next(group for group in matches[-1].groups() if group)
     return None
 
 
-def _matched(pattern: re.Pattern[str], timeout_s: float, text: str) -> str | None:
+def _last_match(pattern: re.Pattern[str], timeout_s: float, text: str) -> str | None:
     def last() -> re.Match[str] | None:
         return next(iter(reversed(list(pattern.finditer(text)))), None)
 
     try:
-        found = called(last, timeout_s=timeout_s, key="reward.extract.timeout_s")
+        match = called(last, timeout_s=timeout_s, key="reward.extract.timeout_s")
     except UsersCodeError:
         return None
-    return None if found is None else found[1] if pattern.groups else found[0]
+    return None if match is None else match[1] if pattern.groups else match[0]
 
 
 def _validator(settings: Json) -> Any:
-    """Return the schema's validator; None without a schema."""
+    """Return the schema's validator, or None without a schema."""
     if settings.schema_file is None:
         return None
     from jsonschema.exceptions import SchemaError
@@ -85,14 +85,15 @@ def _validator(settings: Json) -> Any:
 
     try:
         schema = json.loads(settings.schema_file.read_text(encoding="utf-8"))
-        kind = validator_for(schema)
-        kind.check_schema(schema)
+        validator_class = validator_for(schema)
+        validator_class.check_schema(schema)
     except (OSError, ValueError, SchemaError) as error:
         reason = str(getattr(error, "message", error)).splitlines()[0]
         raise ConfigError(
-            f"reward.extract.schema_file={settings.schema_file}: no JSON schema: {reason}; correct the file or the path"
+            f"reward.extract.schema_file={settings.schema_file}: not a JSON schema: {reason}; correct the file or the "
+            "path"
         ) from error
-    return kind(schema)
+    return validator_class(schema)
 
 
 def _json_value(key: str | None, validator: Any, text: str) -> str | None:
@@ -110,7 +111,7 @@ def _json_value(key: str | None, validator: Any, text: str) -> str | None:
 
 
 def _is_valid(value: Any, validator: Any) -> bool:
-    """Return whether a value matches the schema. Raises RolloutError for a reference in it that cannot be found."""
+    """Return whether a value matches the schema. Raises RolloutError for a dangling reference in the schema."""
     if validator is None:
         return True
     from referencing.exceptions import Unresolvable
@@ -119,22 +120,22 @@ def _is_valid(value: Any, validator: Any) -> bool:
         return bool(validator.is_valid(value))
     except Unresolvable as error:
         raise RolloutError(
-            f"reward.extract.schema_file: {error.ref} that it refers to cannot be found; define it in the schema itself"
+            f"reward.extract.schema_file: the reference {error.ref} cannot be found; define it in the schema itself"
         ) from error
 
 
 def _last_json(text: str) -> Any:
-    """Return the last object or list that is in no other; None where there is none."""
-    decoder, found, end, read = json.JSONDecoder(), None, 0, 0
+    """Return the last outermost JSON object or list, or None."""
+    decoder, value, end, read = json.JSONDecoder(), None, 0, 0
     for match in re.finditer(r"[{\[]", text):
         if match.start() < end:
             continue
         try:
-            found, end = decoder.raw_decode(text, match.start())
+            value, end = decoder.raw_decode(text, match.start())
         except json.JSONDecodeError as error:
             read += error.pos - match.start()
-        except (ValueError, RecursionError):  # a number of too many digits, too many levels
+        except (ValueError, RecursionError):  # too many digits, too many levels
             read += len(text) - match.start()
         if read > _MAX_READ:
             break
-    return found
+    return value

@@ -1,4 +1,4 @@
-"""Reward 1 where the last turn has a form."""
+"""A reward of 1 if the last turn has a format."""
 
 from nemo_opd.config.reward import FormatReward
 from nemo_opd.data.record import Rollout
@@ -7,10 +7,10 @@ from nemo_opd.rewards.extraction import build_extractor
 
 
 class FormatMatch(RewardFunction):
-    """1 where the extraction finds something, else 0."""
+    """A reward of 1 if the extraction succeeds, else 0."""
 
     def __init__(self, settings: FormatReward) -> None:
-        """Build the extraction. Raises ConfigError where that is impossible."""
+        """Build the extraction. Raises ConfigError for an unreadable schema."""
         super().__init__(settings)
         self._extract = build_extractor(settings.extract)
 

@@ -1,4 +1,4 @@
-"""A user's own reward."""
+"""A user-defined reward."""
 
 import inspect
 
@@ -10,10 +10,10 @@ from nemo_opd.users_code import UsersCodeError, called, imported
 
 
 class UserFunction(RewardFunction):
-    """Reward by the function that `package.module:function` names."""
+    """A reward computed by the function at `package.module:function`."""
 
     def __init__(self, settings: FunctionReward) -> None:
-        """Import the function. Raises ConfigError where it cannot be imported, or called with a rollout alone."""
+        """Import the function. Raises ConfigError if it cannot be imported, or cannot be called with only a rollout."""
         super().__init__(settings)
         self.name = settings.function
         self._timeout_s = settings.call_timeout_s
@@ -23,7 +23,7 @@ class UserFunction(RewardFunction):
         self._require_one_argument()
 
     def score(self, rollout: Rollout) -> float:
-        """Call the function. Raises RolloutError for whatever it raises, and where it does not return in time."""
+        """Call the function. Raises RolloutError if it raises or does not return in time."""
         try:
             return called(self._function, rollout, timeout_s=self._timeout_s, key="reward.call_timeout_s")
         except UsersCodeError as error:
@@ -32,7 +32,7 @@ class UserFunction(RewardFunction):
     def _require_one_argument(self) -> None:
         try:
             signature = inspect.signature(self._function)
-        except (TypeError, ValueError):  # many functions in C have none
+        except (TypeError, ValueError):  # many C functions have no signature
             return
         try:
             signature.bind(None)

@@ -1,4 +1,4 @@
-"""Reward 1 where the last boxed formula is equal to the answer."""
+"""A reward of 1 if the last boxed formula equals the answer."""
 
 from nemo_opd.config.reward import MathReward
 from nemo_opd.data.record import Rollout
@@ -10,7 +10,7 @@ from nemo_opd.rewards.extraction import build_extractor
 
 
 class MathMatch(RewardFunction):
-    """1 where the last \\boxed{…} of the last turn is mathematically equal to the answer, else 0."""
+    """A reward of 1 if the last \\boxed{…} of the last turn is mathematically equal to the answer, else 0."""
 
     votes = True
 
@@ -24,12 +24,12 @@ class MathMatch(RewardFunction):
         _formula_of(answer)
 
     def score(self, rollout: Rollout) -> float:
-        wanted, given = _formula_of(self.answer(rollout)), self._extract(last_turn(rollout))
-        return float(given is not None and self._equivalence.equal(wanted, given))
+        expected, formula = _formula_of(self.answer(rollout)), self._extract(last_turn(rollout))
+        return float(formula is not None and self._equivalence.equal(expected, formula))
 
     def vote(self, rollout: Rollout) -> str | None:
-        given = self._extract(last_turn(rollout))
-        return self._equivalence.canonical(given) if given else None
+        formula = self._extract(last_turn(rollout))
+        return self._equivalence.canonical(formula) if formula else None
 
     def begin(self) -> None:
         self._equivalence.begin()
@@ -39,9 +39,9 @@ class MathMatch(RewardFunction):
 
 
 def _formula_of(answer: str) -> str:
-    """Return the content of the answer's last box, or the whole answer without one.
+    """Return the content of the answer's last box or, without a box, the whole answer.
 
-    Raises DataError where that is empty or its braces are not balanced.
+    Raises DataError if it is empty or its braces are not balanced.
     """
     boxed = last_boxed(answer)
     formula = answer.strip().strip("$").strip() if boxed is None else boxed

@@ -1,8 +1,8 @@
-"""Reward 1 where the last number is the answer, and numbers in texts.
+"""Numbers in texts, and a reward of 1 if the last number is the answer.
 
-Numbers have thousands separators, signs, fractions, percent, powers of ten and LaTeX.
-A comma or a LaTeX or Unicode thin space separates thousands where three digits follow each, and a point the decimals.
-Digits that belong to a name (`H2`) or are an index or exponent (`x_1`, `m^2`) do not count as numbers.
+Numbers may have thousands separators, signs, fractions, percent signs, powers of ten and LaTeX.
+A comma or a LaTeX or Unicode thin space before three digits separates thousands; a point separates decimals.
+Digits in a name (`H2`), an index or an exponent (`x_1`, `m^2`) do not count as numbers.
 """
 
 import re
@@ -23,9 +23,9 @@ _SIGN = r"[-+\u2212]"
 _TIMES_TEN = (
     rf"(?:[eE](?P<e>{_SIGN}?\d++)|\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*\{{?\s*(?P<power>{_SIGN}?\d++)\s*\}}?)"
 )
-# Possessive throughout: a model that repeats a digit ten thousand times must not make the search quadratic.
+# Possessive quantifiers throughout, so that a digit repeated ten thousand times does not make the search quadratic.
 _NUMBER = re.compile(
-    # 3-5 and (a)-5 are differences, whose second number has no sign
+    # 3-5 and (a)-5 are differences, so 5 has no sign
     rf"(?:(?<![\w)\]}}])(?P<sign>{_SIGN}))?(?:\\?[$€£]\s*)?(?P<sign_after>(?<=[$€£]){_SIGN})?(?<![A-Za-z_^\d])(?<![_^]\{{)"
     r"(?:(?:(?P<whole>\d++)(?:\s(?=\d+/\d)|\s?(?=\\[dt]?frac)))?"
     r"(?:\\[dt]?frac\s*(?:\{\s*(?P<top_sign>[-\u2212])?(?P<top>\d++)\s*\}|(?P<top_digit>\d))\s*(?:\{\s*(?P<bottom>\d++)\s*\}|(?P<bottom_digit>\d))"
@@ -36,11 +36,11 @@ _NUMBER = re.compile(
 _COMMAND = re.compile(r"(?<!\\)(\\[A-Za-z]+)(?<!frac)(?=\d)")
 _SEPARATOR = re.compile(_GAP)
 _MAX_DIGITS = 400
-"""Longer numbers are not meant as such, and exact arithmetic with one does not end."""
+"""Longer digit strings are not meant as numbers, and exact arithmetic with them takes too long."""
 
 
 class NumericMatch(RewardFunction):
-    """1 where the last number of the last turn is the answer's within a relative tolerance, else 0."""
+    """A reward of 1 if the last number of the last turn is the answer's, within a relative tolerance, else 0."""
 
     votes = True
 
@@ -54,20 +54,20 @@ class NumericMatch(RewardFunction):
         _number_of(answer)
 
     def score(self, rollout: Rollout) -> float:
-        wanted, given = _number_of(self.answer(rollout)), self._given(rollout)
-        return float(given is not None and given.is_near(wanted, self._tolerance))
+        expected, number = _number_of(self.answer(rollout)), self._extract_number(rollout)
+        return float(number is not None and number.is_near(expected, self._tolerance))
 
     def vote(self, rollout: Rollout) -> str | None:
-        given = self._given(rollout)
-        return None if given is None else str(given)
+        number = self._extract_number(rollout)
+        return None if number is None else str(number)
 
-    def _given(self, rollout: Rollout) -> "WrittenNumber | None":
-        found = self._extract(last_turn(rollout))
-        return None if found is None else last_number(found)
+    def _extract_number(self, rollout: Rollout) -> "WrittenNumber | None":
+        text = self._extract(last_turn(rollout))
+        return None if text is None else last_number(text)
 
 
 def _number_of(answer: str) -> "WrittenNumber":
-    """Return the answer's last number. Raises DataError where it has none."""
+    """Return the answer's last number. Raises DataError if it has none."""
     number = last_number(answer)
     if number is None:
         raise DataError(f"the answer {answer!r} holds no number that reward.type=numeric could compare with")
@@ -82,32 +82,32 @@ class WrittenNumber:
     """Value before any percent sign: 50 for 50 %."""
     is_percent: bool = False
 
-    def is_near(self, other: "WrittenNumber", tolerance: float) -> bool:
-        """Return whether |self − other| ≤ tolerance · |other|.
+    def is_near(self, reference: "WrittenNumber", tolerance: float) -> bool:
+        """Return whether |self − reference| ≤ tolerance · |reference|.
 
-        With a percent sign on one side only, 50 % is both 50 and ½.
+        If only one of them has a percent sign, 50 % is both 50 and ½.
         """
-        if self.is_percent == other.is_percent:
-            return _is_near(self.value, other.value, tolerance)
+        if self.is_percent == reference.is_percent:
+            return _is_near(self.value, reference.value, tolerance)
         scale = Fraction(1, 100) if self.is_percent else Fraction(100)
-        return any(_is_near(value, other.value, tolerance) for value in (self.value, self.value * scale))
+        return any(_is_near(value, reference.value, tolerance) for value in (self.value, self.value * scale))
 
     def __str__(self) -> str:
         return f"{self.value}{'%' * self.is_percent}"
 
 
-def _is_near(value: Fraction, wanted: Fraction, tolerance: float) -> bool:
-    return abs(value - wanted) <= Fraction(tolerance) * abs(wanted)
+def _is_near(value: Fraction, expected: Fraction, tolerance: float) -> bool:
+    return abs(value - expected) <= Fraction(tolerance) * abs(expected)
 
 
 def last_number(text: str) -> WrittenNumber | None:
-    """Return the last number of a text; None where there is none, or it divides by zero or has hundreds of digits."""
-    found = deque(_NUMBER.finditer(_COMMAND.sub(r"\1 ", text)), maxlen=1)
-    return _read(found[0]) if found else None
+    """Return the last number of a text. None without a number, or if it divides by zero or has hundreds of digits."""
+    matches = deque(_NUMBER.finditer(_COMMAND.sub(r"\1 ", text)), maxlen=1)
+    return _read(matches[0]) if matches else None
 
 
-def _read(found: re.Match[str]) -> WrittenNumber | None:
-    parts = found.groupdict()
+def _read(match: re.Match[str]) -> WrittenNumber | None:
+    parts = match.groupdict()
     fraction = _fraction_of(parts)
     if fraction is None:
         return None
@@ -118,16 +118,16 @@ def _read(found: re.Match[str]) -> WrittenNumber | None:
 
 def _fraction_of(parts: dict[str, str | None]) -> Fraction | None:
     if (plain := parts["plain"]) is not None:
-        return _plain(_SEPARATOR.sub("", plain), (parts["e"] or parts["power"] or "0").replace("\u2212", "-"))
+        return _decimal(_SEPARATOR.sub("", plain), (parts["e"] or parts["power"] or "0").replace("\u2212", "-"))
     top = parts["top"] or parts["top_digit"] or parts["left"] or ""
     bottom = parts["bottom"] or parts["bottom_digit"] or parts["right"] or ""
-    whole = parts["whole"] or "0"
-    if max(len(top), len(bottom), len(whole)) > _MAX_DIGITS or not int(bottom):
+    integer = parts["whole"] or "0"
+    if max(len(top), len(bottom), len(integer)) > _MAX_DIGITS or not int(bottom):
         return None
-    return int(whole) + Fraction(int(top), int(bottom))
+    return int(integer) + Fraction(int(top), int(bottom))
 
 
-def _plain(digits: str, exponent: str) -> Fraction | None:
+def _decimal(digits: str, exponent: str) -> Fraction | None:
     if len(digits) > _MAX_DIGITS or len(exponent) > 4 or abs(int(exponent)) > _MAX_DIGITS:
         return None
     return Fraction(digits) * Fraction(10) ** int(exponent)

@@ -1,4 +1,4 @@
-"""Units of numbers in formulas, so that 5 cm is not taken for 5 m."""
+"""Units of numbers in formulas, so that 5 cm does not equal 5 m."""
 
 import re
 from collections import Counter
@@ -31,7 +31,7 @@ _SPELLINGS = {
     "am": "",
     "pm": "",
 }
-"""Spellings of each unit that has no metric prefixes. Degrees and radians are one unit: they can be converted."""
+"""Spellings of units without metric prefixes. Degrees and radians are one unit, since they can be converted."""
 _METRIC = {
     "m": ("meter", "metre"),
     "g": ("gram", "gramme"),
@@ -57,14 +57,14 @@ _VALUE = re.compile(r"(?:\\[a-z]+|[^a-zµ%€'\"\\])*")
 _TOKEN = re.compile(r"[a-zµ]+|\^\s*-?\d|''|\\cdot\b|\S")
 
 
-def contradict(wanted: str, answer: str) -> bool:
-    """Return whether both formulas end with known units, or bases of digits, that differ."""
-    wanted_units, answer_units = _units(wanted), _units(answer)
-    return bool(wanted_units and answer_units and not wanted_units & answer_units)
+def contradict(expected: str, answer: str) -> bool:
+    """Return whether both formulas end with known units or number bases, and these differ."""
+    expected_units, answer_units = _units(expected), _units(answer)
+    return bool(expected_units and answer_units and not expected_units & answer_units)
 
 
 def _units(formula: str) -> set[frozenset[tuple[str, int]]]:
-    """Return what the unit after a number can mean, as units and their exponents; nothing if there is no known unit."""
+    """Return the possible meanings of a number's unit, as sets of (unit, exponent); empty without a known unit."""
     text = _normalized(formula)
     if digits := _DIGITS_IN_BASE.fullmatch(text):
         return {frozenset({(f"base {int(digits[1])}", 1)})}
@@ -96,7 +96,7 @@ def _units(formula: str) -> set[frozenset[tuple[str, int]]]:
 
 
 def _normalized(formula: str) -> str:
-    """Return a formula in lower case, without text commands and the name before =, with one spelling of each sign."""
+    """Return a formula in lower case, without text commands and the name before =, and with uniform symbols."""
     text = " ".join(_SPACE.sub(" ", _TEXT.sub(r" \1 ", formula)).lower().split()).replace(r"\mu", "µ").replace("μ", "µ")
     text = _DEGREE.sub("°", _QUOTIENT.sub(r" \1/\2", text))
     text = _TEMPERATURE.sub(lambda match: " celsius " if match[1] else " fahrenheit ", text)
@@ -106,8 +106,8 @@ def _normalized(formula: str) -> str:
 
 
 def _spelled_units() -> dict[str, str]:
-    """Return the unit of each spelling, in lower case."""
-    spellings = {name: {name, *others.split()} for name, others in _SPELLINGS.items()}
+    """Return spelling → unit, in lower case."""
+    spellings = {name: {name, *synonyms.split()} for name, synonyms in _SPELLINGS.items()}
     for symbol, names in _METRIC.items():
         for short, long in _PREFIXES.items():
             spellings[short + symbol] = {short + symbol, *(long + name for name in names)}

@@ -8,7 +8,7 @@ from nemo_opd.rewards.base import Compound, RewardFunction
 
 
 class WeightedSum(Compound):
-    """Sum of weight times reward; votes are those of the first part that has votes."""
+    """The weighted sum of several rewards. The first part with votes provides the votes."""
 
     def __init__(self, settings: WeightedReward, parts: Sequence[RewardFunction]) -> None:
         super().__init__(settings, parts)

@@ -1,4 +1,4 @@
-"""Interfaces of rollout engines: requests, completions, and the model that is sampled."""
+"""Interfaces of rollout engines: requests, completions and the sampled model."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,17 +16,17 @@ from nemo_opd.handoff.shared_memory import FileDescriptor
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Distribution that tokens are drawn from. Temperature 0 takes the likeliest."""
+    """Sampling distribution. Temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
     needs_raw: bool = True
-    """Whether raw log-probabilities are needed; where not, as in evaluation, an engine may return the behaviour's."""
+    """Whether raw log-probabilities are needed. If not, as in evaluation, an engine may repeat the behaviour's."""
 
     @property
     def is_warped(self) -> bool:
-        """Whether the distribution is another than the model's own."""
+        """Whether the sampling distribution differs from the model's."""
         return self.temperature != 1 or self.top_p < 1 or self.top_k is not None
 
 
@@ -35,12 +35,12 @@ class Request:
     """A prompt to continue once."""
 
     prompt_ids: NDArray[np.int32]
-    """[P], at least one."""
+    """[P], P ≥ 1."""
     max_new_tokens: int
     seed: int
-    """Source of all randomness, whatever the request is batched with; 0 ≤ seed < 2^63."""
+    """Seed of all randomness, independent of batching; 0 ≤ seed < 2^63."""
     stop: tuple[str, ...] = ()
-    """Texts, none empty, of which each ends the sequence; the token that completes it is the last."""
+    """Non-empty stop texts. The token that completes one is the sequence's last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class Completion:
     """Sampled continuation of a request's prompt."""
 
     ids: NDArray[np.int32]
-    """[R]: the sampled tokens; the one that ended the turn, such as EOS, is the last of them."""
+    """[R]: sampled tokens, including the one that ended the turn, such as EOS."""
     logprobs: NDArray[np.float32]
-    """[R]: log-probability of each by the model that sampled it, at temperature 1 and before top-p or top-k."""
+    """[R]: log-probability of each token under the model, at temperature 1 and before top-p and top-k."""
     behaviour_logprobs: NDArray[np.float32]
-    """[R]: log-probability of each by the policy that sampled it, after temperature, top-k and top-p, as the engine
-    applies them; equal to `logprobs` where sampling is not warped.
+    """[R]: log-probability of each token under the sampling policy, after temperature, top-k and top-p as the engine
+    applies them; equal to `logprobs` if sampling is not warped.
     """
     finish_reason: FinishReason
     version: int
@@ -62,18 +62,18 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimit:
-    """Limits of what a rank samples at a time."""
+    """Limits of one sampling batch on a rank."""
 
     sequences: int
     tokens: int | None = None
-    """Tokens of all prompts and continuations, with padding, unless one sequence alone has more; None: any number."""
+    """Tokens of all prompts and continuations, including padding, or None for no limit. One sequence may exceed it."""
 
 
 class Generator(Protocol):
     """A source of completions."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Return one completion for each request, in order. Raises RolloutError where the engine fails for good."""
+        """Return one completion per request, in order. Raises RolloutError if the engine fails for good."""
         ...
 
 
@@ -82,77 +82,77 @@ class Engine(Generator, Protocol):
 
     @property
     def version(self) -> int:
-        """Number of optimizer steps that its weights have seen."""
+        """Number of optimizer steps that its weights have had."""
         ...
 
     @property
     def retried(self) -> int:
-        """Number of requests that were sent again, since the start of the run."""
+        """Number of requests sent again since the start of the run."""
         ...
 
     def follow(self, version: int) -> None:
-        """Sample from now on with the student's present weights, which have seen `version` optimizer steps."""
+        """Switch to the student's current weights, which have had `version` optimizer steps."""
         ...
 
     def rest(self) -> None:
-        """Give back what others need until the next call: nothing is sampled soon."""
+        """Release memory until the next call."""
         ...
 
 
 class StudentModel(Protocol):
-    """The student in its workers."""
+    """The student model, held by its workers."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
-        """Sample in the workers, with the present weights."""
+        """Sample in the workers with the current weights."""
         ...
 
     def export(self, folder: Path, dtype: str) -> None:
-        """Write the present weights as a Hugging Face folder, whole or not at all."""
+        """Write the current weights as a Hugging Face folder, atomically."""
         ...
 
     def held_weights(self, dtype: str) -> AbstractContextManager[FileDescriptor]:
-        """Hold the present weights in memory, as a safetensors file, inside the context."""
+        """Hold the current weights in memory, as a safetensors file, while the context is open."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Facts about the model that an engine samples with, and about where it runs."""
+    """Properties of the sampled model and of the devices, as an engine needs them."""
 
     vocab_size: int
-    """Columns of the head that are tokens."""
+    """Head columns that are tokens."""
     end_ids: frozenset[int]
-    """Tokens of which each ends a sequence."""
+    """Tokens that end a sequence."""
     dtype: str
-    """Name of the weights' dtype in the engine; `auto` leaves it to the engine."""
+    """Weight dtype in the engine; `auto` lets the engine choose."""
     workdir: Path
     """Folder for logs."""
     max_length: int | None = None
-    """Largest number of tokens of prompt and response together; by default the model's own limit."""
+    """Longest prompt plus response in tokens. None means the model's own limit."""
     rounds_logits: bool = False
-    """Whether logits are rounded to the dtype, as the losses' logits are with handoff=logits."""
+    """Whether logits are rounded to the dtype, as for the losses with handoff=logits."""
     is_training: bool = False
-    """Whether a student is trained on the same devices."""
+    """Whether a student trains on the same devices."""
     memory_share: float | None = None
-    """Share of a GPU's memory that the training leaves; None where that is unknown."""
+    """Share of a GPU's memory that training leaves free; None if unknown."""
     sleeps: bool = False
-    """Whether a server gives its GPU memory back between samplings."""
+    """Whether a server releases its GPU memory between sampling calls."""
     gpus: tuple[str, ...] = ()
-    """GPUs that a server has for itself, as in CUDA_VISIBLE_DEVICES; none: it has the process's."""
+    """GPUs reserved for a server, as in CUDA_VISIBLE_DEVICES. If empty, it sees the GPUs of this process."""
 
     @property
     def has_fp32_logits(self) -> bool:
-        """Whether a narrower dtype's logits are computed in float32."""
+        """Whether logits are computed in float32 although the weights are narrower."""
         return self.dtype != "float32" and not self.rounds_logits
 
 
 def check_lengths(requests: Sequence[Request], limit: int | None) -> None:
-    """Raise RolloutError for a request without a prompt, or one that may become longer than `limit` tokens."""
+    """Raise RolloutError for a request without prompt or new tokens, or one that may exceed `limit` tokens in total."""
     for request in requests:
         prompt, new = len(request.prompt_ids), request.max_new_tokens
         if not prompt or new < 1:
             raise RolloutError(
-                f"a request has {prompt} prompt tokens and max_new_tokens={new}; both must be 1 at least: drop empty "
+                f"a request has {prompt} prompt tokens and max_new_tokens={new}; both must be at least 1: drop empty "
                 "prompts"
             )
         if limit is not None and prompt + new > limit:

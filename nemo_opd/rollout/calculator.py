@@ -1,4 +1,4 @@
-"""The calculator: an environment with one tool, which evaluates arithmetic."""
+"""Calculator environment: one tool, which evaluates arithmetic."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SYMBOLS = str.maketrans({"×": "*", "·": "*", "÷": "/", "\u2212": "-"})
 class Calculator:
     """An environment that answers calls of `calculator(expression)`.
 
-    It is done when a turn calls nothing, and pays 1 where the last number of that turn is the last of the prompt's
-    answer, else 0.
+    The first turn without a call ends the episode. The reward is 1 if that turn's last number equals the last number of
+    the prompt's answer, else 0.
     """
 
     tools: Sequence[dict[str, Any]] = (
@@ -52,12 +52,12 @@ class Calculator:
 
 
 def has_answer(text: str, answer: str | None) -> bool:
-    given, wanted = last_number(text), last_number(answer or "")
-    return given is not None and wanted is not None and given.is_near(wanted, 0)
+    number, expected = last_number(text), last_number(answer or "")
+    return number is not None and expected is not None and number.is_near(expected, 0)
 
 
 def result_of(call: Message) -> str:
-    """Return the result of a call; for one that fails, a text that starts with `error` and gives the reason."""
+    """Return a call's result; if it fails, a text that starts with `error` and gives the reason."""
     if call["type"] == "malformed":
         return f"error: the call cannot be read: {call['error']}"
     name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -73,9 +73,9 @@ def result_of(call: Message) -> str:
 
 
 def evaluated(expression: str) -> Fraction:
-    """Return the exact value; only a power with a fraction as exponent is rounded, to double precision.
+    """Return the exact value; only powers with fractional exponents are rounded, to double precision.
 
-    Raises ArithmeticError for an expression that is no arithmetic, undefined or too large.
+    Raises ArithmeticError for an expression that is not arithmetic, is undefined or is too large.
     """
     if len(expression) > _MAX_CHARACTERS:
         raise ArithmeticError(f"the expression has more than {_MAX_CHARACTERS} characters")
@@ -101,13 +101,13 @@ def _value_of(node: ast.expr) -> Fraction:
             return -_value_of(operand)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value_of(operand)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-            return _bounded(_OPERATIONS[type(op)](_value_of(left), _value_of(right)))
+        case ast.BinOp(left=first, op=op, right=second) if type(op) in _OPERATIONS:
+            return _bounded(_OPERATIONS[type(op)](_value_of(first), _value_of(second)))
     raise ArithmeticError(f"{ast.unparse(node)!r} is no arithmetic; use numbers, + - * / ** and parentheses")
 
 
 def _decimal(number: float) -> Fraction:
-    """Return the value of the digits as written, not of the nearest binary number."""
+    """Return the decimal value as written, not the nearest binary number."""
     if number in (float("inf"), float("-inf")):
         raise ArithmeticError("a number is too large")
     return Fraction(repr(number))
@@ -142,7 +142,7 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def written(value: Fraction) -> str:
-    """Write an integer in full, another number with 12 significant digits."""
+    """Format an integer in full, any other number with 12 significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
     try:

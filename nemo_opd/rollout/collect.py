@@ -35,10 +35,9 @@ class Collector:
         seed: int = 0,
         stop: tuple[str, ...] = (),
     ) -> None:
-        """max_new_tokens: limit of a turn. max_length: limit of a whole sequence. stop: texts of which each ends a
-        response.
+        """max_new_tokens: limit per turn. max_length: limit of a whole sequence. stop: texts that end a response.
 
-        Raises RolloutError for an environment with a renderer of texts.
+        Raises RolloutError for an environment without a conversation renderer.
         """
         if environment is not None and not renderer.takes_turns:
             raise RolloutError("an environment answers in conversations, not in texts; set data.messages_key")
@@ -46,16 +45,16 @@ class Collector:
         self._max_new_tokens, self._max_length = max_new_tokens, max_length
         self._environment, self._seed = environment, seed
         self._max_turns = 1 if environment is None else environment.settings.max_turns
-        self._stop, self._has_asked = stop, False
+        self._stop, self._has_checked_tools = stop, False
 
     def collect(self, prompts: Sequence[Prompt], n: int, step: int) -> list[Rollout]:
-        """Return n rollouts of each prompt: those of the first prompt, those of the second, …
+        """Return n rollouts per prompt, grouped by prompt, in order.
 
-        Randomness depends on the run's seed, the step, the prompt's row, the sample and the turn alone.
+        Randomness depends only on the run's seed, the step, the prompt's row, the sample and the turn.
 
-        Raises RolloutError from engine and environment, DataError for a prompt without room for a response.
+        Raises RolloutError from engine and environment, DataError for a prompt that leaves no room for a response.
         """
-        episodes = list(self._opened(prompts, n))
+        episodes = list(self._open_episodes(prompts, n))
         for turn in range(self._max_turns):
             active = [episode for episode in episodes if not episode.is_over]
             if not active:
@@ -65,35 +64,35 @@ class Collector:
                 self._answer(episode, is_last=turn + 1 == self._max_turns)
         return [episode.rollout() for episode in episodes]
 
-    def _opened(self, prompts: Sequence[Prompt], n: int) -> Iterator[Episode]:
+    def _open_episodes(self, prompts: Sequence[Prompt], n: int) -> Iterator[Episode]:
         for row in prompts:
-            former: Episode | None = None
+            previous: Episode | None = None
             for sample in range(n):
                 environment = None if self._environment is None else self._environment(row.index)
-                prompt = row if environment is None else _with_opening(row, environment)
+                prompt = row if environment is None else _add_opening(row, environment)
                 self._warn_of_hidden_tools(prompt)
-                # Rendered once if the environment opens all samples alike.
-                is_same = former is not None and former.prompt == prompt
-                ids = former.parts[0].ids if former is not None and is_same else self._renderer.prompt_ids(prompt)
+                # Render only once if the environment opens all samples with the same messages.
+                is_same = previous is not None and previous.prompt == prompt
+                ids = previous.parts[0].ids if previous is not None and is_same else self._renderer.prompt_ids(prompt)
                 self._require_room(prompt, len(ids))
-                former = Episode(prompt, sample, environment)
-                former.add_unsampled(ids)
-                yield former
+                previous = Episode(prompt, sample, environment)
+                previous.add_unsampled(ids)
+                yield previous
 
     def _warn_of_hidden_tools(self, prompt: Prompt) -> None:
-        if not self._has_asked and prompt.tools and not self._renderer.shows_tools(prompt.tools):
+        if not self._has_checked_tools and prompt.tools and not self._renderer.shows_tools(prompt.tools):
             _log.warning(
-                "the model's chat template does not show tools, so only a prompt that describes them leads to calls; "
-                "set its chat_template to one that does"
+                "the model's chat template does not show tools, so the model only calls them if the prompt describes "
+                "them; set its chat_template to one that shows tools"
             )
-        self._has_asked = True
+        self._has_checked_tools = True
 
     def _require_room(self, prompt: Prompt, length: int) -> None:
         if length >= self._max_length:
             raise DataError(
-                f"prompt {prompt.index} (row, counted from 0) has {length} tokens, with what an environment adds to "
-                f"it, and leaves no room for a response in {self._max_length}; lower rollout.max_prompt_length, or "
-                "raise train.max_length"
+                f"prompt {prompt.index} (row, counted from 0) has {length} tokens, including the environment's "
+                f"messages, and leaves no room for a response in {self._max_length}; lower rollout.max_prompt_length, "
+                "or raise train.max_length"
             )
 
     def _sample(self, active: Sequence[Episode], step: int, turn: int) -> None:
@@ -118,10 +117,10 @@ class Collector:
         answer = episode.environment.step(tuple(episode.messages))
         episode.add_step(answer)
         if not (answer.done or is_last or episode.finish_reason == "length"):
-            episode.is_over = not self._continued(episode, answer)
+            episode.is_over = not self._add_answer(episode, answer)
 
-    def _continued(self, episode: Episode, answer: EnvironmentStep) -> bool:
-        """Return False where the answer leaves no room for another turn."""
+    def _add_answer(self, episode: Episode, answer: EnvironmentStep) -> bool:
+        """Append the environment's messages; do nothing and return False if they leave no room for another turn."""
         assert self._environment is not None
         limit = self._environment.settings.max_response_tokens
         messages, num_cut = shortened_messages(answer.messages, self._renderer, limit)
@@ -134,30 +133,30 @@ class Collector:
         return True
 
 
-def _with_opening(prompt: Prompt, environment: CheckedEnvironment) -> Prompt:
-    """Return the prompt with the messages and the tools of its environment."""
+def _add_opening(prompt: Prompt, environment: CheckedEnvironment) -> Prompt:
+    """Return the prompt with its environment's opening messages and tools."""
     assert not isinstance(prompt.content, str)
     messages, tools = environment.reset(prompt)
     system = [message for message in messages if message["role"] == "system"]
-    others = [message for message in messages if message["role"] != "system"]
+    non_system = [message for message in messages if message["role"] != "system"]
     tools = [*(prompt.tools or ()), *tools]
-    return replace(prompt, content=[*system, *prompt.content, *others], tools=tools or None)
+    return replace(prompt, content=[*system, *prompt.content, *non_system], tools=tools or None)
 
 
 def turn_seed(seed: int, step: int, prompt: int, sample: int, turn: int) -> int:
-    """Return 0 ≤ seed < 2^63 from the run's seed, the step, the prompt's row, the number of its rollout, and the turn.
+    """Derive a seed in [0, 2^63), independent of batch, rank and order.
 
-    Neither the batch nor the rank nor the order matters. All are at least 0, and below 2^32 except for the run's seed.
+    seed: the run's. prompt: row. All arguments are ≥ 0 and, except `seed`, < 2^32.
     """
-    # A fixed number of words: SeedSequence takes [1] and [1, 0] for the same.
+    # Always six words: SeedSequence does not distinguish [1] from [1, 0].
     words = [seed % _WORD, seed // _WORD, step, prompt, sample, turn]
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
 
 
 def chosen_share(prompts: Sequence[object], share: float, seed: int, step: int) -> list[bool]:
-    """Return which of a batch's prompts belong to a random share of them, exact on average over steps."""
+    """Select a random share of a batch's prompts, as a mask. The share is exact on average over steps."""
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed % _WORD, seed // _WORD, step])))
     number = math.floor(share * len(prompts) + random.random())
-    is_chosen = np.zeros(len(prompts), np.bool_)
-    is_chosen[random.permutation(len(prompts))[:number]] = True
-    return is_chosen.tolist()
+    mask = np.zeros(len(prompts), np.bool_)
+    mask[random.permutation(len(prompts))[:number]] = True
+    return mask.tolist()

@@ -1,4 +1,4 @@
-"""The renderer of conversations, by a model's chat template."""
+"""Renderer of conversations with a model's chat template."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
 class ConversationRenderer(Renderer):
-    """Prompts that are conversations.
+    """A renderer of conversations.
 
-    Sampled tokens are never tokenized again: the template's tokens after a turn are taken from a rendering in which a
-    placeholder replaces the turn, after the token that ends it.
+    Sampled tokens are never retokenized. The template's tokens between turns come from a rendering with a placeholder
+    in place of the last turn; they start after that turn's end token.
     """
 
     takes_turns = True
@@ -41,21 +41,21 @@ class ConversationRenderer(Renderer):
         *,
         key: str = "student",
     ) -> None:
-        """template_kwargs: variables of the template, such as `enable_thinking`. vocab_size: number of ids the model
-        can read; by default all. key: the model's section in the settings.
+        """template_kwargs: template variables, such as `enable_thinking`. vocab_size: number of ids the model can read,
+        all by default. key: the model's section in the settings.
 
         Raises AlignmentError for a tokenizer without a chat template or with inexact tokens.
         """
-        self._whole = ChatRenderer(tokenizer, template_kwargs=template_kwargs)
+        self._chat = ChatRenderer(tokenizer, template_kwargs=template_kwargs)
         super().__init__(tokenizer, vocab_size)
         self._key = key
         self._turn_ends = turn_end_ids(tokenizer)
         self._calls = ToolCallParser(tokenizer, template_kwargs)
 
     def prompt_ids(self, prompt: Prompt) -> Ids:
-        """Return the tokens [P], the generation prompt included.
+        """Return the tokens [P], including the generation prompt.
 
-        Raises DataError where the template refuses the conversation, or for a token that the model cannot read.
+        Raises DataError if the template rejects the conversation or the model has no embedding for a token.
         """
         try:
             text = self._render(_messages_of(prompt), prompt.tools, add_generation_prompt=True)
@@ -65,74 +65,78 @@ class ConversationRenderer(Renderer):
                 f"change or leave out the row, or set {self._key}.chat_template to one that accepts it"
             ) from error
         ids = np.array(encode(self._tokenizer, text), np.int32)
-        self._require_known(ids, text)
+        self._require_embeddings(ids, text)
         return ids
 
     def continued(self, prompt: Prompt) -> Continued:
-        """Return the conversation and its response, through the token that ends the turn.
+        """Return the conversation with its response, up to and including the turn's end token.
 
-        Raises DataError as `prompt_ids` does, and where there is no response.
+        Raises DataError as `prompt_ids` does, and for a prompt without response.
         """
         answered = [*_messages_of(prompt), {"role": "assistant", "content": response_of(prompt)}]
         try:
-            whole = self._whole(answered, prompt.tools)
+            rendered = self._chat(answered, prompt.tools)
         except AlignmentError as error:
             raise DataError(f"prompt {prompt.index} (row, counted from 0): {error}") from error
-        self._require_known(whole.ids, str(answered))
-        stop = int(np.flatnonzero(whole.assistant_mask).max(initial=-1)) + 1
+        self._require_embeddings(rendered.ids, str(answered))
+        stop = int(np.flatnonzero(rendered.assistant_mask).max(initial=-1)) + 1
         if not stop:
             raise DataError(
                 f"prompt {prompt.index} (row, counted from 0): the chat template of {self._key} leaves out the "
-                f"assistant's messages; set {self._key}.chat_template to one that writes it"
+                f"assistant's messages; set {self._key}.chat_template to one that writes them"
             )
-        start = int(np.flatnonzero(~whole.assistant_mask[:stop]).max(initial=-1)) + 1
-        return Continued(whole.ids[:stop], start, int(whole.ids[stop - 1]) in self._turn_ends)
+        start = int(np.flatnonzero(~rendered.assistant_mask[:stop]).max(initial=-1)) + 1
+        return Continued(rendered.ids[:stop], start, int(rendered.ids[stop - 1]) in self._turn_ends)
 
     def tool_calls(self, ids: Ids, start: int, tools: Tools) -> list[Message]:
         return self._calls(ids, start, tools)
 
     def between(self, messages: Sequence[Message], new: Sequence[Message], tools: Tools) -> Ids:
-        """Return the tokens after the one that ends the model's turn in the template; after the turn if none does.
+        """Return the tokens after the turn's end token, or after the turn if the template does not write one.
 
-        Raises RolloutError where the template refuses the messages, DataError for a token that the model cannot read.
+        Raises RolloutError if the template rejects the messages, DataError if the model has no embedding for a token.
         """
         mark = _unused_character([*messages, *new])
-        alone, text = self._marked(messages, new, tools, mark)
-        shared = common_prefix(alone, text.rpartition(mark)[2])
+        ending, text = self._render_with_placeholder(messages, new, tools, mark)
+        shared = common_prefix(ending, text.rpartition(mark)[2])
         ids = self._after_turn(locate_tokens(self._tokenizer, text), text.rindex(mark) + len(mark), shared)
-        self._require_known(ids, str(list(new)))
+        self._require_embeddings(ids, str(list(new)))
         return ids
 
     def shows_tools(self, tools: Tools) -> bool:
         question: list[Message] = [{"role": "user", "content": "?"}]
         return not tools or self._render(question, tools) != self._render(question, None)
 
-    def _marked(self, messages: Sequence[Message], new: Sequence[Message], tools: Tools, mark: str) -> tuple[str, str]:
-        """Return the template's text after a placeholder that ends the conversation, and the whole text that goes on.
+    def _render_with_placeholder(
+        self, messages: Sequence[Message], new: Sequence[Message], tools: Tools, mark: str
+    ) -> tuple[str, str]:
+        """Render the conversation with `mark` in place of its last turn.
 
-        Some templates require a call before a tool's answer.
+        Returns the text after the mark if the conversation ends there, and the whole text with the `new` messages.
         """
         refusal: Exception = ValueError("it leaves out the student's messages")
+        # Some templates require a call before a tool's answer.
         for marked in (_as_texts(messages, mark), _as_calls(messages, mark)):
             try:
-                alone = self._render(marked, tools)
-                whole = self._render([*marked, *new], tools, add_generation_prompt=True)
+                ending = self._render(marked, tools)
+                text = self._render([*marked, *new], tools, add_generation_prompt=True)
             except Exception as error:  # a template is a program: it may fail with any exception
                 refusal = error
                 continue
-            if mark in alone and mark in whole:
-                return alone.rpartition(mark)[2], whole
+            if mark in ending and mark in text:
+                return ending.rpartition(mark)[2], text
         roles = ", ".join(str(message["role"]) for message in new)
         raise RolloutError(
             f"the chat template of {self._key} refuses the environment's messages (role {roles}) after "
-            f"{len(messages)} messages: {refusal}; use an environment with roles that the template has, or another "
+            f"{len(messages)} messages: {refusal}; use an environment whose roles the template supports, or another "
             f"{self._key}.chat_template"
         ) from refusal
 
     def _after_turn(self, tokens: LocatedTokens, stop: int, shared: int) -> Ids:
-        """Return the tokens after the turn, which stops at character `stop`.
+        """Return the tokens after the turn's end token, which starts between characters `stop` and `stop + shared`.
 
-        shared: number of characters after it that do not depend on what follows.
+        stop: end of the turn's text. shared: number of characters after it that do not depend on the next messages.
+        Without an end token there, the text after `stop` is tokenized by itself.
         """
         first, last = np.searchsorted(tokens.starts, [stop, stop + shared], "left").tolist()
         ends = [i for i in range(first, last) if int(tokens.ids[i]) in self._turn_ends]
@@ -141,7 +145,7 @@ class ConversationRenderer(Renderer):
         return np.array(encode(self._tokenizer, tokens.text[stop:]), np.int32)
 
     def _render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
-        return self._whole.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return self._chat.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
 
 
 def build_renderer(
@@ -152,7 +156,7 @@ def build_renderer(
     *,
     key: str = "student",
 ) -> Renderer:
-    """Return a renderer of conversations or of texts. Raises AlignmentError as the renderers do."""
+    """Build a renderer of conversations or of texts. Raises AlignmentError as the renderers do."""
     if not is_chat:
         return TextRenderer(tokenizer, vocab_size)
     return ConversationRenderer(tokenizer, template_kwargs, vocab_size, key=key)
@@ -169,23 +173,23 @@ def _unused_character(messages: Sequence[Message]) -> str:
 
 
 def _as_texts(messages: Sequence[Message], mark: str) -> list[Message]:
-    """Return the messages with the model's turns as it wrote them, calls included, and the mark as the last."""
-    return [*map(_as_written, messages[:-1]), {"role": "assistant", "content": mark}]
+    """Replace the last turn by the mark, and keep the other turns as sampled, with their calls as text."""
+    return [*map(_without_parsed_calls, messages[:-1]), {"role": "assistant", "content": mark}]
 
 
 def _as_calls(messages: Sequence[Message], mark: str) -> list[Message]:
-    """Return the messages with calls in place of the texts that contain them, and marked calls as the last."""
+    """Replace the last turn by calls that contain the mark, and texts that contain calls by these calls."""
     names = [call["function"]["name"] for call in valid_calls(messages[-1])] or ["unknown"]
     calls = [{"type": "function", "function": {"name": name, "arguments": {mark: mark}}} for name in names]
-    return [*map(_as_called, messages[:-1]), {"role": "assistant", "content": "", "tool_calls": calls}]
+    return [*map(_with_parsed_calls, messages[:-1]), {"role": "assistant", "content": "", "tool_calls": calls}]
 
 
-def _as_written(message: Message) -> Message:
+def _without_parsed_calls(message: Message) -> Message:
     if message["role"] != "assistant" or not message.get("content"):
         return message
     return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
-def _as_called(message: Message) -> Message:
+def _with_parsed_calls(message: Message) -> Message:
     calls = valid_calls(message)
-    return {**message, "content": "", "tool_calls": calls} if calls else _as_written(message)
+    return {**message, "content": "", "tool_calls": calls} if calls else _without_parsed_calls(message)

@@ -1,4 +1,4 @@
-"""The engine of each `rollout.type`."""
+"""Engines by `rollout.type`."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,23 +13,23 @@ from nemo_opd.rollout.base import Engine, EngineSpec, Generator, StudentModel
 
 @dataclass(frozen=True, slots=True)
 class EngineType:
-    """Functions that open an engine, with its settings first."""
+    """Functions that open an engine; the first argument is its settings."""
 
     for_student: Callable[[Any, EngineSpec, StudentModel, int], AbstractContextManager[Engine]]
-    """Function that opens the engine of a run, with the student's present weights and their version. Raises
-    RolloutError where a server does not start.
+    """Function that opens a run's engine with the student's current weights and their version. Raises RolloutError if a
+    server does not start.
     """
     for_model: Callable[[Any, EngineSpec, str, str], AbstractContextManager[Generator]]
-    """Function that opens the engine of a model with fixed weights, from a folder, hub name or `demo:NAME`, and a
-    device: auto, cuda or cpu.
+    """Function that opens the engine of a model with fixed weights: folder, hub name or `demo:NAME`, and device (auto,
+    cuda or cpu).
 
-    Raises ModelError where it cannot be loaded, ConfigError for a GPU that is not there, RolloutError where a server
-    does not start.
+    Raises ModelError if the model cannot be loaded, ConfigError if the GPU is missing, RolloutError if a server does
+    not start.
     """
 
 
 def _server_for_student(*arguments: Any) -> AbstractContextManager[Engine]:
-    from nemo_opd.rollout.server import server  # with a library that only some have
+    from nemo_opd.rollout.server import server  # only for runs that use one
 
     return server.for_student(*arguments)
 

@@ -1,4 +1,4 @@
-"""Environments, which answer the student between its turns."""
+"""Environments that answer the student between its turns."""
 
 from __future__ import annotations
 
@@ -20,49 +20,48 @@ class EnvironmentStep:
     """An environment's answer to a turn of the student."""
 
     messages: Sequence[Message]
-    """Messages before the student's next turn: each with strings as `role` and `content`, none as the assistant."""
+    """Messages before the student's next turn. `role` and `content` are strings, and no message is the assistant's."""
     done: bool
-    """Whether there is no next turn; messages are then dropped."""
+    """Whether the episode ends. If so, the messages are dropped."""
     reward: float = 0.0
-    """Reward of this turn; those of all turns are added."""
+    """Reward of this turn. Rewards are summed over turns."""
     num_calls: int = 0
     """Tool calls answered."""
     num_failed_calls: int = 0
-    """Tool calls that were malformed or led to an error."""
+    """Tool calls that were malformed or failed."""
 
 
 class Environment(Protocol):
-    """One conversation; a new instance is made for each rollout."""
+    """One conversation. Each rollout gets a new instance."""
 
     tools: Sequence[dict[str, Any]] = ()
-    """Schemas that the chat template shows to the student, in addition to those of the prompt. May be left out."""
+    """Optional tool schemas for the chat template, in addition to the prompt's."""
 
     def reset(self, prompt: Prompt) -> list[Message]:
-        """Return messages before the student's first turn, or none.
+        """Return messages to add before the student's first turn, if any.
 
-        System messages are put before the prompt's messages, others after them.
+        System messages go before the prompt's messages, all other messages after them.
         """
         ...
 
     def step(self, messages: Sequence[Message]) -> EnvironmentStep:
-        """Answer the student's turn, which is the last of the whole conversation's messages.
+        """Answer the student's turn, the last of `messages`, which hold the whole conversation.
 
-        Its content is the text as the student wrote it; `tool_calls` are the calls in it, in order, if there are any,
-        as nemo_opd.rollout.tool_calls describes them. Called after every turn, also one that was cut: when turns or
-        tokens have run out, the reward counts and the messages are dropped.
+        The turn's `content` is its text as sampled; `tool_calls`, if present, holds the calls in it, in order and in
+        the form of nemo_opd.rollout.tool_calls. Called after every turn, also a truncated one. Once turns or tokens run
+        out, the reward still counts and the messages are dropped.
         """
         ...
 
 
 class CheckedEnvironment:
-    """The environment of one rollout, with its answers checked.
+    """The environment of one rollout, with checks of its answers.
 
-    Raises RolloutError that names the environment, the prompt's row and the turn, for whatever it raises and for
-    malformed answers.
+    Exceptions and malformed answers raise a RolloutError that names the environment, the prompt's row and the turn.
     """
 
     def __init__(self, make: Callable[[], Environment], index: int, timeout_s: float) -> None:
-        """index: row of the prompt. timeout_s: time for each answer."""
+        """index: row of the prompt. timeout_s: limit per call."""
         self._name = getattr(make, "__qualname__", type(make).__name__)
         self._index = index
         self._turn = 0
@@ -70,7 +69,7 @@ class CheckedEnvironment:
         self._environment = self._call("making it", make)
 
     def reset(self, prompt: Prompt) -> tuple[list[Message], list[dict[str, Any]]]:
-        """Return the messages and the tools that the environment adds to the prompt."""
+        """Return the messages and tools that the environment adds to the prompt."""
 
         def opening() -> tuple[list[Message], list[dict[str, Any]]]:
             messages = self._environment.reset(prompt)
@@ -84,23 +83,23 @@ class CheckedEnvironment:
         self._turn += 1
         step = self._call("step", self._environment.step, messages)
         if not isinstance(step, EnvironmentStep):
-            self._refuse(f"step returned {shown(step)}, no EnvironmentStep")
+            self._refuse(f"step returned {shown(step)}; return an EnvironmentStep")
         self._require_messages(step.messages)
         if not isinstance(step.reward, numbers.Real) or not is_reward(step.reward):
-            self._refuse(f"it paid {shown(step.reward)}; pay a finite number, ±{LARGEST_REWARD:g} at most")
+            self._refuse(f"its reward is {shown(step.reward)}; return a finite number within ±{LARGEST_REWARD:g}")
         if not step.done and not step.messages:
-            self._refuse("it is not done and says nothing; answer with a message, or with done=True")
+            self._refuse("it returned no messages although it is not done; return a message or done=True")
         return step
 
     def _require_messages(self, messages: object) -> None:
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-            self._refuse(f"it says {shown(messages)}, no list of messages")
+            self._refuse(f"it returned {shown(messages)} as messages; return a list")
         for message in messages:
             is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
             if not is_message or not isinstance(message.get("content"), str):
-                self._refuse(f"it says {shown(message)}, no message with strings as `role` and `content`")
+                self._refuse(f"it returned the message {shown(message)}; `role` and `content` must be strings")
             if message["role"] == "assistant":
-                self._refuse(f"it says {shown(message)} as the assistant, which is the student's role")
+                self._refuse(f"it returned the message {shown(message)} as the assistant, which is the student's role")
 
     def _call(self, name: str, function: Callable[..., _T], *arguments: Any) -> _T:
         try:
@@ -115,11 +114,11 @@ class CheckedEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFactory:
-    """Constructor of the environment of one rollout."""
+    """A factory of checked environments, one per rollout."""
 
     make: Callable[[], Environment]
     settings: EnvironmentBase
 
     def __call__(self, index: int) -> CheckedEnvironment:
-        """Make the environment for the prompt of a row. Raises RolloutError where that fails."""
+        """Create the environment for the prompt in row `index`. Raises RolloutError if that fails."""
         return CheckedEnvironment(self.make, index, self.settings.call_timeout_s)

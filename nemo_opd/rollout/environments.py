@@ -1,4 +1,4 @@
-"""The environment of each `environment.type`."""
+"""Environments by `environment.type`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +13,19 @@ from nemo_opd.users_code import imported
 
 
 def _users_class(settings: FunctionEnvironment) -> Callable[[], Environment]:
-    """Import the class that `package.module:Class` names. Raises ConfigError where it is no environment."""
+    """Import the class named by `package.module:Class`. Raises ConfigError if it is not an environment."""
     reference = settings.function
-    found = imported(reference, key="environment.function", form="package.module:Class")
-    missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
-    if not isinstance(found, type) or missing:
-        what = f"a {type(found).__name__}" if not isinstance(found, type) else f"without {' and '.join(missing)}"
+    imported_object = imported(reference, key="environment.function", form="package.module:Class")
+    is_class = isinstance(imported_object, type)
+    missing = [method for method in ("reset", "step") if not callable(getattr(imported_object, method, None))]
+    if not is_class or missing:
+        problem = f"without {' and '.join(missing)}" if is_class else f"a {type(imported_object).__name__}"
         raise ConfigError(
-            f"environment.function={reference}: it is {what}; name a class with the methods of "
+            f"environment.function={reference}: it is {problem}; name a class with the methods of "
             "nemo_opd.rollout.environment.Environment"
         )
-    made: Callable[[], Environment] = found
-    return made
+    environment: Callable[[], Environment] = imported_object
+    return environment
 
 
 ENVIRONMENTS: dict[type[EnvironmentBase], Callable[[Any], Callable[[], Environment]]] = {
@@ -36,5 +37,5 @@ require_lines(choices(Settings), ENVIRONMENTS, "ENVIRONMENTS in nemo_opd/rollout
 
 
 def build_environment(settings: Settings) -> EnvironmentFactory:
-    """Return the constructor of environments. Raises ConfigError for a class that cannot be used."""
+    """Build the factory of environments. Raises ConfigError for an unusable class."""
     return EnvironmentFactory(ENVIRONMENTS[type(settings)](settings), settings)

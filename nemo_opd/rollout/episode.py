@@ -20,24 +20,24 @@ _CUT_MARK = " [cut: the response was too long]"
 
 
 class _Part(NamedTuple):
-    """Consecutive tokens of a rollout: the prompt, a turn, or the tokens between turns; all arrays have its length."""
+    """Consecutive tokens of a rollout: the prompt, a turn, or the tokens between turns. Arrays have equal lengths."""
 
     ids: Ids
     is_sampled: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
-    """0 where nothing was sampled."""
+    """0 for tokens that were not sampled."""
     behaviour_logprobs: NDArray[np.float32]
-    """0 where nothing was sampled."""
+    """0 for tokens that were not sampled."""
 
 
 class Episode:
-    """Tokens and messages so far."""
+    """Tokens and messages of a rollout so far."""
 
     def __init__(self, prompt: Prompt, sample: int, environment: CheckedEnvironment | None) -> None:
         self.prompt, self.sample, self.environment = prompt, sample, environment
         self._opening: list[Message] = [] if isinstance(prompt.content, str) else list(prompt.content)
         self.messages = list(self._opening)
-        """Messages, with the calls in the student's turns as `tool_calls`."""
+        """Messages; the student's turns also have their calls as `tool_calls`."""
         self.parts: list[_Part] = []
         self.num_cut_responses = 0
         self.is_over = False
@@ -57,12 +57,12 @@ class Episode:
         return np.concatenate([part.ids for part in self.parts]).astype(np.int32, copy=False)
 
     def add_unsampled(self, ids: Ids) -> None:
-        """Add tokens that were not sampled."""
-        nothing = np.zeros(len(ids), np.float32)
-        self.parts.append(_Part(ids, np.zeros(len(ids), np.bool_), nothing, nothing))
+        """Append tokens of the prompt or of the environment's messages."""
+        zeros = np.zeros(len(ids), np.float32)
+        self.parts.append(_Part(ids, np.zeros(len(ids), np.bool_), zeros, zeros))
 
     def add_turn(self, completion: Completion, renderer: Renderer, stops: Sequence[str]) -> None:
-        """Add sampled tokens, with the one that ended the turn. stops: the response ends before the first of these."""
+        """Append a sampled turn with its end token. stops: stop texts; the response ends before the first one."""
         start, ids = self.length, completion.ids
         self.parts.append(_Part(ids, np.ones(len(ids), np.bool_), completion.logprobs, completion.behaviour_logprobs))
         self.finish_reason, self._version = completion.finish_reason, completion.version
@@ -83,7 +83,7 @@ class Episode:
 
     def rollout(self) -> Rollout:
         ids, is_sampled, logprobs, behaviour_logprobs = map(np.concatenate, zip(*self.parts, strict=True))
-        is_played = self.environment is not None
+        has_environment = self.environment is not None
         return Rollout(
             prompt=self.prompt,
             sample=self.sample,
@@ -96,49 +96,50 @@ class Episode:
             messages=self._messages_as_written(),
             finish_reason=self.finish_reason,
             version=self._version,
-            env_reward=self._reward if is_played else None,
-            env_done=bool(self._steps[-1].done) if is_played else None,
+            env_reward=self._reward if has_environment else None,
+            env_done=bool(self._steps[-1].done) if has_environment else None,
             num_calls=sum(step.num_calls for step in self._steps),
             num_failed_calls=sum(step.num_failed_calls for step in self._steps),
             num_cut_responses=self.num_cut_responses,
         )
 
     def _messages_as_written(self) -> tuple[Message, ...]:
-        """Return the messages, without `tool_calls` in the student's: its texts contain them."""
-        later = self.messages[len(self._opening) :]
-        return (*self._opening, *({key: m[key] for key in m if key != "tool_calls"} for m in later))
+        """Return the messages without the `tool_calls` of the student's turns, whose text contains the calls."""
+        added = self.messages[len(self._opening) :]
+        return (*self._opening, *({key: m[key] for key in m if key != "tool_calls"} for m in added))
 
 
 def _response(completion: Completion, renderer: Renderer, stops: Sequence[str]) -> str:
-    """Return the text before the first stop text, or without it before the token that ended the turn."""
-    whole = renderer.text(completion.ids)
-    response = text_before(whole, stops)
-    if response != whole or completion.finish_reason == "length":
+    """Return the text before the first stop text or, without one, before the turn's end token."""
+    text = renderer.text(completion.ids)
+    response = text_before(text, stops)
+    if response != text or completion.finish_reason == "length":
         return response
     return renderer.text(completion.ids[:-1])
 
 
 def shortened_messages(messages: Sequence[Message], renderer: Renderer, max_tokens: int) -> tuple[list[Message], int]:
-    """Cut messages so that their contents have `max_tokens` together at most, and return how many were cut.
+    """Truncate messages to `max_tokens` of content in total, and return them with the number of truncated ones.
 
-    The mark of a cut is part of the contents, and is all that is left of a message without room.
+    A truncated content ends with a mark, which counts as content. A message without room becomes the mark alone.
     """
-    left, out, num_cut = max_tokens, [], 0
+    budget, shortened, num_cut = max_tokens, [], 0
     for message in messages:
         content, length = message["content"], renderer.num_tokens(message["content"])
-        if length > left:
-            room = max(0, left - renderer.num_tokens(_CUT_MARK))
+        if length > budget:
+            room = max(0, budget - renderer.num_tokens(_CUT_MARK))
             content, num_cut = renderer.shortened(content, room) + _CUT_MARK, num_cut + 1
-        left = max(0, left - length)
-        out.append({**message, "content": content})
-    return out, num_cut
+        budget = max(0, budget - length)
+        shortened.append({**message, "content": content})
+    return shortened, num_cut
 
 
 def require_completion(completion: Completion, episode: Episode, max_new_tokens: int) -> None:
-    """Raise RolloutError for a completion that an engine must not return."""
-    number, given = len(completion.ids), [len(completion.logprobs), len(completion.behaviour_logprobs)]
-    if not 1 <= number <= max_new_tokens or given != [number, number]:
+    """Raise RolloutError for a completion with a wrong number of tokens or log-probabilities."""
+    num_tokens, num_raw, num_behaviour = map(len, (completion.ids, completion.logprobs, completion.behaviour_logprobs))
+    if not 1 <= num_tokens <= max_new_tokens or not num_tokens == num_raw == num_behaviour:
         raise RolloutError(
-            f"the engine answered prompt {episode.prompt.index}, sample {episode.sample}, with {number} tokens and "
-            f"{given[0]} raw and {given[1]} behaviour log-probabilities; requested were 1 to {max_new_tokens}"
+            f"the engine answered prompt {episode.prompt.index}, sample {episode.sample}, with {num_tokens} tokens, "
+            f"{num_raw} raw and {num_behaviour} behaviour log-probabilities; expected 1 to {max_new_tokens} tokens and "
+            "one log-probability of each kind per token"
         )

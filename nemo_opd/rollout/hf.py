@@ -1,4 +1,4 @@
-"""Engines that sample by transformers' own generation."""
+"""Engines that sample with transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -43,21 +43,20 @@ from nemo_opd.rollout.inverse_cdf import InverseCDF, uniforms
 from nemo_opd.rollout.stops import StopTexts
 
 _PADDING = 0
-"""Any id will do: attention masks the positions before a prompt, and those after an end are cut off."""
+"""Any id works: positions before a prompt are masked, and positions after an end token are cut off."""
 
 
 class Sampler(Generator):
-    """A generator over a causal language model in memory, by its `generate`: batches with a KV cache.
+    """A generator that calls the `generate` of a causal language model, in batches with a KV cache.
 
-    A request's tokens depend on its own seed and on the model's logits. The logits of one sequence differ in their last
-    bits with the batch it is in, so another batch gives the same tokens unless a drawn number lies within that rounding
-    of a border.
+    A request's tokens depend only on its seed and the model's logits. Batching changes the last bits of the logits, so
+    another batch gives the same tokens unless a drawn number is within rounding error of a token's boundary.
 
-    transformers' continuous batching does not fit: it draws all requests' tokens from one generator, and returns
+    transformers' continuous batching does not fit: it draws all requests' tokens from one random generator, and returns
     log-probabilities of the warped distribution only.
 
-    Prompts are padded on the left. A model that continues them differently then samples prompts of one length at a
-    time, or one prompt (`batching`).
+    Prompts are padded on the left. A model whose output changes with padding samples only prompts of equal length
+    together, or one prompt at a time (`batching`).
     """
 
     def __init__(
@@ -71,8 +70,8 @@ class Sampler(Generator):
         device: str,
         tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
     ) -> None:
-        """end_ids: tokens that end a sequence. vocab_size: columns of the head that are tokens. batch_size,
-        batch_tokens: as in `BatchLimit`. tokenizer: called for requests with stop texts.
+        """end_ids: tokens that end a sequence. vocab_size: head columns that are tokens. batch_size, batch_tokens: as
+        in `BatchLimit`. tokenizer: called for requests with stop texts.
         """
         self._tokenizer = tokenizer
         self._model: Any = model
@@ -81,42 +80,44 @@ class Sampler(Generator):
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int = 0) -> list[Completion]:
-        """Return one completion for each request, in order, marked as sampled by weights of `version`.
+        """Return one completion per request, in order, marked as sampled by weights of `version`.
 
         Communicates as the model's forward does. Raises RolloutError for requests that do not fit the model, and for
-        logits that are not finite.
+        non-finite logits.
         """
         check_lengths(requests, max_positions(self._model.config))
         completions: dict[int, Completion] = {}
         with working("sampling", len(requests), "sequences") as work:
             for rows in self._batches(requests):
                 work.done = len(completions)
-                made = self._batch([requests[i] for i in rows], sampling, version, work)
-                completions |= zip(rows, made, strict=True)
+                batch = self._generate_batch([requests[i] for i in rows], sampling, version, work)
+                completions |= zip(rows, batch, strict=True)
         return [completions[i] for i in range(len(requests))]
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
-        """Yield the numbers of requests of similar cost, within the limits, that the model may sample together."""
+        """Yield batches of request indices: similar in cost, within the limits and compatible with the model."""
         lengths = [len(request.prompt_ids) for request in requests]
-        # By the limit first, which sets the steps, then by the prompt, which sets the padding.
+        # By token limit, which sets the number of steps, then by prompt length, which sets the padding.
         order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, lengths[i]))
-        together = batching(self._model.config) if len(requests) > 1 and self._limit.sequences > 1 else "any"
-        if together == "equal_lengths":
+        mode = batching(self._model.config) if len(requests) > 1 and self._limit.sequences > 1 else "any"
+        if mode == "equal_lengths":
             order.sort(key=lambda i: lengths[i])
-        most = 1 if together == "alone" else self._limit.sequences
-        rows, prompt = list[int](), 0
+        max_rows = 1 if mode == "alone" else self._limit.sequences
+        rows, prompt_length = list[int](), 0
         for i in order:
-            longest = max(prompt, lengths[i])
+            longest = max(prompt_length, lengths[i])
             tokens = (len(rows) + 1) * (longest + requests[i].max_new_tokens)
-            is_full = len(rows) == most or tokens > (self._limit.tokens or tokens)
-            if rows and (is_full or (together == "equal_lengths" and lengths[i] != prompt)):
+            is_full = len(rows) == max_rows or tokens > (self._limit.tokens or tokens)
+            if rows and (is_full or (mode == "equal_lengths" and lengths[i] != prompt_length)):
                 yield rows
                 rows, longest = [], lengths[i]
-            rows, prompt = [*rows, i], longest
+            rows, prompt_length = [*rows, i], longest
         if rows:
             yield rows
 
-    def _batch(self, requests: Sequence[Request], sampling: Sampling, version: int, work: Work) -> list[Completion]:
+    def _generate_batch(
+        self, requests: Sequence[Request], sampling: Sampling, version: int, work: Work
+    ) -> list[Completion]:
         prompts = [torch.from_numpy(np.asarray(request.prompt_ids, np.int64)) for request in requests]
         ids = _left_padded(prompts, _PADDING)
         mask = _left_padded([torch.ones_like(prompt) for prompt in prompts], 0)
@@ -147,7 +148,7 @@ class Sampler(Generator):
                 synced_gpus=False,
             )
         sampled = sequences[:, ids.shape[1] :].int()
-        columns = [each.cpu().numpy() for each in (sampled, processor.logprobs, processor.behaviour_logprobs)]
+        columns = [column.cpu().numpy() for column in (sampled, processor.logprobs, processor.behaviour_logprobs)]
         rows = zip(requests, *columns, strict=True)
         return [self._completion(*row, version=version, stopped=stopped.get(i)) for i, row in enumerate(rows)]
 
@@ -161,9 +162,9 @@ class Sampler(Generator):
         version: int,
         stopped: int | None,
     ) -> Completion:
-        """Cut ids and log-probabilities, which have the length of the batch's longest sequence, at the first end.
+        """Cut a row of the batch, as long as the longest sequence, at the first end token.
 
-        stopped: length at which a stop text ended it.
+        stopped: length at which a stop text ended the row.
         """
         limit = stopped or min(request.max_new_tokens, len(ids))
         ends = np.flatnonzero(np.isin(ids[:limit], self._end_ids))
@@ -183,15 +184,15 @@ class Sampler(Generator):
 
 
 class _Limits(StoppingCriteria):
-    """A limit of new tokens for each sequence."""
+    """Limits of new tokens per sequence."""
 
     def __init__(self, limits: Tensor, prompt_length: int, work: Work) -> None:
-        """limits: [B]. prompt_length: with padding. work: advances by B in all, evenly over the longest limit."""
+        """limits: [B]. prompt_length: with padding. work: advances by B in total, evenly over the longest limit."""
         self._limits, self._prompt_length = limits, prompt_length
         self._work, self._per_token = work, len(limits) / int(limits.max())
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Return which sequences are over: [B, S] → bool [B]."""
+        """Return which sequences have ended: [B, S] → bool [B]."""
         self._work.advance(self._per_token)
         is_over: Tensor = self._limits <= input_ids.shape[1] - self._prompt_length
         return is_over
@@ -199,13 +200,13 @@ class _Limits(StoppingCriteria):
 
 @contextmanager
 def _only_generation_config(model: Any, settings: GenerationConfig) -> Iterator[None]:
-    """Use `settings` alone inside: transformers fills what a call leaves open from the model's own configuration."""
-    before = model.generation_config
+    """Replace the model's generation config, since transformers fills options that `settings` leaves unset from it."""
+    original = model.generation_config
     model.generation_config = settings
     try:
         yield
     finally:
-        model.generation_config = before
+        model.generation_config = original
 
 
 def _left_padded(rows: list[Tensor], value: int) -> Tensor:
@@ -213,7 +214,7 @@ def _left_padded(rows: list[Tensor], value: int) -> Tensor:
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """Return the largest number of tokens of a sequence; None where the configuration names no limit."""
+    """Return the longest sequence in tokens; None if the configuration has no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(limit) if limit else None
 
@@ -221,8 +222,8 @@ def max_positions(config: PretrainedConfig) -> int | None:
 def end_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> frozenset[int]:
     """Return the tokens that end a sampled sequence.
 
-    EOS ids of the model's and the tokenizer's generation configs, the tokenizer's own EOS, and the tokens by which the
-    chat template ends a turn.
+    They are the EOS ids of the model's and the tokenizer's generation configs, the tokenizer's EOS, and the chat
+    template's turn-end tokens.
     """
     configured: Any = None if generation_config is None else generation_config.eos_token_id
     return (
@@ -233,7 +234,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationCon
 
 
 class _StudentWorkers:
-    """The student's workers, which sample with its weights as they are."""
+    """An engine that samples in the student's workers, with the current weights."""
 
     retried = 0
 
@@ -245,7 +246,7 @@ class _StudentWorkers:
         self.version = version
 
     def rest(self) -> None:
-        """Do nothing: what sampling needed is free already."""
+        """Do nothing: the memory of sampling is already free."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         return self._student.generate(requests, sampling, self.version)
@@ -259,7 +260,7 @@ def for_student(_: HFRollout, spec: EngineSpec, student: StudentModel, version: 
 
 @contextmanager
 def for_model(settings: HFRollout, spec: EngineSpec, model: str, device: str) -> Iterator[Generator]:
-    """Open the engine of a model that is evaluated. Raises ModelError, and ConfigError for a GPU that is not there."""
+    """Open the engine of an evaluated model. Raises ModelError, and ConfigError if the GPU is missing."""
     device = chosen_device(device)
     is_bfloat16 = spec.dtype == "bfloat16" or (spec.dtype == "auto" and device == "cuda")
     loaded = load_model(model, torch.bfloat16 if is_bfloat16 else torch.float32, key="model").eval().to(device)
@@ -275,7 +276,7 @@ def for_model(settings: HFRollout, spec: EngineSpec, model: str, device: str) ->
 
 
 def chosen_device(device: str) -> str:
-    """Return the device that `auto` stands for, or the one named. Raises ConfigError for a GPU that is not there."""
+    """Resolve `auto` to a device. Raises ConfigError for cuda without a GPU."""
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise ConfigError("device=cuda: PyTorch sees no GPU on this machine; write device=cpu")

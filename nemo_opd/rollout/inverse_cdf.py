@@ -1,4 +1,4 @@
-"""Sampling by the inverse of the cumulative distribution, from numbers that are drawn ahead."""
+"""Inverse-CDF sampling from uniform numbers that are drawn in advance."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from nemo_opd.rollout.base import Sampling
 
 
 def uniforms(seeds: Sequence[int], steps: int) -> NDArray[np.float64]:
-    """Draw numbers [B, steps] in [0, 1), one for each token, by a sequence's seed alone; fewer steps are a prefix."""
+    """Draw one number in [0, 1) per token, [B, steps], from the sequences' seeds; fewer steps give a prefix."""
     return np.stack([np.random.Generator(np.random.Philox(seed)).random(steps) for seed in seeds])
 
 
 def inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Return the tokens in whose part of the cumulative distribution the numbers fall.
+    """Sample tokens by inverse CDF: [B, V], [B] in [0, 1) → [B] int64.
 
-    [B, V], [B] in [0, 1) → [B] int64. Tokens are in the order of ids, so that rounding only moves the borders between
-    them. A token of probability 0 is never taken, however sums are rounded.
+    Tokens are ordered by id, so rounding only moves the boundaries between them. A token of probability 0 is never
+    sampled, however sums are rounded.
     """
-    # A sum over a large vocabulary in 32 bits would lose rare tokens.
+    # A 32-bit sum over a large vocabulary would lose rare tokens.
     cumulative = probabilities.double().cumsum(-1).masked_fill(probabilities == 0, 0)
     total = cumulative.amax(-1, keepdim=True)
     target = torch.minimum(uniform.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    # argmax takes the first of equals.
+    # argmax returns the first maximum.
     return (cumulative > target).int().argmax(-1)
 
 
 def _warpers_of(sampling: Sampling) -> LogitsProcessorList:
-    """Return temperature, top-k and top-p in this order, without those that are off."""
-    chosen = LogitsProcessorList()
+    """Return the active warpers, in the order temperature, top-k, top-p."""
+    warpers = LogitsProcessorList()
     if sampling.temperature not in (0, 1):
-        chosen.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
     if sampling.top_k is not None:
-        chosen.append(TopKLogitsWarper(sampling.top_k))
+        warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        chosen.append(TopPLogitsWarper(sampling.top_p))
-    return chosen
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    return warpers
 
 
 class InverseCDF(LogitsProcessor):
-    """Logits processor that chooses each step's tokens: the largest score that it returns is that of the choice.
+    """A logits processor that samples each step's tokens and gives them the only finite scores.
 
-    It keeps the choice's log-probability under the raw distribution, and under the warped one that it was drawn from.
+    It records the sampled tokens' log-probabilities under the raw and under the warped distribution.
     """
 
     def __init__(self, sampling: Sampling, uniform: Tensor, vocab_size: int) -> None:
-        """uniform: float64 [B, steps]. vocab_size: number of columns that are tokens."""
+        """uniform: float64 [B, steps]. vocab_size: columns that are tokens."""
         self._warpers: Any = _warpers_of(sampling)
         self._is_greedy = sampling.temperature == 0
         self._uniform, self._vocab_size = uniform, vocab_size
@@ -66,7 +66,7 @@ class InverseCDF(LogitsProcessor):
         self._behaviour_logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Choose tokens: [B, S], [B, V] fp32 → [B, V]."""
+        """Sample tokens: [B, S], [B, V] fp32 → [B, V]."""
         raw = scores[:, : self._vocab_size].float()
         warped = self._warped(input_ids, raw)
         tokens = inverse_cdf(warped.softmax(-1), self._uniform[:, len(self._logprobs)]).unsqueeze(-1)
@@ -85,7 +85,7 @@ class InverseCDF(LogitsProcessor):
         return torch.stack(self._behaviour_logprobs, -1)
 
     def _warped(self, input_ids: Tensor, raw: Tensor) -> Tensor:
-        """Return the scores to draw from; `raw` itself where nothing is warped."""
+        """Return the scores to sample from; `raw` itself if sampling is not warped."""
         if self._is_greedy:
             return torch.full_like(raw, -torch.inf).scatter_(-1, raw.argmax(-1, keepdim=True), 0.0)
         warped: Tensor = self._warpers(input_ids, raw)

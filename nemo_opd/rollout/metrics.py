@@ -11,7 +11,7 @@ _NGRAM = 4
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """Return lengths in tokens and shares of rollouts; with environments also turns and calls."""
+    """Return response lengths and shares of rollouts; with environments also turns and tool calls."""
     count = len(rollouts)
     lengths = [rollout.num_sampled for rollout in rollouts]
     ended = sum(rollout.finish_reason == "stop" for rollout in rollouts)
@@ -28,8 +28,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
 
 
 def _turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """Return metrics of rollouts with an environment: turns and tool calls of each, the share of failed calls, the
-    number of cut messages, and the share of rollouts that the environment did not end.
+    """Return metrics of rollouts with an environment: turns and tool calls per rollout, share of failed calls, number
+    of truncated messages, and share of rollouts that the environment did not end.
     """
     count = len(rollouts)
     calls = sum(rollout.num_calls for rollout in rollouts)
@@ -43,7 +43,7 @@ def _turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
 
 
 def repetition(rollout: Rollout) -> float | None:
-    """Return the share of 4-grams of sampled tokens, within turns, that occurred before; None without any 4-gram."""
+    """Return the share of 4-grams within sampled turns that repeat an earlier one; None without 4-grams."""
     turns = [rollout.ids[start:stop] for start, stop in rollout.turns if stop - start >= _NGRAM]
     if not turns:
         return None

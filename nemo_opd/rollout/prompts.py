@@ -1,4 +1,4 @@
-"""Prompts of a dataset: those that fit the model, and those continued by the dataset itself."""
+"""Dataset prompts: selection by length, and rollouts from the dataset's own responses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,29 +17,29 @@ class Kept:
 
     prompts: tuple[Prompt, ...]
     num_dropped: int
-    """Number of prompts that are too long."""
+    """Number of prompts dropped because of their length."""
 
 
 def drop_long(prompts: Sequence[Prompt], renderer: Renderer, max_tokens: int | None, *, key: str, way_out: str) -> Kept:
-    """Return the prompts of `max_tokens` at most, None being any number, in order and uncut.
+    """Drop prompts of more than `max_tokens` tokens (None for no limit), and keep the order.
 
-    key: setting that the prompts come from. way_out: advice for the error. Raises DataError where none is left.
+    key: setting that the prompts come from. way_out: advice for the error. Raises DataError if no prompt is left.
     """
     if max_tokens is None:
         return Kept(tuple(prompts), 0)
     counted = tracked(prompts, f"tokenizing the prompts of {key}", "prompts")
     lengths = [len(renderer.prompt_ids(prompt)) for prompt in counted]
-    kept = tuple(prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_tokens)
-    if not kept:
+    short = tuple(prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_tokens)
+    if not short:
         shortest = f"; the shortest has {min(lengths)}" if lengths else ""
         raise DataError(f"{key}: none of {len(prompts)} prompts has {max_tokens} tokens or less{shortest}; {way_out}")
-    return Kept(kept, len(prompts) - len(kept))
+    return Kept(short, len(prompts) - len(short))
 
 
 def dataset_rollout(prompt: Prompt, renderer: Renderer, max_length: int) -> Rollout:
-    """Return the prompt with the dataset's continuation, cut to `max_length`, as a rollout of version −1.
+    """Return the prompt with the dataset's response, cut to `max_length`, as a rollout of version −1.
 
-    Raises DataError where the row has no continuation, or a template or the model refuses it.
+    Raises DataError if the row has no response, or the template or the model rejects it.
     """
     continued = renderer.continued(prompt)
     ids = continued.ids[:max_length]

@@ -1,4 +1,4 @@
-"""Names under which users' rewards and environments import these types."""
+"""Types for users' rewards and environments to import."""
 
 from nemo_opd.data.record import Message, Prompt, Rollout
 from nemo_opd.rollout.environment import EnvironmentStep

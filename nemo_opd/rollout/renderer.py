@@ -1,4 +1,4 @@
-"""Renderers: a model's tokenizer around what it samples, token ids in and out."""
+"""Renderers: from prompts to token ids, and from sampled ids to text."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Tools = Sequence[dict[str, Any]] | None
 
 
 class Renderer(ABC):
-    """The base of renderers: prompts to tokens, and sampled tokens to texts."""
+    """The base class of renderers."""
 
     takes_turns: ClassVar[bool]
-    """Whether prompts are conversations, in which an environment can answer."""
+    """Whether prompts are conversations, so that an environment can answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> None:
-        """vocab_size: number of ids the model can read; by default all. Raises AlignmentError for inexact tokens."""
+        """vocab_size: number of ids the model can read, all by default. Raises AlignmentError for inexact tokens."""
         self._tokenizer = tokenizer
         self._pieces = pieces_of(tokenizer)
         self._vocab_size = vocab_size or self._pieces.vocab_size
@@ -40,7 +40,7 @@ class Renderer(ABC):
         """Return the prompt with its `response`. Raises DataError, naming the prompt's row."""
 
     def text(self, ids: Ids) -> str:
-        """Return the exact text of sampled tokens, without special ones; U+FFFD for bytes that are no character."""
+        """Decode sampled tokens exactly, without special tokens; invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self._pieces.bytes_of, ids.tolist())).decode("utf-8", "replace")
 
     def tool_calls(self, ids: Ids, start: int, tools: Tools) -> list[Message]:
@@ -48,31 +48,31 @@ class Renderer(ABC):
         return []
 
     def between(self, messages: Sequence[Message], new: Sequence[Message], tools: Tools) -> Ids:
-        """Return the tokens from the end of the last of `messages`, the model's turn, to its turn after the new ones.
+        """Return the tokens between two turns of the model: the last of `messages`, and the turn after the `new` ones.
 
-        Raises RolloutError where the chat template refuses them.
+        Raises RolloutError if the chat template rejects the messages.
         """
-        raise RolloutError("a text has no turns that somebody could answer; set data.messages_key for conversations")
+        raise RolloutError("plain texts have no turns to answer; set data.messages_key to train on conversations")
 
     def shows_tools(self, tools: Tools) -> bool:
         """Return whether the chat template shows tools to the model."""
         return not tools
 
     def num_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text on its own."""
+        """Count the tokens of a text by itself."""
         return num_tokens(self._tokenizer, text)
 
     def shortened(self, text: str, max_tokens: int) -> str:
-        """Return the longest beginning of a text that has `max_tokens` at most."""
+        """Cut a text to its first `max_tokens` tokens."""
         tokens = locate_tokens(self._tokenizer, text)
         return text if len(tokens.ids) <= max_tokens else text[: int(tokens.starts[max_tokens])]
 
-    def _require_known(self, ids: Ids, content: str) -> None:
+    def _require_embeddings(self, ids: Ids, content: str) -> None:
         require_ids(ids, self._vocab_size, self._tokenizer, content)
 
 
 class TextRenderer(Renderer):
-    """Prompts that are texts: with the tokenizer's default special tokens before them, and no end of sequence."""
+    """A renderer of plain texts: prompts start with the tokenizer's default special tokens and have no end token."""
 
     takes_turns = False
 
@@ -81,7 +81,7 @@ class TextRenderer(Renderer):
         self._continue = TextContinuation(tokenizer)
 
     def prompt_ids(self, prompt: Prompt) -> Ids:
-        """Return the tokens [P]. Raises DataError where there are none, or one that the model cannot read."""
+        """Return the tokens [P]. Raises DataError for a prompt without tokens or a token without embedding."""
         text = text_of(prompt)
         ids = self._continue(text, "", is_ended=False).ids
         if not len(ids):
@@ -89,17 +89,17 @@ class TextRenderer(Renderer):
                 f"prompt {prompt.index} (row, counted from 0) has no tokens; leave the row out, or use a tokenizer "
                 "that starts texts with a special token"
             )
-        self._require_known(ids, text)
+        self._require_embeddings(ids, text)
         return ids
 
     def continued(self, prompt: Prompt) -> Continued:
-        """Tokenize prompt and response as one text, with the end of sequence.
+        """Tokenize prompt and response as one text, with an end token.
 
-        Raises DataError as `prompt_ids` does, and where there is no response.
+        Raises DataError as `prompt_ids` does, and for a prompt without response.
         """
         text, response = text_of(prompt), response_of(prompt)
         continued = self._continue(text, response, is_ended=True)
-        self._require_known(continued.ids, text + response)
+        self._require_embeddings(continued.ids, text + response)
         return continued
 
 
@@ -109,12 +109,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def num_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """Return the number of tokens of a text on its own."""
+    """Count the tokens of a text by itself."""
     return len(encode(tokenizer, text))
 
 
 def response_of(prompt: Prompt) -> str:
-    """Return the dataset's response. Raises DataError where it has none."""
+    """Return the dataset's response. Raises DataError if it is missing."""
     if prompt.response is None:
         raise DataError(
             f"prompt {prompt.index} (row, counted from 0) has no response to learn from, which "

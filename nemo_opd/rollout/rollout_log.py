@@ -1,4 +1,4 @@
-"""rollouts.jsonl: what the student sampled for training, one JSON object a rollout, in files of limited size."""
+"""rollouts.jsonl: the student's training rollouts, one JSON object per line, in files of limited size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DIGITS = 6
 
 
 class RolloutLog:
-    """Appends to rollouts.jsonl; a full file is renamed to rollouts.<last step>.jsonl, and the oldest are removed."""
+    """A writer of rollouts.jsonl. A full file is renamed to rollouts.<last step>.jsonl; the oldest are removed."""
 
     def __init__(self, folder: Path, settings: RolloutFiles) -> None:
         self.path = folder / "rollouts.jsonl"
@@ -31,43 +31,42 @@ class RolloutLog:
         return self._settings.every is not None and step % self._settings.every == 0
 
     def truncate_after(self, step: int) -> None:
-        """Drop rollouts of later steps and a torn last line. Raises DataError where a file is damaged."""
-        for file in (*self._full(), self.path):
+        """Drop rollouts of later steps and a torn last line. Raises DataError if a file is damaged."""
+        for file in (*self._full_files(), self.path):
             if file == self.path or _last_step(file) > step:
                 self._truncate(file, step)
 
     def _truncate(self, file: Path, step: int) -> None:
         if not file.exists():
             return
-        lines = parse_lines(file, file.read_bytes().split(b"\n"), _with_step, "no rollout")
-        kept = [found for found in lines if found is not None and found.step <= step]
-        if kept:
-            # The name of a full file is its last step, which the run makes again.
-            new = file if file == self.path else self._of_step(kept[-1].step)
-            write_atomically(new, b"".join(found.text + b"\n" for found in kept))
+        lines = parse_lines(file, file.read_bytes().split(b"\n"), _read_line, "not a rollout")
+        remaining = [line for line in lines if line is not None and line.step <= step]
+        if remaining:
+            # A full file is named after its last step, which may have changed.
+            new = file if file == self.path else self._full_file(remaining[-1].step)
+            write_atomically(new, b"".join(line.text + b"\n" for line in remaining))
             if new == file:
                 return
         file.unlink()
 
     def write(self, step: int, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> None:
-        """Append the rollouts of a step; rewards: of each, or empty. Raises StorageError where that fails."""
-        given: Sequence[float | None] = rewards or [None] * len(rollouts)
-        lines = (_line(step, rollout, reward) for rollout, reward in zip(rollouts, given, strict=True))
+        """Append a step's rollouts. rewards: one per rollout, or empty. Raises StorageError if writing fails."""
+        values: Sequence[float | None] = rewards or [None] * len(rollouts)
+        lines = (_line(step, rollout, value) for rollout, value in zip(rollouts, values, strict=True))
         with storage_errors(self.path):
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
                 size = file.tell()
             if size >= self._settings.file_mb * 10**6:
-                os.replace(self.path, self._of_step(step))
-                for old in self._full()[: -self._settings.keep_files]:
+                os.replace(self.path, self._full_file(step))
+                for old in self._full_files()[: -self._settings.keep_files]:
                     old.unlink()
 
-    def _of_step(self, step: int) -> Path:
-        """Return the full file of which a step is the last."""
-        return self.path.with_name(f"rollouts.{step}.jsonl")
+    def _full_file(self, last_step: int) -> Path:
+        return self.path.with_name(f"rollouts.{last_step}.jsonl")
 
-    def _full(self) -> list[Path]:
-        """Return the full files, the oldest first."""
+    def _full_files(self) -> list[Path]:
+        """Return the full files, oldest first."""
         return sorted(self.path.parent.glob("rollouts.*.jsonl"), key=_last_step)
 
 
@@ -92,7 +91,7 @@ def _line(step: int, rollout: Rollout, reward: float | None) -> str:
         "logprobs": list(_numbers(rollout.logprobs)),
         "behaviour_logprobs": list(_numbers(rollout.behaviour_logprobs)),
     }
-    # Lone surrogates, which a byte-level tokenizer may bring, are not in UTF-8.
+    # A byte-level tokenizer can produce lone surrogates, which UTF-8 cannot encode.
     text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace").decode() + "\n"
 
@@ -102,16 +101,16 @@ def _numbers(values: NDArray[Any]) -> Iterator[float | None]:
 
 
 def _number(value: float) -> float | None:
-    """Return the number rounded, or None for NaN and infinity, which JSON has not."""
+    """Round a number. NaN and infinity, which JSON lacks, become None."""
     return round(value, _DIGITS) if math.isfinite(value) else None
 
 
-class _Written(NamedTuple):
-    """A line, and the step that it is of."""
+class _Line(NamedTuple):
+    """A line of the file, and its step."""
 
     step: int
     text: bytes
 
 
-def _with_step(line: bytes) -> _Written | None:
-    return _Written(int(json.loads(line)["step"]), line) if line else None
+def _read_line(line: bytes) -> _Line | None:
+    return _Line(int(json.loads(line)["step"]), line) if line else None

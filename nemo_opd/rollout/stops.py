@@ -1,4 +1,4 @@
-"""Texts that end a sequence when they are sampled."""
+"""Stop texts, which end a sequence when they are sampled."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -11,21 +11,21 @@ from transformers.generation import StoppingCriteria
 from nemo_opd.rollout.base import Request
 
 _MORE_TOKENS = 4
-"""Tokens that are read before those that a stop text can have, since the first of a text may lose its space."""
+"""Tokens decoded before the longest stop text, since decoding may drop the first token's space."""
 
 
 def text_before(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first of these."""
+    """Return the text before the first stop text."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text
 
 
 class StopTexts(StoppingCriteria):
-    """The stop texts of each sequence of a batch.
+    """A stopping criterion with stop texts per sequence.
 
-    A stop text of B bytes has B tokens at most, so only the last tokens of a sequence are read at each step. Special
-    tokens are no text.
+    A stop text of B bytes has at most B tokens, so each step decodes only the last tokens of a sequence, without
+    special tokens.
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class StopTexts(StoppingCriteria):
         prompt_length: int,
         end_ids: Collection[int],
     ) -> None:
-        """prompt_length: with padding. end_ids: tokens that end a sequence, after which nothing counts."""
+        """prompt_length: with padding. end_ids: tokens that end a sequence; stop texts after them do not count."""
         self._stops = {row: request.stop for row, request in enumerate(requests) if request.stop}
-        self._window = _MORE_TOKENS + max(len(stop.encode()) for own in self._stops.values() for stop in own)
+        self._window = _MORE_TOKENS + max(len(stop.encode()) for stops in self._stops.values() for stop in stops)
         self._tokenizer, self._prompt_length, self._end_ids = tokenizer, prompt_length, frozenset(end_ids)
         self.lengths: dict[int, int] = {}
-        """Row → number of new tokens, of those that a stop text has ended."""
+        """Row → number of new tokens, for rows that a stop text has ended."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Return which sequences are over: [B, S] → bool [B]."""
+        """Return which sequences have ended: [B, S] → bool [B]."""
         number = input_ids.shape[1] - self._prompt_length
         rows = input_ids[:, -min(number, self._window) :].tolist() if self._stops else []
         for row, stops in list(self._stops.items()):

@@ -1,7 +1,7 @@
-"""Tool calls in an assistant's text, in the form in which its chat template writes them.
+"""Tool calls in an assistant's text, in the chat template's format.
 
 A call is `{"type": "function", "function": {"name": …, "arguments": {…}}}`, as in a message's `tool_calls`. A text that
-looks like a call and cannot be read is `{"type": "malformed", "text": …, "error": …}`, so that it can be answered.
+looks like a call but cannot be parsed is `{"type": "malformed", "text": …, "error": …}`, so that it can be answered.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _PROBE: list[Message] = [
 
 
 class ToolCallParser:
-    """Parser of turns.
+    """A parser of tool calls in a turn.
 
-    It uses the tokenizer's response template or schema if it has one (transformers 5), else the form that its chat
-    template writes: `<tool_call>{json}</tool_call>`, or JSON alone with or without `<|python_tag|>`. If the template
-    writes neither, both forms are read.
+    It uses the tokenizer's response template or schema if it has one (transformers 5), else the chat template's format:
+    `<tool_call>{json}</tool_call>`, or JSON alone with or without `<|python_tag|>`. If the template writes neither,
+    both formats are parsed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -52,21 +52,21 @@ class ToolCallParser:
         """Return the calls of the turn [start, S) of ids [S], in order."""
         text = self._decoded(ids[start:])
         if self._has_template or self._has_schema:
-            return self._by_tokenizer(text, self._decoded(ids[:start]), tools)
+            return self._parse_with_tokenizer(text, self._decoded(ids[:start]), tools)
         return self._parse(_THINKING.sub("", text))
 
     def _decoded(self, ids: Ids) -> str:
         """Decode with special tokens, which may delimit calls."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _by_tokenizer(self, text: str, before: str, tools: Tools) -> list[Message]:
+    def _parse_with_tokenizer(self, text: str, prefix: str, tools: Tools) -> list[Message]:
         try:
             if self._has_template:
-                parsed = self._tokenizer.parse_response(text, prefix=before, tools=list(tools or ()) or None)
+                parsed = self._tokenizer.parse_response(text, prefix=prefix, tools=list(tools or ()) or None)
             else:
                 parsed = self._tokenizer.parse_response(text)
             return [_checked_call(call, text) for call in parsed.get("tool_calls") or ()]
-        except Exception as error:  # a schema by the tokenizer's author, applied to any text
+        except Exception as error:  # the tokenizer's schema may fail with any exception
             return [_malformed(text, " ".join(str(error).split()))]
 
 
@@ -79,7 +79,7 @@ def _malformed(text: str, error: str) -> Message:
 
 
 def written_call(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
-    """Return the chat template's text of a call; empty where it leaves it out or fails."""
+    """Return the chat template's text for a probe call; empty if the template fails."""
     try:
         return str(tokenizer.apply_chat_template(_PROBE, tokenize=False, **template_kwargs))
     except Exception:  # a template is a program: it may fail with any exception
@@ -97,7 +97,7 @@ def any_calls(text: str) -> list[Message]:
 
 
 def tagged_calls(text: str) -> list[Message]:
-    """Read every `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+    """Parse every `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
     calls = []
     for part in text.split(_OPEN)[1:]:
         written, closed, _ = part.partition(_CLOSE)
@@ -106,25 +106,25 @@ def tagged_calls(text: str) -> list[Message]:
 
 
 def bare_calls(text: str) -> list[Message]:
-    """Read `{"name": …, "parameters": {…}}` as the whole of a turn, or after `<|python_tag|>`.
+    """Parse `{"name": …, "parameters": {…}}` as an entire turn, or after `<|python_tag|>`.
 
-    Several are separated by white space, commas or semicolons.
+    Calls are separated by white space, commas or semicolons.
     """
-    _, tag, after = text.rpartition(_PYTHON_TAG)
-    return list(_json_calls(after)) if tag or _BARE.match(text) else []
+    _, tag, calls = text.rpartition(_PYTHON_TAG)
+    return list(_json_calls(calls)) if tag or _BARE.match(text) else []
 
 
 def _json_calls(text: str) -> Iterator[Message]:
-    rest = text.lstrip()
+    text = text.lstrip()
     while True:
         try:
-            value, end = json.JSONDecoder().raw_decode(rest)
+            value, end = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError) as error:
-            yield _malformed(rest, f"no JSON: {error}")
+            yield _malformed(text, f"no JSON: {error}")
             return
-        yield _checked_call(value, rest[:end])
-        rest = rest[end:].lstrip(" \t\r\n,;")
-        if not rest.startswith("{"):
+        yield _checked_call(value, text[:end])
+        text = text[end:].lstrip(" \t\r\n,;")
+        if not text.startswith("{"):
             return
 
 
@@ -137,7 +137,7 @@ def _call_of(written: str) -> Message:
 
 
 def _checked_call(value: object, written: str) -> Message:
-    """Return a parsed call, in which `arguments` may also be `parameters`, be JSON in a string, or be left out."""
+    """Validate a parsed call. Its `arguments` may be called `parameters`, be a JSON string, or be missing."""
     call = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return _malformed(written, 'no object with a "name"')

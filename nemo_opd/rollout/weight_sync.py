@@ -1,4 +1,4 @@
-"""A model's weights in memory, for a server on the same machine."""
+"""Model weights in shared memory, for a server on the same machine."""
 
 import json
 import os
@@ -21,38 +21,38 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of dtypes in safetensors."""
+"""Safetensors names of dtypes."""
 
 
 class HeldWeights:
-    """A safetensors file in this process's memory, which other processes read by its path in /proc.
+    """A safetensors file in this process's memory, which other processes read through /proc.
 
-    It is anonymous, so nothing is left of it when it is closed, or the process has ended, and its last reader is done.
-    It is written here because the library would copy all tensors first.
+    The file is anonymous: it disappears once it is closed, or this process has ended, and its last reader is done. It
+    is written here because the safetensors library would copy all tensors first.
     """
 
     def __init__(self, state: dict[str, Tensor]) -> None:
-        """state: tensors on the CPU by name; emptied as they are written."""
+        """state: CPU tensors by name; entries are removed as they are written."""
         name = f"nemo_opd-weights-{uuid4().hex}"
-        self._opened = os.fdopen(os.memfd_create(name, os.MFD_CLOEXEC), "wb")
-        self.file = FileDescriptor(os.getpid(), self._opened.fileno(), name)
-        # The widest first, so that each begins at a multiple of its width.
-        names = sorted(state, key=lambda each: -state[each].itemsize)
-        self._opened.write(_header({each: state[each] for each in names}))
-        for each in names:
-            self._opened.write(state.pop(each).contiguous().view(-1).view(torch.uint8).numpy().data)
-        self._opened.flush()
+        self._stream = os.fdopen(os.memfd_create(name, os.MFD_CLOEXEC), "wb")
+        self.file = FileDescriptor(os.getpid(), self._stream.fileno(), name)
+        # Widest dtype first, so that each tensor starts at a multiple of its element size.
+        names = sorted(state, key=lambda tensor_name: -state[tensor_name].itemsize)
+        self._stream.write(_header({tensor_name: state[tensor_name] for tensor_name in names}))
+        for tensor_name in names:
+            self._stream.write(state.pop(tensor_name).contiguous().view(-1).view(torch.uint8).numpy().data)
+        self._stream.flush()
 
     def close(self) -> None:
-        self._opened.close()
+        self._stream.close()
 
 
 def _header(tensors: dict[str, Tensor]) -> bytes:
-    """Return the header of a safetensors file with these tensors in this order."""
+    """Return the header of a safetensors file with these tensors, in this order."""
     entries, end = {}, 0
-    for name, each in tensors.items():
-        begin, end = end, end + each.nbytes
-        entries[name] = {"dtype": DTYPES[each.dtype], "shape": list(each.shape), "data_offsets": [begin, end]}
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,1 +1,1 @@
-"""Running untrusted programs, and tests of them whose verdict the program cannot forge (docs/sandbox.md)."""
+"""Sandboxes for untrusted programs, and tests whose verdict a program cannot forge (docs/sandbox.md)."""

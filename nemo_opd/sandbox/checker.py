@@ -1,4 +1,4 @@
-"""Many programs at once, each judged once."""
+"""A pool that judges many programs at once, and each program once."""
 
 import hashlib
 import os
@@ -14,32 +14,32 @@ from nemo_opd.sandbox.process import SandboxError
 from nemo_opd.sandbox.tests import Tests
 from nemo_opd.sandbox.verdict import Verdict, judge
 
-_MOST_KEPT = 1 << 16
-"""Verdicts that are kept."""
+_CACHE_SIZE = 1 << 16
+"""Number of cached verdicts."""
 _TRIES = 3
 
 
 class Checker:
-    """Judges programs, as many at a time as there are workers; equal ones once. Leaving the `with` ends what runs."""
+    """A pool of workers that judge programs, with a cache of verdicts. The end of its `with` waits for running ones."""
 
     def __init__(self, settings: SandboxSettings, key: str) -> None:
-        """Choose the isolation. key: of the settings. Raises ConfigError where no sandbox can be made."""
+        """Choose the isolation. key: the settings' key, for messages. Raises ConfigError if no sandbox works here."""
         self._settings = settings
         self._isolation = isolation_of(settings, key)
-        self._known: OrderedDict[bytes, Future[Verdict]] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, Future[Verdict]] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(settings.workers or len(os.sched_getaffinity(0)), "sandbox")
 
     def submit(self, program: str, tests: Tests) -> Future[Verdict]:
-        """Return the verdict to come. Its `result` raises RolloutError where a sandbox could not be made, thrice."""
+        """Return the future verdict. Its `result` raises RolloutError if creating a sandbox failed three times."""
         key = hashlib.sha256(repr((program, tests)).encode(errors="surrogatepass")).digest()
         with self._lock:
-            if key not in self._known:
-                self._known[key] = self._pool.submit(self._judge, key, program, tests)
-                if len(self._known) > _MOST_KEPT:
-                    self._known.popitem(last=False)
-            self._known.move_to_end(key)
-            return self._known[key]
+            if key not in self._verdicts:
+                self._verdicts[key] = self._pool.submit(self._judge, key, program, tests)
+                if len(self._verdicts) > _CACHE_SIZE:
+                    self._verdicts.popitem(last=False)
+            self._verdicts.move_to_end(key)
+            return self._verdicts[key]
 
     def _judge(self, key: bytes, program: str, tests: Tests) -> Verdict:
         for _ in range(_TRIES):
@@ -48,14 +48,14 @@ class Checker:
             except SandboxError as error:
                 problem = error
         with self._lock:  # the machine may recover
-            self._known.pop(key, None)
+            self._verdicts.pop(key, None)
         raise RolloutError(
-            f"a sandbox for a program could not be made any more: {problem}; see whether the machine has memory and "
-            "processes left"
+            f"a sandbox for a program could not be created any more: {problem}; check whether the machine has memory "
+            "and processes left"
         )
 
     def close(self) -> None:
-        """Give up what has not begun, and wait for what runs, which its limits end."""
+        """Cancel programs that have not started, and wait for running ones, which end at their limits."""
         self._pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Self:

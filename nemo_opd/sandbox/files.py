@@ -1,24 +1,24 @@
-"""Files that a program sees: this Python and the system's libraries."""
+"""Files that a sandboxed program can read: this Python and the system's libraries."""
 
 import os
 import sys
 from pathlib import Path
 
 INSIDE = Path(__file__).with_name("inside")
-"""The scripts that run in a sandbox, with the standard library alone."""
+"""Scripts that run in a sandbox, with only the standard library."""
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
 _LIBRARIES = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
 
 
-def shown() -> list[str]:
-    """Return the folders and files to be read."""
-    python = os.path.realpath(sys.executable)
-    own = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(python)), str(INSIDE)]
+def readable() -> list[str]:
+    """Return the folders and files that programs can read."""
+    executable = os.path.realpath(sys.executable)
+    python = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(executable)), str(INSIDE)]
     folders = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
-    paths = {*filter(os.path.exists, (*own, *_LIBRARIES)), *folders}
-    return sorted(path for path in paths if not any(path.startswith(f"{other}/") for other in paths))
+    paths = {*filter(os.path.exists, (*python, *_LIBRARIES)), *folders}
+    return sorted(path for path in paths if not any(path.startswith(f"{parent}/") for parent in paths))
 
 
 def links() -> list[tuple[str, str]]:
-    """Return the symbolic links of the file system's root that programs need, each with its target."""
+    """Return the symbolic links at the root of the file system that programs need, each with its target."""
     return [(path, os.readlink(path)) for path in _SYSTEM if os.path.islink(path)]

@@ -1,4 +1,4 @@
-"""Which kind of sandbox works on this machine."""
+"""Choice of a kind of sandbox that works on this machine."""
 
 import logging
 from functools import cache
@@ -10,8 +10,8 @@ from nemo_opd.sandbox.process import SandboxError
 from nemo_opd.sandbox.tests import Assertions
 from nemo_opd.sandbox.verdict import judge
 
-_BY_ITSELF: tuple[Isolation, ...] = ("bubblewrap", "namespaces")
-"""Kinds that `auto` tries; the other one protects less, so it is chosen by name alone."""
+_AUTO: tuple[Isolation, ...] = ("bubblewrap", "namespaces")
+"""Kinds that `auto` tries. `process` protects less, so it must be set explicitly."""
 _PROGRAM, _TESTS = "def one():\n    return 1\n", Assertions("assert one() == 1")
 
 _log = logging.getLogger(__name__)
@@ -19,39 +19,39 @@ _log = logging.getLogger(__name__)
 
 @cache
 def isolation_of(settings: SandboxSettings, key: str) -> Isolation:
-    """Return the kind of sandbox that the settings name, or the first that works. key: of the settings.
+    """Return the first kind of sandbox that the settings allow and that works, tested with a correct program.
 
-    Raises ConfigError where none works, after a try with a program that is right.
+    key: the settings' key, for messages. Raises ConfigError if no kind works.
     """
-    kinds = _BY_ITSELF if settings.isolation == "auto" else (settings.isolation,)
+    kinds = _AUTO if settings.isolation == "auto" else (settings.isolation,)
     problems = []
     for kind in kinds:
         problem = _problem_of(kind, settings)
         if problem is None:
             if kind == "process":
-                _log.warning("%s.isolation=process: %s", key, _what_is_open())
+                _log.warning("%s.isolation=process: %s", key, _missing_protection())
             return kind
         problems.append(f"{kind}: {problem}")
     raise ConfigError(
-        f"{key}.isolation={settings.isolation}: no sandbox for untrusted programs can be made here "
+        f"{key}.isolation={settings.isolation}: no sandbox for untrusted programs works here "
         f"({'; '.join(problems)}); install bubblewrap (apt install bubblewrap), allow unprivileged user namespaces, or "
         f"accept less protection with {key}.isolation=process (docs/sandbox.md)"
     )
 
 
 def _problem_of(kind: Isolation, settings: SandboxSettings) -> str | None:
-    """Return why a sandbox of one kind does not work; None where it does."""
+    """Return why a kind of sandbox does not work, or None if it does."""
     try:
         verdict = judge(kind, settings, _PROGRAM, _TESTS)
     except SandboxError as error:
         return str(error)
-    return None if verdict.passed else f"a right program counts as wrong ({verdict.reason}); raise the limits"
+    return None if verdict.passed else f"a correct program fails ({verdict.reason}); raise the limits"
 
 
-def _what_is_open() -> str:
+def _missing_protection() -> str:
     if landlock.version():
         return "programs share the machine's processes and memory with the run; files are protected by Landlock"
     return (
         "programs can read and write every file of this user, and end its processes; Landlock, which would protect "
-        "them, is not there"
+        "them, is not available"
     )

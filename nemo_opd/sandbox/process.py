@@ -1,4 +1,4 @@
-"""A process in a sandbox: started, read from within limits, and ended with all that it started."""
+"""Sandboxed processes, with limited output and without leftover child processes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from typing import IO, Any, Self
 
 from nemo_opd.config.sandbox import Isolation, SandboxSettings
 from nemo_opd.sandbox import bubblewrap
-from nemo_opd.sandbox.files import INSIDE, links, shown
+from nemo_opd.sandbox.files import INSIDE, links, readable
 
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -27,15 +27,15 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _WALL = 4
-"""Seconds that a program may take for each second of processor time that it has."""
+"""Seconds of wall time per second of processor time."""
 _GRACE_S = 30.0
-"""Further time for the sandbox to be made, and to report."""
+"""Additional time for the sandbox to start and report."""
 _ENDING_S = 5.0
 _MESSAGE_BYTES = 1 << 16
 
 
 class SandboxError(Exception):
-    """A sandbox that could not be made; the message says why."""
+    """A failure to create a sandbox; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Ending:
     reason: str
     """`itself`, or the limit that ended it."""
     status: int | None = None
-    """Exit status where it ended by itself."""
+    """Exit status if it ended by itself."""
 
 
 class SandboxedProcess:
-    """One process with its own sandbox. Leaving the `with` ends it, with all that it started."""
+    """A process in its own sandbox. The end of its `with` ends it and all its children."""
 
     def __init__(
         self,
@@ -59,21 +59,21 @@ class SandboxedProcess:
         script: str,
         *,
         stdin: IO[bytes] | int = subprocess.DEVNULL,
-        kept: Sequence[int] = (),
+        inherited: Sequence[int] = (),
     ) -> None:
-        """Start `script`, a file of `INSIDE`, with the descriptors `kept` as its arguments."""
+        """Start `script`, a file in `INSIDE`, with the descriptors `inherited` as its arguments."""
         self._settings = settings
         self._scratch = tempfile.mkdtemp(prefix="nemo_opd_program_") if isolation == "process" else None
         report, report_to = os.pipe()
         try:
             self._process = subprocess.Popen(
-                self._command(isolation, script, report_to, kept),
+                self._command(isolation, script, report_to, inherited),
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=_ENVIRONMENT,
                 cwd="/",
-                pass_fds=(report_to, *kept),
+                pass_fds=(report_to, *inherited),
                 start_new_session=True,
             )
         except OSError as error:
@@ -84,9 +84,9 @@ class SandboxedProcess:
             os.close(report_to)
         self._report = open(report, "rb", buffering=0)  # noqa: SIM115  closed by `close`
 
-    def _command(self, isolation: Isolation, script: str, report_to: int, kept: Sequence[int]) -> list[str]:
+    def _command(self, isolation: Isolation, script: str, report_to: int, inherited: Sequence[int]) -> list[str]:
         settings = self._settings
-        seen, linked, scratch_bytes = shown(), links(), settings.scratch_mb << 20
+        paths, symlinks, scratch_bytes = readable(), links(), settings.scratch_mb << 20
         order = {
             "isolation": isolation,
             "parent": os.getpid(),
@@ -94,20 +94,20 @@ class SandboxedProcess:
             "wall_s": _WALL * settings.timeout_s,
             "memory_bytes": settings.memory_mb << 20,
             "processes": settings.processes,
-            "shown": seen,
-            "links": linked,
+            "readable": paths,
+            "links": symlinks,
             "scratch": self._scratch or "/tmp",
             "scratch_bytes": scratch_bytes,
             "report_to": report_to,
-            "kept": list(kept),
+            "inherited": list(inherited),
         }
-        before = bubblewrap.arguments(seen, linked, scratch_bytes) if isolation == "bubblewrap" else []
-        # -P and -s: neither the working folder nor the user's packages; -S: the supervisor needs no packages at all.
+        prefix = bubblewrap.arguments(paths, symlinks, scratch_bytes) if isolation == "bubblewrap" else []
+        # -P and -s: no imports from the working folder or the user's packages. -S: the supervisor needs no packages.
         supervisor = [sys.executable, "-P", "-s", "-S", str(INSIDE / "supervise.py"), json.dumps(order)]
-        return [*before, *supervisor, sys.executable, "-P", "-s", "-B", str(INSIDE / script), *map(str, kept)]
+        return [*prefix, *supervisor, sys.executable, "-P", "-s", "-B", str(INSIDE / script), *map(str, inherited)]
 
     def wait(self) -> Ending:
-        """Return its output and how it ended. Raises SandboxError where the sandbox could not be made."""
+        """Return its output and how it ended. Raises SandboxError if the sandbox could not be created."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         limits = {
@@ -115,10 +115,10 @@ class SandboxedProcess:
             self._report: _MESSAGE_BYTES,
             self._process.stderr: _MESSAGE_BYTES,
         }
-        read = {file: bytearray() for file in limits}
-        is_whole = _read_to_the_end(read, limits, _WALL * self._settings.timeout_s + _GRACE_S)
-        output, report, problem = map(bytes, read.values())
-        if not is_whole:
+        contents = {file: bytearray() for file in limits}
+        is_complete = _read_to_the_end(contents, limits, _WALL * self._settings.timeout_s + _GRACE_S)
+        output, report, problem = map(bytes, contents.values())
+        if not is_complete:
             reason = "output" if len(output) >= limits[self._process.stdout] else "time"
             return Ending(output, reason)
         started, _, state = report.partition(b"\n")
@@ -127,15 +127,15 @@ class SandboxedProcess:
         return _ending(output, state)
 
     def terminate(self) -> None:
-        """Let it end soon; for another thread than the one that waits."""
+        """Ask the process to end, also from another thread than the one in `wait`."""
         self._process.terminate()
 
     def close(self) -> None:
-        """End all its processes, and free what they used."""
+        """End all its processes and free their resources."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)
-        # Also where it has ended: the child of a bubblewrap that is terminated early waits for it forever.
+        # Even if it has ended: if bubblewrap is terminated early, its child waits for it forever.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -155,11 +155,11 @@ class SandboxedProcess:
         self.close()
 
 
-def _read_to_the_end(read: Mapping[Any, bytearray], limits: Mapping[Any, int], seconds: float) -> bool:
-    """Read files to their ends; False where one has more than its limit, or time runs out."""
+def _read_to_the_end(contents: Mapping[Any, bytearray], limits: Mapping[Any, int], seconds: float) -> bool:
+    """Read files to their ends into `contents`. Returns False if one exceeds its limit or time runs out."""
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
-        for file in read:
+        for file in contents:
             selector.register(file, selectors.EVENT_READ)
         while selector.get_map():
             ready = selector.select(max(0, deadline - time.monotonic()))
@@ -169,15 +169,15 @@ def _read_to_the_end(read: Mapping[Any, bytearray], limits: Mapping[Any, int], s
                 chunk = os.read(key.fd, 1 << 16)
                 if not chunk:
                     selector.unregister(key.fileobj)
-                read[key.fileobj] += chunk
-                if len(read[key.fileobj]) > limits[key.fileobj]:
+                contents[key.fileobj] += chunk
+                if len(contents[key.fileobj]) > limits[key.fileobj]:
                     return False
     return True
 
 
 def _ending(output: bytes, state: bytes) -> Ending:
-    """Return how the program has ended. Raises SandboxError where a limit could not be set."""
-    if not state:  # the supervisor was killed, as by the kernel where memory is short
+    """Return how the program ended. Raises SandboxError if a limit could not be set."""
+    if not state:  # the supervisor was killed, for example by the kernel for lack of memory
         return Ending(output, "killed")
     report, _ = json.JSONDecoder().raw_decode(state.decode())
     if report["ended"] == "broken":

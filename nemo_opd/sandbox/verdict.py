@@ -1,4 +1,4 @@
-"""Verdicts on programs: whether one passes its tests."""
+"""Verdicts on whether programs pass their tests."""
 
 import json
 import tempfile
@@ -20,54 +20,54 @@ class Verdict:
 
     passed: bool
     reason: str = ""
-    """The limit that ended it, or the exit status of its tests."""
+    """The limit that ended the program, or the exit status of its tests."""
 
 
 def judge(isolation: Isolation, settings: SandboxSettings, program: str, tests: Tests) -> Verdict:
-    """Run a program's tests. Raises SandboxError where a sandbox could not be made."""
+    """Run a program's tests. Raises SandboxError if a sandbox could not be created."""
     if isinstance(tests, InputOutput):
-        return _by_output(isolation, settings, program, tests)
-    return _by_assertions(isolation, settings, program, tests)
+        return _compare_output(isolation, settings, program, tests)
+    return _run_assertions(isolation, settings, program, tests)
 
 
-def _by_output(isolation: Isolation, settings: SandboxSettings, program: str, tests: InputOutput) -> Verdict:
-    """Compare what the program prints here, where it has no part in it."""
-    for given, wanted in tests.pairs:
+def _compare_output(isolation: Isolation, settings: SandboxSettings, program: str, tests: InputOutput) -> Verdict:
+    """Run the program on each input, and compare its output in this process, which it cannot affect."""
+    for text, expected in tests.pairs:
         with ExitStack() as stack:
-            source, stdin = (stack.enter_context(_file(text)) for text in (program, given))
-            run = SandboxedProcess(isolation, settings, "script.py", stdin=stdin, kept=(source.fileno(),))
+            source, stdin = (stack.enter_context(_file(content)) for content in (program, text))
+            run = SandboxedProcess(isolation, settings, "script.py", stdin=stdin, inherited=(source.fileno(),))
             ending = stack.enter_context(run).wait()
         if ending.reason != "itself" or ending.status != 0:
             return Verdict(False, _described(ending))
-        if _lines(ending.output.decode(errors="replace")) != _lines(wanted):
+        if _lines(ending.output.decode(errors="replace")) != _lines(expected):
             return Verdict(False, "another output")
     return Verdict(True)
 
 
-def _by_assertions(isolation: Isolation, settings: SandboxSettings, program: str, tests: Assertions) -> Verdict:
-    """Run program and tests in a sandbox each, joined by a socket through which values pass and code does not."""
+def _run_assertions(isolation: Isolation, settings: SandboxSettings, program: str, tests: Assertions) -> Verdict:
+    """Run program and tests in separate sandboxes, connected by a socket that passes values but not code."""
     with ExitStack() as stack:
         ours, theirs = (stack.enter_context(end) for end in socketpair())
         source = stack.enter_context(_file(json.dumps({"source": program})))
         code = stack.enter_context(_file(json.dumps({"tests": tests.source, "entry_point": tests.entry_point})))
         candidate = stack.enter_context(
-            SandboxedProcess(isolation, settings, "program.py", stdin=source, kept=(theirs.fileno(),))
+            SandboxedProcess(isolation, settings, "program.py", stdin=source, inherited=(theirs.fileno(),))
         )
         testing = stack.enter_context(
-            SandboxedProcess(isolation, settings, "judge.py", stdin=code, kept=(ours.fileno(),))
+            SandboxedProcess(isolation, settings, "judge.py", stdin=code, inherited=(ours.fileno(),))
         )
         ours.close()
         theirs.close()
         ending = testing.wait()
-        is_right = ending.output == _PASSED and ending.status == 0
-        if not is_right:
+        has_passed = ending.output == _PASSED and ending.status == 0
+        if not has_passed:
             candidate.terminate()
-        its_ending = candidate.wait()
-    if is_right and its_ending.status == 0:
+        candidate_ending = candidate.wait()
+    if has_passed and candidate_ending.status == 0:
         return Verdict(True)
-    # Tests fail where the program has ended, so its own ending says more.
-    is_told = its_ending.reason in ("itself", "order", "killed")
-    return Verdict(False, _described(ending if is_told else its_ending))
+    # If the program reached a limit, its tests failed for that reason.
+    has_hit_limit = candidate_ending.reason not in ("itself", "order", "killed")
+    return Verdict(False, _described(candidate_ending if has_hit_limit else ending))
 
 
 def _described(ending: Ending) -> str:
@@ -75,12 +75,12 @@ def _described(ending: Ending) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines without white space at their ends, and without empty ones at the end."""
+    """Return the lines without trailing white space, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _file(text: str) -> IO[bytes]:
-    """Return an open file with a text, which is at its beginning and has no name."""
+    """Return an unnamed open file with this text, positioned at its start."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
     file.write(text.encode(errors="surrogatepass"))
     file.seek(0)

@@ -1,1 +1,1 @@
-"""Served teachers: the requests, and rows of the answers (methods.md §13.3)."""
+"""Served teachers: requests to their servers, and rows from the answers (methods.md §13.3)."""

@@ -1,4 +1,4 @@
-"""Answers of servers about sequences of a teacher's tokens."""
+"""Answers of a teacher's servers to token sequences."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from nemo_opd.served.rows import encoded_rows
 from nemo_opd.teacher_cache.shard import Segment, encoded_ids, id_bytes
 
 _ENTRY_BYTES = 256
-"""Generous bound of a reply's bytes for one log-probability."""
+"""Upper bound of a reply's bytes per log-probability."""
 _Ids = NDArray[np.integer[Any]]
 
 
 def served_layout(endpoint: Endpoint, vocab_size: int) -> SparseLayout:
-    """Return the layout of rows that servers fill."""
+    """Return the layout of rows from servers."""
     return SparseLayout(min(endpoint.logprobs, vocab_size), vocab_size, 4, id_bytes(vocab_size))
 
 
 class EndpointAnswers:
-    """Answers of servers to sequences of token ids: every id that comes back is one that was sent."""
+    """A client that turns servers' answers about token ids into segments. It checks that the answers have these ids."""
 
     def __init__(self, endpoint: Endpoint, model: str, layout: SparseLayout, *, key: str) -> None:
-        """Prepare to ask. model: name under which it is served. key: of the teacher's settings, for messages."""
+        """model: its name on the servers. key: the teacher's section in the settings, for messages."""
         self._program = PROGRAMS[endpoint.program]()
         self._model, self._layout, self._key = model, layout, key
         self._client: Client[NDArray[np.uint8]] = Client(
@@ -51,9 +51,9 @@ class EndpointAnswers:
         return self._client.retried
 
     def segments(self, sequences: Sequence[_Ids]) -> list[Segment]:
-        """Ask about sequences of two ids or more. Raises EndpointError where one is not answered, after all tries."""
-        ids = [each.tolist() for each in sequences]
-        bodies = [self._program.body(each, self._model, self._layout.top_k) for each in ids]
+        """Query sequences of at least two ids. Raises EndpointError if all tries of one fail."""
+        ids = [sequence.tolist() for sequence in sequences]
+        bodies = [self._program.body(prompt, self._model, self._layout.top_k) for prompt in ids]
         longest = max(map(len, ids), default=0)
         self._client.max_bytes = max(MAX_BYTES, _ENTRY_BYTES * longest * (self._layout.top_k + 2))
 
@@ -64,5 +64,5 @@ class EndpointAnswers:
             rows = self._client.complete(bodies, read)
         except EndpointError as error:
             raise EndpointError(f"{self._key}: {error}") from error
-        tokens = (encoded_ids(each, self._layout.id_bytes) for each in sequences)
+        tokens = (encoded_ids(sequence, self._layout.id_bytes) for sequence in sequences)
         return [Segment(*pair) for pair in zip(tokens, rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Requests about the tokens of a prompt to programs that serve a model, and their answers."""
+"""Requests for prompt log-probabilities to serving programs, and their replies."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,45 +17,45 @@ _MISSING: _Json = {"logprob": None}
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Answer of a server about a prompt of N tokens, unchecked."""
+    """A server's answer about a prompt of N tokens, unchecked."""
 
     realised: list[Any]
     """[N − 1]: log-probability of each token but the first; None if it is missing."""
     counts: list[int]
-    """[N]: number of tokens that are named as likeliest after each token."""
+    """[N]: number of likeliest next tokens listed per position."""
     ids: list[Any]
-    """[sum of counts]: these tokens, position by position."""
+    """[sum of counts]: ids of the likeliest tokens, position by position."""
     log_p: list[Any]
-    """The same length: their log-probabilities."""
+    """[sum of counts]: their log-probabilities."""
 
 
 class ServerProgram(ABC):
     """A program's request for the log-probabilities of a prompt, and its reply.
 
-    One token is sampled, which is not used: its distribution is the one after the prompt's last token.
+    The request samples one token and ignores it, to get the distribution after the prompt's last token.
     """
 
     path: ClassVar[str] = "/v1/completions"
     unused_positions: ClassVar[int] = 1
-    """Positions of a server's context that no prompt may reach; one is for the token that is sampled."""
+    """Positions of a server's context that a prompt cannot use; one is for the sampled token."""
     hint: ClassVar[str]
-    """Option by which more log-probabilities are allowed, for errors."""
+    """Option that allows more log-probabilities, for error messages."""
 
     @abstractmethod
     def body(self, ids: list[int], model: str, logprobs: int) -> _Json:
-        """Return the body of a request about a prompt."""
+        """Return the body of a request for the log-probabilities of prompt `ids`."""
 
     @abstractmethod
     def read(self, reply: _Json, ids: list[int], model: str) -> PromptLogprobs:
-        """Read the reply about these ids.
+        """Read the reply to a request about `ids`.
 
-        Raises UnusableError where it is about others or by another model, and KeyError, TypeError, IndexError,
-        AttributeError or ValueError where it has another form.
+        Raises UnusableError if it is about other ids or by another model, and KeyError, TypeError, IndexError,
+        AttributeError or ValueError if it has another form.
         """
 
 
 class VLLM(ServerProgram):
-    """vLLM's completions with `prompt_logprobs`, which are those of the model, whatever a server samples with."""
+    """vLLM's completions with `prompt_logprobs`, which are the model's, whatever the sampling options are."""
 
     hint = "--max-logprobs"
 
@@ -78,20 +78,22 @@ class VLLM(ServerProgram):
         positions = choice.get("prompt_logprobs")
         if not positions:
             raise UnusableError("it has no log-probabilities of the prompt (prompt_logprobs)")
-        known = [each or {} for each in positions[1:]]
+        prompt = [position or {} for position in positions[1:]]
         last = choice["logprobs"]["top_logprobs"][0]
         if len(positions) != len(ids):
             raise UnusableError(f"it has log-probabilities of {len(positions)} tokens, and {len(ids)} were sent")
         return PromptLogprobs(
-            realised=[each.get(str(token), _MISSING)["logprob"] for each, token in zip(known, ids[1:], strict=True)],
-            counts=[*map(len, known), len(last)],
-            ids=[*(int(token) for each in known for token in each), *map(_number, last)],
-            log_p=[*(entry["logprob"] for each in known for entry in each.values()), *last.values()],
+            realised=[
+                position.get(str(token), _MISSING)["logprob"] for position, token in zip(prompt, ids[1:], strict=True)
+            ],
+            counts=[*map(len, prompt), len(last)],
+            ids=[*(int(token) for position in prompt for token in position), *map(_token_id, last)],
+            log_p=[*(entry["logprob"] for position in prompt for entry in position.values()), *last.values()],
         )
 
 
 class SGLang(ServerProgram):
-    """SGLang by its native `/generate`."""
+    """SGLang with its native `/generate`."""
 
     path = "/generate"
     unused_positions = UNUSED_POSITIONS + 1
@@ -120,17 +122,17 @@ class SGLang(ServerProgram):
         if not echo:
             raise UnusableError("it has no log-probabilities of the prompt (input_token_logprobs)")
         _require_echo(echoed_ids(echo, ids), ids)
-        named = [*info["input_top_logprobs"][1:], info["output_top_logprobs"][0]]
+        positions = [entries or () for entries in (*info["input_top_logprobs"][1:], info["output_top_logprobs"][0])]
         return PromptLogprobs(
-            realised=[each[0] for each in echo[1:]],
-            counts=[len(each or ()) for each in named],
-            ids=[entry[1] for each in named for entry in each or ()],
-            log_p=[entry[0] for each in named for entry in each or ()],
+            realised=[entry[0] for entry in echo[1:]],
+            counts=[*map(len, positions)],
+            ids=[entry[1] for entries in positions for entry in entries],
+            log_p=[entry[0] for entries in positions for entry in entries],
         )
 
 
 class OpenAI(ServerProgram):
-    """OpenAI's completions with `echo`, whose tokens are written `token_id:NUMBER`: texts do not tell tokens apart."""
+    """OpenAI's completions with `echo`. Tokens are written as `token_id:NUMBER`, since texts can be ambiguous."""
 
     hint = "an endpoint that allows more"
 
@@ -147,47 +149,47 @@ class OpenAI(ServerProgram):
         }
 
     def read(self, reply: _Json, ids: list[int], model: str) -> PromptLogprobs:
-        found = _choice(reply, model).get("logprobs")
-        if not found:
+        logprobs = _choice(reply, model).get("logprobs")
+        if not logprobs:
             raise UnusableError("it has no log-probabilities (logprobs)")
-        _require_echo([_number(token) for token in found["tokens"]][: len(ids)], ids)
-        named = [each or {} for each in found["top_logprobs"][1 : len(ids) + 1]]
+        _require_echo([_token_id(token) for token in logprobs["tokens"]][: len(ids)], ids)
+        positions = [position or {} for position in logprobs["top_logprobs"][1 : len(ids) + 1]]
         return PromptLogprobs(
-            realised=found["token_logprobs"][1 : len(ids)],
-            counts=[len(each) for each in named],
-            ids=[_number(token) for each in named for token in each],
-            log_p=[value for each in named for value in each.values()],
+            realised=logprobs["token_logprobs"][1 : len(ids)],
+            counts=[*map(len, positions)],
+            ids=[_token_id(token) for position in positions for token in position],
+            log_p=[value for position in positions for value in position.values()],
         )
 
 
 PROGRAMS: dict[str, type[ServerProgram]] = {"vllm": VLLM, "sglang": SGLang, "openai": OpenAI}
-"""`program` of a served teacher → its requests."""
+"""A served teacher's `program` → its requests."""
 
 
 def _choice(reply: _Json, model: str) -> _Json:
-    """Return the only completion. Raises UnusableError where another model made it."""
+    """Return the only completion. Raises UnusableError if it is by another model."""
     if reply.get("model") not in (None, model):
         raise UnusableError(f"it is by the model {shown(reply['model'])} and not by {model!r}")
     choice: _Json = reply["choices"][0]
     return choice
 
 
-def _require_echo(found: Sequence[object] | None, sent: list[int]) -> None:
-    """Raise UnusableError unless the ids that a reply is about are those that were sent."""
-    if found is None:
+def _require_echo(echo: Sequence[object] | None, sent: list[int]) -> None:
+    """Raise UnusableError unless the reply is about the ids that were sent."""
+    if echo is None:
         raise UnusableError("it does not say which token ids it is about (prompt_token_ids)")
-    if list(found) != sent:
-        differing = (i for i, pair in enumerate(zip(found, sent, strict=False)) if pair[0] != pair[1])
-        place = next(differing, min(len(found), len(sent)))
-        there, here = (shown(each[place]) if place < len(each) else "nothing" for each in (found, sent))
-        raise UnusableError(f"it is about other token ids: {there} at position {place}, where {here} was sent")
+    if list(echo) != sent:
+        differing = (i for i, pair in enumerate(zip(echo, sent, strict=False)) if pair[0] != pair[1])
+        position = next(differing, min(len(echo), len(sent)))
+        theirs, ours = (shown(ids[position]) if position < len(ids) else "nothing" for ids in (echo, sent))
+        raise UnusableError(f"it is about other token ids: {theirs} at position {position}, where {ours} was sent")
 
 
-def _number(token: str) -> int:
-    """Return the id of a token that is written `token_id:NUMBER`. Raises UnusableError for another form."""
+def _token_id(token: str) -> int:
+    """Parse a token written as `token_id:NUMBER`. Raises UnusableError for another form."""
     name, _, number = token.partition(":")
     if name != "token_id":
         raise UnusableError(
-            f"its tokens are texts ({shown(token)}), which do not tell ids apart, and not token_id:NUMBER"
+            f"its tokens are texts ({shown(token)}) and not token_id:NUMBER, so that their ids are ambiguous"
         )
     return int(number)

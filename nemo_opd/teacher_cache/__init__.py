@@ -1,1 +1,1 @@
-"""Answers of teachers to texts, on disk: written once, read by every run (methods.md §9.1)."""
+"""Teacher answers on disk: written once, read by every run (methods.md §9.1)."""

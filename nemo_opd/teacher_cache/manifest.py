@@ -1,8 +1,8 @@
-"""Form and origin of a cache: one small file, the same for all of its shards."""
+"""Format and origin of a cache: one small file for all of its shards."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,97 +12,97 @@ from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
 
 _VERSION = 1
-"""Raised when the same manifest would mean other bytes."""
+"""Increased when the same manifest would describe other bytes."""
 NAME = "cache.yaml"
 _BUILD = "nemo-opd cache build"
 _MAY_DIFFER = ("teacher", "positions")
-"""Fields on which no number depends."""
+"""Fields that do not affect the stored numbers."""
 _FINGERPRINT = 64
-"""Characters of a SHA-256."""
+"""Characters of a SHA-256 hash."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheManifest:
-    """Form and origin of a cache. Everything that its numbers depend on is in here, but for the texts."""
+    """Format and origin of a cache: everything that its numbers depend on, except the texts."""
 
     form: Literal["top_k", "hidden_states"]
     teacher: str
-    """Model as it was named; for messages."""
+    """Name of the model, for messages."""
     weights: str
     """Fingerprint of the teacher's weights and configuration."""
     tokenizer: str
     """Fingerprint of its tokens' bytes."""
     template: str
-    """Fingerprint of its chat template and the arguments of that; of texts none of it matters."""
+    """Fingerprint of its chat template and the template's arguments, which do not matter for plain texts."""
     vocab_size: int
-    """W: ids that both tokenizer and model have."""
+    """W: number of ids that both tokenizer and model have."""
     dtype: str
-    """Precision in which the teacher computed, and of hidden states."""
+    """Precision of the teacher's computation and of hidden states."""
     top_k: int = 0
-    """form=top_k: tokens kept at a position."""
+    """form=top_k: tokens stored per position."""
     value_bytes: int = 0
     """form=top_k: bytes of a log-probability."""
     handoff: str = "hidden_states"
-    """`handoff.type` with which it was asked: logits were rounded to `dtype` on the way."""
+    """`handoff.type` of the teacher's answers. With `logits`, they were rounded to `dtype`."""
     hidden_size: int = 0
     """form=hidden_states: E."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     is_served: bool = False
-    """Whether servers have answered: `weights` is then of the model's name, and entropies are not known."""
+    """Whether servers answered. If so, `weights` is a fingerprint of the model's name, and entropies are unknown."""
     positions: int | None = None
     """is_served: longest sequence that the servers accepted, if they reported one."""
     version: int = _VERSION
 
     @property
     def is_whole(self) -> bool:
-        """Whether it holds whole distributions."""
+        """Whether it holds full distributions."""
         return self.form == "hidden_states" or self.top_k >= self.vocab_size
 
 
 def has_manifest(folder: Path) -> bool:
-    """Return whether a folder is a cache."""
+    """Return whether a folder is a cache, by its manifest."""
     return (folder / NAME).is_file()
 
 
 def read_manifest(folder: str | Path) -> CacheManifest:
-    """Read a cache's manifest. Raises DataError where there is none, or one of another version."""
+    """Read a cache's manifest. Raises DataError if it is missing, unreadable or of another version."""
     path = Path(folder) / NAME
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         manifest = CacheManifest(**content)
     except FileNotFoundError as error:
-        raise DataError(f"{folder} is no teacher cache: it has no {NAME}; build one with {_BUILD}") from error
+        raise DataError(f"{folder} is not a teacher cache: it has no {NAME}; build one with {_BUILD}") from error
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{path} cannot be read ({reason}); build the cache again with {_BUILD}") from error
     if manifest.version != _VERSION:
         raise DataError(
-            f"{path} is of version {manifest.version}, and this program reads version {_VERSION}; build the cache again"
+            f"{path} has version {manifest.version}, but this program reads version {_VERSION}; build the cache again"
         )
     return manifest
 
 
 def write_manifest(folder: Path, manifest: CacheManifest) -> None:
-    """Write the manifest of a new cache, or compare it with the one there.
+    """Write the manifest of a new cache, or compare it with the existing one.
 
-    Raises DataError, naming what differs, for a cache of another teacher or form, and StorageError.
+    Raises DataError with the differences if the existing cache is of another teacher or format, and StorageError.
     """
     if not has_manifest(folder):
         write_atomically(folder / NAME, yaml.safe_dump(asdict(manifest), sort_keys=False).encode())
-    there = read_manifest(folder)
-    differing = [
-        f"{each.name} is {_shown(getattr(there, each.name))} there and {_shown(getattr(manifest, each.name))} here"
-        for each in fields(manifest)
-        if each.name not in _MAY_DIFFER and getattr(there, each.name) != getattr(manifest, each.name)
+    existing, new = asdict(read_manifest(folder)), asdict(manifest)
+    differences = [
+        f"{name} is {_abbreviated(existing[name])} there and {_abbreviated(new[name])} here"
+        for name in new
+        if name not in _MAY_DIFFER and existing[name] != new[name]
     ]
-    if differing:
+    if differences:
         raise DataError(
-            f"{folder} is a cache of other answers: {'; '.join(differing)}; name another folder, since answers of two "
-            "teachers or forms are not mixed"
+            f"{folder} is a cache of other answers: {'; '.join(differences)}; name another folder, since a cache "
+            "cannot mix teachers or formats"
         )
 
 
-def _shown(value: object) -> str:
-    """Return the value for a message, of a fingerprint the beginning."""
-    written = str(value)
-    return f"{written[:12]}…" if len(written) == _FINGERPRINT else written
+def _abbreviated(value: object) -> str:
+    """Return the value for a message; fingerprints are shortened."""
+    text = str(value)
+    return f"{text[:12]}…" if len(text) == _FINGERPRINT else text

@@ -1,4 +1,4 @@
-"""Segments of a cache, found by the ids that the teacher would read."""
+"""Lookup of a cache's segments by the teacher's token ids."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from nemo_opd.teacher_cache.shard import (
 
 SHARDS = "shards"
 _CONFIG = "config.json"
-_KEPT_TABLES = 64
+_MAX_TABLES = 64
 
 
 class CacheReader:
-    """All complete shards of a cache, mapped. Processes share the pages that they read."""
+    """All complete shards of a cache, memory-mapped. Processes share the pages that they read."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Open the shards that are there now. Raises DataError for a folder that is no cache, or a damaged shard."""
+        """Open the current shards. Raises DataError if the folder is not a cache or a shard is damaged."""
         self.folder = Path(folder)
         self.manifest: CacheManifest = read_manifest(folder)
         self.rotary = _rotary_limit(self.folder)
         self.shards = [Shard(path) for path in shard_files(self.folder)]
         keys = [shard.keys for shard in self.shards]
-        every = np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *keys]).view(f"V{KEY_BYTES}").reshape(-1)
+        all_keys = np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *keys]).view(f"V{KEY_BYTES}").reshape(-1)
         sizes = [len(shard) for shard in self.shards]
-        # Compared by their first half, of which two are hardly ever the same.
-        halves = every.view("<u8").reshape(-1, 2)[:, 0]
+        # Sorted by their first halves, which hardly ever collide.
+        halves = all_keys.view("<u8").reshape(-1, 2)[:, 0]
         order = np.argsort(halves, kind="stable")
-        self._keys, self._halves = every[order], halves[order]
+        self._keys, self._halves = all_keys[order], halves[order]
         self._shard = np.repeat(np.arange(len(sizes)), sizes)[order]
         self._number = np.concatenate([np.zeros(0, np.int64), *map(np.arange, sizes)]).astype(np.int64)[order]
         openings = np.concatenate([np.zeros(0, np.uint64), *(shard.openings for shard in self.shards)])[order]
         self._by_opening = np.argsort(openings, kind="stable")
         self._openings = openings[self._by_opening]
-        # Conversations may all open alike: one table tells them apart, and is made once.
-        self._of_beginnings = lru_cache(_KEPT_TABLES)(self._places_by_beginning)
+        # All conversations may have the same opening, so a cached table tells them apart.
+        self._cached_table = lru_cache(_MAX_TABLES)(self._places_by_beginning)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -65,7 +65,7 @@ class CacheReader:
         return any(True for _ in self._places(key))
 
     def has(self, ids: NDArray[np.integer[Any]]) -> bool:
-        """Return whether `segment` finds a sequence, undamaged."""
+        """Return whether `segment` returns an undamaged segment."""
         try:
             self.segment(ids)
         except DataError:
@@ -73,65 +73,65 @@ class CacheReader:
         return True
 
     def segment(self, ids: NDArray[np.integer[Any]]) -> Segment:
-        """Return what is stored of a sequence of ids, or of one that begins with it, as views of the mapping.
+        """Return the segment of a sequence of ids, or the part of a longer one, as views of the mapping.
 
-        A longer one counts only if the teacher reads both with the same rotary factors. Raises DataError, naming the
-        segment, where it is missing, or damaged wherever it is stored.
+        A longer sequence must start with `ids` and have the same rotary factors in the teacher. Raises DataError with
+        the segment's key if it is missing, or if all its copies are damaged.
         """
         key = key_of(ids)
         stored, damage = self._stored(key)
         if stored is not None:
             return stored
-        if (longer := self._beginning_with(ids)) is not None:
+        if (longer := self._longer_segment(ids)) is not None:
             return longer.part(len(ids))
         raise damage or self._missing(key, ids)
 
     def segments(self, sequences: Iterable[NDArray[np.integer[Any]]]) -> Iterator[Segment]:
-        """Yield `segment` of each sequence."""
+        """Yield the segment of each sequence."""
         return map(self.segment, sequences)
 
     def _segment(self, place: int) -> Segment:
         return self.shards[self._shard[place]].segment(int(self._number[place]))
 
-    def _beginning_with(self, ids: NDArray[np.integer[Any]]) -> Segment | None:
-        """Return a stored segment that begins with a sequence, as where another student reads more of the text."""
+    def _longer_segment(self, ids: NDArray[np.integer[Any]]) -> Segment | None:
+        """Return a segment that starts with `ids`, such as one stored for a student that reads more of the text."""
         if len(ids) < OPENING:
             return None
-        wanted = encoded_ids(ids, id_bytes(self.manifest.vocab_size))
+        encoded = encoded_ids(ids, id_bytes(self.manifest.vocab_size))
         length = 2 ** (len(ids).bit_length() - 1)
-        for place in self._of_beginnings(opening_of(ids), length).get(hash(wanted[:length].tobytes()), ()):
+        for place in self._cached_table(opening_of(ids), length).get(hash(encoded[:length].tobytes()), ()):
             tokens = self._tokens(place)
             if self.rotary is not None and not self.rotary.reads_alike(len(ids), len(tokens)):
                 continue
-            if np.array_equal(tokens[: len(ids)], wanted):
-                with suppress(DataError):  # it may be stored again
+            if np.array_equal(tokens[: len(ids)], encoded):
+                with suppress(DataError):  # there may be another copy
                     return self._segment(place)
         return None
 
     def _places_by_beginning(self, opening: int, length: int) -> dict[int, list[int]]:
-        """Return where segments with an opening are stored, by a hash of their first `length` tokens."""
+        """Return hash of the first `length` tokens → places, for segments with this opening."""
         begin, end = (int(np.searchsorted(self._openings, np.uint64(opening), side)) for side in ("left", "right"))
-        found: dict[int, list[int]] = defaultdict(list)
+        places: dict[int, list[int]] = defaultdict(list)
         for place in self._by_opening[begin:end].tolist():
             if len(tokens := self._tokens(place)) >= length:
-                found[hash(tokens[:length].tobytes())].append(place)
-        return found
+                places[hash(tokens[:length].tobytes())].append(place)
+        return places
 
     def _tokens(self, place: int) -> Bytes:
         return self.shards[self._shard[place]].tokens(int(self._number[place]))
 
     def each(self) -> Iterator[Segment]:
-        """Yield all segments, shard by shard. Raises DataError at one that is damaged wherever it is stored."""
+        """Yield all segments, shard by shard. Raises DataError if all copies of a segment are damaged."""
         for shard in self.shards:
             for number in range(len(shard)):
                 stored, damage = self._stored(shard.keys[number].tobytes())
                 if stored is None:
-                    assert damage is not None, "it is stored"
+                    assert damage is not None, "the key is stored"
                     raise damage
                 yield stored
 
     def _stored(self, key: bytes) -> tuple[Segment | None, DataError | None]:
-        """Return a segment from the first place where it is undamaged; else None, and the damage if it is stored."""
+        """Return the first undamaged copy of a segment, or None and the damage of its last copy."""
         damage = None
         for place in self._places(key):
             try:
@@ -141,32 +141,32 @@ class CacheReader:
         return None, damage
 
     def _places(self, key: bytes) -> Iterator[int]:
-        """Yield where a segment is stored: more than once where it was asked about again, since it is damaged."""
-        wanted = np.frombuffer(key, f"V{KEY_BYTES}")[0]
+        """Yield the places of a segment. There are several if it was stored again because a copy is damaged."""
+        full_key = np.frombuffer(key, f"V{KEY_BYTES}")[0]
         half = np.frombuffer(key, "<u8")[0]
         place = int(np.searchsorted(self._halves, half))
         while place < len(self._keys) and self._halves[place] == half:
-            if self._keys[place] == wanted:
+            if self._keys[place] == full_key:
                 yield place
             place += 1
 
     def _missing(self, key: bytes, ids: NDArray[np.integer[Any]]) -> DataError:
-        cut = ""
+        rotary = ""
         if self.rotary is not None:
-            cut = f", or from texts of more than {self.rotary.length} tokens, whose rotary factors are others"
+            rotary = f", or from texts of more than {self.rotary.length} tokens, which have other rotary factors"
         return DataError(
             f"{self.folder} holds no answers of {self.manifest.teacher} to segment {key.hex()}, which has {len(ids)} "
-            f"of its tokens and begins with the ids {ids[:8].tolist()}; the cache was built from other texts, or with "
-            f"other data.packing, train.max_length, data.append_eos, chat template or context{cut}. To add what is "
-            "missing, write on_missing: ask, or run nemo-opd cache build with --config of this run's settings and with "
-            "--model of the teacher"
+            f"of its tokens and starts with the ids {ids[:8].tolist()}; the cache was built from other texts, or with "
+            f"other data.packing, train.max_length, data.append_eos, chat template or context{rotary}. To add missing "
+            "answers, set on_missing: ask, or run nemo-opd cache build with this run's settings as --config and the "
+            "teacher as --model"
         )
 
 
 def _rotary_limit(folder: Path) -> RotaryLimit | None:
-    """Return the limit of the teacher's rotary factors; None for servers' answers, which come without configuration.
+    """Return the limit of the teacher's rotary factors, or None if its configuration is unknown, as with servers.
 
-    Raises DataError for a configuration that cannot be read.
+    Raises DataError for an unreadable configuration.
     """
     path = folder / _CONFIG
     try:
@@ -176,5 +176,5 @@ def _rotary_limit(folder: Path) -> RotaryLimit | None:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """Return the complete shards of a cache; one that is being written has another name."""
+    """Return the complete shards of a cache. Unfinished shards have other names."""
     return sorted(path for path in (folder / SHARDS).glob(f"*{SUFFIX}") if not path.name.startswith("."))

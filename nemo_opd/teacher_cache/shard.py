@@ -1,6 +1,6 @@
-"""A shard: some segments of a cache in one file, complete or absent, mapped and not read (methods.md §9.1).
+"""Shards: files with some of a cache's segments, written atomically and memory-mapped (methods.md §9.1).
 
-The file is a safetensors file, so that other programs can read it.
+A shard is a safetensors file, so that other programs can read it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from nemo_opd.files import write_atomically
 
 KEY_BYTES = 16
 OPENING = 16
-"""First tokens by whose hash segments are found that begin with a sequence."""
+"""Number of first tokens whose hash finds segments that start with a sequence."""
 SUFFIX = ".safetensors"
 _INDEX = ("keys", "openings", "begins", "checksums")
 """Tensors that are read when a shard is opened."""
-_WAY_OUT = "remove the file and run nemo-opd cache build again, which adds what is missing"
-_ASK_AGAIN = "run nemo-opd cache build again, which asks about it again, or write on_missing: ask"
+_WAY_OUT = "remove the file and run nemo-opd cache build again, which adds its segments"
+_ASK_AGAIN = "run nemo-opd cache build again, which replaces it, or set on_missing: ask"
 
 Bytes = NDArray[np.uint8]
 
 
 def key_of(ids: NDArray[np.integer[Any]]) -> bytes:
-    """Return the key of a segment: a hash of the ids that the teacher reads, and so of its text."""
+    """Return the key of a segment: a hash of the teacher's ids."""
     return blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=KEY_BYTES).digest()
 
 
@@ -43,12 +43,12 @@ def opening_of(ids: NDArray[np.integer[Any]]) -> int:
 
 
 def id_bytes(vocab_size: int) -> int:
-    """Return the bytes of a stored id; the largest number that they hold is no id, but stands for none."""
+    """Return the bytes per stored id. The largest number they can hold means no id."""
     return 2 if vocab_size < 2**16 else 3
 
 
 def encoded_ids(ids: NDArray[np.integer[Any]], num_bytes: int) -> Bytes:
-    """Encode ids [N], −1 for none, as bytes [N, num_bytes], the lowest first."""
+    """Encode ids [N], with −1 for no id, as little-endian bytes [N, num_bytes]."""
     return np.ascontiguousarray(ids, dtype="<i4").view(np.uint8).reshape(-1, 4)[:, :num_bytes]
 
 
@@ -61,15 +61,15 @@ def decoded_ids(stored: Bytes) -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Answers to one sequence of the teacher's tokens, of which it has N."""
+    """A teacher's answers to one sequence of N tokens."""
 
     tokens: Bytes
-    """[N, b]: its ids, as `encoded_ids`."""
+    """[N, b]: ids as encoded by `encoded_ids`."""
     rows: Bytes
-    """[N, R]: row i is of what comes after token i."""
+    """[N, R]: row i is about the token after token i."""
 
     def part(self, length: int) -> Segment:
-        """Return the first tokens, of which no later one changes what is stored."""
+        """Return the first `length` tokens, whose rows do not depend on later tokens."""
         return Segment(self.tokens[:length], self.rows[:length])
 
     @property
@@ -79,7 +79,7 @@ class Segment:
 
 
 def write_shard(path: Path, segments: Sequence[tuple[bytes, Segment]]) -> None:
-    """Write segments by key; the file is there when it is whole and on the disk. Raises StorageError."""
+    """Write (key, segment) pairs atomically, synced to disk. Raises StorageError."""
     lengths = [len(segment.tokens) for _, segment in segments]
     tensors: dict[str, NDArray[Any]] = {
         "keys": np.frombuffer(b"".join(key for key, _ in segments), np.uint8).reshape(-1, KEY_BYTES),
@@ -94,22 +94,22 @@ def write_shard(path: Path, segments: Sequence[tuple[bytes, Segment]]) -> None:
 
 
 class Shard:
-    """A mapped shard."""
+    """A memory-mapped shard."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file and read its index. Raises DataError for a file that is damaged."""
+        """Map the file and read its index. Raises DataError if the file is damaged."""
         self.path = path
         try:
             header, begin = _header(path)
             tensors = {name: _mapped(path, entry, begin) for name, entry in header.items() if name != "__metadata__"}
             self.keys, self.openings, self.begins, self._checksums = (np.array(tensors[name]) for name in _INDEX)
             self._tokens, self._rows = tensors["tokens"], tensors["rows"]
-            found = zlib.crc32(b"".join(tensors[name].tobytes() for name in _INDEX))
-            is_sound = str(found) == header["__metadata__"]["index_checksum"]
+            checksum = zlib.crc32(b"".join(tensors[name].tobytes() for name in _INDEX))
+            is_intact = str(checksum) == header["__metadata__"]["index_checksum"]
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path} is damaged ({error}); {_WAY_OUT}") from error
-        if not is_sound:
-            raise DataError(f"{path} is damaged (its index is not as it was written); {_WAY_OUT}")
+        if not is_intact:
+            raise DataError(f"{path} is damaged (its index was changed); {_WAY_OUT}")
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -123,23 +123,23 @@ class Shard:
         return self.path.stat().st_size
 
     def segment(self, number: int) -> Segment:
-        """Return a segment as views of the mapping. Raises DataError for one that is not as it was written."""
-        segment = Segment(self.tokens(number), self._rows[self._place(number)])
+        """Return a segment as views of the mapping. Raises DataError if it does not match its checksum."""
+        segment = Segment(self.tokens(number), self._rows[self._range(number)])
         if segment.checksum != self._checksums[number]:
             key = self.keys[number].tobytes().hex()
-            raise DataError(f"{self.path}: segment {key} is damaged (its bytes are not as written); {_ASK_AGAIN}")
+            raise DataError(f"{self.path}: segment {key} is damaged (its bytes were changed); {_ASK_AGAIN}")
         return segment
 
     def tokens(self, number: int) -> Bytes:
-        """Return a segment's ids [N, b] as a view of the mapping, maybe damaged."""
-        return self._tokens[self._place(number)]
+        """Return a segment's ids [N, b] as a view of the mapping, without checking them."""
+        return self._tokens[self._range(number)]
 
-    def _place(self, number: int) -> slice:
+    def _range(self, number: int) -> slice:
         return slice(self.begins[number], self.begins[number + 1])
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's header, and where its data begin."""
+    """Return a safetensors file's header and the offset of its data."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:

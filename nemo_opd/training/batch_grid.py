@@ -1,4 +1,4 @@
-"""A global batch cut into the rows of each rank, where student and teachers have different layouts."""
+"""Split of a global batch into each rank's rows, for student and teachers with different layouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,44 +23,44 @@ _Rows = TypeVar("_Rows", bound=Rows)
 
 @dataclass(frozen=True, slots=True)
 class BatchGrid:
-    """The same padded sequences for all groups, cut into equal consecutive parts, one per data-parallel index."""
+    """A split of the same padded sequences for all groups into equal consecutive parts, one per data-parallel index."""
 
     student: Layout
     teachers: tuple[Layout, ...]
 
     @property
     def unit(self) -> int:
-        """Number of parts that the ranks of every group have equally many of."""
+        """Smallest number of parts that divides equally among the data-parallel ranks of every group."""
         return lcm(self.student.dp, *(teacher.dp for teacher in self.teachers))
 
     def dealt(self, batch: Batch) -> Batch:
-        """Return the batch in an order in which all ranks of a group have about the same work; rows stay together."""
+        """Reorder the batch so that all ranks of a group get about the same work; rows stay together."""
         counts = _row_of(batch).bincount().tolist()
         size = -(-len(counts) // self.unit)
         sizes = [max(0, min(size, len(counts) - part * size)) for part in range(self.unit)]
         lengths = [part.tolist() for part in batch.student.lengths.clamp(min=1).split(counts)]
         order = dealt(lengths, sizes)
         members = torch.arange(len(batch)).split(counts)
-        found = placed(batch, torch.cat([members[row] for row in order]))
+        reordered = placed(batch, torch.cat([members[row] for row in order]))
         if batch.row is None:
-            return found
-        return replace(found, row=numbered([counts[row] for row in order]))
+            return reordered
+        return replace(reordered, row=numbered([counts[row] for row in order]))
 
     def padded(self, batch: Batch) -> Batch:
-        """Add empty sequences, which cost one position each, so that all ranks of a group have equally many."""
+        """Add empty sequences of one position each, so that all ranks of a group get the same number."""
         return placed(batch, self._places(batch))
 
     def is_given(self, batch: Batch) -> Tensor:
-        """Return which sequences of the padded batch are those of the batch: bool [padded B]."""
+        """Return a mask of the padded batch that is false for padding sequences: bool [padded B]."""
         return self._places(batch) >= 0
 
     def given(self, rows: _Rows, batch: Batch) -> _Rows:
-        """Return what the batch's sequences have of rows that are made for those of the padded batch."""
+        """Drop padding rows and restore the batch's width."""
         is_given, width = self.is_given(batch), batch.student.ids.shape[1]
         return rows.map(lambda tensor, fill: F.pad(tensor[is_given], (0, width - tensor.shape[1]), value=fill))
 
     def _places(self, batch: Batch) -> Tensor:
-        """Return the sequence of the batch in each place of the padded batch, −1 for an empty one: int64 [padded B]."""
+        """Return the index in the batch of each sequence in the padded batch, −1 for padding: int64 [padded B]."""
         row = _row_of(batch)
         part = row // -(-int(row[-1] + 1) // self.unit)
         counts = part.bincount(minlength=self.unit).tolist()
@@ -68,7 +68,7 @@ class BatchGrid:
         return pad_sequence(list(parts), batch_first=True, padding_value=-1).flatten()
 
     def by_rank(self, batch: Batch, layout: Layout) -> list[Batch]:
-        """Return the sequences of each rank of a group; ranks that differ only in cp or tp have the same."""
+        """Return each rank's sequences; ranks that differ only in cp or tp get the same ones."""
         parts = shards(self.padded(batch), layout.dp)
         return [parts[layout.coordinates(rank)[0]] for rank in range(layout.size)]
 
@@ -79,18 +79,18 @@ def _row_of(batch: Batch) -> Tensor:
 
 
 def shared_out(items: Sequence[_Item], layout: Layout) -> list[list[_Item]]:
-    """Return equal consecutive parts by rank, one per data-parallel index, disjoint and complete."""
+    """Split items into consecutive parts of about equal size per data-parallel index; return each rank's part."""
     bounds = [len(items) * d // layout.dp for d in range(layout.dp + 1)]
     parts = [list(items[start:stop]) for start, stop in pairwise(bounds)]
     return [parts[layout.coordinates(rank)[0]] for rank in range(layout.size)]
 
 
 def leads(layout: Layout) -> list[int]:
-    """Return the first rank of each data-parallel index, whose cp · tp ranks all have the same sums."""
+    """Return the first rank of each data-parallel index, since its cp · tp ranks all have the same sums."""
     return [layout.rank(d) for d in range(layout.dp)]
 
 
 def reduced(by_rank: Sequence[Metrics], layout: Layout) -> dict[str, Metric]:
     """Reduce a group's metrics: each row counts once, and maxima are over all ranks."""
-    maxima = ({name: each for name, each in metrics.items() if isinstance(each, Max)} for metrics in by_rank)
+    maxima = ({name: metric for name, metric in metrics.items() if isinstance(metric, Max)} for metrics in by_rank)
     return merge(by_rank[rank] for rank in leads(layout)) | merge(maxima)

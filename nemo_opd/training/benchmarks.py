@@ -1,4 +1,4 @@
-"""Benchmarks of a run: their tasks, and the models that are asked."""
+"""Benchmarks of a run: their tasks and the models that answer them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkedModel:
-    """A model that benchmarks ask."""
+    """A model that answers benchmarks."""
 
     text: TextModel
     end_ids: frozenset[int]
@@ -37,16 +37,16 @@ class BenchmarkedModel:
 
 @dataclass(frozen=True, slots=True)
 class Benchmarks:
-    """Benchmarks of an evaluation, and the models that are asked."""
+    """Benchmarks of an evaluation and the models that answer them."""
 
     loaded: tuple[LoadedBenchmark, ...]
     student: BenchmarkedModel
     teachers: tuple[BenchmarkedModel, ...]
-    """Active teachers, if they are asked."""
+    """The active teachers, or none with evaluation.teachers=false."""
 
 
 def longest_question(benchmarks: Benchmarks | None, teacher: int | None = None) -> int:
-    """Return the most tokens of a question with its answer, to the student or a teacher; 0 if it is not asked."""
+    """Return the token limit of a question with its answer for the student or a teacher; 0 if it answers none."""
     if benchmarks is None:
         return 0
     models = (benchmarks.student,) if teacher is None else benchmarks.teachers[teacher : teacher + 1]
@@ -54,56 +54,54 @@ def longest_question(benchmarks: Benchmarks | None, teacher: int | None = None) 
 
 
 def load_tasks(config: RunConfig) -> tuple[LoadedBenchmark, ...]:
-    """Load the tasks of all benchmarks; none without any, or where the demo runs without lm-eval.
+    """Load the tasks of all benchmarks; none if the demo runs without lm-eval.
 
-    Raises what `load_benchmarks` raises, and ConfigError for a metric of `train.keep_best` or `early_stopping` that its
-    benchmark does not have.
+    Raises the errors of `load_benchmarks`, and ConfigError if `train.keep_best` or `early_stopping` names a metric that
+    its benchmark lacks.
     """
     evaluation = config.evaluation
     if evaluation is None or not evaluation.benchmarks:
         return ()
     if is_left_out(evaluation):
-        _log.warning(
-            "the demo's benchmark is left out, since lm-eval is not installed (`pip install 'nemo-opd[eval]'`)"
-        )
+        _log.warning("skipping the demo's benchmark, since lm-eval is not installed (`pip install 'nemo-opd[eval]'`)")
         return ()
-    from nemo_opd.evaluation.benchmark_tasks import load_benchmarks  # with a library that only some have
+    from nemo_opd.evaluation.benchmark_tasks import load_benchmarks  # needs an optional library
 
     loaded = load_benchmarks(evaluation, "evaluation.")
-    for key, chosen in (("keep_best", config.train.keep_best), ("early_stopping", config.train.early_stopping)):
-        if chosen is not None:
-            _check_metric(chosen.metric, f"train.{key}.metric", loaded)
+    for key, settings in (("keep_best", config.train.keep_best), ("early_stopping", config.train.early_stopping)):
+        if settings is not None:
+            _check_metric(settings.metric, f"train.{key}.metric", loaded)
     return loaded
 
 
 def plan_benchmarks(
     config: RunConfig, loaded: tuple[LoadedBenchmark, ...], student: ModelInfo, teachers: Sequence[ModelInfo]
 ) -> Benchmarks | None:
-    """Return the benchmarks with the models that are asked; None without any.
+    """Return the benchmarks with the models that answer them, or None without benchmarks.
 
-    Raises ConfigError for a chat benchmark and a model without a chat template.
+    Raises ConfigError if a benchmark uses chat and a model has no chat template.
     """
     if not loaded:
         return None
     assert config.evaluation is not None
-    asked = zip(config.active_teachers, teachers, strict=True) if config.evaluation.teachers else ()
+    pairs = zip(config.active_teachers, teachers, strict=True) if config.evaluation.teachers else ()
     return Benchmarks(
         loaded,
         _benchmarked(config, config.student, student, "student"),
-        tuple(_benchmarked(config, settings, info, f"teachers.{i}") for i, (settings, info) in enumerate(asked)),
+        tuple(_benchmarked(config, settings, info, f"teachers.{i}") for i, (settings, info) in enumerate(pairs)),
     )
 
 
 def _check_metric(metric: str, key: str, loaded: Sequence[LoadedBenchmark]) -> None:
-    """Raise ConfigError for a metric of a benchmark that its tasks do not have."""
+    """Raise ConfigError if the metric names a benchmark that lacks it."""
     from nemo_opd.evaluation.benchmark_tasks import figure_names
 
     for benchmark in loaded:
-        name, known = f"eval/{benchmark.settings.label}/", figure_names(benchmark)
-        figure = metric.removeprefix(name)
-        if metric.startswith(name) and not any(figure == each or figure.endswith(f".{each}") for each in known):
-            named = ", ".join(name + each for each in sorted(known))
-            raise ConfigError(f"{key}={metric}: that benchmark has no such figure; there are {named}")
+        prefix, figures = f"eval/{benchmark.settings.label}/", figure_names(benchmark)
+        name = metric.removeprefix(prefix)
+        if metric.startswith(prefix) and not any(name == figure or name.endswith(f".{figure}") for figure in figures):
+            choices = ", ".join(prefix + figure for figure in sorted(figures))
+            raise ConfigError(f"{key}={metric}: the benchmark has no such metric; choose from {choices}")
 
 
 def _benchmarked(config: RunConfig, settings: Student | Teacher, info: ModelInfo, key: str) -> BenchmarkedModel:
@@ -113,8 +111,8 @@ def _benchmarked(config: RunConfig, settings: Student | Teacher, info: ModelInfo
     chats = [benchmark.task for benchmark in config.evaluation.benchmarks if benchmark.chat]
     if chats and info.tokenizer.chat_template is None:
         raise ConfigError(
-            f"{key}: the tokenizer has no chat template, and the benchmark {chats[0]} has chat=true; write chat: "
-            f"false, or name one as {key}.chat_template"
+            f"{key}: the tokenizer has no chat template, but the benchmark {chats[0]} has chat=true; set chat: false, "
+            f"or name a template in {key}.chat_template"
         )
     model = load_config(settings.reference, key=f"{key}.model")
     longest = longest_request(config.evaluation, info.positions)

@@ -1,4 +1,4 @@
-"""Steps with the best values of a metric, and the end of a run whose metric gets no better."""
+"""Best steps by a metric, and early stopping."""
 
 import math
 from collections.abc import Mapping
@@ -10,48 +10,48 @@ from nemo_opd.config.train import ChosenMetric, EarlyStopping, KeepBest
 _BEST, _WAITED = "best", "waited"
 
 
-def _by(settings: ChosenMetric) -> str:
-    """Return by what is chosen; state of another metric is of no use."""
+def _criterion(settings: ChosenMetric) -> str:
+    """Return an identifier of the criterion; saved state of another criterion is discarded."""
     return f"{settings.mode} {settings.metric}"
 
 
 class BestSteps:
-    """Steps with the `n` best values; of equal ones the earlier."""
+    """Tracker of the steps with the `n` best values; ties go to the earlier step."""
 
     def __init__(self, settings: KeepBest | None) -> None:
         self._settings = settings
         self._values: dict[int, float] = {}
 
     def observe(self, step: int, record: Mapping[str, float]) -> bool:
-        """Return whether a step is among the best, and so to be saved. The start is none: it has no checkpoint."""
+        """Return whether a step is among the best and should be saved. Step 0 never is, since it has no checkpoint."""
         settings = self._settings
         value = math.nan if settings is None else record.get(settings.metric, math.nan)
         if settings is None or not step or not math.isfinite(value):
             return False
         sign = -1 if settings.mode == "max" else 1
-        ranked = sorted((self._values | {step: value}).items(), key=lambda each: (sign * each[1], each[0]))
+        ranked = sorted((self._values | {step: value}).items(), key=lambda item: (sign * item[1], item[0]))
         self._values = dict(ranked[: settings.n])
         return step in self._values
 
     @property
     def ranked(self) -> list[tuple[int, float]]:
-        """Steps with their values, the best first."""
+        """Steps with their values, best first."""
         return list(self._values.items())
 
     def state(self) -> Chosen:
         """Return the state, for resuming."""
         if self._settings is None:
             return Chosen()
-        return Chosen(_by(self._settings), {str(step): value for step, value in self._values.items()})
+        return Chosen(_criterion(self._settings), {str(step): value for step, value in self._values.items()})
 
     def load_state(self, state: Chosen) -> None:
-        if self._settings is not None and state.by == _by(self._settings):
+        if self._settings is not None and state.by == _criterion(self._settings):
             ranked = [(int(step), value) for step, value in state.values.items()]
             self._values = dict(ranked[: self._settings.n])
 
 
 class Patience:
-    """Number of values since the metric was better than ever before."""
+    """Counter of evaluations since the metric last improved."""
 
     def __init__(self, settings: EarlyStopping | None) -> None:
         self._settings = settings
@@ -70,7 +70,7 @@ class Patience:
             self._waited += 1
 
     def ends_with(self, record: Mapping[str, float]) -> bool:
-        """Return whether the run ends once this is observed."""
+        """Return whether observing this record would end the run."""
         later = copy(self)
         later.observe(record)
         return later.is_over
@@ -81,10 +81,10 @@ class Patience:
 
     @property
     def reason(self) -> str:
-        """Sentence on why the run ends."""
+        """Log line that tells why the run ends."""
         assert self._settings is not None
         return (
-            f"{self._settings.metric} has not become better than {self._best} in {self._waited} evaluations "
+            f"{self._settings.metric} has not improved on {self._best} in {self._waited} evaluations "
             f"(train.early_stopping.patience={self._settings.patience}); ending"
         )
 
@@ -92,8 +92,8 @@ class Patience:
         """Return the state, for resuming."""
         if self._settings is None or self._best is None:
             return Chosen()
-        return Chosen(_by(self._settings), {_BEST: self._best, _WAITED: float(self._waited)})
+        return Chosen(_criterion(self._settings), {_BEST: self._best, _WAITED: float(self._waited)})
 
     def load_state(self, state: Chosen) -> None:
-        if self._settings is not None and state.by == _by(self._settings):
+        if self._settings is not None and state.by == _criterion(self._settings):
             self._best, self._waited = state.values[_BEST], int(state.values[_WAITED])

@@ -1,4 +1,4 @@
-"""A teacher asked about the texts of a run, for a cache that runs read in its place (methods.md §9.1)."""
+"""Build of a teacher cache from the texts of a run (methods.md §9.1)."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.ranks import resolve_device, resolve_layout
 from nemo_opd.training.teachers_without_model import segment_ids, settle_tokenizers
 
-_TOKENS_AT_A_TIME = 8192
-"""Tokens of a forward pass where the teacher's settings name no number."""
+_DEFAULT_BATCH_TOKENS = 8192
+"""Tokens per forward pass if the teacher's settings do not specify them."""
 _Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheForm:
-    """Form of what is stored of a position."""
+    """Form of the data stored per position."""
 
     top_k: int | None
-    """Tokens; None: hidden states."""
+    """Number of likeliest tokens, or None to store hidden states."""
     value_bytes: int = 3
-    """Bytes of a log-probability: 4, or 3 with an error of up to 2⁻¹⁶ of it."""
+    """Bytes per log-probability: 4, or 3 with a relative error of up to 2⁻¹⁶."""
     handoff: str | None = None
-    """`handoff.type` with which the teacher is asked about likeliest tokens; None: the run's."""
+    """`handoff.type` used to compute the likeliest tokens, or None for the run's."""
 
     @classmethod
     def of(cls, manifest: CacheManifest) -> CacheForm:
@@ -70,7 +70,7 @@ class CacheForm:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of several workers; it takes the segments whose key falls to it."""
+    """Work shard `index` of `number`, selected by segment key."""
 
     index: int = 0
     number: int = 1
@@ -81,12 +81,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class CacheBuilt:
-    """Result of a worker."""
+    """Result of one build worker."""
 
     segments: int
     tokens: int
     there: int
-    """Segments of its part that the cache had before."""
+    """Number of segments of its part that the cache already had."""
 
 
 def build_cache(
@@ -98,45 +98,45 @@ def build_cache(
     part: Part = Part(),
     shard_bytes: int = SHARD_BYTES,
 ) -> CacheBuilt:
-    """Ask active teacher i of a run about all of its texts that the cache in `folder` does not have.
+    """Compute and store active teacher i's output for all texts of a run that the cache in `folder` lacks.
 
-    A head of hidden states that is missing or damaged is written anew. A worker that is killed loses what was not in a
-    shard yet; the next continues. Raises an OPDError where the teacher cannot be asked, or the folder is a cache of
-    other answers.
+    A missing or damaged head of hidden states is rewritten. A killed worker loses only segments that were not in a
+    shard yet; a later build adds them. Raises an OPDError if the teacher cannot be run or the folder holds another
+    cache.
     """
     if config.rollout is not None:
         raise ConfigError(
-            f"rollout.type={config.rollout.type}: the student of this run samples its texts, so there are none to ask "
-            "about beforehand; give the settings of a run on texts"
+            f"rollout.type={config.rollout.type}: the student of this run samples its texts, so they cannot be cached "
+            "beforehand; give the settings of an off-policy run"
         )
     device = resolve_device(config.cluster)
     parallelism = _parallelism(config, i)
     layout = resolve_layout(f"teachers.{i}.parallelism", Processes.started().size, parallelism)
-    config = _asking_for(settle_tokenizers(_uncut(config), device), i, form)
+    config = _requesting_form(settle_tokenizers(_unsharded(config), device), i, form)
     settings = config.active_teachers[i].model_copy(update={"parallelism": parallelism})
     if settings.cache is not None:
-        raise ConfigError(f"teachers.{i} ({settings.name}) is a cache itself; name the teacher's model")
+        raise ConfigError(f"teachers.{i} ({settings.name}) is itself a cache; name the teacher's model")
     if settings.is_student:
         raise ConfigError(
-            f"teachers.{i}.weights={settings.weights}: its answers change with the student; cache a teacher with "
+            f"teachers.{i}.weights={settings.weights}: its output changes with the student; cache a teacher with "
             "weights: frozen"
         )
-    active = [settings if index == i else each for index, each in enumerate(config.active_teachers)]
-    teachers = [read_model_info(each, f"teachers.{index}", device) for index, each in enumerate(active)]
-    # Where the texts are for no student, it stands for the teacher, of which servers have no folder.
+    active = [settings if index == i else teacher for index, teacher in enumerate(config.active_teachers)]
+    teachers = [read_model_info(teacher, f"teachers.{index}", device) for index, teacher in enumerate(active)]
+    # Without a run, the teacher stands in for the student; a served teacher has no local folder to read.
     is_same = settings.served is not None and config.student.model == settings.model
     student = teachers[i] if is_same else read_model_info(config.student, "student", device)
     manifest = _manifest(config, i, student, teachers[i], form, device)
     corpus = load_corpus(config, student, teachers)
     _describe(folder, manifest, config, i, student, teachers[i])
     reader = CacheReader(folder)
-    missing, tokens = Missing(corpus, config, i, reader, part), 0
-    groups = _grouped(missing, _tokens_at_a_time(settings), reader.rotary)
+    missing, tokens = MissingSegments(corpus, config, i, reader, part), 0
+    groups = _group_segments(missing, _batch_tokens(settings), reader.rotary)
     needs_head = lacks_head(reader)
     first = next(groups, None)
     if first is None and not needs_head:
-        return CacheBuilt(0, 0, missing.there)
-    every = chain([first] if first else [], groups)
+        return CacheBuilt(0, 0, missing.num_present)
+    groups = chain([first] if first else [], groups)
     with CacheWriter(folder, manifest.vocab_size, shard_bytes) as writer, ExitStack() as stack:
         ask: Ask
         if settings.served is not None:
@@ -146,46 +146,46 @@ def build_cache(
             ask = stack.enter_context(asker).ask
             if needs_head:
                 asker.write_head()
-        while of_ranks := list(islice(every, layout.dp)):
-            for ids, rows in ask(of_ranks):
+        while rank_groups := list(islice(groups, layout.dp)):
+            for ids, rows in ask(rank_groups):
                 tokens += len(ids)
                 writer.add(ids, rows)
-    return CacheBuilt(missing.number, tokens, missing.there)
+    return CacheBuilt(missing.number, tokens, missing.num_present)
 
 
 def _parallelism(config: RunConfig, i: int) -> Parallelism:
-    """Return how the teacher is cut over several processes; one process has all of it, whatever the run does."""
+    """Return the teacher's parallelism: unsharded in one process, otherwise as in the run without replicas."""
     if Processes.started().size == 1:
         return Parallelism()
     return config.active_teachers[i].parallelism.model_copy(update={"replicas": 1})
 
 
-def _asking_for(config: RunConfig, i: int, form: CacheForm) -> RunConfig:
-    """Return the settings where a served teacher is asked for what is stored."""
+def _requesting_form(config: RunConfig, i: int, form: CacheForm) -> RunConfig:
+    """Make a served teacher return as many log-probabilities as the cache stores."""
     endpoint = config.active_teachers[i].served
     if endpoint is None:
         return config
     if form.top_k is None:
         raise ConfigError(
-            f"--hidden-states: the servers of teachers.{i} ({config.active_teachers[i].name}) give log-probabilities "
-            "alone; write --top-k"
+            f"--hidden-states: the servers of teachers.{i} ({config.active_teachers[i].name}) return only "
+            "log-probabilities; use --top-k"
         )
-    changed = {"served": endpoint.model_copy(update={"logprobs": form.top_k})}
-    teachers = (each.model_copy(update=changed) if j == i else each for j, each in enumerate(config.teachers))
+    update = {"served": endpoint.model_copy(update={"logprobs": form.top_k})}
+    teachers = (teacher.model_copy(update=update) if j == i else teacher for j, teacher in enumerate(config.teachers))
     return config.model_copy(update={"teachers": tuple(teachers)})
 
 
-def _tokens_at_a_time(settings: Teacher) -> int:
+def _batch_tokens(settings: Teacher) -> int:
     if settings.served is not None:
-        return _TOKENS_AT_A_TIME * settings.served.concurrency
-    return settings.micro_batch_tokens or _TOKENS_AT_A_TIME
+        return _DEFAULT_BATCH_TOKENS * settings.served.concurrency
+    return settings.micro_batch_tokens or _DEFAULT_BATCH_TOKENS
 
 
-def _uncut(config: RunConfig) -> RunConfig:
-    """Return the settings with each model whole: how the run will cut them does not matter to its texts."""
-    whole = {"parallelism": Parallelism()}
-    teachers = tuple(teacher.model_copy(update=whole) for teacher in config.teachers)
-    return config.model_copy(update={"student": config.student.model_copy(update=whole), "teachers": teachers})
+def _unsharded(config: RunConfig) -> RunConfig:
+    """Remove all parallelism from the settings, which does not affect a run's texts."""
+    update = {"parallelism": Parallelism()}
+    teachers = tuple(teacher.model_copy(update=update) for teacher in config.teachers)
+    return config.model_copy(update={"student": config.student.model_copy(update=update), "teachers": teachers})
 
 
 def _manifest(
@@ -194,15 +194,15 @@ def _manifest(
     settings = config.active_teachers[i]
     tokenizer, kwargs = _template(config, i, student, teacher)
     template = json.dumps([tokenizer.chat_template, kwargs], sort_keys=True)
-    of_form: dict[str, Any] = {"form": "hidden_states", "hidden_size": teacher.size.hidden_size}
+    form_fields: dict[str, Any] = {"form": "hidden_states", "hidden_size": teacher.size.hidden_size}
     if form.top_k is not None:
-        of_form = {"form": "top_k", "top_k": min(form.top_k, teacher.vocab_size), "value_bytes": form.value_bytes}
-        of_form |= {"handoff": form.handoff or config.handoff.type} if settings.served is None else {}
+        form_fields = {"form": "top_k", "top_k": min(form.top_k, teacher.vocab_size), "value_bytes": form.value_bytes}
+        form_fields |= {"handoff": form.handoff or config.handoff.type} if settings.served is None else {}
     if settings.served is None:
         weights = weights_fingerprint(settings.reference, key=f"teachers.{i}.model")
     else:
         weights = hashlib.sha256(f"served as {settings.reference}".encode()).hexdigest()
-        of_form |= {"is_served": True, "positions": teacher.positions}
+        form_fields |= {"is_served": True, "positions": teacher.positions}
     return CacheManifest(
         teacher=settings.reference,
         weights=weights,
@@ -211,14 +211,14 @@ def _manifest(
         vocab_size=teacher.vocab_size,
         dtype=str(compute_dtype(settings.dtype, device)).removeprefix("torch."),
         chat_template_kwargs=kwargs,
-        **of_form,
+        **form_fields,
     )
 
 
 def _template(
     config: RunConfig, i: int, student: ModelInfo, teacher: ModelInfo
 ) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
-    """Return the tokenizer whose template renders what the teacher reads, and the template's arguments."""
+    """Return the tokenizer whose chat template renders the teacher's texts, and the template's arguments."""
     settings = config.active_teachers[i]
     if settings.type == "same_tokenizer" and settings.context is None:
         return student.tokenizer, dict(config.student.chat_template_kwargs)
@@ -228,7 +228,7 @@ def _template(
 def _describe(
     folder: Path, manifest: CacheManifest, config: RunConfig, i: int, student: ModelInfo, teacher: ModelInfo
 ) -> None:
-    """Write the teacher's configuration and tokenizer, and then the manifest, or compare it with the one there."""
+    """Write the teacher's configuration, tokenizer and manifest into a new cache, or check an existing cache."""
     if not has_manifest(folder):
         settings = config.active_teachers[i]
         temporary = folder / f".{uuid.uuid4().hex}"
@@ -247,30 +247,30 @@ def _describe(
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     write_manifest(folder, manifest)
-    if (found := fingerprint(load_tokenizer(str(folder), key="--output"))) != manifest.tokenizer:
+    if (stored := fingerprint(load_tokenizer(str(folder), key="--output"))) != manifest.tokenizer:
         raise ConfigError(
-            f"{folder}: its tokenizer has the fingerprint {found[:12]}…, and the teacher's {manifest.tokenizer[:12]}…; "
-            "name another folder"
+            f"{folder}: its tokenizer has the fingerprint {stored[:12]}…, but the teacher's is "
+            f"{manifest.tokenizer[:12]}…; name another folder"
         )
 
 
 def _require_no_other_files(folder: Path, described: Path) -> None:
-    """Raise ConfigError where a folder that is no cache holds visible files besides those `described`."""
-    there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-    same, _, _ = filecmp.cmpfiles(folder, described, there, shallow=False)
-    if (others := sorted(there - set(same))) and not has_manifest(folder):
+    """Raise ConfigError if a folder that is not a cache holds visible files that differ from `described`."""
+    present = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    same, _, _ = filecmp.cmpfiles(folder, described, present, shallow=False)
+    if (foreign := sorted(present - set(same))) and not has_manifest(folder):
         raise ConfigError(
-            f"--output={folder}: it is no cache and holds other files, such as {others[0]}, of which some would be "
+            f"--output={folder}: it is not a cache and holds other files, such as {foreign[0]}, that might be "
             "replaced; name a new folder"
         )
 
 
-class Missing:
-    """Segments of a run's texts that a cache lacks or holds damaged, each once."""
+class MissingSegments:
+    """Distinct segments of a run's texts that a cache lacks or holds damaged."""
 
     def __init__(self, corpus: Corpus, config: RunConfig, i: int, reader: CacheReader, part: Part = Part()) -> None:
         self._corpus, self._config, self._i, self._reader, self._part = corpus, config, i, reader, part
-        self.number = self.there = 0
+        self.number = self.num_present = 0
 
     def __iter__(self) -> Iterator[_Ids]:
         seen: set[bytes] = set()
@@ -280,7 +280,7 @@ class Missing:
                 continue
             seen.add(key)
             if self._reader.has(ids):
-                self.there += 1
+                self.num_present += 1
             else:
                 self.number += 1
                 yield ids
@@ -299,8 +299,10 @@ class Missing:
             yield from tracked(texts, "asking about validation", "texts", len(corpus.validation))
 
 
-def _grouped(segments: Iterator[_Ids] | Missing, budget: int, rotary: RotaryLimit | None) -> Iterator[list[_Ids]]:
-    """Group consecutive segments of up to `budget` tokens, or one that is longer, on one side of a rotary limit."""
+def _group_segments(
+    segments: Iterator[_Ids] | MissingSegments, budget: int, rotary: RotaryLimit | None
+) -> Iterator[list[_Ids]]:
+    """Group consecutive segments up to `budget` tokens (or one longer segment), all on the same side of the limit."""
     group: list[_Ids] = []
     for ids in segments:
         crosses = group and rotary is not None and rotary.is_beyond(len(ids)) != rotary.is_beyond(len(group[0]))

@@ -1,4 +1,4 @@
-"""Texts of a run that its caches do not have, asked about before the run (`on_missing: ask`)."""
+"""Completion of a run's teacher caches before it starts (`on_missing: ask`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
 from nemo_opd.models.stored_output import lacks_head
 from nemo_opd.teacher_cache.reader import CacheReader
-from nemo_opd.training.cache_build import CacheForm, Missing, build_cache
+from nemo_opd.training.cache_build import CacheForm, MissingSegments, build_cache
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.ranks import resolve_device
@@ -18,31 +18,32 @@ from nemo_opd.training.teachers_without_model import settle_tokenizers
 
 
 def fill_caches(plan: Plan) -> None:
-    """Add to each cache that is to be filled what it lacks of the run's texts.
+    """Add the run's missing texts to each cache with `on_missing: ask`.
 
-    A cache that has all of them costs one reading of the texts and of its answers, and no model is loaded. Raises an
-    OPDError where the model that it was built from cannot be asked, or is another by now.
+    A complete cache costs one pass over the texts and its contents, and no model is loaded. Raises an OPDError if the
+    model that a cache was built from cannot be run or has changed.
     """
     for i, teacher in enumerate(plan.config.active_teachers):
         if teacher.cache is None or teacher.on_missing == "stop":
             continue
         assert isinstance(plan.data, Corpus), "a student that samples has no cached teachers"
         reader = CacheReader(teacher.cache)
-        if lacks_head(reader) or next(iter(Missing(plan.data, plan.config, i, reader)), None) is not None:
+        if lacks_head(reader) or next(iter(MissingSegments(plan.data, plan.config, i, reader)), None) is not None:
             manifest = reader.manifest
             if manifest.is_served:
                 raise ConfigError(
-                    f"teachers.{i}.on_missing=ask: {teacher.cache} lacks texts of this run, and its answers are those "
-                    f"of servers of {manifest.teacher}, which are not known here; run nemo-opd cache build --urls"
+                    f"teachers.{i}.on_missing=ask: {teacher.cache} lacks texts of this run, and it was built from "
+                    f"servers of {manifest.teacher}, whose URLs it does not store; run nemo-opd cache build --urls"
                 )
-            asked = asked_again(plan.config, i, {"model": manifest.teacher})
-            build_cache(asked, i, Path(teacher.cache), CacheForm.of(manifest))
-            torch.cuda.empty_cache()  # which other processes need next
+            config = asked_again(plan.config, i, {"model": manifest.teacher})
+            build_cache(config, i, Path(teacher.cache), CacheForm.of(manifest))
+            torch.cuda.empty_cache()  # for the run's processes
 
 
 def asked_again(config: RunConfig, i: int, origin: Mapping[str, object]) -> RunConfig:
-    """Return the settings of a run with another origin of teacher i's answers, in the place of a cache, whose tokenizer
-    it keeps. origin: settings of the teacher, `model` among them.
+    """Replace the source of teacher i's output (usually a cache, whose tokenizer it keeps) in a run's settings.
+
+    origin: new settings of the teacher, including `model`.
     """
     was_cached = config.active_teachers[i].cache is not None
     config = settle_tokenizers(config, resolve_device(config.cluster))

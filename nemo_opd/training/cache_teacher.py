@@ -1,4 +1,4 @@
-"""A teacher in the processes that there are, asked about segments for a cache (methods.md §9.1)."""
+"""Teachers that compute segments for a cache, in the current processes or on servers (methods.md §9.1)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,11 @@ from nemo_opd.workers.caching_teacher import CachingTeacher
 
 _Ids = NDArray[np.int32]
 Ask = Callable[[Sequence[Sequence[_Ids]]], Iterator[tuple[_Ids, Bytes]]]
-"""Function from the segments of each data-parallel rank to each segment, ids [N], with what is stored, uint8 [N, R]."""
+"""Function from each data-parallel rank's segments to all segments, ids [N], with their stored bytes, uint8 [N, R]."""
 
 
 class CacheTeacher:
-    """A teacher in this process, and in those that torchrun has started with it, whose data-parallel ranks read
-    different segments.
-    """
+    """A teacher in this process and the other processes of torchrun; data-parallel ranks read different segments."""
 
     def __init__(
         self,
@@ -47,10 +45,10 @@ class CacheTeacher:
         device: str,
         folder: Path,
     ) -> None:
-        """Load the teacher. key: its model's, for messages. folder: the cache. Raises WorkerError and ClusterError."""
+        """Load the teacher. key: its model's key in errors. folder: the cache. Raises WorkerError and ClusterError."""
         self._layout, self._folder = layout, folder
         self._sparse = sparse_layout(manifest) if manifest.form == "top_k" else None
-        offload = "layers" if settings.offload == "layers" else False  # there is nobody else on the device
+        offload = "layers" if settings.offload == "layers" else False  # the device is not shared
         arguments: dict[str, Any] = {
             "settings": settings.model_copy(update={"offload": offload}),
             "key": key,
@@ -61,32 +59,32 @@ class CacheTeacher:
             "shares_process": True,
         }
         placement = Placement.colocated(num_nodes=1, ranks_per_node=layout.size, num_teachers=1)
-        here = config.cluster.model_copy(update={"launcher": "local"})
+        local = config.cluster.model_copy(update={"launcher": "local"})
         with ExitStack() as stack:
-            opened = stack.enter_context(LocalCluster(here, device=device, placement=placement))
+            cluster = stack.enter_context(LocalCluster(local, device=device, placement=placement))
             name, places = f"teacher {settings.name}", placement.teachers[0]
-            self._group = stack.enter_context(opened.group(name, CachingTeacher, arguments, places))
+            self._group = stack.enter_context(cluster.group(name, CachingTeacher, arguments, places))
             self._stack = stack.pop_all()
 
-    def ask(self, of_ranks: Sequence[Sequence[_Ids]]) -> Iterator[tuple[_Ids, Bytes]]:
-        """Yield each segment with what is stored of it.
+    def ask(self, rank_groups: Sequence[Sequence[_Ids]]) -> Iterator[tuple[_Ids, Bytes]]:
+        """Yield each segment with its stored bytes.
 
-        of_ranks: segments that the data-parallel ranks read, each in one forward pass; at most one for each rank.
-        Raises WorkerError and ClusterError.
+        rank_groups: segments per data-parallel rank, read in one forward pass; at most one group per rank. Raises
+        WorkerError and ClusterError.
         """
-        # All ranks take part in gathering weights: those without segments read others'.
-        read = [of_ranks[d % len(of_ranks)] for d in range(self._layout.dp)]
-        own = [read[self._layout.coordinates(rank)[0]] for rank in range(self._layout.size)]
-        by_rank = self._group.call("answers", [(*_padded(segments), self._sparse, False) for segments in own])
-        for segments, rank in zip(of_ranks, leads(self._layout), strict=False):
-            for ids, rows in zip(segments, by_rank[rank][0], strict=True):
+        # All ranks must join the all-gathers of weights, so ranks without a group repeat another rank's.
+        dp_groups = [rank_groups[d % len(rank_groups)] for d in range(self._layout.dp)]
+        all_groups = [dp_groups[self._layout.coordinates(rank)[0]] for rank in range(self._layout.size)]
+        outputs = self._group.call("answers", [(*_padded(segments), self._sparse, False) for segments in all_groups])
+        for segments, rank in zip(rank_groups, leads(self._layout), strict=False):
+            for ids, rows in zip(segments, outputs[rank][0], strict=True):
                 yield ids, rows.numpy()
 
     def write_head(self) -> None:
         """Write the head of hidden states into the cache. Raises WorkerError, ClusterError and StorageError."""
-        anything = [np.zeros(2, np.int32)]
-        by_rank = self._group.call("answers", [(*_padded(anything), None, True)] * self._layout.size)
-        save_head(self._folder, _joined([head for _, head in by_rank[: self._layout.tp]]))
+        dummy = [np.zeros(2, np.int32)]
+        outputs = self._group.call("answers", [(*_padded(dummy), None, True)] * self._layout.size)
+        save_head(self._folder, _concatenated([head for _, head in outputs[: self._layout.tp]]))
 
     def __enter__(self) -> Self:
         return self
@@ -98,15 +96,15 @@ class CacheTeacher:
 
 
 def _padded(segments: Sequence[_Ids]) -> tuple[TokenRows, tuple[slice, ...]]:
-    """Return segments as rows, and the one microbatch that they are."""
-    ids = pad_sequence([torch.from_numpy(each.astype(np.int64)) for each in segments], batch_first=True)
-    nothing = torch.zeros(ids.shape, dtype=torch.int32)
-    tokens = TokenRows(ids, torch.tensor([len(each) for each in segments]), nothing.bool(), nothing)
+    """Return segments as padded rows in a single microbatch."""
+    ids = pad_sequence([torch.from_numpy(segment.astype(np.int64)) for segment in segments], batch_first=True)
+    zeros = torch.zeros(ids.shape, dtype=torch.int32)
+    tokens = TokenRows(ids, torch.tensor([len(segment) for segment in segments]), zeros.bool(), zeros)
     return tokens, (slice(0, len(segments)),)
 
 
-def _joined(parts: Sequence[Head]) -> Head:
-    """Return a head of which tensor-parallel ranks have parts."""
+def _concatenated(parts: Sequence[Head]) -> Head:
+    """Concatenate the tensor-parallel ranks' parts of a head."""
     first = parts[0]
     biases = [part.bias for part in parts if part.bias is not None]
     weight = torch.cat([part.weight for part in parts])
@@ -114,13 +112,13 @@ def _joined(parts: Sequence[Head]) -> Head:
 
 
 def server_answers(settings: TeacherBase, key: str, manifest: CacheManifest) -> Ask:
-    """Return what asks a teacher's servers. key: the teacher's, for messages."""
+    """Return a function that queries a teacher's servers. key: the teacher's key, for messages."""
     assert settings.served is not None
     answers = EndpointAnswers(settings.served, settings.reference, sparse_layout(manifest), key=key)
 
     def ask(groups: Sequence[Sequence[_Ids]]) -> Iterator[tuple[_Ids, Bytes]]:
         for segments in groups:
-            for ids, answered in zip(segments, answers.segments(segments), strict=True):
-                yield ids, answered.rows
+            for ids, answer in zip(segments, answers.segments(segments), strict=True):
+                yield ids, answer.rows
 
     return ask

@@ -21,10 +21,10 @@ def closing_table(
     *,
     is_end: bool = True,
 ) -> ClosingTable:
-    """Return the bits per byte of student and teachers, and their scores.
+    """Build the closing table: bits per byte and scores of student and teachers.
 
-    folder: of the run. bits_per_byte: of the student before training, and of each teacher by its name. is_end: the
-    student after has its last known scores; False: those of exactly `steps`, if there are any.
+    folder: the run's directory. bits_per_byte: keyed by name, for the student before training and the teachers.
+    is_end: report the trained student's last scores; otherwise only scores measured at exactly `steps`.
     """
 
     def row(name: str, bits: float | None, note: str = "") -> ClosingRow | None:
@@ -43,7 +43,7 @@ def closing_table(
 
 
 def closing_at(config: RunConfig, folder: Path, bits_per_byte: Mapping[str, float], step: int) -> ClosingTable:
-    """Return the closing table of a run that had ended with a step."""
+    """Build the closing table as if the run had ended at a step."""
     measured = _measured_at(read(folder / "metrics.jsonl"), step)
     return closing_table(config, folder, bits_per_byte, measured.get("val/bits_per_byte"), step, is_end=False)
 
@@ -55,11 +55,11 @@ def _scores(config: RunConfig, folder: Path, step: int | None) -> tuple[ScoreRow
     if step is not None:
         records = [record for record in records if record["step"] <= step]
     settings = config.evaluation
-    found = scores(records, config.active_names, values, lambda name: settings.all_sets.get(name, settings).confidence)
+    rows = scores(records, config.active_names, values, lambda name: settings.all_sets.get(name, settings).confidence)
     if step is None:
-        return found
+        return rows
     measured = _measured_at(records, step)
-    return tuple(row for row in found if f"{PREFIX}{row.measure}" in measured)
+    return tuple(row for row in rows if f"{PREFIX}{row.measure}" in measured)
 
 
 def _measured_at(records: Sequence[Mapping[str, float]], step: int) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""The answers of several runs to the same questions, compared one by one."""
+"""Question-by-question comparison of several runs."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from nemo_opd.training.scores import difference_between
 
 
 def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
-    """Return a table of how much better each run is than the first after its last evaluation, by measure.
+    """Tabulate how much better each run's last evaluation is than the first run's, per measure.
 
-    Empty where no two runs were asked the same questions. Raises DataError for a damaged file.
+    Return an empty list if no run answered the same questions as the first. Raises DataError for a damaged file.
     """
-    first, *others = runs
-    last = [_last(run) for run in runs]
+    first, *compared = runs
+    baseline, *values_of_runs = (_last_values(run) for run in runs)
     config = read_config(first.folder)
     rows = []
-    for (name, measure), own in last[0].items():
+    for (name, measure), reference in baseline.items():
         confidence = number_of_set(config, name, "confidence")
         cells = []
-        for theirs in last[1:]:
-            other = theirs.get((name, measure))
-            found = None if other is None else difference_between(other, own, measure, confidence)
-            cells.append(
-                NOTHING if found is None else difference(*found, is_share=is_share(measure, *own.values[measure]))
-            )
+        for run_values in values_of_runs:
+            values = run_values.get((name, measure))
+            gain = None if values is None else difference_between(values, reference, measure, confidence)
+            is_fraction = is_share(measure, *reference.values[measure])
+            cells.append(NOTHING if gain is None else difference(*gain, is_share=is_fraction))
         rows.append([f"{name}/{measure}" if name else measure, *cells])
     rows = [row for row in rows if set(row[1:]) != {NOTHING}]
-    heads = ["", *(run.name for run in others)]
-    return [TextTable(f"Answers, better than {first.name} by", heads, rows)] if rows and others else []
+    heads = ["", *(run.name for run in compared)]
+    return [TextTable(f"Answers, better than {first.name} by", heads, rows)] if rows and compared else []
 
 
-def _last(run: SweptRun) -> dict[tuple[str, str], QuestionValues]:
-    """Return the student's last values by set and measure."""
-    values = (each for each in read_values(run.folder / "evaluation.jsonl") if each.teacher is None)
-    return {(each.set, measure): each for each in values for measure in each.values}
+def _last_values(run: SweptRun) -> dict[tuple[str, str], QuestionValues]:
+    """Return the student's last values, keyed by set and measure."""
+    logged = (values for values in read_values(run.folder / "evaluation.jsonl") if values.teacher is None)
+    return {(values.set, measure): values for values in logged for measure in values.values}

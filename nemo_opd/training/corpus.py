@@ -25,28 +25,28 @@ from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.sample_makers import build_sample_maker, build_window_maker, row_limits
 from nemo_opd.types import Batch
 
-_ROWS_AT_A_TIME = 256
-"""Conversations read at a time to find one with an answer; usually the first has one."""
+_BLOCK_ROWS = 256
+"""Conversations read at a time when looking for one with an answer; usually the first has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Rows of windows of the training documents."""
+    """Packing of training documents into rows of windows."""
 
     make: WindowMaker
     limits: tuple[int, ...]
-    """Tokens of a row for the student and for each active teacher."""
+    """Maximum row length in tokens for the student and each active teacher."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Training and validation documents, and the functions that make samples of them."""
+    """Training and validation documents with the functions that turn them into samples."""
 
     train: Dataset
     validation: Dataset | None
     make_sample: SampleMaker
     packed: Packed | None
-    """None where each training document is one sequence."""
+    """None if each training document is one sequence."""
     domains: Domains | None = None
     """Domains of the validation documents."""
     noun: ClassVar[str] = "documents"
@@ -59,26 +59,26 @@ class Corpus:
         return TrainLoader(self.train, self.packed.make, self._packed_order(config, self.packed), workers)
 
     def start(self, config: RunConfig) -> State:
-        """Return the place of a run before its first batch, as its loader knows it."""
+        """Return the loader state of a run before its first batch."""
         return self.loader(config).state_dict()
 
     def steps(self, config: RunConfig) -> list[int]:
-        """Return the optimizer steps of each of `train.epochs`. Packed documents are all read for that.
+        """Return the number of optimizer steps of each epoch. With packing, this reads all documents.
 
         Raises DataError, with the row, for a document that cannot be read or used.
         """
         epochs = config.train.epochs or 1
         if self.packed is None:
             return [self._order(config).steps_per_epoch] * epochs
-        reads = made_of_all(self.train, self.packed.make, config.data.num_workers)
-        documents = tracked(reads, "counting the rows of an epoch", "documents", total=len(self.train))
-        lengths = [lengths_of(windows) for windows in documents]
+        documents = made_of_all(self.train, self.packed.make, config.data.num_workers)
+        counted = tracked(documents, "counting the rows of an epoch", "documents", total=len(self.train))
+        lengths = [lengths_of(windows) for windows in counted]
         order = self._packed_order(config, self.packed)
         return [order.num_batches(epoch, lengths) for epoch in range(epochs)]
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of all training texts."""
+        """Total bytes of the training texts."""
         return int(pc.sum(pc.binary_length(self.train.data.column(TEXT))).as_py())
 
     def _order(self, config: RunConfig) -> BatchOrder:
@@ -95,16 +95,16 @@ class Corpus:
 
 
 def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Corpus:
-    """Load the documents. Raises DataError for documents that cannot be read or used."""
+    """Load the documents. Raises DataError for unreadable or unusable documents."""
     make_sample = build_sample_maker(config, student, teachers)
     with working("reading data.train"):
         train = _load(config, config.data.train, "data.train")
     _require_answers(config, train, "data.train")
     _require_readable(make_sample, train)
-    given = bool(config.data.validation.given)
-    with working("reading data.validation"):
-        validation = _load(config, config.data.validation, "data.validation", is_validation=True) if given else None
-    if validation is not None:
+    validation = None
+    if config.data.validation.given:
+        with working("reading data.validation"):
+            validation = _load(config, config.data.validation, "data.validation", is_validation=True)
         _require_answers(config, validation, "data.validation")
     packed = None
     if config.packs_documents:
@@ -119,13 +119,13 @@ def _load(config: RunConfig, source: Source, key: str, *, is_validation: bool = 
 
 
 def _require_answers(config: RunConfig, documents: Dataset, key: str) -> None:
-    """Raise DataError if no conversation has a message of the assistant that is learned; texts pass."""
+    """Raise DataError if conversations have no assistant message to learn; plain texts pass."""
     if MESSAGES not in documents.column_names:
         return
     roles: set[str] = set()
     turns = config.data.learned_turns
-    for start in range(0, len(documents), _ROWS_AT_A_TIME):
-        rows = list(range(start, min(start + _ROWS_AT_A_TIME, len(documents))))
+    for start in range(0, len(documents), _BLOCK_ROWS):
+        rows = list(range(start, min(start + _BLOCK_ROWS, len(documents))))
         for messages in read_rows(documents, rows)[MESSAGES]:
             plain = plain_messages(parsed(messages))
             if any(learned_messages(plain, turns)):
@@ -133,23 +133,22 @@ def _require_answers(config: RunConfig, documents: Dataset, key: str) -> None:
             roles |= {message["role"] for message in plain}
     if "assistant" in roles:
         why, way_out = (
-            ("none has a mark", "mark those to learn with 1, or write data.learned_turns=all")
+            ("none has a mark", "mark the messages to learn with 1, or set data.learned_turns=all")
             if turns == "marked"
-            else ("all are marked as not learned", "mark those to learn with 1, or remove the marks")
+            else ("all are marked as not learned", "mark the messages to learn with 1, or remove the marks")
         )
         raise DataError(
-            f"{key}: data.learned_turns={turns} leaves none of the assistant's messages in {len(documents)} "
-            f"conversations to learn: {why} ({', '.join(MARKS)}); {way_out}"
+            f"{key}: data.learned_turns={turns} selects none of the assistant's messages in {len(documents)} "
+            f"conversations: {why} ({', '.join(MARKS)}); {way_out}"
         )
     raise DataError(
-        f"{key}: in none of {len(documents)} conversations the assistant says anything (roles: "
-        f"{', '.join(sorted(roles)) or 'none'}), so there is nothing to learn; add its answers, or let the student "
-        "answer, with rollout=hf"
+        f"{key}: none of {len(documents)} conversations has an assistant message to learn (roles: "
+        f"{', '.join(sorted(roles)) or 'none'}); add answers, or let the student answer with rollout=hf"
     )
 
 
 def _require_readable(make_sample: SampleMaker, documents: Dataset) -> None:
-    """Make the first sample, so that the run does not end at its first step. Raises DataError."""
+    """Build the first sample, to fail early. Raises DataError."""
     try:
         make_sample(read_documents(documents, [0])[0])
     except (AlignmentError, DataError) as error:

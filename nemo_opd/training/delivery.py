@@ -1,4 +1,4 @@
-"""Which rank of the student reads from which rank of a teacher, and what is sent between nodes."""
+"""Delivery of teacher output: the student ranks that read each teacher rank, and traffic between nodes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ from nemo_opd.training.teacher_output import output_columns
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The transfer of output from the ranks of a teacher to the ranks of the student."""
+    """Transfer of output from a teacher's ranks to the student's ranks."""
 
     sides: Sides
     readers: tuple[Readers, ...]
-    """Readers of each rank of the teacher."""
+    """Readers of each teacher rank."""
     traffic: tuple[Traffic, ...]
-    """Amount that each rank of the student receives from other nodes."""
+    """Traffic that each student rank receives from other nodes."""
     is_inside: bool = False
-    """Whether each rank of the teacher is in the process of the student's rank of the same number."""
+    """Whether each teacher rank runs in the process of the student rank with the same number."""
 
     @property
     def crosses_nodes(self) -> bool:
@@ -36,27 +36,27 @@ class Delivery:
 
 
 def settle_transport(config: RunConfig, device: str, deliveries: Sequence[Delivery]) -> tuple[str, list[str]]:
-    """Return the transport and a warning where it is not the fastest, after a try on this machine's GPUs.
+    """Choose the transport, probing this machine's GPUs; also return a warning if it is not the fastest.
 
-    Raises ConfigError for a transport that was asked for and cannot be used.
+    Raises ConfigError if the configured transport cannot be used.
     """
     pairs = mapped_devices(deliveries, shares_process=config.cluster.launcher == "local")
 
-    def why_not() -> str | None:
-        # On other machines' GPUs the workers find out, and say so.
-        here = [pair for pair in pairs if max(pair) < torch.cuda.device_count()]
-        if not here:
+    def probe() -> str | None:
+        # Workers on other machines check their own GPUs and report a failure.
+        local_pairs = [pair for pair in pairs if max(pair) < torch.cuda.device_count()]
+        if not local_pairs:
             return None
         with working("trying to read another process's GPU memory"):
-            return obstacle("cuda_ipc", here)
+            return obstacle("cuda_ipc", local_pairs)
 
-    return choose_transport(config.handoff, device, why_not)
+    return choose_transport(config.handoff, device, probe)
 
 
 def mapped_devices(deliveries: Sequence[Delivery], *, shares_process: bool) -> list[tuple[int, int]]:
-    """Return pairs of a node's devices of which the second reads a buffer on the first, in another process.
+    """Return pairs of a node's devices such that a process on the second maps a buffer that another has on the first.
 
-    shares_process: ranks of the same number are in one process, also of teachers that are not in the student's.
+    shares_process: ranks with the same number share a process, even if the teacher runs separately from the student.
     """
     pairs = set()
     for delivery in deliveries:
@@ -75,9 +75,9 @@ def check_deliveries(
     teachers: Sequence[ModelInfo],
     device: str,
 ) -> None:
-    """Raise ConfigError where logits would have to be sent to another node, or anything of a self-teacher.
+    """Raise ConfigError if logits, or any output of a self-teacher, would have to cross nodes.
 
-    layouts: the student's and the teachers'. Called before the data are read, so lengths count as the student's.
+    layouts: the student's and the teachers'. Called before the data are read, so teacher lengths equal the student's.
     """
     lengths = [config.train.max_length] * len(teachers)
     for i, (name, sides, payload) in enumerate(_transfers(config, placement, layouts, teachers, lengths, device)):
@@ -85,8 +85,8 @@ def check_deliveries(
         settings = config.active_teachers[i]
         if settings.is_student and any(planned_traffic(sides, payload)):
             raise ConfigError(
-                f"teachers.{i}.weights={settings.weights}: the student's tensor-parallel ranks are on several nodes, "
-                "between which the head would have to be sent at every step; lower student.parallelism.tp to a divisor "
+                f"teachers.{i}.weights={settings.weights}: the student's tensor-parallel ranks span several nodes, so "
+                "the head would have to be sent between them at every step; lower student.parallelism.tp to a divisor "
                 "of a node's GPUs, or name a model for this teacher"
             )
 
@@ -111,12 +111,12 @@ def plan_deliveries(
 
 
 def arriving_bytes(deliveries: Sequence[Delivery], buffers: int) -> int:
-    """Return the bytes that a rank of the student keeps at most of output from other nodes.
+    """Return the maximum bytes that a student rank holds of output from other nodes.
 
-    buffers: number of batches kept of each teacher.
+    buffers: number of batches held per teacher.
     """
     by_rank = zip(*(delivery.traffic for delivery in deliveries), strict=True)
-    return max((sum(buffers * each.output + each.head for each in own) for own in by_rank), default=0)
+    return max((sum(buffers * part.output + part.head for part in traffic) for traffic in by_rank), default=0)
 
 
 def _transfers(
@@ -127,7 +127,7 @@ def _transfers(
     lengths: Sequence[int],
     device: str,
 ) -> Iterator[tuple[str, Sides, Payload]]:
-    """Yield each active teacher's name, the layouts and places of both groups, and the largest output of a batch."""
+    """Yield each active teacher's name, the layouts and places of both groups, and a batch's largest output."""
     student, teacher_layouts = layouts
     for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True)):
         columns, itemsize = output_columns(config, settings, teacher.size, device)

@@ -1,4 +1,4 @@
-"""Engines of a run: the student's, which `rollout` selects, and a teacher's workers."""
+"""Generation engines of a run: the student's, selected by `rollout`, and a teacher's workers."""
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ from nemo_opd.training.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class _Student(StudentModel):
-    """The student's workers as an engine sees them."""
+    """Adapter of the student's workers to an engine."""
 
     models: Models
 
@@ -32,11 +32,9 @@ class _Student(StudentModel):
 
 
 def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextManager[Engine]:
-    """Open the engine that `rollout` selects, with the student's current weights, of `version`.
+    """Open the engine that `rollout` selects, or the student's workers without rollouts.
 
-    Without rollouts it is the student's workers.
-
-    Raises RolloutError where a server does not start.
+    version: version of the student's current weights. Raises RolloutError if a server does not start.
     """
     config = plan.config
     settings = HFRollout() if config.rollout is None else config.rollout
@@ -45,7 +43,7 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
         plan.sampled_end_ids,
         "bfloat16" if plan.device == "cuda" else "float32",
         plan.output_dir,
-        max_length=_longest(plan),
+        max_length=_max_length(plan),
         rounds_logits=config.handoff.type == "logits",
         is_training=True,
         memory_share=plan.server_share,
@@ -55,16 +53,16 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
     return ENGINES[type(settings)].for_student(settings, spec, _Student(models), version)
 
 
-def _longest(plan: Plan) -> int:
-    """Return the most tokens of a sequence: a rollout, or a benchmark's question with its answer."""
+def _max_length(plan: Plan) -> int:
+    """Return the maximum tokens of a rollout or of a benchmark's question with its answer."""
     return max(plan.config.train.max_length, longest_question(plan.benchmarks))
 
 
 class TeacherWorkers(Generator):
-    """The workers of an active teacher, which are asked before the first step."""
+    """Generator over an active teacher's workers, used before the first step."""
 
     def __init__(self, models: Models, teacher: int, end_ids: Collection[int]) -> None:
-        """end_ids: tokens that end a sequence."""
+        """Store the arguments. end_ids: tokens that end a sequence."""
         self._models, self._teacher, self._end_ids = models, teacher, end_ids
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:

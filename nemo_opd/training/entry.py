@@ -1,4 +1,4 @@
-"""Runs from Python: in a script or a notebook."""
+"""Python entry points of runs, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -19,42 +19,43 @@ Settings = RunConfig | Mapping[str, Any] | str | Path
 
 @dataclass(frozen=True)
 class Finished:
-    """Files that a run has left."""
+    """Output files of a run."""
 
     output_dir: Path
-    """Directory of the run; with `run.dry_run` it is not made."""
+    """The run's directory; not created with `run.dry_run`."""
 
     @property
     def model(self) -> Path | None:
-        """Folder of the trained student, in Hugging Face form; None where the run was ended before."""
+        """Folder of the trained student in Hugging Face format, or None if the run ended early."""
         folder = self.output_dir / "final"
         return folder if folder.is_dir() else None
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """A record for each step, as in metrics.jsonl."""
+        """One record per step, as in metrics.jsonl."""
         file = self.output_dir / "metrics.jsonl"
         return read(file) if file.exists() else []
 
 
 def distil(config: Settings, overrides: Sequence[str] = (), *, callbacks: Sequence[Any] = ()) -> Finished:
-    """Distil on a corpus, as `nemo-opd distil` does, and return what the run has left.
+    """Distil on a corpus, like `nemo-opd distil`, and return the run's output.
 
-    config: settings as a nested dict or a `RunConfig`; or the path of a YAML file or the name of a recipe, to which
-    `overrides` such as `train.max_steps=100` apply. `cluster.launcher: local` keeps all in this process. callbacks:
-    objects with methods of `nemo_opd.Callback`, classes of such, or functions of a step and its metrics.
+    config: settings as a nested dict or a `RunConfig`, or the path of a YAML file or the name of a recipe, to which
+    `overrides` such as `train.max_steps=100` apply. `cluster.launcher: local` runs everything in this process.
+    callbacks: objects with `nemo_opd.Callback`'s methods, their classes, or functions of a step and its
+    metrics.
 
-    Raises an OPDError where the settings are wrong or the run fails.
+    Raises an OPDError if the settings are wrong or the run fails.
     """
     settings = _validated(config, overrides)
     check_inputs(settings, on_policy=False)
-    from nemo_opd.training import off_policy  # imported once the settings are known to be right
+    from nemo_opd.training import off_policy  # a slow import, after the settings are validated
 
     return _finished(off_policy.distil(settings, callbacks))
 
 
 def distil_on_policy(config: Settings, overrides: Sequence[str] = (), *, callbacks: Sequence[Any] = ()) -> Finished:
-    """Distil on the student's own samples, as `nemo-opd distil-on-policy` does; otherwise as `distil`."""
+    """Distil on the student's own samples, like `nemo-opd distil-on-policy`. Arguments and result: see `distil`."""
     settings = _validated(config, overrides)
     check_inputs(settings, on_policy=True)
     from nemo_opd.training import on_policy
@@ -67,12 +68,12 @@ def _validated(config: Settings, overrides: Sequence[str]) -> RunConfig:
     if isinstance(config, str | Path):
         return compose(config, overrides)
     if overrides:
-        raise ConfigError(f"overrides={list(overrides)}: these are for a file or a recipe; change the settings instead")
+        raise ConfigError(f"overrides={list(overrides)}: only a file or a recipe takes overrides; change the settings")
     return config if isinstance(config, RunConfig) else from_dict(config)
 
 
 def _finished(output_dir: Path | None) -> Finished:
-    """Return what the run has left; the ranks of torchrun that do not drive it end here."""
+    """Return the run's output; torchrun ranks that do not drive the run exit here."""
     if output_dir is None:
         raise SystemExit(0)
     return Finished(output_dir)

@@ -1,4 +1,4 @@
-"""The workers of a model that is evaluated by itself."""
+"""Workers of a model that is evaluated outside a run."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,29 +17,29 @@ from nemo_opd.workers.frozen import FrozenWorker
 from nemo_opd.workers.memory import EVALUATED_TASKS
 
 _MICRO_BATCH_TOKENS = 16_384
-"""Tokens of a benchmark that a rank reads at a time."""
+"""Benchmark tokens per microbatch of a rank."""
 
 
 class EvaluatedModel(Generator):
-    """A frozen model, over the ranks of a cluster."""
+    """A frozen model on the ranks of a cluster."""
 
     def __init__(self, group: ModelGroup, end_ids: Collection[int], limit: BatchLimit) -> None:
-        """end_ids: tokens that end a sequence. limit: of what a rank samples at a time."""
+        """Store the arguments. end_ids: tokens that end a sequence. limit: batch size limit of a rank's sampling."""
         self._group, self._end_ids, self._limit = group, end_ids, limit
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         return self._group.continued(requests, sampling, self._end_ids, self._limit, about="questions")
 
     def likelihoods(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Return likelihoods of sequences, in order (see `Scorer`)."""
+        """Return the sequences' likelihoods, in order (see `Scorer`)."""
         return self._group.likelihoods(rows)
 
 
 @contextmanager
 def open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[int]) -> Iterator[EvaluatedModel]:
-    """Start the workers, which load the model.
+    """Start the workers and load the model.
 
-    Raises ConfigError for ranks that cannot be had, and ModelError and ClusterError as the workers do.
+    Raises ConfigError if the ranks are not available, and the workers' ModelError and ClusterError.
     """
     assert isinstance(config.rollout, HFRollout)
     cluster = config.cluster.on(config.device)
@@ -64,10 +64,10 @@ def open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[in
         "device": device,
     }
     with (
-        open_cluster(cluster, device, placement) as opened,
-        opened.group("model", FrozenWorker, arguments, placement.student) as group,
+        open_cluster(cluster, device, placement) as running,
+        running.group("model", FrozenWorker, arguments, placement.student) as group,
     ):
-        opened.gather([group.ready])
+        running.gather([group.ready])
         yield EvaluatedModel(
             ModelGroup(group, layout, _MICRO_BATCH_TOKENS), end_ids, BatchLimit(config.rollout.batch_size)
         )

@@ -1,4 +1,4 @@
-"""The evaluation of a run: sets of questions and benchmarks, asked of the student and of its teachers."""
+"""Evaluation of a run's student and teachers on question sets and benchmarks."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
 
 class Evaluator:
-    """Rewards and logs of the sets of questions; closed with `stack`.
+    """Evaluator with the rewards and logs of the question sets; `stack` closes it.
 
-    A failure outside of the workers is a warning, unless `evaluation.on_error=stop`.
+    A failure outside the workers is a warning, unless `evaluation.on_error=stop`.
     """
 
     def __init__(self, plan: Plan, models: Models, warn: Callable[[str], None], stack: ExitStack, step: int) -> None:
-        """step: that the run continues from; what is logged of later ones is dropped."""
+        """Open rewards and logs. step: step that the run continues from; log entries of later steps are dropped."""
         self._plan, self._config, self._models, self._warn = plan, plan.config, models, warn
         assert plan.config.evaluation is not None
         self._settings = plan.config.evaluation
-        self._rewards = [stack.enter_context(build_set_reward(each.resolved)) for each in plan.questions]
+        self._rewards = [stack.enter_context(build_set_reward(loaded.resolved)) for loaded in plan.questions]
         self._samples = SampleLog(plan.output_dir / "samples.jsonl")
         self._values = ValueLog(plan.output_dir / "evaluation.jsonl")
         self._samples.truncate_after(step)
         self._values.truncate_after(step)
 
     def student(self, engine: Generator, step: int) -> dict[str, float]:
-        """Ask the student and return eval/*."""
+        """Evaluate the student and return eval/*."""
         figures: dict[str, float] = {}
         for loaded, reward in zip(self._plan.questions, self._rewards, strict=True):
             figures |= self._ask(engine, loaded, loaded.student, reward, step)
@@ -57,7 +57,7 @@ class Evaluator:
         return figures
 
     def teacher(self, i: int) -> dict[str, float]:
-        """Ask an active teacher and return eval/*/<teacher>."""
+        """Evaluate active teacher i and return eval/*/<teacher>."""
         name = self._config.active_names[i]
         figures: dict[str, float] = {}
         for loaded, reward in zip(self._plan.questions, self._rewards, strict=True):
@@ -74,7 +74,7 @@ class Evaluator:
     def _run_benchmarks(
         self, text: TextModel, scorer: Scorer, engine: Generator, step: int, teacher: str | None = None
     ) -> dict[str, float]:
-        """Run all benchmarks with one model, log a value for each question, and return eval/*."""
+        """Run all benchmarks with one model, log a value per question, and return eval/*."""
         from nemo_opd.evaluation.benchmarks import run_benchmark
         from nemo_opd.evaluation.language_model import LanguageModel
 
@@ -88,10 +88,10 @@ class Evaluator:
                 result = run_benchmark(loaded, model, settings.confidence, allows_code=allows_code)
             if result is None:
                 continue
-            for metric, found in result.values.items():
+            for metric, by_question in result.values.items():
                 lower = (metric,) if metric in result.lower_is_better else ()
-                values = {metric: tuple(found.values())}
-                self._values.write(QuestionValues(step, result.name, teacher, tuple(found), values, lower))
+                values = {metric: tuple(by_question.values())}
+                self._values.write(QuestionValues(step, result.name, teacher, tuple(by_question), values, lower))
             figures |= result.metrics
         return figures
 
@@ -104,7 +104,7 @@ class Evaluator:
         step: int,
         teacher: str | None = None,
     ) -> dict[str, float]:
-        """Ask one model the questions of a set, log its answers, and return eval/*; nothing where that fails."""
+        """Evaluate one model on a question set, log its answers, and return eval/*, empty after a failure."""
         resolved, who = loaded.resolved, _who(teacher)
         result: EvaluationResult | None = None
         with self._reported(f"{resolved.label}: asking {who} failed after step {step}"):
@@ -119,8 +119,8 @@ class Evaluator:
         return result.metrics
 
     @contextmanager
-    def _reported(self, what: str) -> Iterator[None]:
-        """Warn of an OPDError inside. Raises it with `on_error=stop`, and one of workers, which have ended."""
+    def _reported(self, failure: str) -> Iterator[None]:
+        """Turn an OPDError into a warning. Reraise it with `on_error=stop`, or if it ended the workers."""
         try:
             yield
         except ClusterError:
@@ -128,7 +128,7 @@ class Evaluator:
         except OPDError as error:
             if self._settings.on_error == "stop":
                 raise
-            self._warn(f"{what}: {error}")
+            self._warn(f"{failure}: {error}")
 
     def _answered(
         self, engine: Generator, loaded: LoadedSet, model: SampledModel, reward: RewardFunction
@@ -153,6 +153,6 @@ def _who(teacher: str | None) -> str:
 
 
 def _name(question: Prompt) -> str:
-    """Return a question's row and a hash of it: another question in the same row has another name."""
+    """Return a question's row and content hash, so that another question in the same row gets another name."""
     content = json.dumps([question.content, question.answer], ensure_ascii=False, default=str)
     return f"{question.index}:{zlib.crc32(content.encode()):08x}"

@@ -1,4 +1,4 @@
-"""Models that a run exports at its end, and their cards."""
+"""Models exported at the end of a run, and their model cards."""
 
 from collections.abc import Iterator, Mapping
 
@@ -30,19 +30,19 @@ def export_models(plan: Plan, models: Models) -> None:
 
 
 def export_best(plan: Plan, best: BestSteps, checkpoints: CheckpointManager) -> Best | None:
-    """Copy the student of the best kept checkpoint to best/; return which it is, None where there is none."""
-    settings, kept = plan.config.train.keep_best, set(checkpoints.steps())
+    """Copy the student of the best existing checkpoint to best/ and return its step, or None without one."""
+    settings, saved_steps = plan.config.train.keep_best, set(checkpoints.steps())
     if settings is None:
         return None
     for step, value in best.ranked:
-        if step in kept:
+        if step in saved_steps:
             copy_whole(checkpoints.path(step) / STUDENT, plan.output_dir / "best")
             return Best(settings.metric, step, value)
     return None
 
 
 def push_export(plan: Plan) -> None:
-    """Push the model that `run.push_to_hub` names, if it is set. Raises HubError where that fails."""
+    """Push the model that `run.push_to_hub` names, if set. Raises HubError on failure."""
     settings = plan.config.run.push_to_hub
     if settings is None:
         return
@@ -57,7 +57,7 @@ def push_export(plan: Plan) -> None:
 def write_cards(plan: Plan, closing: ClosingTable, bits_per_byte: Mapping[str, float], step: int) -> None:
     """Write README.md into final/, best/ and final_<teacher>/.
 
-    closing: of the student after `step`, the last. bits_per_byte: as for `closing_table`.
+    closing: closing table of the student after `step`, the last. bits_per_byte: see `closing_table`.
     """
     for exported in _exported(plan, closing, bits_per_byte, step):
         write_card(plan.output_dir, exported)
@@ -67,10 +67,10 @@ def _exported(plan: Plan, closing: ClosingTable, bits_per_byte: Mapping[str, flo
     config, folder, best = plan.config, plan.output_dir, closing.best
     yield Exported(folder / "final", f"The student after {step:,} steps", step, closing)
     if best is not None:
-        what = f"The student after {best.step:,} of {step:,} steps, where {best.metric} was best: {best.value:.4g}"
+        description = f"The student after {best.step:,} of {step:,} steps, at its best {best.metric}: {best.value:.4g}"
         at_best = closing_at(config, folder, bits_per_byte, best.step)
-        yield Exported(folder / "best", what, best.step, at_best, " (best)")
+        yield Exported(folder / "best", description, best.step, at_best, " (best)")
     for teacher in config.active_teachers:
         if teacher.weights == "ema":
-            what = f"An average of the student's weights over {step:,} steps, of decay {teacher.ema_decay:g}"
-            yield Exported(folder / f"final_{teacher.name}", what, step, suffix=f" ({teacher.name})")
+            description = f"An average of the student's weights over {step:,} steps with decay {teacher.ema_decay:g}"
+            yield Exported(folder / f"final_{teacher.name}", description, step, suffix=f" ({teacher.name})")

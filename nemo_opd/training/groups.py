@@ -1,4 +1,4 @@
-"""Groups of processes with the models of a run."""
+"""Process groups of a run's models."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from nemo_opd.workers.teacher import TeacherWorker
 
 
 def separate(plan: Plan) -> list[int]:
-    """Return the indices of the teachers with separate processes."""
+    """Return the indices of teachers in separate processes."""
     return [i for i, settings in enumerate(plan.config.active_teachers) if not settings.is_student]
 
 
 def teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
-    """Start the group of a teacher with separate processes."""
+    """Start the group of a teacher in separate processes."""
     settings = plan.config.active_teachers[i]
     worker: type[TeacherWorker] = TeacherWorker
     if not settings.is_computed:

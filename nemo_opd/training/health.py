@@ -1,4 +1,4 @@
-"""Alarms about the student's samples: collapse, run-away lengths, an engine that disagrees (methods.md §10.7)."""
+"""Alarms about the student's samples: collapse, growing lengths, engine mismatch (methods.md §10.7)."""
 
 import math
 from collections import deque
@@ -9,25 +9,25 @@ from statistics import fmean
 from nemo_opd.config.health import Health
 
 FIRST_STEPS = 5
-"""Number of steps whose mean later steps are compared with."""
+"""Number of first steps whose mean is the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
-    """One sign of a failing run."""
+    """A sign of a failing run."""
 
     metric: str
     is_bad: Callable[[float, float, Health], bool]
-    """Test of the metric's present value, its mean over the first steps, and the limits."""
+    """Function of the metric's current value, its mean over the first steps, and the limits."""
     message: str
-    """Template with `now` and `first`."""
+    """Message template with the fields `now` and `first`."""
 
 
 SIGNS = (
     _Sign(
         "rollout/response_length",
         lambda now, first, limits: now > limits.max_length_growth * first,
-        "responses run away: {now:.0f} tokens on average, {first:.0f} at first; lower the learning rate or the "
+        "responses keep growing: {now:.0f} tokens on average, {first:.0f} at first; lower the learning rate or the "
         "temperature, or raise health.max_length_growth",
     ),
     _Sign(
@@ -39,27 +39,27 @@ SIGNS = (
     _Sign(
         "train/entropy",
         lambda now, first, limits: now < limits.min_entropy <= first,
-        "the student's entropy has collapsed: {now:.3g} nats a token, {first:.3g} at first; raise the temperature, or "
-        "lower the learning rate",
+        "the student's entropy has collapsed: {now:.3g} nats per token, {first:.3g} at first; raise the temperature, "
+        "or lower the learning rate",
     ),
     _Sign(
         "rollout/repetition",
         lambda now, first, limits: now > limits.max_repetition >= first,
         "responses repeat themselves: {now:.0%} of their 4-grams are not new, {first:.0%} at first; lower the learning "
-        "rate, or mix in sequences of the dataset by rollout.on_policy_share",
+        "rate, or mix in sequences of the dataset with rollout.on_policy_share",
     ),
     _Sign(
         "train/mismatch",
         lambda now, first, limits: now > limits.max_mismatch,
         "engine and trainer disagree on the sampled tokens by {now:.2g} nats on average; check that the engine runs "
-        "the student's weights in its precision, lower rollout.staleness, or raise health.max_mismatch for an engine "
-        "in fp8 or int4",
+        "the student's weights in the student's precision, lower rollout.staleness, or raise health.max_mismatch for "
+        "an engine in fp8 or int4",
     ),
 )
 
 
 class HealthMonitor:
-    """Comparison of each step with the first ones. An alarm needs `patience` bad steps in a row, and is raised once."""
+    """Monitor that compares steps with the first ones. `patience` bad steps in a row raise an alarm, once per sign."""
 
     def __init__(self, limits: Health) -> None:
         self._limits = limits
@@ -68,12 +68,12 @@ class HealthMonitor:
         self._reported: set[str] = set()
 
     def replay(self, records: Iterable[Mapping[str, float]]) -> None:
-        """Observe the steps of a run that is continued, whose alarms have been reported."""
+        """Observe the earlier steps of a resumed run, whose alarms were already reported."""
         for record in records:
             self.observe(record)
 
     def observe(self, record: Mapping[str, float]) -> list[str]:
-        """Return new alarms after a step; metrics that are missing or not finite are skipped."""
+        """Return the new alarms of a step. Missing and non-finite metrics are skipped."""
         return [
             sign.message.format(now=record[sign.metric], first=fmean(self._first[sign.metric]))
             for sign in SIGNS

@@ -1,4 +1,4 @@
-"""A run's columns, and checks of its paths before PyTorch is imported, which takes seconds."""
+"""Columns of a run's data, and checks of its paths before the slow import of PyTorch."""
 
 import os
 from collections.abc import Iterator
@@ -24,11 +24,10 @@ from nemo_opd.training.run_directory import progress_to_resume, resolve_output_d
 
 
 def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
-    """Check that files and programs in the settings exist and have the right form. Raises an OPDError where not."""
+    """Check that files and programs in the settings exist and are valid. Raises an OPDError otherwise."""
     require_kind(config, on_policy=on_policy)
     if not any(isinstance(teacher, CachedTeacher | ServedTeacher) for teacher in config.active_teachers):
-        # Preflight hashes the checkpoint's files. The type that such a teacher has by its tokenizer is known there
-        # alone.
+        # Only preflight knows the types of cached and served teachers. It also hashes the checkpoint's files.
         progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
     _check_model(config.student, "student")
     for i, teacher in enumerate(config.active_teachers):
@@ -41,7 +40,7 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
         if isinstance(teacher, OwnIdsTeacher) and teacher.projection != "auto":
             _check_projection(teacher.projection, f"teachers.{i}.projection")
     require_extras(config.logging, config.reward, config.rollout, config.active_teachers)
-    if not config.run.dry_run:  # which may plan for another machine
+    if not config.run.dry_run:  # a dry run may plan for another machine
         require_installed(config.rollout)
         if (push := config.run.push_to_hub) is not None:
             require_hub(f"run.push_to_hub.repo={push.repo}")
@@ -49,13 +48,13 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
 
 
 def require_kind(config: RunConfig, *, on_policy: bool) -> None:
-    """Raise ConfigError where the settings are for the other kind of run."""
+    """Raise ConfigError for settings of the other kind of run."""
     if on_policy and config.rollout is None:
         raise ConfigError("rollout: required, but not given; add rollout=hf or rollout=server, or use nemo-opd distil")
     if not on_policy and config.rollout is not None:
         raise ConfigError(
-            f"rollout.type={config.rollout.type}: this run learns from texts as they are and samples none; leave "
-            "rollout out, or use nemo-opd distil-on-policy"
+            f"rollout.type={config.rollout.type}: this run learns from the texts of its data and samples none; remove "
+            "rollout, or use nemo-opd distil-on-policy"
         )
 
 
@@ -72,7 +71,7 @@ def _check_tokenizer(settings: Model, key: str) -> None:
 
 
 def require_cache(folder: str, key: str) -> CacheManifest:
-    """Return a cache's manifest. Raises DataError, naming `key`, where there is none."""
+    """Read a cache's manifest. Raises DataError, naming `key`, if it cannot be read."""
     try:
         return read_manifest(folder)
     except DataError as error:
@@ -80,7 +79,7 @@ def require_cache(folder: str, key: str) -> CacheManifest:
 
 
 def _check_projection(path: str, key: str) -> None:
-    """Raise ProjectionError for an unreadable file. Preflight compares its contents with the tokenizers."""
+    """Raise ProjectionError for an unreadable file. Preflight checks its contents against the tokenizers."""
     try:
         with Path(path).open("rb"):
             pass
@@ -103,8 +102,9 @@ def _check_data(config: RunConfig) -> None:
 
 
 def layout_of(config: RunConfig, *, is_validation: bool = False) -> Layout:
-    """Return the columns of documents, or of prompts where the student samples, with those of teachers' contexts; of
-    validation with that of domains.
+    """Return the columns of documents, or of prompts for a run that samples, including teacher context columns.
+
+    is_validation: also include the domain column.
     """
     layout: Layout = data_layout(config.data)
     reward = config.reward if config.rollout is not None else None
@@ -112,31 +112,31 @@ def layout_of(config: RunConfig, *, is_validation: bool = False) -> Layout:
         layout = PromptLayout(layout, reward.answer_column if reward else None, config.data.response_key)
     if config.routing is not None:
         layout = RoutedLayout(layout, config.routing.key, config.active_names)
-    named = [] if reward is None else [(name, f"reward.{setting}") for name, setting in reward.named_columns.items()]
+    fields = [] if reward is None else [(name, f"reward.{setting}") for name, setting in reward.named_columns.items()]
     domain_key = config.data.domain_key if is_validation else None
-    return with_columns(layout, [*named, *_context_fields(config)], reward, domain_key)
+    return with_columns(layout, [*fields, *_context_fields(config)], reward, domain_key)
 
 
 def domain_column(config: RunConfig) -> str | None:
-    """Return our name of the column with the domains of validation texts; None where they have none."""
+    """Return our name of the domain column of validation texts, or None without one."""
     key = config.data.domain_key
     return None if key is None else layout_of(config, is_validation=True).columns[key]
 
 
 def sets_of(config: RunConfig) -> Iterator[ResolvedSet]:
-    """Yield the sets of questions of a run, as `resolved_sets` does."""
+    """Yield the resolved question sets of a run."""
     if config.evaluation is not None:
         yield from resolved_sets(config.evaluation, config.data, config.reward, "evaluation.")
 
 
 def has_contrast(config: RunConfig) -> bool:
-    """Return whether a teacher reads another record's context too."""
+    """Return whether a teacher also reads another record's context."""
     contexts = (teacher.context for teacher in config.active_teachers)
     return any(context is not None and context.contrast for context in contexts)
 
 
 def _context_fields(config: RunConfig) -> list[tuple[str, str]]:
-    """Return the columns that contexts of active teachers read, each with the setting that names it."""
+    """Return the columns that active teachers' contexts read, paired with the settings that name them."""
     return [
         (name, f"teachers.{i}.context.{teacher.context.named_in(name)}")
         for i, teacher in enumerate(config.active_teachers)

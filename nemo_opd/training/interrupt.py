@@ -1,4 +1,4 @@
-"""Interruption of a run by signals, without losing it."""
+"""Graceful interruption of a run by signals."""
 
 import math
 import signal
@@ -10,14 +10,14 @@ from types import FrameType
 from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals of Ctrl-C, a scheduler and a closed terminal."""
-_ANSWER = "ending after this step; once more: now"
+"""Signals sent by Ctrl-C, a scheduler, and a closed terminal."""
+_ANSWER = "ending after this step; interrupt again to end now"
 ECHO_S = 1.0
-"""Window of repeated signals: timeout(1) sends to a process and to its group, and `uv run` forwards what it gets."""
+"""Window of duplicate signals: timeout(1) signals a process and its group, and `uv run` forwards signals."""
 
 
 class Echoes:
-    """Filter of signals that repeat another one within `ECHO_S`."""
+    """Filter of duplicate signals within `ECHO_S`."""
 
     def __init__(self) -> None:
         self._last = -math.inf
@@ -35,15 +35,15 @@ _was_requested = threading.Event()
 
 
 def was_requested() -> bool:
-    """Return whether any run of this process has been asked to end."""
+    """Return whether a signal has asked any run in this process to end."""
     return _was_requested.is_set()
 
 
 class Interrupt:
-    """Signal handler whose first signal sets `requested`, and whose second raises KeyboardInterrupt."""
+    """Signal handler: the first signal sets `requested`, the second raises KeyboardInterrupt."""
 
     def __init__(self, answer: Callable[[str], None]) -> None:
-        """answer: shows a text to the user; called from a separate thread."""
+        """Store `answer`, which shows a text to the user and is called from a separate thread."""
         self.requested = False
         self._answer = answer
 
@@ -54,7 +54,7 @@ class Interrupt:
             raise KeyboardInterrupt
         self.requested = True
         _was_requested.set()
-        # In a thread: the signal may have interrupted a write to the same stream.
+        # In a thread, because the signal may have interrupted a write to the same stream.
         threading.Thread(target=self._answer, args=(_ANSWER,), daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -67,7 +67,7 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt for each of the signals, so that resources are closed."""
+    """Raise KeyboardInterrupt on each of the signals, so that resources are closed."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not _echoes.is_one():
@@ -81,12 +81,12 @@ def interruptible() -> Iterator[None]:
 
 
 def _handle(handler: Callable[[int, FrameType | None], Any]) -> dict[signal.Signals, Any]:
-    """Install a handler for the signals that are not ignored, as under nohup; return the previous handlers."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    heeded = {number: each for number, each in before.items() if each is not signal.SIG_IGN}
-    for number in heeded:
+    """Install a handler, except for signals that are ignored (nohup), and return the previous handlers."""
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    previous = {number: installed for number, installed in handlers.items() if installed is not signal.SIG_IGN}
+    for number in previous:
         signal.signal(number, handler)
-    return heeded
+    return previous
 
 
 def _restore(handlers: dict[signal.Signals, Any]) -> None:

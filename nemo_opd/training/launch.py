@@ -1,4 +1,4 @@
-"""Start of a run's processes, by Ray or by torchrun."""
+"""Startup of a run's processes with Ray or torchrun."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from nemo_opd.errors import ConfigError
 
 _SHARED_MEMORY = "/dev/shm"
 _NCCL_BYTES = 10 * 2**20
-"""Memory that NCCL shares in each process for each communicator; its own error names a segment of 9.6 MB."""
+"""Shared memory per process and NCCL communicator; NCCL's own error names a segment of 9.6 MB."""
 
 
 @contextmanager
 def driving(cluster: Settings) -> Iterator[bool]:
-    """Yield whether this process drives the run; other ranks of torchrun do all their work here and yield False.
+    """Yield whether this process drives the run; other torchrun ranks do all their work first and then yield False.
 
-    Raises ConfigError for processes of torchrun in a run that Ray is to start.
+    Raises ConfigError if torchrun started several processes for a run with Ray.
     """
     processes = Processes.started()
     if cluster.launcher == "ray" and processes.size > 1:
         raise ConfigError(
-            f"cluster.launcher=ray: torchrun has started {processes.size} processes, each of which would start a run; "
-            "write cluster.launcher=local, or start one process without torchrun"
+            f"cluster.launcher=ray: torchrun has started {processes.size} processes, and each would start a run; set "
+            "cluster.launcher=local, or start one process without torchrun"
         )
     if processes.rank > 0:
         serve(cluster.timeout_s)
@@ -45,19 +45,19 @@ def driving(cluster: Settings) -> Iterator[bool]:
 
 
 def require_processes(cluster: Settings, placement: Placement, device: str) -> None:
-    """Raise ConfigError where the numbers of processes and ranks of a run without Ray differ."""
+    """Raise ConfigError if a run without Ray has different numbers of processes and ranks."""
     num_ranks, num_processes = len(placement.student), Processes.started().size
     if cluster.launcher == "local" and num_ranks != num_processes:
         key = "cpu_ranks" if device == "cpu" else "gpus_per_node"
         raise ConfigError(
-            f"cluster.{key}={num_ranks}: with cluster.launcher=local the ranks are the processes of torchrun, of which "
-            f"there are {num_processes}; start the command with `torchrun --nproc-per-node={num_ranks}`, or write "
+            f"cluster.{key}={num_ranks}: with cluster.launcher=local the ranks are torchrun's processes, and it has "
+            f"{num_processes}; start the command with `torchrun --nproc-per-node={num_ranks}`, or set "
             f"cluster.{key}={num_processes}"
         )
 
 
 def require_shared_gpus(config: RunConfig, device: str, placement: Placement) -> None:
-    """Raise ConfigError where several processes would use a GPU of this machine that takes one alone."""
+    """Raise ConfigError if several processes would share a GPU of this machine in an exclusive compute mode."""
     cluster, rollout = config.cluster, config.rollout
     number = 1 if cluster.launcher == "local" else placement.groups_per_device
     number += isinstance(rollout, ServerRollout) and rollout.shares_devices
@@ -67,17 +67,17 @@ def require_shared_gpus(config: RunConfig, device: str, placement: Placement) ->
         index, _, mode = line.partition(", ")
         if mode.startswith("Exclusive"):
             raise ConfigError(
-                f"cluster.placement={cluster.placement}: GPU {index} is in the compute mode {mode}, in which one "
-                f"process can use it, and the run has {number} on each; set the mode with `nvidia-smi -i {index} -c "
-                "DEFAULT`, which needs root, or write cluster.placement=separate or cluster.launcher=local, and "
-                "rollout.gpus for a rollout server"
+                f"cluster.placement={cluster.placement}: GPU {index} is in the compute mode {mode}, which allows only "
+                f"one process, but the run has {number} per GPU; change the mode with `nvidia-smi -i {index} -c "
+                "DEFAULT` (needs root), or set cluster.placement=separate or cluster.launcher=local, and rollout.gpus "
+                "for a rollout server"
             )
 
 
 def warn_of_shared_memory(device: str, groups: Sequence[Layout], nodes: int) -> list[str]:
-    """Return a warning where /dev/shm may be too small for NCCL, as in Docker, where it has 64 MB.
+    """Return a warning if /dev/shm may be too small for NCCL, as in Docker with its default of 64 MB.
 
-    groups: layouts of the student and the teachers. The handoff and Ray's few objects do without it.
+    groups: layouts of the student and the teachers. The handoff and Ray do not need it.
     """
     if device == "cpu":
         return []
@@ -86,21 +86,21 @@ def warn_of_shared_memory(device: str, groups: Sequence[Layout], nodes: int) -> 
     if need <= free:
         return []
     return [
-        f"{_SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and NCCL may need {need / 2**20:.0f} MiB there for the "
-        "processes of this node; if it fails with `unhandled system error`, start Docker with --shm-size=1g or "
-        "--ipc=host, or mount a larger one (`mount -o remount,size=1G /dev/shm`)"
+        f"{_SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and NCCL may need {need / 2**20:.0f} MiB there for this "
+        "node's processes; if it fails with `unhandled system error`, start Docker with --shm-size=1g or --ipc=host, "
+        "or enlarge it (`mount -o remount,size=1G /dev/shm`)"
     ]
 
 
 def _communicators(layout: Layout) -> int:
-    """Return the number of a rank's NCCL communicators with others: of all ranks, and of the axes of their mesh."""
-    copies = (layout.replicas, layout.dp // layout.replicas) if layout.replicas > 1 else ()
+    """Count a rank's NCCL communicators: the one of all ranks, and one per mesh axis."""
+    replicas = (layout.replicas, layout.dp // layout.replicas) if layout.replicas > 1 else ()
     axes = (layout.dp, layout.cp, layout.tp, layout.dp * layout.cp) if layout.cp * layout.tp > 1 else ()
-    return (layout.size > 1) + sum(size > 1 for size in (*copies, *axes))
+    return (layout.size > 1) + sum(size > 1 for size in (*replicas, *axes))
 
 
 def _compute_modes() -> list[str]:
-    """Return lines such as `0, Default`, one for each GPU; none where nvidia-smi fails."""
+    """Return lines such as `0, Default`, one per GPU, or an empty list if nvidia-smi fails."""
     command = ["nvidia-smi", "--query-gpu=index,compute_mode", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
@@ -109,7 +109,7 @@ def _compute_modes() -> list[str]:
 
 
 def open_cluster(settings: Settings, device: str, placement: Placement) -> Cluster:
-    """Open the cluster of a run. Raises ClusterError where its resources are not free."""
+    """Open the cluster of a run. Raises ClusterError if its resources are not free."""
     if settings.launcher == "local":
         return LocalCluster(settings, device=device, placement=placement)
     from nemo_opd.cluster.ray.cluster import RayCluster  # Ray takes seconds to import

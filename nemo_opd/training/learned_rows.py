@@ -1,4 +1,4 @@
-"""Rows of the projections that a run has learned, for the report."""
+"""Rows of a run's learned projections for the report."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,19 +16,22 @@ from nemo_opd.training.plan import Plan
 from nemo_opd.workers.learned_projections import EXPORTS
 
 _ROWS = 20
-"""Rows of each projection in the report."""
+"""Number of rows per projection in the report."""
 
 
 def write_learned_rows(plan: Plan, exported: Path) -> None:
-    """Write the rows that moved furthest in each projection of an exported student into the run's directory."""
-    found = {}
+    """Write the rows that moved furthest in each learned projection to the run's directory.
+
+    exported: folder of the exported student.
+    """
+    rows = {}
     for i, (teacher, planned) in enumerate(zip(plan.config.active_teachers, plan.teachers, strict=True)):
         if isinstance(teacher, OwnIdsTeacher) and teacher.projection_lr and planned.projection is not None:
             learned = ProjectionMatrix.load(exported / EXPORTS / f"{teacher.name}.safetensors")
             tokenizers = tokenizer_of(plan.config.student, key="student"), tokenizer_of(teacher, key=f"teachers.{i}")
-            found[teacher.name] = list(_moved_rows(planned.projection, learned, *tokenizers))
-    if found:
-        write_projections(plan.output_dir, found)
+            rows[teacher.name] = list(_moved_rows(planned.projection, learned, *tokenizers))
+    if rows:
+        write_projections(plan.output_dir, rows)
 
 
 def _moved_rows(
@@ -37,13 +40,13 @@ def _moved_rows(
     student_tokenizer: PreTrainedTokenizerBase,
     teacher_tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[MovedRow]:
-    """Yield the rows whose weights have moved furthest; both matrices have the same entries."""
+    """Yield the rows whose weights moved furthest. Both matrices must have the same entries."""
     moved = np.abs(learned.weights - start.weights).sum(axis=1) / 2
     student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
     for i in np.argsort(-moved, kind="stable")[:_ROWS].tolist():
-        before, after = (
+        entries_before, entries_after = (
             tuple((entry.token, entry.weight) for entry in entries_of(matrix, i, teacher_tokenizer, teacher))
             for matrix in (start, learned)
         )
         if moved[i] > 0:
-            yield MovedRow(shown_token(student_tokenizer, student, i), float(moved[i]), before, after)
+            yield MovedRow(shown_token(student_tokenizer, student, i), float(moved[i]), entries_before, entries_after)

@@ -1,4 +1,4 @@
-"""Transfer of teachers' output between nodes."""
+"""Transfer of teacher output between nodes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nemo_opd.training.delivery import Delivery
 class Links:
     """Links between the student and each teacher whose output crosses nodes.
 
-    Sends and receives are submitted and gathered together, while neither group computes: a rank that dies is reported
-    by its own group, and no send waits for a receive that is later in a queue.
+    Sends and receives are submitted and gathered together while neither group computes. So a dead rank is reported by
+    its own group, and no send waits for a receive further back in a queue.
     """
 
     def __init__(self, student: Group, teachers: Sequence[Group], deliveries: Sequence[Delivery]) -> None:
@@ -34,31 +34,32 @@ class Links:
             for planner, group in zip(self._planners, self._teachers, strict=True)
         ]
         calls = [self._student.submit("join_links", [(rendezvous,)] * self._student.size)]
-        for group, each in zip(self._teachers, rendezvous, strict=True):
-            if each is not None:
-                calls.append(group.submit("join_link", [(each,)] * group.size))
+        for group, meeting in zip(self._teachers, rendezvous, strict=True):
+            if meeting is not None:
+                calls.append(group.submit("join_link", [(meeting,)] * group.size))
         self._student.cluster.gather(calls)
 
     def _rendezvous(self, teacher: Group) -> Rendezvous:
         return Rendezvous(*teacher.address(), self._student.size, teacher.size, self._student.cluster.timeout_s)
 
     def transfer(self, by_teacher: Sequence[Sequence[Window]], about: str) -> None:
-        """Send the student what these windows read from other nodes, by teacher and rank of the student, and wait.
+        """Send the student the rows that these windows read from other nodes, and wait.
 
-        about: the batch, for messages. Raises WorkerError or ClusterError.
+        by_teacher: windows of each teacher, one per student rank. about: the batch, for messages. Raises WorkerError or
+        ClusterError.
         """
         exchanges = [
             None if planner is None else planner.plan(windows)
             for planner, windows in zip(self._planners, by_teacher, strict=True)
         ]
-        if all(each is None or each.is_empty for each in exchanges):
+        if all(exchange is None or exchange.is_empty for exchange in exchanges):
             return
         receives = [
-            (tuple(() if each is None else each.receives[rank] for each in exchanges),)
+            (tuple(() if exchange is None else exchange.receives[rank] for exchange in exchanges),)
             for rank in range(self._student.size)
         ]
         calls = [self._student.submit("receive", receives, about=about)]
-        for group, each in zip(self._teachers, exchanges, strict=True):
-            if each is not None:
-                calls.append(group.submit("send", [(own,) for own in each.sends], about=about))
+        for group, exchange in zip(self._teachers, exchanges, strict=True):
+            if exchange is not None:
+                calls.append(group.submit("send", [(messages,) for messages in exchange.sends], about=about))
         self._student.cluster.gather(calls)

@@ -1,4 +1,4 @@
-"""Training batches from the loader through the teachers to the student."""
+"""Prefetching of training batches through the teachers."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ BatchSource = TrainLoader | RolloutSource
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A batch in flight, and the source's state after it."""
+    """A batch in flight and the source's state after it."""
 
     batch: InFlightBatch
     epoch: int
@@ -23,14 +23,14 @@ class _Queued:
 
 
 class Lookahead:
-    """Scored batches in the source's order; while the student trains on one, the teachers read the next `depth`.
+    """Scored batches in source order; while the student trains on one, the teachers read the next `depth`.
 
-    All waiting happens in the caller's thread, which gets all errors and signals. Batches in flight are lost when a run
-    ends early, and read again when it continues.
+    All waiting happens in the caller's thread, which gets all errors and signals. Batches in flight are dropped when a
+    run ends early, and reread when it resumes.
     """
 
     def __init__(self, source: BatchSource, teachers: Models, *, depth: int, steps: range) -> None:
-        """depth: 0 where student and teachers take turns. steps: numbers of the steps whose batches are read."""
+        """Store the arguments. depth: 0 if student and teachers take turns. steps: step numbers to read batches for."""
         self._source = source
         self._teachers = teachers
         self._depth = depth
@@ -41,18 +41,18 @@ class Lookahead:
 
     @property
     def epoch(self) -> int:
-        """Epoch, counted from 0, of the batch that was returned last."""
+        """Epoch, counted from 0, of the last returned batch."""
         return self._epoch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the source's state after the batch that was returned last."""
+        """Return the source's state after the last returned batch."""
         return self._state
 
     def next(self, timer: Timer) -> ScoredBatch:
-        """Return the next scored batch. Raises what the source or a teacher raises.
+        """Return the next scored batch. Raises errors of the source and the teachers.
 
-        Times the source under its own name, and the teachers as `teacher_s` where they take turns with the student,
-        else as `teacher_wait_s`.
+        Times the source under its own name, and the teachers as `teacher_s` if they take turns with the student,
+        otherwise as `teacher_wait_s`.
         """
         self._fill(1, timer)
         first = self._queue.popleft()
@@ -67,7 +67,7 @@ class Lookahead:
         return "teacher_wait_s" if self._depth else "teacher_s"
 
     def _fill(self, number: int, timer: Timer) -> None:
-        """Submit batches until `number` are in flight, or none are left."""
+        """Submit batches until `number` are in flight or the steps run out."""
         for step in islice(self._steps, max(0, number - len(self._queue))):
             with timer.span(self._source.timed_as):
                 batch = self._source.next()

@@ -1,4 +1,4 @@
-"""Sequences dealt over ranks, and those of a rank cut into microbatches, by their tokens (methods.md §8.5): pure."""
+"""Balancing of sequences over ranks, and microbatches with a token budget (methods.md §8.5). Pure functions."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from heapq import heapify, heappop, heappush
 from nemo_opd.rotary import RotaryLimit
 
 _EQUAL_COST = 24_576
-"""Tokens of a sequence whose attention costs as much as all else: 12 times a model's width, here of 2,048."""
+"""Length in tokens at which attention costs as much as all other work: 12 × hidden size, here of 2,048."""
 _MOST_POSITIONS = 16
-"""Positions of padded indices in a microbatch, as a multiple of its tokens."""
+"""Limit on sequences × longest sequence in a packed microbatch, as a multiple of the token budget."""
 
 
 def dealt(rows: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
-    """Return an order of rows in which consecutive parts of `sizes` cost about the same.
+    """Return an order of rows whose consecutive parts, of `sizes` rows, cost about the same.
 
-    The dearest goes first to the part that has cost least; within each part the dearest come first. rows: tokens of the
-    sequences of each.
+    Greedy: the most expensive row left goes to the cheapest part with room. A part's most expensive rows come first.
+    rows: lengths in tokens of the sequences of each row.
     """
     costs = [sum(map(_cost, lengths)) for lengths in rows]
     parts: list[list[int]] = [[] for _ in sizes]
-    least = [(0.0, part) for part, size in enumerate(sizes) if size]
-    heapify(least)
+    cheapest = [(0.0, part) for part, size in enumerate(sizes) if size]
+    heapify(cheapest)
     for index in sorted(range(len(rows)), key=lambda index: -costs[index]):
-        spent, part = heappop(least)
+        cost, part = heappop(cheapest)
         parts[part].append(index)
         if len(parts[part]) < sizes[part]:
-            heappush(least, (spent + costs[index], part))
+            heappush(cheapest, (cost + costs[index], part))
     return [index for part in parts for index in part]
 
 
@@ -38,18 +38,18 @@ def _cost(length: int) -> float:
 def micro_batches(
     by_rank: Sequence[Sequence[int]], budget: int, *, is_packed: bool, rotary: RotaryLimit | None = None
 ) -> list[list[slice]]:
-    """Cut the sequences of each rank, of these lengths, into consecutive microbatches of no more tokens than `budget`.
+    """Cut each rank's sequences into consecutive microbatches of at most `budget` tokens, equally many on all ranks.
 
-    A longer sequence is alone, an empty one has length 0. is_packed: padding does not count. rotary: limit on one
-    side of which all sequences of a microbatch are. All ranks have the same number of sequences and get the same number
-    of microbatches.
+    by_rank: lengths of equally many sequences per rank; 0 for an empty one. A sequence longer than the budget is a
+    microbatch by itself. is_packed: padding does not count. rotary: a microbatch does not mix sequences below and
+    beyond this limit.
     """
-    found = [_cut(lengths, budget, is_packed, rotary) for lengths in by_rank]
-    number = max(map(len, found))
-    for cuts in found:
+    cuts_by_rank = [_cut(lengths, budget, is_packed, rotary) for lengths in by_rank]
+    number = max(map(len, cuts_by_rank))
+    for cuts in cuts_by_rank:
         while len(cuts) < number:
             _halve_largest(cuts)
-    return found
+    return cuts_by_rank
 
 
 def _cut(lengths: Sequence[int], budget: int, is_packed: bool, rotary: RotaryLimit | None) -> list[slice]:
@@ -66,8 +66,8 @@ def _cut(lengths: Sequence[int], budget: int, is_packed: bool, rotary: RotaryLim
 
 
 def _halve_largest(cuts: list[slice]) -> None:
-    """Replace the cut of the most sequences by its halves."""
-    place = max(range(len(cuts)), key=lambda place: cuts[place].stop - cuts[place].start)
-    own = cuts[place]
-    middle = (own.start + own.stop) // 2
-    cuts[place : place + 1] = [slice(own.start, middle), slice(middle, own.stop)]
+    """Split the microbatch with the most sequences into halves."""
+    index = max(range(len(cuts)), key=lambda index: cuts[index].stop - cuts[index].start)
+    start, stop = cuts[index].start, cuts[index].stop
+    middle = (start + stop) // 2
+    cuts[index : index + 1] = [slice(start, middle), slice(middle, stop)]

@@ -26,12 +26,12 @@ from nemo_opd.teacher_cache.manifest import read_manifest
 from nemo_opd.training.model_size import ModelSize, size_of
 
 _NO_LIMIT = 1 << 30
-"""Tokens; more than any text has."""
+"""Tokens; longer than any text."""
 _FLASH = {
     "flash_attention_2": (is_flash_attn_2_available, "flash-attn"),
     "flash_attention_3": (is_flash_attn_3_available, "flash-attn-3"),
 }
-"""Whether each is installed, and its package."""
+"""Attention implementation → function that tells whether its package is installed, and the package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,39 +44,38 @@ class ModelInfo:
     vocab_size: int
     """Number of ids that both the tokenizer and the model have."""
     positions: int | None = None
-    """Length of the longest sequence that the model is made for; None where its configuration has no limit."""
+    """Longest sequence of the model in tokens; None if its configuration sets no limit."""
     has_rotary_positions: bool = False
-    """Whether the model runs beyond its positions, with poor predictions; a table of positions has no more rows."""
+    """Whether the model still runs beyond `positions`, with poor predictions; learned positions end there."""
     rotary: RotaryLimit | None = None
     """Limit of rotary factors that depend on the longest text of a forward pass."""
 
     @property
     def computed_size(self) -> ModelSize:
-        """Size of the model with a head of those rows alone that losses have logits of."""
+        """Size of the model with a head of `vocab_size` rows, the ones that losses compute logits of."""
         return replace(self.size, vocab_size=self.vocab_size)
 
     def ids_missing_in(self, other: "ModelInfo") -> NDArray[np.int64]:
         """Return the ids that the other tokenizer does not have, or the other model has no embedding for."""
-        is_known = np.zeros(self.vocab_size, np.bool_)
+        in_other = np.zeros(self.vocab_size, np.bool_)
         common = min(self.vocab_size, other.vocab_size)
-        is_known[:common] = other.pieces.origin[:common] != HOLE
-        return np.flatnonzero((self.pieces.origin[: self.vocab_size] != HOLE) & ~is_known)
+        in_other[:common] = other.pieces.origin[:common] != HOLE
+        return np.flatnonzero((self.pieces.origin[: self.vocab_size] != HOLE) & ~in_other)
 
     def longest_text(self, settings: Teacher) -> int:
-        """Return the largest number of tokens that a teacher reads of a text."""
-        own = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
-        return own or self.positions or _NO_LIMIT
+        """Return the most tokens that a teacher reads of a text."""
+        max_length = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
+        return max_length or self.positions or _NO_LIMIT
 
 
 def read_model_info(settings: Student | Teacher, key: str, device: str) -> ModelInfo:
-    """Read a model's configuration and tokenizer.
+    """Read a model's configuration and tokenizer; of a served teacher, its tokenizer and its servers' limits.
 
-    A served teacher has a tokenizer alone, and what its servers report. Raises ModelError where either
-    is not readable, the two do not belong together, the model is not causal, or `parallelism`, `attn_implementation` or
-    `fused_layers` does not fit, and EndpointError as `check_endpoint` does.
+    Raises ModelError if one of them cannot be read, they do not belong together, the model is not causal, or
+    `parallelism`, `attn_implementation` or `fused_layers` does not fit; EndpointError as `check_endpoint` does.
     """
     if not has_configuration(settings):
-        return _without_configuration(settings, key)
+        return _tokenizer_and_limit(settings, key)
     config = load_config(settings.reference, key=f"{key}.model")
     check_parallelism(config, settings.parallelism, device, key=f"{key}.parallelism")
     lora = settings.lora if isinstance(settings, Student) else None
@@ -94,13 +93,12 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
         raise ModelError(f"{key}.model={settings.reference}: its config.json says 0 layers; copy the file there again")
     tokenizer, pieces = _read_tokenizer(settings, key)
     name, source = settings.tokenizer_source
-    # Special tokens may have no embedding: Gemma-3-1B has the tokenizer of its multimodal siblings, with their image
-    # token.
-    beyond = slice(size.vocab_size, None)
-    if not np.all(pieces.is_special[beyond] | (pieces.origin[beyond] == HOLE)):
+    # Special tokens need no embedding: Gemma-3-1B shares its tokenizer, with its image token, with multimodal models.
+    no_embedding = slice(size.vocab_size, None)
+    if not np.all(pieces.is_special[no_embedding] | (pieces.origin[no_embedding] == HOLE)):
         raise ModelError(
             f"{key}.{name}={source}: its tokenizer has ids up to {pieces.vocab_size - 1}, but {settings.reference} has "
-            f"{size.vocab_size} token embeddings; name the tokenizer of the model as {key}.tokenizer"
+            f"{size.vocab_size} token embeddings; set {key}.tokenizer to the model's tokenizer"
         )
     text = config.get_text_config()
     return ModelInfo(
@@ -115,16 +113,16 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
 
 
 def has_configuration(settings: Student | Teacher) -> bool:
-    """Return whether there is a model's configuration, and not only servers or their stored output."""
+    """Return whether the model's configuration can be read: not for servers and caches of their answers."""
     if isinstance(settings, Student) or settings.is_computed:
         return True
     return settings.cache is not None and not read_manifest(settings.cache).is_served
 
 
 def tokenizer_info(settings: Teacher, key: str) -> ModelInfo:
-    """Read the tokenizer of a teacher without a configuration; all of its ids are taken for the model's.
+    """Read the tokenizer of a teacher without a configuration, whose model is assumed to have all of its ids.
 
-    Raises ModelError where it is not readable.
+    Raises ModelError if it cannot be read.
     """
     try:
         tokenizer, pieces = _read_tokenizer(settings, key)
@@ -132,27 +130,26 @@ def tokenizer_info(settings: Teacher, key: str) -> ModelInfo:
         if settings.cache is not None or settings.tokenizer is not None:
             raise
         raise ModelError(
-            f"{error}; where {settings.reference} is a name of the servers alone, name the folder or hub name of its "
-            f"tokenizer as {key}.tokenizer"
+            f"{error}; if only the servers use the name {settings.reference}, set {key}.tokenizer to the folder or "
+            "hub name of its tokenizer"
         ) from error
     size = ModelSize(pieces.vocab_size, hidden_size=0, layers=(), rest=(), has_soft_cap=False)
     return ModelInfo(size, tokenizer, pieces, pieces.vocab_size)
 
 
-def _without_configuration(settings: Student | Teacher, key: str) -> ModelInfo:
+def _tokenizer_and_limit(settings: Student | Teacher, key: str) -> ModelInfo:
     assert not isinstance(settings, Student)
     info = tokenizer_info(settings, key)
     if settings.served is None:
         assert settings.cache is not None
         return replace(info, positions=read_manifest(settings.cache).positions)
     ordinary = np.flatnonzero(~info.pieces.is_special & (info.pieces.origin != HOLE))
-    token = int(ordinary[-1])
     limit = check_endpoint(
         settings.served,
         settings.reference,
         key=key,
         vocab_size=info.vocab_size,
-        token=token,
+        token=int(ordinary[-1]),
         texts=[info.tokenizer(text)["input_ids"] for text in TEXTS],
     )
     return replace(info, positions=limit)
@@ -168,17 +165,17 @@ def _read_tokenizer(settings: Student | Teacher, key: str) -> tuple[PreTrainedTo
 
 
 def _check_attention(settings: Student | Teacher, key: str, device: str) -> None:
-    """Raise ModelError for flash attention where there is none."""
-    chosen = settings.attn_implementation
-    if chosen not in _FLASH:
+    """Raise ModelError for flash attention that the device, the dtype or a missing package rules out."""
+    name = settings.attn_implementation
+    if name not in _FLASH:
         return
-    is_installed, package = _FLASH[chosen]
+    is_installed, package = _FLASH[name]
     if device == "cpu":
-        why = f"it needs a GPU, and cluster.device is {device}"
+        reason = f"it needs a GPU, and cluster.device is {device}"
     elif settings.dtype == "float32":
-        why = f"it knows bfloat16 and float16 alone, and {key}.dtype is float32"
+        reason = f"it supports only bfloat16 and float16, and {key}.dtype is float32"
     elif not is_installed():
-        why = f"the package {package} is not installed"
+        reason = f"the package {package} is not installed"
     else:
         return
-    raise ModelError(f"{key}.attn_implementation={chosen}: {why}; leave it out, for PyTorch's own attention")
+    raise ModelError(f"{key}.attn_implementation={name}: {reason}; leave it out to use PyTorch's attention")

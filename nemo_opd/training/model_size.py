@@ -1,4 +1,4 @@
-"""Sizes of a model that determine its memory and its work, read from its modules on the meta device."""
+"""Parameter counts and dimensions of a model for estimates of memory and FLOPs, read from modules on meta."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class LayerSize:
     num_experts: int
     """Experts per token; 0 for a dense layer."""
     window: int | None
-    """Length of sliding-window attention; None for full attention."""
+    """Length of the sliding attention window, or None with full attention."""
     norms: int
-    """Numbers per token that pass through norms."""
+    """Elements per token that pass through norms."""
     score_heads: int
     """Heads whose attention scores are materialised: all with eager attention, else 0."""
     is_known: bool
-    """All norms, and the MLP, are such as `fused_layers` replaces."""
+    """Whether `fused_layers` can replace all norms and the MLP."""
     adapters: tuple[Shape, ...] = ()
-    """Shapes of the matrices A and B of each adapter in turn."""
+    """Shapes of the adapters' matrices: A, B, A, B, …"""
     dropped: int = 0
-    """Numbers per token that pass through the dropout of adapters."""
+    """Elements per token that pass through the adapters' dropout."""
 
     @property
     def trained_shapes(self) -> tuple[Shape, ...]:
@@ -52,7 +52,7 @@ class LayerSize:
 
     @property
     def active_weights(self) -> int:
-        """Matrix weights that a token is multiplied by; of experts (3-D parameters), those it is routed to."""
+        """Matrix weights that multiply one token; 3-D parameters are experts, and only the routed ones count."""
         matrices = [shape for shape in self.shapes if len(shape) > 1]
         return sum(prod(shape[1:]) * self.num_experts if len(shape) == 3 else prod(shape) for shape in matrices)
 
@@ -67,11 +67,11 @@ class ModelSize:
     rest: tuple[Shape, ...]
     """Shapes of the parameters outside the layers: embedding, final norm and, unless tied, the head."""
     has_soft_cap: bool
-    """The model caps its logits."""
+    """Whether the model soft-caps its logits."""
     tensor_parts: int = 1
-    """Number of parts into which tensor parallelism can cut the model: `tp` divides it."""
+    """Number that `tp` must divide."""
     adapters: tuple[Shape, ...] = ()
-    """Shapes of all adapters; where there are any, nothing else is trained."""
+    """Shapes of all adapters; with any, nothing else is trained."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -83,7 +83,7 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        """Parameters without adapters; tied ones count once."""
+        """Number of parameters without adapters; tied ones count once."""
         return numel(self.shapes)
 
     @property
@@ -96,12 +96,12 @@ def numel(shapes: tuple[Shape, ...]) -> int:
 
 
 def cut_numel(shapes: tuple[Shape, ...], tp: int) -> int:
-    """Return the parameters of a tensor-parallel rank: matrices are cut, vectors are whole."""
+    """Return the number of parameters on a tensor-parallel rank: matrices are cut, vectors replicated."""
     return sum(prod(shape) if len(shape) < 2 else -(-prod(shape) // tp) for shape in shapes)
 
 
 def shard_numel(shapes: tuple[Shape, ...], layout: Layout) -> int:
-    """Return the parameters that rank 0 keeps: FSDP2 gives each rank ⌈rows / ranks⌉ rows of every parameter."""
+    """Return the number of parameters on rank 0: FSDP2 gives it ⌈rows / ranks⌉ rows of every parameter."""
     total = 0
     for rows, *columns in shapes:
         rows = -(-rows // layout.tp) if columns else rows
@@ -110,13 +110,13 @@ def shard_numel(shapes: tuple[Shape, ...], layout: Layout) -> int:
 
 
 def model_size(config: PretrainedConfig, adapters: Adapters | None = None) -> ModelSize:
-    """Return the size of a model that has not been built. Raises ModelError for adapters that do not fit it."""
+    """Build the model on meta and return its size. Raises ModelError if the adapters do not fit."""
     with torch.device("meta"):
         return size_of(AutoModelForCausalLM.from_config(config), adapters)
 
 
 def size_of(model: Any, adapters: Adapters | None = None) -> ModelSize:
-    """Return the size of a model on meta, to which `adapters` are attached. Raises ModelError if they do not fit."""
+    """Attach the adapters to a model on meta and return its size. Raises ModelError if they do not fit."""
     text, parts = model.config.get_text_config(), tensor_parts(model)
     if adapters is not None:
         adapters.attach(model)
@@ -126,17 +126,17 @@ def size_of(model: Any, adapters: Adapters | None = None) -> ModelSize:
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         layers=tuple(_layer_size(layer, i, model.config) for i, layer in enumerate(layers)),
-        rest=tuple(tuple(p.shape) for p in _own_parameters(model) if id(p) not in in_layers),
+        rest=tuple(tuple(p.shape) for p in _base_parameters(model) if id(p) not in in_layers),
         has_soft_cap=any(getattr(text, name, None) for name in SOFT_CAPS),
         tensor_parts=parts,
         adapters=_adapter_shapes(model),
     )
 
 
-def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters without those of adapters."""
-    added = {id(parameter) for _, parameter in adapter_parameters(module)}
-    return [parameter for parameter in module.parameters() if id(parameter) not in added]
+def _base_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters without adapters."""
+    adapters = {id(parameter) for _, parameter in adapter_parameters(module)}
+    return [parameter for parameter in module.parameters() if id(parameter) not in adapters]
 
 
 def _adapter_shapes(module: nn.Module) -> tuple[Shape, ...]:
@@ -144,7 +144,7 @@ def _adapter_shapes(module: nn.Module) -> tuple[Shape, ...]:
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that FSDP2 gathers one at a time; of a model that names none, its longest list of modules."""
+    """Return the modules that FSDP2 gathers one at a time; the longest ModuleList if the model names no layers."""
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return decoder_layers(model) or max(lists, key=len, default=[model])
 
@@ -159,18 +159,18 @@ def _layer_size(layer: nn.Module, index: int, config: Any) -> LayerSize:
         for module in layer.modules()
         if is_norm(module) and isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dim() == 1
     ]
-    of_heads = (heads + key_heads) * width if set(norms) - {text.hidden_size} else 0
+    head_norms = (heads + key_heads) * width if set(norms) - {text.hidden_size} else 0
     is_routed = any("expert" in name for name, _ in layer.named_parameters())
     adapters = _adapter_shapes(layer)
-    has_dropout = any(isinstance(each.lora_dropout[NAME], nn.Dropout) for _, each in lora_layers(layer))
+    has_dropout = any(isinstance(lora.lora_dropout[NAME], nn.Dropout) for _, lora in lora_layers(layer))
     return LayerSize(
-        shapes=tuple(tuple(parameter.shape) for parameter in _own_parameters(layer)),
+        shapes=tuple(tuple(parameter.shape) for parameter in _base_parameters(layer)),
         hidden_size=text.hidden_size,
         query_width=heads * width,
         key_width=key_heads * width,
         num_experts=_number(text, "num_experts_per_tok", "moe_topk", "top_k_experts", default=1) if is_routed else 0,
         window=_window(text, index),
-        norms=sum(numbers for numbers in norms if numbers == text.hidden_size) + of_heads,
+        norms=sum(size for size in norms if size == text.hidden_size) + head_norms,
         score_heads=heads if getattr(config, "_attn_implementation", None) == "eager" else 0,
         is_known=is_known(layer),
         adapters=adapters,
@@ -179,9 +179,9 @@ def _layer_size(layer: nn.Module, index: int, config: Any) -> LayerSize:
 
 
 def _number(text: Any, *keys: str, default: int) -> int:
-    """Return the first of these settings that there is; where layers differ in it, the largest."""
-    given = next((value for key in keys if (value := getattr(text, key, None))), default)
-    return int(max(given)) if isinstance(given, list | tuple) else int(given)
+    """Return the first of these config keys that is set; the largest value if it is a list per layer."""
+    setting = next((value for key in keys if (value := getattr(text, key, None))), default)
+    return int(max(setting)) if isinstance(setting, list | tuple) else int(setting)
 
 
 def _window(text: Any, index: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The driver's interface to the student and its teachers."""
+"""Driver-side interface to the student and its teachers."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -48,43 +48,43 @@ _RankWindows = tuple[Window, ...]
 
 @dataclass(frozen=True, slots=True)
 class InFlightBatch:
-    """A global batch that the teachers are reading."""
+    """Global batch that the teachers are reading."""
 
     batch: Batch
     slot: int
-    """Index of the teachers' buffers that they write."""
+    """Index of the buffer that each teacher writes."""
     calls: list[Call]
-    """Calls, one per teacher that reads ahead."""
+    """One call per teacher that reads ahead."""
     about: str
-    """Name of the batch, for messages."""
+    """Description of the batch for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatch:
-    """A global batch that the teachers have read."""
+    """Global batch that the teachers have read."""
 
     batch: Batch
-    """Batch with each teacher's weight for each sequence."""
+    """Batch with the teachers' weights for each sequence."""
     slot: int
     windows: list[_RankWindows]
-    """Windows on each teacher's output, by rank of the student."""
+    """Windows on every teacher's output, indexed by student rank."""
     seconds: tuple[float, ...]
-    """Time of each teacher's slowest rank."""
+    """Time of the slowest rank of each teacher."""
     positions: tuple[int, ...]
-    """Positions, padding included, that each teacher has read."""
+    """Positions that each teacher has read, padding included."""
     retried: dict[str, int]
-    """Requests sent again for each served teacher, keyed by its name."""
+    """Requests sent again, keyed by served teacher."""
     unanswered: dict[str, int]
-    """Tokens without a log-probability, keyed by the name of each teacher of likeliest tokens."""
+    """Tokens without a log-probability, keyed by teacher; only teachers whose output is their likeliest tokens."""
     about: str
 
 
 class Models:
-    """Worker groups of the student and of every active teacher, each in its own layout.
+    """Worker groups of the student and every active teacher, each in its own layout.
 
-    Teachers' output stays on their devices; only handles and metrics reach the driver. The teachers have buffers for
-    the batch that the student reads and for each batch that they are ahead. Those with the student's weights are never
-    ahead: they read a batch when it is collected, after the update of the batch before it.
+    Teacher output stays on the teachers' devices; only handles and metrics reach the driver. Teachers have one buffer
+    for the batch that the student reads and one for each batch of lookahead. A teacher with the student's weights
+    never reads ahead: it reads a batch when this is collected, after the update on the previous batch.
     """
 
     def __init__(self, cluster: Cluster, plan: Plan) -> None:
@@ -100,7 +100,7 @@ class Models:
             student_vocab_size=plan.student_vocab_size,
             teacher_vocab_sizes=[teacher.vocab_size for teacher in plan.teachers],
         )
-        self._groups = plan.token_groups
+        self._token_groups = plan.token_groups
         self._alphas = confidence_alphas(plan.config)
         self._sampled_at_once, self._answered_at_once = plan.sampled_at_once, plan.answered_at_once
         self._free_slots = deque(range(1 + plan.lookahead))
@@ -114,17 +114,21 @@ class Models:
                 for i, settings in enumerate(plan.config.active_teachers)
             ]
             self._ahead = tuple(ahead)
-            self._own = tuple(i for i in range(len(self.teachers)) if i not in ahead)
+            self._in_student = tuple(i for i in range(len(self.teachers)) if i not in ahead)
             self._student = ModelGroup(self.student, plan.grid.student, plan.config.train.tokens_at_a_time)
-            teachers = zip(self.teachers, plan.grid.teachers, plan.teacher_tokens_at_a_time, strict=True)
-            self._teachers = [ModelGroup(*each) for each in teachers]
+            self._teachers = [
+                ModelGroup(group, layout, budget)
+                for group, layout, budget in zip(
+                    self.teachers, plan.grid.teachers, plan.teacher_tokens_at_a_time, strict=True
+                )
+            ]
             self._links = Links(self.student, self.teachers, plan.deliveries)
             self._stack = stack.pop_all()
 
     def submit(self, batch: Batch, about: str) -> InFlightBatch:
         """Start the forward passes of the teachers that read ahead, in parallel on separate devices.
 
-        about: the batch, for messages.
+        about: description of the batch for messages.
         """
         slot, batch = self._free_slots.popleft(), self._grid.dealt(batch)
         calls = self._on_teachers("forward", batch, slot, about=about, only=self._ahead)
@@ -133,28 +137,28 @@ class Models:
     def _on_teachers(
         self, method: str, batch: Batch, *more: object, about: str = "", only: Collection[int] | None = None
     ) -> list[Call]:
-        """Call a method of every teacher, or of some, each rank with the tokens of its rows and their microbatches.
+        """Call a method of every teacher (or of `only` these) with the tokens of each rank's rows and their cuts.
 
-        Teachers on the same devices take turns.
+        Teachers on the same devices take turns. more: further arguments for every rank.
         """
         calls: list[tuple[Group, Callable[[], Call]]] = []
         for i, (group, layout) in enumerate(zip(self.teachers, self._grid.teachers, strict=True)):
             if only is not None and i not in only:
                 continue
-            own = [part.teachers[i].tokens for part in self._grid.by_rank(batch, layout)]
-            cuts = self._teachers[i].micro_batches(own)
-            arguments = [(tokens, cut, *more) for tokens, cut in zip(own, cuts, strict=True)]
+            by_rank = [part.teachers[i].tokens for part in self._grid.by_rank(batch, layout)]
+            cuts_by_rank = self._teachers[i].micro_batches(by_rank)
+            arguments = [(tokens, cuts, *more) for tokens, cuts in zip(by_rank, cuts_by_rank, strict=True)]
             calls.append((group, partial(group.submit, method, arguments, about=about)))
         return in_turn(calls)
 
     def collect(self, in_flight: InFlightBatch) -> ScoredBatch:
-        """Wait for the teachers, compute their weights for each sequence, and locate their output for the student."""
+        """Wait for the teachers, set their weights for each sequence and locate their output for the student."""
         by_teacher = self._outputs(in_flight)
         as_read = self._grid.padded(in_flight.batch)
         scores = self._scores(by_teacher, in_flight.batch)
-        given = [each for each in scores if each is not None]
         batch, unanswered = only_answered(in_flight.batch, by_teacher, self._grid)
-        batch = share_out(self._aggregation, batch, given, priors=self._priors)
+        available_scores = [teacher_scores for teacher_scores in scores if teacher_scores is not None]
+        batch = share_out(self._aggregation, batch, available_scores, priors=self._priors)
         batch = weighted_by_confidence(batch, scores, self._alphas)
         by_teacher_and_reader = [
             windows([output.handle for output in by_rank], delivery.sides, rows.tokens.packed_lengths)
@@ -180,47 +184,47 @@ class Models:
         )
 
     def _outputs(self, in_flight: InFlightBatch) -> list[list[TeacherOutput]]:
-        """Return the output of every teacher, by rank; those with the student's weights read the batch now."""
-        ahead = self._cluster.gather(in_flight.calls)
-        own = self._cluster.gather(self._on_teachers("forward", in_flight.batch, about=in_flight.about, only=self._own))
-        found = dict(zip((*self._ahead, *self._own), (*ahead, *own), strict=True))
-        return [found[i] for i in range(len(self.teachers))]
+        """Return each teacher's output by rank; teachers with the student's weights read the batch only now."""
+        outputs = dict(zip(self._ahead, self._cluster.gather(in_flight.calls), strict=True))
+        calls = self._on_teachers("forward", in_flight.batch, about=in_flight.about, only=self._in_student)
+        outputs |= zip(self._in_student, self._cluster.gather(calls), strict=True)
+        return [outputs[i] for i in range(len(self.teachers))]
 
     def _scores(self, by_teacher: Sequence[Sequence[TeacherOutput]], batch: Batch) -> list[SequenceScores | None]:
-        """Return each teacher's scores for the rows of the batch; None for a teacher that gives none."""
+        """Return each teacher's scores for the batch's sequences, or None if it has no scores."""
         scores: list[SequenceScores | None] = []
         for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
-            given = [each for each in (by_rank[rank].scores for rank in leads(layout)) if each is not None]
-            scores.append(joined_scores(given, self._grid.is_given(batch)) if given else None)
+            parts = [part for rank in leads(layout) if (part := by_rank[rank].scores) is not None]
+            scores.append(joined_scores(parts, self._grid.is_given(batch)) if parts else None)
         return scores
 
     def train_step(self, scored: ScoredBatch, kd_scale: float, *, compare_gradients: bool = False) -> dict[str, Metric]:
         """Make the student's optimizer step and return the metrics of the global batch."""
         normalizers = self._parts.normalizers(scored.batch)
         steps = [
-            (StudentStep(part, own, normalizers, cuts, kd_scale, compare_gradients),)
-            for part, own, cuts in self._student_parts(scored)
+            (StudentStep(part, rank_windows, normalizers, cuts, kd_scale, compare_gradients),)
+            for part, rank_windows, cuts in self._student_parts(scored)
         ]
         return self._reduced(self._call_student("train_step", steps, scored), scored)
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        """Return the metrics of a global batch without an update, also while other batches are in flight."""
+        """Return the metrics of a global batch without an update. Other batches may be in flight."""
         scored = self.collect(self.submit(batch, "validation"))
         by_rank = self._call_student("evaluate", self._student_parts(scored), scored)
         metrics = self._reduced([metrics for metrics, _ in by_rank], scored)
-        if self._groups is None:
+        if self._token_groups is None:
             return metrics
         losses = joined_losses([by_rank[rank][1] for rank in leads(self._grid.student)])
-        return metrics | self._groups.of_student(scored.batch, self._grid.given(losses, scored.batch))
+        return metrics | self._token_groups.of_student(scored.batch, self._grid.given(losses, scored.batch))
 
     def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows, tuple[slice, ...]]]:
-        """Return the rows, the windows and the microbatches of each rank of the student."""
+        """Return the rows, windows and microbatches of each student rank."""
         parts = self._grid.by_rank(scored.batch, self._grid.student)
         cuts = self._student.micro_batches([part.student for part in parts])
         return list(zip(parts, scored.windows, cuts, strict=True))
 
     def _call_student(self, method: str, arguments: Sequence[tuple[Any, ...]], scored: ScoredBatch) -> list[Any]:
-        """Call a method of the student that reads the teachers' output, and free the teachers' buffers."""
+        """Call a student method that reads the teachers' output, then free the slot of their buffers."""
         by_rank = self.student.call(method, arguments, about=scored.about)
         self._free_slots.append(scored.slot)
         return by_rank
@@ -232,15 +236,14 @@ class Models:
         return metrics | shared | coverage_metrics(self._parts, scored.batch, self._names)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
-        """Return a continuation of each prompt by the student, in order; data-parallel ranks divide the prompts."""
+        """Return the student's continuation of each prompt, in order; data-parallel ranks divide the prompts."""
         about = f"rollouts of step {version + 1}"
-        more = (sampling, version, self._sampled_at_once)
-        return self._student.continued(requests, *more, about=about)
+        return self._student.continued(requests, sampling, version, self._sampled_at_once, about=about)
 
     def generate_by_teacher(
         self, i: int, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int]
     ) -> list[Completion]:
-        """Return a teacher's continuations of prompts in its tokens."""
+        """Return a teacher's continuations of prompts, both in the teacher's tokens."""
         return self._teachers[i].continued(requests, sampling, end_ids, self._answered_at_once[i], about="questions")
 
     def likelihoods(self, rows: Sequence[Scored], teacher: int | None = None) -> list[tuple[float, bool]]:
@@ -248,7 +251,7 @@ class Models:
         return (self._student if teacher is None else self._teachers[teacher]).likelihoods(rows)
 
     def evaluate_teachers(self, batch: Batch) -> dict[str, Metric]:
-        """Return `bits_per_byte/<teacher>` on a global batch, and the same by group of tokens."""
+        """Return `bits_per_byte/<teacher>` of a global batch, and its values for the groups of tokens."""
         nats: list[Tensor] = []
         by_teacher = self._cluster.gather(self._on_teachers("token_nats", batch))
         for by_rank, layout, rows in zip(by_teacher, self._grid.teachers, batch.teachers, strict=True):
@@ -256,29 +259,29 @@ class Models:
             width = rows.tokens.ids.shape[1]
             padded = torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
             nats.append(padded[self._grid.is_given(batch)])
-        own = teachers_bits_per_byte(batch, nats, self._names)
-        return own if self._groups is None else own | self._groups.of_teachers(batch, nats)
+        bits = teachers_bits_per_byte(batch, nats, self._names)
+        return bits if self._token_groups is None else bits | self._token_groups.of_teachers(batch, nats)
 
-    def privilege_gaps(self, batch: Batch, asked: Sequence[int]) -> dict[str, Mean]:
-        """Return `privilege_gap/<teacher>`, and `contrast_gap/<teacher>` where it is asked for (methods.md §13).
+    def privilege_gaps(self, batch: Batch, teachers: Sequence[int]) -> dict[str, Mean]:
+        """Return `privilege_gap/<teacher>`, and `contrast_gap/<teacher>` with `context.contrast` (methods.md §13).
 
-        batch: that the teachers have read. asked: teachers that have read the responses after other prompts too.
+        teachers: indices, ascending, of teachers with a context that measure the gap in this batch.
         """
-        with_context = self._log_probabilities(batch, asked)
-        without = self._log_probabilities(_variant(batch, 0), asked)
-        found = {f"privilege_gap/{self._names[i]}": gap(with_context[i], without[i]) for i in asked}
-        if others := [i for i in asked if len(batch.teachers[i].variants) > 1]:
-            of_others = self._log_probabilities(_variant(batch, 1), others)
-            found |= {f"contrast_gap/{self._names[i]}": gap(of_others[i], without[i]) for i in others}
-        return found
+        with_context = self._log_probabilities(batch, teachers)
+        without = self._log_probabilities(_variant(batch, 0), teachers)
+        gaps = {f"privilege_gap/{self._names[i]}": gap(with_context[i], without[i]) for i in teachers}
+        if contrasting := [i for i in teachers if len(batch.teachers[i].variants) > 1]:
+            contrast = self._log_probabilities(_variant(batch, 1), contrasting)
+            gaps |= {f"contrast_gap/{self._names[i]}": gap(contrast[i], without[i]) for i in contrasting}
+        return gaps
 
-    def _log_probabilities(self, batch: Batch, asked: Sequence[int]) -> dict[int, SequenceScores]:
-        """Return each of these teachers' log-probabilities of the responses of its rows."""
-        by_teacher = self._cluster.gather(self._on_teachers("log_probability", batch, only=asked))
+    def _log_probabilities(self, batch: Batch, teachers: Sequence[int]) -> dict[int, SequenceScores]:
+        """Return the log-probabilities of the responses, keyed by index of the teacher."""
+        by_teacher = self._cluster.gather(self._on_teachers("log_probability", batch, only=teachers))
         is_given = self._grid.is_given(batch)
         return {
             i: joined_scores([by_rank[rank] for rank in leads(self._grid.teachers[i])], is_given)
-            for i, by_rank in zip(asked, by_teacher, strict=True)
+            for i, by_rank in zip(teachers, by_teacher, strict=True)
         }
 
     def save(self, folder: Path) -> None:
@@ -288,30 +291,31 @@ class Models:
         self._on_each_student("begin_save", folder.resolve())
 
     def is_saved(self) -> bool:
-        """Return whether all ranks have written what `begin_save` has begun, or could not."""
+        """Return whether the write that `begin_save` started has ended on all ranks, with or without an error."""
         return all(self.student.call("is_saved"))
 
     def end_save(self) -> None:
-        """Wait until it is written. Raises what writing raised."""
+        """Wait for the write that `begin_save` started. Raises its error."""
         self.student.call("end_save")
 
     def load(self, folder: Path) -> None:
         self._on_each_student("load", folder.resolve())
 
     def export(self, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
-        """Export the student; served_as: name of the dtype for a server, or by default the form for users.
+        """Export the student.
 
-        average_of: index of a teacher whose average of the student's weights is exported in their place.
+        served_as: dtype for a rollout server; None exports the form for users. average_of: index of an EMA teacher
+        whose average is exported instead of the student's weights.
         """
         self._on_each_student("export", folder.resolve(), served_as, average_of)
 
     def _on_each_student(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of every rank of the student with the same arguments."""
+        """Call a method on every student rank with the same arguments."""
         return self.student.call(method, [arguments] * self._grid.student.size)
 
     @contextmanager
     def held_weights(self, served_as: str) -> Iterator[FileDescriptor]:
-        """Hold the exported weights in memory of the student's first process; yield their file."""
+        """Hold the exported weights in shared memory of the student's first process; yield their file descriptor."""
         by_rank = self._on_each_student("hold_weights", served_as)
         try:
             yield by_rank[0]
@@ -329,13 +333,13 @@ class Models:
 
 
 def _retried(by_teacher: Mapping[str, Sequence[TeacherOutput]]) -> dict[str, int]:
-    """Add the requests that were sent again over the ranks of each teacher that has servers."""
-    numbers = {name: [each.retried for each in by_rank] for name, by_rank in by_teacher.items()}
-    return {name: sum(filter(None, own)) for name, own in numbers.items() if own[0] is not None}
+    """Sum the requests sent again over the ranks of each served teacher."""
+    counts = {name: [output.retried for output in by_rank] for name, by_rank in by_teacher.items()}
+    return {name: sum(filter(None, by_rank)) for name, by_rank in counts.items() if by_rank[0] is not None}
 
 
 def _variant(batch: Batch, k: int) -> Batch:
-    """Return a batch of the same responses, which teachers read after their other prompt k, if they have one."""
+    """Return the batch with each teacher's prompt variant k, if it has one (0: no context, 1: another record's)."""
     teachers = (
         replace(rows, tokens=rows.variants[k], chunks=None, moved=None) if k < len(rows.variants) else rows
         for rows in batch.teachers
@@ -344,7 +348,7 @@ def _variant(batch: Batch, k: int) -> Batch:
 
 
 def export_whole(models: Models, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
-    """Replace the student's Hugging Face folder atomically. served_as, average_of: as for `Models.export`."""
+    """Replace an exported Hugging Face folder atomically. served_as, average_of: as for `Models.export`."""
     with replacing(folder) as temporary:
         models.export(temporary, served_as, average_of)
         require_whole_export(temporary)

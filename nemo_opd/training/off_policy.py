@@ -1,4 +1,4 @@
-"""Off-policy distillation: the student learns its teachers' distributions on a corpus."""
+"""Off-policy distillation: the student learns the teachers' distributions on a corpus."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +21,9 @@ from nemo_opd.workers.student import POSITIONS
 
 
 def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path | None:
-    """Run to the end, or to a checkpoint when interrupted; return the run's directory, None where another rank drives.
+    """Run to the end, or until a checkpoint after an interrupt.
 
-    Raises an OPDError where the run fails.
+    Returns the run's directory, or None on ranks other than the driver. Raises an OPDError if the run fails.
     """
     require_kind(config, on_policy=False)
     with driving(config.cluster) as is_driver:
@@ -31,7 +31,7 @@ def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path | None:
 
 
 def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
-    """Check the settings, then train in this process; return the run's directory."""
+    """Run preflight, then train with this process as the driver; return the run's directory."""
     with busy("checking settings, models, tokenizers and data"):
         plan = preflight(config)
     if config.run.dry_run:
@@ -44,7 +44,7 @@ def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
 
 
 def train(session: Session) -> None:
-    """Train until the last step, early stopping or an interrupt, then finish the run or print how to continue it."""
+    """Train until the last step, early stopping or an interrupt; then finish the run or print how to continue it."""
     config = session.config
     session.measure_start()
     for step in session.steps():
@@ -65,12 +65,12 @@ def train(session: Session) -> None:
 
 
 def train_step(session: Session) -> dict[str, float]:
-    """Make one optimizer step (next batch, teachers, student) and return its record."""
+    """Make one optimizer step (batch, teachers, student) and return its record."""
     timer = Timer()
     scale = session.kd_scale.value
     with timer.span("step_s"):
         scored = session.lookahead.next(timer)
-    gaps = session.privilege_gaps(scored.batch)  # by the weights with which the teachers have read the batch
+    gaps = session.privilege_gaps(scored.batch)  # before the update: with the weights that read the batch
     with timer.span("step_s"):
         metrics = session.models.train_step(scored, scale, compare_gradients=session.compares_gradients)
     peak_memory, positions = metrics.pop("peak_memory_gb").value(), metrics.pop(POSITIONS).value()

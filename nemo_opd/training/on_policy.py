@@ -1,4 +1,4 @@
-"""On-policy distillation: the student learns its teachers' distributions on its own samples (methods.md §10)."""
+"""On-policy distillation: the student learns the teachers' distributions on its own samples (methods.md §10)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +17,9 @@ from nemo_opd.training.summary import print_plan
 
 
 def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path | None:
-    """Run to the end, to an alarm that stops it, or to a checkpoint when interrupted; return as off-policy.
+    """Run to the end, or until a checkpoint after an interrupt or an alarm that stops the run.
 
-    Raises an OPDError where the run fails.
+    Returns the run's directory, or None on ranks other than the driver. Raises an OPDError if the run fails.
     """
     require_kind(config, on_policy=True)
     with driving(config.cluster) as is_driver:
@@ -27,7 +27,7 @@ def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path | None:
 
 
 def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
-    """Check the settings, then train in this process; return the run's directory."""
+    """Run preflight, then train with this process as the driver; return the run's directory."""
     with busy("checking settings, models, tokenizers and prompts"):
         plan = preflight(config)
     if config.run.dry_run:

@@ -1,4 +1,4 @@
-"""The session of a run whose student samples its training data."""
+"""Session of a run whose student samples its training data."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ from nemo_opd.types import Max, Mean, Metric
 
 
 class OnPolicySession(Session):
-    """A session with rollouts, rewards, and monitoring of the student's health."""
+    """Session with rollouts, rewards and alarms about the student's health."""
 
     source: RolloutSource
 
@@ -70,7 +70,7 @@ class OnPolicySession(Session):
             self.health.replay(read(self.plan.output_dir / "metrics.jsonl"))
 
     def step_values(self) -> dict[str, float]:
-        """Return rollout/* of the step's samples, and write these where that is due."""
+        """Return `rollout/*` of the step's samples, and write these to the rollout log if it is due."""
         sampled = self.source.take()
         if self.rollout_log.is_due(self.step):
             self.rollout_log.write(self.step, sampled.rollouts, sampled.rewards)
@@ -91,7 +91,7 @@ class OnPolicySession(Session):
         self.source.update_engine()
 
     def watch(self, record: Mapping[str, float]) -> None:
-        """Report new alarms, and end the run if `health.action` is `stop`."""
+        """Watch as the base class; also warn of new alarms, and end the run if `health.action` is `stop`."""
         super().watch(record)
         for alarm in self.health.observe(record):
             self.loggers.warn(f"step {self.step}: {alarm}")

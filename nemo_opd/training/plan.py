@@ -1,4 +1,4 @@
-"""The plan of a run, complete before any process starts."""
+"""Plan of a run, complete before any process starts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +30,11 @@ class Plan:
     config: RunConfig
     output_dir: Path
     progress: Progress | None
-    """Checkpoint to continue from; None for a new run."""
+    """Progress in the checkpoint to continue from, or None in a new run."""
     damaged_steps: tuple[int, ...]
-    """Steps of newer checkpoints that are not whole."""
+    """Steps of newer checkpoints, which are damaged."""
     checkpoint_bytes: int
-    """Size of a checkpoint's tensors."""
+    """Bytes of a checkpoint's tensors."""
     device: str
     placement: Placement
     student_layout: Layout
@@ -49,20 +49,20 @@ class Plan:
     """One per active teacher."""
     data: Corpus | Prompts
     questions: tuple[LoadedSet, ...]
-    """Sets of questions of the evaluation."""
+    """Question sets of the evaluation."""
     benchmarks: Benchmarks | None
-    """Benchmarks of the evaluation; None without any."""
+    """Benchmarks of the evaluation; None if it has none."""
     token_groups: TokenGroups | None
-    """Groups of the validation's tokens; None without validation, or where they are off."""
+    """Groups of validation tokens, or None if the run has no validation or they are off."""
     survey: Survey
     """Statistics of a few training texts."""
     warnings: tuple[str, ...]
     steps_per_epoch: int
-    """Steps of the first epoch; an estimate where documents are packed and `train.epochs` is not set."""
+    """Steps of the first epoch; an estimate if documents are packed and `train.epochs` is not set."""
     total_steps: int
     memory: MemoryEstimate
     server_share: float | None
-    """Share of a GPU that a rollout server on the training's GPUs can have; None without one, or where unknown."""
+    """Share of GPU memory for a rollout server on the training GPUs, or None if there is none or it is unknown."""
     utilization: Utilization
 
     @property
@@ -71,14 +71,14 @@ class Plan:
 
     @property
     def rows_per_rank(self) -> int:
-        """Number of rows of a full batch on one rank of the student: sequences, where they are not packed."""
+        """Rows of a full batch on one data-parallel rank of the student; a row is a sequence unless packed."""
         return self.config.train.global_batch_size // self.student_layout.dp
 
     @property
     def teacher_tokens_at_a_time(self) -> tuple[int, ...]:
-        """Tokens of a microbatch of each active teacher, by default those of as many texts as the student's has.
+        """Tokens of a microbatch of each active teacher; by default it has as many texts as the student's.
 
-        Servers are asked about a whole batch at a time.
+        Servers get a whole batch at a time.
         """
         train, teachers = self.config.train, self.config.active_teachers
         return tuple(
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def sampled_end_ids(self) -> frozenset[int]:
-        """Tokens that end what the student samples; none where it samples nothing."""
+        """Tokens that end the student's samples; empty if it samples nothing."""
         if isinstance(self.data, Prompts):
             return self.data.student.end_ids
         if self.benchmarks is not None:
@@ -99,18 +99,18 @@ class Plan:
 
     @property
     def sampled_at_once(self) -> BatchLimit | None:
-        """Limit of the sequences that a rank of the student samples at a time; None where it samples nothing."""
+        """Limit on the sequences that a student rank samples at a time; None if the workers sample nothing."""
         return student_batch(self.config, 1).limit if student_samples(self.config) else None
 
     @property
     def answered_at_once(self) -> tuple[BatchLimit, ...]:
-        """Limit for a rank of each active teacher, if they are asked."""
-        asked = self.config.active_teachers if teachers_answer(self.config) else ()
-        return tuple(teacher_batch(self.config, each).limit for each in asked)
+        """The same limit for each active teacher; empty unless teachers answer questions."""
+        teachers = self.config.active_teachers if teachers_answer(self.config) else ()
+        return tuple(teacher_batch(self.config, teacher).limit for teacher in teachers)
 
     @property
     def gives_back(self) -> bool:
-        """Whether another process needs what PyTorch caches of a GPU's memory."""
+        """Whether ranks empty PyTorch's CUDA cache for other processes on their GPU."""
         cluster, rollout = self.config.cluster, self.config.rollout
         if isinstance(rollout, ServerRollout) and rollout.shares_devices:
             return self.device == "cuda"
@@ -119,5 +119,5 @@ class Plan:
 
     @property
     def lookahead(self) -> int:
-        """Number of batches that teachers are ahead of the student; 0 where they take turns on the same devices."""
+        """Batches that teachers read ahead of the student; 0 if they take turns with it on the same devices."""
         return self.config.batches_ahead

@@ -1,4 +1,4 @@
-"""All checks before a process starts. Each failure is one message with key, value, reason and way out."""
+"""Checks before any process starts. A failure is one message with the key, its value, the reason and the fix."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -54,7 +54,7 @@ from nemo_opd.workers.optimizer import check_optimizer
 
 
 def preflight(config: RunConfig) -> Plan:
-    """Check everything and return the plan of the run. Raises an OPDError where it cannot run."""
+    """Check everything and return the run's plan. Raises an OPDError if the run cannot start."""
     device = resolve_device(config.cluster)
     config = settle_tokenizers(config, device)
     placement = resolve_placement(config, device)
@@ -170,7 +170,7 @@ def preflight(config: RunConfig) -> Plan:
 
 
 def _token_groups(config: RunConfig, student: ModelInfo, data: Corpus | Prompts, parts: Parts) -> TokenGroups | None:
-    """Return the groups of the validation's tokens."""
+    """Return the groups of validation tokens, or None if the run has no validation or they are off."""
     if data.validation is None or not config.logging.token_groups:
         return None
     return TokenGroups(
@@ -182,7 +182,10 @@ def _token_groups(config: RunConfig, student: ModelInfo, data: Corpus | Prompts,
 
 
 def _steps(config: RunConfig, data: Corpus | Prompts, statistics: Survey) -> list[int]:
-    """Return the steps of each epoch; of one where they do not decide the run, estimated where documents are packed."""
+    """Return the steps of each epoch.
+
+    Packed documents without `train.epochs`: one entry, estimated from the sampled texts.
+    """
     if config.train.epochs is not None or not config.packs_documents or isinstance(data, Prompts):
         return data.steps(config)
     assert data.packed is not None
@@ -192,14 +195,14 @@ def _steps(config: RunConfig, data: Corpus | Prompts, statistics: Survey) -> lis
 
 
 def _read_models(config: RunConfig, device: str) -> tuple[ModelInfo, list[ModelInfo]]:
-    """Read the student and every active teacher. Raises ModelError for a model that the run cannot use."""
+    """Read the student and each active teacher. Raises ModelError for a model that the run cannot use."""
     with working("reading the student's tokenizer"):
         student = read_model_info(config.student, "student", device)
     teachers = [
         read_model_info(settings, f"teachers.{i}", device)
         for i, settings in enumerate(tracked(config.active_teachers, "reading the teachers' tokenizers", "teachers"))
     ]
-    # The student's adapters are part of a teacher with its weights.
+    # A teacher with the student's weights has its adapters, too.
     teachers = [
         replace(teacher, size=student.size) if settings.is_student else teacher
         for settings, teacher in zip(config.active_teachers, teachers, strict=True)
@@ -214,7 +217,10 @@ def _read_models(config: RunConfig, device: str) -> tuple[ModelInfo, list[ModelI
 
 
 def _require_room_to_save(config: RunConfig, student: ModelSize, output_dir: Path) -> int:
-    """Return the bytes of a checkpoint's tensors. Raises ConfigError where one and the trained model do not fit."""
+    """Return the bytes of a checkpoint's tensors.
+
+    Raises ConfigError if the disk has no room for one checkpoint and the trained model.
+    """
     exported = _exported_bytes(config.student, student)
     averages = sum(teacher.weights == "ema" for teacher in config.active_teachers)
     weights = (1 + averages) * torch.float32.itemsize * student.trained_parameters
@@ -230,7 +236,7 @@ def _require_room_to_save(config: RunConfig, student: ModelSize, output_dir: Pat
 
 
 def _exported_bytes(student: Student, size: ModelSize) -> int:
-    """Return the bytes of the folder in Hugging Face form."""
+    """Return the size of the exported Hugging Face folder in bytes."""
     if student.lora is not None and student.lora.export == "adapter":
         return size.trained_parameters * torch.float32.itemsize
     dtype = load_config(student.model, key="student.model").dtype

@@ -1,4 +1,4 @@
-"""The prompts of an on-policy run, and samples made from the student's responses to them."""
+"""Prompts of an on-policy run, and samples made from rollouts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,10 +42,11 @@ class _PromptSet:
 
     documents: Dataset
     names: Mapping[str, str]
-    """The user's name of a column → ours."""
+    """Column name in the user's data → name used here."""
     rows: tuple[int, ...]
-    """Rows of the documents that are kept."""
+    """Rows of `documents` that leave room for a response."""
     num_dropped: int
+    """Number of prompts that are too long."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -59,49 +60,49 @@ class _PromptSet:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts for training and validation, and the functions that make samples of rollouts."""
+    """Prompts for training and validation, and functions from rollouts to samples."""
 
     train: _PromptSet
     validation: _PromptSet | None
-    """Prompts with the dataset's responses."""
+    """Prompts that all have a response in the dataset."""
     student: SampledModel
     sample_maker: RolloutSampleMaker
     teachers: tuple[str, ...]
-    """Names of the teachers to which the data route prompts; empty without routing."""
+    """Names of the active teachers if prompts are routed to them; empty without routing."""
     domains: Domains | None = None
     """Domains of the validation prompts."""
     noun: ClassVar[str] = "prompts"
 
     def order(self, config: RunConfig) -> BatchOrder:
-        """Return which prompts make up which batch."""
+        """Return the order in which batches take prompts."""
         assert config.rollout is not None
         per_batch = config.train.global_batch_size // config.rollout.n
         return BatchOrder(len(self.train), per_batch, config.run.seed, config.data.shuffle)
 
     def start(self, config: RunConfig) -> State:
-        """Return the place of a run before its first batch."""
+        """Return the loader state before the first batch."""
         return self.order(config).start
 
     def steps(self, config: RunConfig) -> list[int]:
-        """Return the optimizer steps of each of `train.epochs`."""
+        """Return the optimizer steps of each of `train.epochs`, by default one."""
         return [self.order(config).steps_per_epoch] * (config.train.epochs or 1)
 
     def from_dataset(self, prompt: Prompt) -> Rollout:
-        """Return the dataset's response as a rollout. Raises DataError where it has none."""
+        """Return the dataset's response as a rollout. Raises DataError if it has none."""
         return dataset_rollout(prompt, self.student.renderer, self.student.max_length)
 
     def make_sample(self, rollout: Rollout) -> Sample:
-        """Return a rollout's sample. Raises AlignmentError where a teacher's chat template refuses the conversation."""
+        """Return a rollout's sample. Raises AlignmentError if a teacher's chat template refuses the conversation."""
         sample = self.sample_maker(rollout)
         return replace(sample, route=self._routes[rollout.prompt.index]) if self.teachers else sample
 
     @cached_property
     def _routes(self) -> list[int]:
-        """Index of the teacher that each row of the training data names."""
+        """Index of the teacher named in each row of the training data."""
         return [self.teachers.index(name) for name in self.train.documents[TEACHER]]
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield all validation prompts with their responses once, in order."""
+        """Yield batches of all validation prompts with their responses, in order."""
         assert self.validation is not None
         prompts = self.validation.all()
         for start in range(0, len(prompts), batch_size):
@@ -111,12 +112,12 @@ class Prompts:
 
 
 def check_users_code(config: RunConfig) -> None:
-    """Raise ConfigError for code of the user (callbacks, rewards, environment) that cannot be imported or is none."""
+    """Raise ConfigError if a callback, reward or environment of the user cannot be imported or is not one."""
     import_callbacks(config.run.callbacks)
     if config.reward is not None:
         build_reward(config.reward).close()
-    for asked in sets_of(config):
-        build_set_reward(asked).close()
+    for question_set in sets_of(config):
+        build_set_reward(question_set).close()
     if config.environment is not None:
         build_environment(config.environment)
 
@@ -124,12 +125,12 @@ def check_users_code(config: RunConfig) -> None:
 def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Prompts:
     """Load all prompts.
 
-    Raises DataError for prompts that cannot be read or do not fit the reward, or where none is left.
+    Raises DataError if prompts cannot be read or do not fit the reward, or if all are too long.
     """
     assert config.rollout is not None
     is_chat = config.data.messages_key is not None
-    own = sampled_model(config.student, student, "student", config.train.max_length, is_chat=is_chat)
-    renderer = own.renderer
+    sampled = sampled_model(config.student, student, "student", config.train.max_length, is_chat=is_chat)
+    renderer = sampled.renderer
     train = _prompt_set(config, renderer, config.data.train, "data.train")
     if config.rollout.on_policy_share < 1:
         _require_responses(train, renderer, "data.train")
@@ -144,7 +145,7 @@ def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[Model
     return Prompts(
         train=train,
         validation=validation,
-        student=own,
+        student=sampled,
         sample_maker=sample_maker,
         teachers=config.active_names if config.routing is not None else (),
         domains=domains,
@@ -154,7 +155,7 @@ def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[Model
 def _prompt_set(
     config: RunConfig, renderer: Renderer, source: Source, key: str, *, is_validation: bool = False
 ) -> _PromptSet:
-    """Load the prompts that leave room for a response. Raises DataError, with the row, for an unusable one."""
+    """Load the prompts that leave room for a response. Raises DataError, with the row, if one cannot be used."""
     layout = layout_of(config, is_validation=is_validation)
     with working(f"reading {key}"):
         documents = load_documents(source, layout, key=key)
@@ -164,8 +165,9 @@ def _prompt_set(
     if config.reward is not None:
         check_answers(config.reward, prompts, source=key)
     way_out = "raise rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
-    kept = drop_long(prompts, renderer, longest_prompt(config), key=key, way_out=way_out)
-    return _PromptSet(documents, layout.columns, tuple(prompt.index for prompt in kept.prompts), kept.num_dropped)
+    fitting = drop_long(prompts, renderer, longest_prompt(config), key=key, way_out=way_out)
+    rows = tuple(prompt.index for prompt in fitting.prompts)
+    return _PromptSet(documents, layout.columns, rows, fitting.num_dropped)
 
 
 def _require_responses(prompts: _PromptSet, renderer: Renderer, key: str) -> None:
@@ -173,16 +175,14 @@ def _require_responses(prompts: _PromptSet, renderer: Renderer, key: str) -> Non
     for prompt in prompts.all():
         if prompt.response is None:
             raise DataError(
-                f"{key}: row {prompt.index} (counted from 0 over all files) has no response to learn from; name the "
-                "column as data.response_key (texts), end the conversation with the assistant's message, or leave the "
-                "row out"
+                f"{key}: row {prompt.index} (counted from 0 over all files) has no response to learn from; set "
+                "data.response_key to its column (texts), end the conversation with the assistant's message, or leave "
+                "the row out"
             )
 
 
 def _require_room(maker: RolloutSampleMaker, prompts: _PromptSet | None, key: str) -> None:
-    """Raise DataError, with the row, for the first prompt of which no context can be made or whose context leaves a
-    teacher no room for a response.
-    """
+    """Raise DataError, with the row, if a teacher's context cannot be built or leaves no room for a response."""
     readers = [teacher for teacher in maker.teachers if isinstance(teacher, InContext)]
     if prompts is None or not readers:
         return

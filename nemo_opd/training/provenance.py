@@ -1,4 +1,4 @@
-"""The origin of a run: its models with their licences, its command, the versions of libraries."""
+"""Provenance of a run: its command, the versions of its libraries, and its models with their licences."""
 
 import platform
 import shlex
@@ -32,43 +32,45 @@ def provenance(plan: Plan, summary: RunSummary) -> Provenance:
         student=ModelOrigin(
             "student",
             short_name(summary.student),
-            _shown(student.tokenizer_source[1]),
+            _public_name(student.tokenizer_source[1]),
             plan.student_vocab_size,
             read_own_card(student.model),
         ),
         teachers=tuple(
-            _of_teacher(settings, shown, each.vocab_size)
-            for settings, shown, each in zip(plan.config.active_teachers, summary.teachers, plan.teachers, strict=True)
+            _teacher_origin(settings, teacher_summary, teacher.vocab_size)
+            for settings, teacher_summary, teacher in zip(
+                plan.config.active_teachers, summary.teachers, plan.teachers, strict=True
+            )
         ),
     )
 
 
 def _command() -> str:
-    """Return the command line as it was given: `nemo-opd distil …`, or `python SCRIPT …`."""
-    program, *arguments = sys.orig_argv[1:] or [""]  # without the interpreter; Hydra has replaced sys.argv
+    """Return the user's command line: `nemo-opd distil …`, or `python SCRIPT …`."""
+    program, *arguments = sys.orig_argv[1:] or [""]  # without the interpreter; Hydra replaces sys.argv
     if program.endswith(".py") or program.startswith("-"):
         return shlex.join(["python", program, *arguments])
     return shlex.join([Path(program).name, *arguments])
 
 
-def _of_teacher(settings: Teacher, shown: TeacherSummary, vocab_size: int) -> ModelOrigin:
-    model = shown.model if settings.cache is None else read_manifest(settings.cache).teacher
+def _teacher_origin(settings: Teacher, summary: TeacherSummary, vocab_size: int) -> ModelOrigin:
+    model = summary.model if settings.cache is None else read_manifest(settings.cache).teacher
     return ModelOrigin(
-        name=shown.name,
-        model=_shown(model),
-        tokenizer=_shown(settings.tokenizer_source[1]),
+        name=summary.name,
+        model=_public_name(model),
+        tokenizer=_public_name(settings.tokenizer_source[1]),
         vocab_size=vocab_size,
         card=_card(settings, model),
-        weight=shown.weight,
-        loss=shown.loss,
-        audit=(*shown.coverage, *shown.warnings),
+        weight=summary.weight,
+        loss=summary.loss,
+        audit=(*summary.coverage, *summary.warnings),
     )
 
 
 def _card(settings: Teacher, model: str) -> OwnCard:
-    """Return the contents of the teacher's card. The hub is not asked about a name that a server gives to its model."""
+    """Return the teacher's model card; empty for a served teacher, whose name need not be one on the hub."""
     return OwnCard() if settings.served is not None else read_own_card(model)
 
 
-def _shown(reference: str) -> str:
+def _public_name(reference: str) -> str:
     return short_name(without_secrets(reference))

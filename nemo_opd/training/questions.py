@@ -1,4 +1,4 @@
-"""Sets of questions that a run asks its student and teachers."""
+"""Question sets that a run asks its student and teachers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from nemo_opd.training.sampled_models import SampledModel, evaluated_teachers, s
 
 @dataclass(frozen=True, slots=True)
 class LoadedSet:
-    """A set of questions, and the models that answer it."""
+    """Question set with the models that answer it."""
 
     resolved: ResolvedSet
     prompts: tuple[Prompt, ...]
     num_dropped: int
-    """Questions that are too long."""
+    """Number of questions that are too long."""
     student: SampledModel
     teachers: tuple[SampledModel, ...]
-    """Active teachers, if they are asked."""
+    """Active teachers; empty if only the student is asked."""
 
 
 def load_sets(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> tuple[LoadedSet, ...]:
-    """Load all sets of questions.
+    """Load all question sets.
 
-    Raises DataError for questions that cannot be read or do not fit the reward, or where none is left, and what
-    `evaluated_teachers` raises.
+    Raises DataError if questions cannot be read or do not fit the reward, or if all are too long; also the errors of
+    `evaluated_teachers`.
     """
     return tuple(_load(config, resolved, student, teachers) for resolved in sets_of(config))
 
@@ -44,7 +44,7 @@ def _load(config: RunConfig, resolved: ResolvedSet, student: ModelInfo, teachers
     keys = "rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
     if config.rollout is None:
         keys = f"train.max_length, or lower {resolved.prefix}max_new_tokens"
-    kept = drop_long(prompts, model.renderer, longest, key=resolved.key, way_out=f"raise {keys}")
+    fitting = drop_long(prompts, model.renderer, longest, key=resolved.key, way_out=f"raise {keys}")
     assert config.evaluation is not None
-    answering = evaluated_teachers(config, teachers, resolved, kept.prompts) if config.evaluation.teachers else ()
-    return LoadedSet(resolved, kept.prompts, kept.num_dropped, model, answering)
+    answering = evaluated_teachers(config, teachers, resolved, fitting.prompts) if config.evaluation.teachers else ()
+    return LoadedSet(resolved, fitting.prompts, fitting.num_dropped, model, answering)

@@ -1,4 +1,4 @@
-"""Device, placement and layouts of a run, from its settings and the machine."""
+"""Device, placement and layouts of a run, resolved from its settings and the machine."""
 
 from collections.abc import Sequence
 from math import lcm
@@ -16,7 +16,7 @@ from nemo_opd.errors import ConfigError
 
 
 def resolve_device(cluster: Cluster, key: str = "cluster.device") -> str:
-    """Return `cuda` or `cpu`; key: of the device. Raises ConfigError for `cuda` where there is none."""
+    """Return `cuda` or `cpu`. key: setting of the device. Raises ConfigError for `cuda` without a GPU."""
     if cluster.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if cluster.device == "cuda" and not torch.cuda.is_available() and cluster.address is None:
@@ -28,14 +28,14 @@ def resolve_device(cluster: Cluster, key: str = "cluster.device") -> str:
 
 
 def resolve_placement(config: RunConfig, device: str) -> Placement:
-    """Return the devices of every group. Raises ConfigError where they do not suffice or cannot be divided."""
+    """Return the devices of every group. Raises ConfigError if they are too few or cannot be divided."""
     separate = [teacher for teacher in config.active_teachers if not teacher.is_student]
-    placement = _placement_of(config, separate, device)
+    placement = _place_processes(config, separate, device)
     return placement.with_inside([teacher.is_student for teacher in config.active_teachers])
 
 
-def _placement_of(config: RunConfig, teachers: Sequence[Teacher], device: str) -> Placement:
-    """Return the devices of the student and of teachers with separate processes."""
+def _place_processes(config: RunConfig, teachers: Sequence[Teacher], device: str) -> Placement:
+    """Place the student and the teachers that have separate processes."""
     cluster, num_teachers = config.cluster, len(teachers)
     num_ranks, num_nodes = resolve_ranks(cluster, device, reserved_gpus(config.rollout, device)), cluster.num_nodes
     if cluster.placement == "colocated" or not num_teachers:
@@ -44,41 +44,44 @@ def _placement_of(config: RunConfig, teachers: Sequence[Teacher], device: str) -
     models = (config.student, *teachers)
     together = [model.parallelism.tp * model.parallelism.cp for model in models]
     if _fits_every_node(sizes, together, num_nodes):
-        student, *others = (size // num_nodes for size in sizes)
-        return Placement.separate(num_nodes=num_nodes, student_per_node=student, teachers_per_node=others)
+        student, *per_node = (size // num_nodes for size in sizes)
+        return Placement.separate(num_nodes=num_nodes, student_per_node=student, teachers_per_node=per_node)
     if sum(sizes) < num_nodes:
         raise ConfigError(
-            f"cluster.num_nodes={num_nodes}: student and teachers have {sum(sizes)} ranks in all, which leaves nodes "
-            f"without any; write cluster.num_nodes={sum(sizes)}"
+            f"cluster.num_nodes={num_nodes}: student and teachers have {sum(sizes)} ranks in total, so some nodes "
+            f"would have none; write cluster.num_nodes={sum(sizes)}"
         )
     return Placement.consecutive(sizes, together=together, num_nodes=num_nodes)
 
 
 def colocated(num_ranks: int, num_nodes: int, num_teachers: int = 0) -> Placement:
-    """Return a rank of each group on every device. Raises ConfigError for ranks that nodes cannot share equally."""
+    """Place one rank of each group on every device. Raises ConfigError if nodes cannot have equally many ranks."""
     if num_ranks % num_nodes:
         raise ConfigError(
-            f"cluster.cpu_ranks={num_ranks}: {num_nodes} nodes (cluster.num_nodes) cannot have equally many; write "
+            f"cluster.cpu_ranks={num_ranks} is not a multiple of cluster.num_nodes={num_nodes}; write "
             f"cluster.cpu_ranks={-(-num_ranks // num_nodes) * num_nodes}"
         )
     return Placement.colocated(num_nodes=num_nodes, ranks_per_node=num_ranks // num_nodes, num_teachers=num_teachers)
 
 
 def _separate_sizes(cluster: Cluster, device: str, num_ranks: int, num_teachers: int) -> tuple[int, ...]:
-    """Return the ranks of the student and of each teacher over all nodes. Raises ConfigError for too few GPUs."""
+    """Return the number of ranks of the student and each teacher over all nodes.
+
+    Raises ConfigError if there are too few GPUs.
+    """
     if device == "cpu":
         return num_ranks, *_teacher_ranks(cluster, num_teachers, num_ranks)
     num_nodes, groups = cluster.num_nodes, 1 + num_teachers
-    of_every_node = num_ranks // num_nodes // groups * num_nodes
-    teachers = _teacher_ranks(cluster, num_teachers, of_every_node or num_ranks // groups)
+    default = num_ranks // num_nodes // groups * num_nodes or num_ranks // groups  # equally many per node if possible
+    teachers = _teacher_ranks(cluster, num_teachers, default)
     _require_gpus_for_all(num_ranks, teachers, num_nodes)
     return num_ranks - sum(teachers), *teachers
 
 
 def _fits_every_node(sizes: Sequence[int], together: Sequence[int], num_nodes: int) -> bool:
-    """Return whether every node can have equally many ranks of each group, with each tp · cp group on one node.
+    """Return whether every node can have equally many ranks of each group, with no tp · cp group across nodes.
 
-    A rank of the student then reads what a teacher computed on the same node.
+    Student ranks then read output of teacher ranks on the same node.
     """
     return num_nodes == 1 or all(
         size % num_nodes == 0 and size // num_nodes % ranks == 0 for size, ranks in zip(sizes, together, strict=True)
@@ -86,27 +89,28 @@ def _fits_every_node(sizes: Sequence[int], together: Sequence[int], num_nodes: i
 
 
 def reserved_gpus(rollout: Rollouts | None, device: str) -> int:
-    """Return the number of GPUs that a rollout server has for itself. Raises ConfigError for sleep on CPUs."""
+    """Return the number of GPUs reserved for a rollout server. Raises ConfigError for `rollout.sleep` on CPUs."""
     if not isinstance(rollout, ServerRollout):
         return 0
     if rollout.sleep is True and device == "cpu":
         raise ConfigError(
-            "rollout.sleep=true: the run is on CPUs, where vLLM cannot give memory back; leave it out, or write "
+            "rollout.sleep=true: the run is on CPUs, where vLLM cannot free memory; leave it out, or write "
             "rollout.sleep=false"
         )
     return rollout.gpus or 0
 
 
 def resolve_ranks(cluster: Cluster, device: str, reserved: int = 0) -> int:
-    """Return the GPUs of all nodes, or on CPU the student's processes.
+    """Return the number of GPUs on all nodes or, on CPU, of the student's processes.
 
-    reserved: GPUs of this machine that a rollout server has. Raises ConfigError for more than there are.
+    reserved: GPUs of this machine kept for a rollout server. Raises ConfigError if the settings ask for more than the
+    machine has.
     """
     if reserved and (device == "cpu" or cluster.address is not None):
-        where = "the run is on CPUs" if device == "cpu" else "Ray gives out the GPUs of cluster.address"
+        reason = "the run is on CPUs" if device == "cpu" else "Ray assigns the GPUs of cluster.address"
         raise ConfigError(
-            f"rollout.gpus={reserved}: {where}; leave it out, or name GPUs that nobody else has in "
-            "rollout.environment.CUDA_VISIBLE_DEVICES"
+            f"rollout.gpus={reserved}: {reason}; leave it out, or set rollout.environment.CUDA_VISIBLE_DEVICES to "
+            "unused GPUs"
         )
     if cluster.num_nodes > 1 and cluster.address is None:
         raise ConfigError(
@@ -123,20 +127,21 @@ def resolve_ranks(cluster: Cluster, device: str, reserved: int = 0) -> int:
     visible = max(0, torch.cuda.device_count() - reserved)
     if reserved and not visible:
         raise ConfigError(
-            f"rollout.gpus={reserved}: this machine has {torch.cuda.device_count()} GPUs, which leaves none for the "
-            "training; leave it out, and the server shares the training's"
+            f"rollout.gpus={reserved}: this machine has {torch.cuda.device_count()} GPUs, which leaves none for "
+            "training; leave it out to let the server share the training GPUs"
         )
     if cluster.launcher == "local" and cluster.gpus_per_node is None:
         size = Processes.started().size
         if reserved and size > visible:
             raise ConfigError(
-                f"rollout.gpus={reserved}: {visible} GPUs are left for {size} processes of torchrun; start "
+                f"rollout.gpus={reserved}: this leaves {visible} GPUs for {size} processes of torchrun; start "
                 f"{visible}, or lower rollout.gpus"
             )
         return size
     if cluster.gpus_per_node is None and not visible:
         raise ConfigError(
-            "cluster.gpus_per_node: this machine has no GPU to count; say how many each node of the Ray cluster has"
+            "cluster.gpus_per_node: this machine has no GPU to count; set it to the number of GPUs on each node of the "
+            "Ray cluster"
         )
     gpus = cluster.gpus_per_node or visible
     if cluster.address is None and gpus > visible:
@@ -149,64 +154,64 @@ def resolve_ranks(cluster: Cluster, device: str, reserved: int = 0) -> int:
 
 
 def _teacher_ranks(cluster: Cluster, num_teachers: int, default: int) -> tuple[int, ...]:
-    """Return the ranks of each active teacher over all nodes. Raises ConfigError for a list of another length."""
-    given = default if cluster.teacher_ranks is None else cluster.teacher_ranks
-    if isinstance(given, int):
-        return (given,) * num_teachers
-    if len(given) != num_teachers:
+    """Return the number of ranks of each active teacher. Raises ConfigError if the list has another length."""
+    ranks = default if cluster.teacher_ranks is None else cluster.teacher_ranks
+    if isinstance(ranks, int):
+        return (ranks,) * num_teachers
+    if len(ranks) != num_teachers:
         raise ConfigError(
-            f"cluster.teacher_ranks={list(given)}: {len(given)} numbers for {num_teachers} teachers; write one for "
+            f"cluster.teacher_ranks={list(ranks)}: {len(ranks)} numbers for {num_teachers} teachers; write one for "
             "each, or a single one for all"
         )
-    return given
+    return ranks
 
 
 def _require_gpus_for_all(num_gpus: int, teachers: tuple[int, ...], num_nodes: int) -> None:
-    where = "the node" if num_nodes == 1 else f"the cluster of {num_nodes} nodes"
+    """Raise ConfigError unless the student and every teacher get a GPU."""
+    nodes = "the node" if num_nodes == 1 else f"the cluster of {num_nodes} nodes"
     if num_gpus <= len(teachers):
         raise ConfigError(
-            f"cluster.placement=separate: a GPU is needed for the student and for each of {len(teachers)} "
-            f"teachers, and {where} has {num_gpus}; write cluster.placement=colocated"
+            f"cluster.placement=separate: the student and {len(teachers)} teachers need a GPU each, and {nodes} has "
+            f"{num_gpus}; write cluster.placement=colocated"
         )
     if sum(teachers) >= num_gpus:
         raise ConfigError(
             f"cluster.teacher_ranks: the teachers take {' + '.join(map(str, teachers))} of the {num_gpus} GPUs of "
-            f"{where}, which leaves none for the student; lower it to {num_gpus // (1 + len(teachers))} for each "
+            f"{nodes}, which leaves none for the student; lower it to {num_gpus // (1 + len(teachers))} for each "
             "teacher"
         )
 
 
 def resolve_layouts(config: RunConfig, placement: Placement) -> tuple[Layout, tuple[Layout, ...]]:
-    """Return the layouts of the student and of every active teacher. Raises ConfigError as `resolve_layout` does."""
-    models = {"student": config.student, **{f"teachers.{i}": each for i, each in enumerate(config.active_teachers)}}
+    """Return the layouts of the student and every active teacher. Raises ConfigError as `resolve_layout` does."""
+    keys = ["student", *(f"teachers.{i}" for i in range(len(config.active_teachers)))]
+    models = (config.student, *config.active_teachers)
     student, *teachers = (
         resolve_layout(f"{key}.parallelism", len(places), model.parallelism)
-        for (key, model), places in zip(models.items(), placement.groups, strict=True)
+        for key, model, places in zip(keys, models, placement.groups, strict=True)
     )
     return student, tuple(teachers)
 
 
 def resolve_layout(key: str, num_ranks: int, parallelism: Parallelism) -> Layout:
-    """Return the layout of a model; key: of its parallelism.
+    """Return the layout of a model. key: setting of its parallelism.
 
-    Raises ConfigError where tp · cp does not divide its ranks, or replicas what is left.
+    Raises ConfigError if tp · cp does not divide its ranks, or replicas does not divide the data-parallel ranks.
     """
     tp, cp, replicas = parallelism.tp, parallelism.cp, parallelism.replicas
     if num_ranks % (tp * cp) == 0:
         dp = num_ranks // (tp * cp)
         if replicas != "auto" and dp % replicas:
             raise ConfigError(
-                f"{key}.replicas={replicas}: {dp} of its {num_ranks} ranks are data parallel, and "
-                f"{replicas} does not divide them into equal copies; write "
+                f"{key}.replicas={replicas} does not divide the {dp} data-parallel ranks (of {num_ranks} ranks); write "
                 f"{key}.replicas={_largest_divisor(dp, replicas)}, or change the number of ranks"
             )
         return Layout.of(num_ranks, parallelism)
     smaller_tp = _largest_divisor(num_ranks, tp)
     smaller_cp = _largest_divisor(num_ranks // smaller_tp, cp)
     raise ConfigError(
-        f"{key}: tp={tp} × cp={cp} = {tp * cp} ranks form a group, which does not divide the {num_ranks} "
-        f"that it has; write {key}.tp={smaller_tp}, {key}.cp={smaller_cp}, or change "
-        "the number of ranks"
+        f"{key}: tp={tp} × cp={cp} = {tp * cp} does not divide the model's {num_ranks} ranks; write "
+        f"{key}.tp={smaller_tp}, {key}.cp={smaller_cp}, or change the number of ranks"
     )
 
 
@@ -215,9 +220,9 @@ def _largest_divisor(number: int, at_most: int) -> int:
 
 
 def require_batch_divides(config: RunConfig, num_ranks: int, teacher_ranks: Sequence[int] = ()) -> None:
-    """Check that a batch divides into the student's ranks, and into each teacher's.
+    """Check that the student's and each teacher's data-parallel ranks can divide a batch equally.
 
-    All counts are of data-parallel ranks. Raises ConfigError with a size that passes.
+    num_ranks, teacher_ranks: numbers of data-parallel ranks. Raises ConfigError with a size that passes.
     """
     size = config.train.global_batch_size
     unit = lcm(num_ranks, *teacher_ranks)
@@ -229,6 +234,6 @@ def require_batch_divides(config: RunConfig, num_ranks: int, teacher_ranks: Sequ
     else:
         reason = f"the teachers' data-parallel ranks, {' and '.join(map(str, teacher_ranks))}"
     raise ConfigError(
-        f"train.global_batch_size={size} is no multiple of {reason}; "
+        f"train.global_batch_size={size} is not a multiple of {reason}; "
         f"write train.global_batch_size={nearest_size}, or change the number of ranks"
     )

@@ -24,42 +24,42 @@ from nemo_opd.types import Batch, SampledRows
 
 @dataclass(frozen=True, slots=True)
 class _RolloutBatch:
-    """A batch that the teachers have not read, and its rollouts."""
+    """Batch that the teachers have not read yet, with its rollouts."""
 
     batch: Batch
     rollouts: tuple[Rollout, ...]
-    """Rollouts of the student in the order of the rows; rows of the dataset follow them."""
+    """Rollouts in row order; further rows of the batch are responses of the dataset."""
     rewards: tuple[float, ...]
-    """Reward of each rollout; empty without a reward."""
+    """One per rollout; empty without a reward."""
     version: int
-    """Version of the weights that sampled."""
+    """Version of the weights that sampled the batch."""
 
 
 @dataclass(frozen=True)
 class RolloutSteps:
-    """The functions that make a batch."""
+    """Functions that make a batch."""
 
     prompts: Callable[[list[int]], Sequence[Prompt]]
-    """Prompts of these rows."""
+    """Row indices → prompts."""
     collector: Collector
     from_dataset: Callable[[Prompt], Rollout]
-    """The dataset's response as a rollout."""
+    """Prompt → rollout with the dataset's response."""
     make_sample: Callable[[Rollout], Sample]
     rewards: Callable[[Sequence[Rollout]], list[float]] | None
-    """Rewards of a batch's rollouts."""
+    """Rollouts of a batch → their rewards, if the run has a reward."""
 
 
 class RolloutSource:
-    """Prompts in the order of BatchOrder; each batch is sampled when it is needed, or one step earlier.
+    """Source of training batches, each sampled when it is needed or, with `rollout.overlap`, one step earlier.
 
     The weights that sample are at most `rollout.staleness` optimizer steps older than the student's.
     """
 
     timed_as = "rollout_s"
-    """Name of the span of waiting for a batch."""
+    """Name of the timer span of waiting for a batch."""
 
     def __init__(self, config: RunConfig, order: BatchOrder, total_steps: int) -> None:
-        """order: of the prompts. total_steps: the run's; nothing is sampled for later steps."""
+        """order: order of the prompts. total_steps: steps of the run; nothing is sampled beyond them."""
         assert config.rollout is not None
         self._config, self._rollout = config, config.rollout
         self._order = order
@@ -69,7 +69,7 @@ class RolloutSource:
         self._thread = ThreadPoolExecutor(1, "rollout")
 
     def connect(self, steps: RolloutSteps, engine: Engine) -> None:
-        """Set what samples, before the first batch."""
+        """Set the functions and the engine that make batches; called before the first batch."""
         self._steps, self._engine = steps, engine
 
     @property
@@ -77,12 +77,12 @@ class RolloutSource:
         return max(0, self._num_batches - 1) // self._order.steps_per_epoch
 
     def start(self) -> None:
-        """Do nothing: there is no engine yet to read ahead with."""
+        """Do nothing: sampling ahead needs the engine, which is not connected yet."""
 
     def next(self) -> Batch:
-        """Return the next batch. Raises what engine, environment and reward raise.
+        """Return the next batch. Raises the errors of engine, environment and reward.
 
-        Called when the student has learned from all earlier batches: their number is the version of its weights.
+        Call after the student's updates on all earlier batches: their number is the version of its weights.
         """
         if self._ahead is None:
             self._follow(self._num_batches, lag=0)
@@ -93,13 +93,13 @@ class RolloutSource:
         self._num_batches += 1
         self._sampled.append(sampled)
         if self._rollout.overlap:
-            # Before the update, so what is sampled now is one version older when the student learns from it.
+            # Called before the update, so this sample is one version older when the student learns from it.
             self._follow(self._num_batches - 1, lag=1)
         self._sample_ahead()
         return sampled.batch
 
     def _follow(self, version: int, *, lag: int) -> None:
-        """Give the engine the student's weights, of `version`, if its own would be too old in `lag` steps."""
+        """Give the engine the student's weights, which have `version`, if its own would be too old in `lag` steps."""
         if version + lag - self._engine.version > self._rollout.staleness:
             self._engine.follow(version)
 
@@ -109,7 +109,7 @@ class RolloutSource:
         self._ahead = self._thread.submit(self._sample, self._num_batches) if is_ahead else None
 
     def wait(self) -> None:
-        """Wait until nothing is being sampled: tokenizers are not thread-safe."""
+        """Wait until no sampling runs in the background: tokenizers are not thread-safe."""
         if self._ahead is not None:
             wait([self._ahead])
 
@@ -119,32 +119,32 @@ class RolloutSource:
         self._engine.follow(self._num_batches)
 
     def renew(self) -> None:
-        """Sample the next batch again with the current weights, as a run does that continues from here."""
+        """Sample the next batch again with the current weights, as a run that resumes from here does."""
         self.update_engine()
         self._engine.rest()
         self._sample_ahead()
 
     def take(self) -> _RolloutBatch:
-        """Return the oldest batch that has not been taken yet."""
+        """Return the oldest batch that `take` has not returned yet."""
         return self._sampled.popleft()
 
     def _sample(self, position: int) -> _RolloutBatch:
         """Sample batch `position`, counted from 0."""
         version, steps = self._engine.version, self._steps
         prompts = steps.prompts(next(self._order.starting_at(position)))
-        is_own = chosen_share(prompts, self._rollout.on_policy_share, self._config.run.seed, position)
-        own, others = list(compress(prompts, is_own)), list(compress(prompts, map(not_, is_own)))
-        rollouts = steps.collector.collect(own, self._rollout.n, position) if own else []
+        is_sampled = chosen_share(prompts, self._rollout.on_policy_share, self._config.run.seed, position)
+        to_sample, from_dataset = list(compress(prompts, is_sampled)), list(compress(prompts, map(not_, is_sampled)))
+        rollouts = steps.collector.collect(to_sample, self._rollout.n, position) if to_sample else []
         rewards = [] if steps.rewards is None else steps.rewards(rollouts)
-        batch = collate([steps.make_sample(each) for each in (*rollouts, *map(steps.from_dataset, others))])
-        batch = with_rollouts(batch, rollouts, others, rewards, self._config)
+        batch = collate(list(map(steps.make_sample, (*rollouts, *map(steps.from_dataset, from_dataset)))))
+        batch = with_rollouts(batch, rollouts, from_dataset, rewards, self._config)
         return _RolloutBatch(batch, tuple(rollouts), tuple(rewards), version)
 
     def state_dict(self) -> dict[str, int]:
         return self._order.place(self._num_batches)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore a position. Raises CheckpointError when it is of other prompts."""
+        """Restore a position. Raises CheckpointError if its settings of the prompts' order differ."""
         self._num_batches = self._order.num_batches_at(state)
 
     def __enter__(self) -> Self:
@@ -155,26 +155,32 @@ class RolloutSource:
 
 
 def with_rollouts(
-    batch: Batch, rollouts: Sequence[Rollout], others: Sequence[Prompt], rewards: Sequence[float], config: RunConfig
+    batch: Batch,
+    rollouts: Sequence[Rollout],
+    from_dataset: Sequence[Prompt],
+    rewards: Sequence[float],
+    config: RunConfig,
 ) -> Batch:
-    """Return the batch with log-probabilities, advantages and weights of its rollouts; rows of `others` follow them."""
+    """Return the batch with the log-probabilities, advantages and weights of its rollouts.
+
+    Its first rows are `rollouts`, the rows after them the dataset's responses to the prompts in `from_dataset`.
+    """
     num_rows, width = batch.student.ids.shape
-    own = slice(len(rollouts))
+    is_sampled = torch.arange(num_rows) < len(rollouts)
     logprobs, behaviour_logprobs = torch.zeros(2, num_rows, width)
     for row, rollout in enumerate(rollouts):
         logprobs[row, : len(rollout.ids)] = torch.from_numpy(rollout.logprobs)
         behaviour_logprobs[row, : len(rollout.ids)] = torch.from_numpy(rollout.behaviour_logprobs)
-    prompts = torch.tensor([rollout.prompt.index for rollout in rollouts] + [prompt.index for prompt in others])
-    paid = torch.tensor(rewards, dtype=torch.float64)
+    prompts = torch.tensor([rollout.prompt.index for rollout in rollouts] + [prompt.index for prompt in from_dataset])
+    reward_values = torch.tensor(rewards, dtype=torch.float64)
     advantages = torch.zeros(num_rows)
     if isinstance(config.loss, GRPOLoss):
         scale = config.loss.scale_advantages
-        advantages[own] = group_advantages(paid, prompts[own], scale=scale).float()
+        advantages[is_sampled] = group_advantages(reward_values, prompts[is_sampled], scale=scale).float()
     teachers = batch.teachers
     if config.reward is not None and (beta := config.reward.weighting_beta) is not None:
         weights = torch.ones(num_rows)
-        weights[own] = reward_weights(paid, prompts[own], beta).float()
+        weights[is_sampled] = reward_weights(reward_values, prompts[is_sampled], beta).float()
         teachers = tuple(replace(teacher, rollout_weights=weights) for teacher in teachers)
-    is_sampled = torch.arange(num_rows) < len(rollouts)
     sampled = SampledRows(is_sampled, logprobs, behaviour_logprobs, advantages, prompts)
     return replace(batch, teachers=teachers, sampled=sampled)

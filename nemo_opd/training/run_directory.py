@@ -1,4 +1,4 @@
-"""The directory of a run: its checkpoints, and a lock for one run at a time."""
+"""Directory of a run: its checkpoints, and a lock for one run at a time."""
 
 import fcntl
 import logging
@@ -22,18 +22,18 @@ _LOG = logging.getLogger(__name__)
 
 
 def resolve_output_dir(run: Run) -> Path:
-    """Return the run's directory without creating it. Raises ConfigError where it cannot be written."""
+    """Return the run's directory without creating it. Raises ConfigError if it is not writable."""
     folder = run.output_dir or default_output_dir(run.name)
-    place = existing(folder)
+    parent = existing(folder)
     try:
         with suppress(FileNotFoundError):
             folder.stat()
-        with tempfile.TemporaryFile(dir=place):
+        with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error
         raise ConfigError(
-            f"run.output_dir={folder}: {place} is not writable ({reason}); name another directory, or change its "
+            f"run.output_dir={folder}: {parent} is not writable ({reason}); name another directory, or change its "
             "permissions"
         ) from error
     return folder
@@ -44,10 +44,10 @@ def checkpoints_of(config: RunConfig, output_dir: Path) -> CheckpointManager:
 
 
 def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = True) -> Found | None:
-    """Return the checkpoint to continue from; None for a new run.
+    """Return the checkpoint to continue from, or None in a new run.
 
-    hashed: as for `CheckpointManager.newest`. Raises ConfigError where the directory has checkpoints and
-    `run.resume` is not set, and CheckpointError where the run cannot be continued.
+    hashed: as for `CheckpointManager.newest`. Raises ConfigError if the directory has checkpoints and `run.resume` is
+    not `auto`, and CheckpointError if the run cannot be continued.
     """
     checkpoints = checkpoints_of(config, output_dir)
     if config.run.resume == "auto":
@@ -61,7 +61,7 @@ def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = Tr
 
 
 def require_not_beyond(step: int, total_steps: int, output_dir: Path) -> None:
-    """Raise ConfigError where a continued run has made more steps than its settings give it."""
+    """Raise ConfigError if the checkpoint is beyond the last step of the settings."""
     if step > total_steps:
         raise ConfigError(
             f"run.output_dir={output_dir} is at step {step} and this run ends at {total_steps}; raise train.max_steps "
@@ -80,13 +80,13 @@ def default_output_dir(name: str) -> Path:
 
 
 class RunLock:
-    """Advisory lock on a run directory, which the kernel releases when its process ends.
+    """Advisory lock on a run directory; the kernel releases it when the process ends.
 
-    The locked file names its holder, for another run's error message; `close` removes it.
+    The lock file names its holder for another run's error message; `close` removes it.
     """
 
     def __init__(self, output_dir: Path) -> None:
-        """Create the directory and lock it. Raises ConfigError where another process holds the lock."""
+        """Create the directory and lock it. Raises ConfigError if another process holds the lock."""
         self.path = output_dir / LOCK_NAME
         with storage_errors(self.path):
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -103,10 +103,10 @@ class RunLock:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 with file:
-                    raise ConfigError(self._in_use(file)) from None
+                    raise ConfigError(self._in_use_message(file)) from None
             except OSError as error:
-                _LOG.warning("%s cannot be locked (%s); see to it that no other run uses the folder", self.path, error)
-            # The former holder may have removed the file after it was opened here; then lock the new one.
+                _LOG.warning("%s cannot be locked (%s); make sure that no other run uses the folder", self.path, error)
+            # The previous holder may have removed the file after we opened it; then lock the new one.
             if self._is_there(file):
                 return file
             file.close()
@@ -116,11 +116,11 @@ class RunLock:
             return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
         return False
 
-    def _in_use(self, file: TextIO) -> str:
+    def _in_use_message(self, file: TextIO) -> str:
         file.seek(0)
-        by = file.read() or "another process"
+        holder = file.read() or "another process"
         return (
-            f"run.output_dir={self.path.parent} is in use by {by}; wait until that run has ended, or name another "
+            f"run.output_dir={self.path.parent} is in use by {holder}; wait until that run has ended, or name another "
             "directory"
         )
 

@@ -1,4 +1,4 @@
-"""Functions from a document or a rollout to a sample, with each teacher's reader of it."""
+"""Builders of sample makers: functions from a document or rollout to a sample with every teacher's tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -22,7 +22,7 @@ from nemo_opd.training.inputs import layout_of
 from nemo_opd.training.model_info import ModelInfo
 
 _Reader = TypeVar("_Reader")
-_Read = TypeVar("_Read", bound=HasIdentity)
+_IdentifiedReader = TypeVar("_IdentifiedReader", bound=HasIdentity)
 
 
 def build_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> SampleMaker:
@@ -35,7 +35,7 @@ def build_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence
 
 
 def build_window_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> WindowMaker:
-    """Build the window maker of texts."""
+    """Build the window maker of packed texts."""
     maker: WindowMaker = TextWindowMaker(_text_sample_maker(config, student, teachers))
     if config.data.cache:
         maker = CachedWindowMaker(maker)
@@ -43,10 +43,10 @@ def build_window_maker(config: RunConfig, student: ModelInfo, teachers: Sequence
 
 
 def row_limits(config: RunConfig, teachers: Sequence[ModelInfo]) -> tuple[int, ...]:
-    """Return the tokens of a row for the student and for each active teacher."""
-    own = config.train.max_length
-    return own, *(
-        teacher.longest_text(settings) if isinstance(settings, CrossTokenizerTeacher) else own
+    """Return the most tokens of a packed row: the student's, then one limit per active teacher."""
+    max_length = config.train.max_length
+    return max_length, *(
+        teacher.longest_text(settings) if isinstance(settings, CrossTokenizerTeacher) else max_length
         for settings, teacher in zip(config.active_teachers, teachers, strict=True)
     )
 
@@ -54,7 +54,7 @@ def row_limits(config: RunConfig, teachers: Sequence[ModelInfo]) -> tuple[int, .
 def build_rollout_sample_maker(
     config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]
 ) -> RolloutSampleMaker:
-    """Build the sample maker of sequences that the student samples."""
+    """Build the sample maker of rollouts."""
 
     def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizerReader:
         if config.data.messages_key is not None:
@@ -64,7 +64,7 @@ def build_rollout_sample_maker(
 
     lengths = student.pieces.lengths[: student.vocab_size]
     readers = _readers(config, student, teachers, reader)
-    return RolloutSampleMaker(lengths, _in_contexts(config, teachers, readers))
+    return RolloutSampleMaker(lengths, _add_contexts(config, teachers, readers))
 
 
 def _text_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> TextSampleMaker:
@@ -79,8 +79,8 @@ def _text_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence
         )
 
     def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizer:
-        own = encoder(teacher, teacher.longest_text(settings))
-        return CrossTokenizer(own, _aligner(settings, student, teacher), settings.equal_history)
+        teacher_encoder = encoder(teacher, teacher.longest_text(settings))
+        return CrossTokenizer(teacher_encoder, _aligner(settings, student, teacher), settings.equal_history)
 
     return TextSampleMaker(encoder(student, config.train.max_length), _readers(config, student, teachers, reader))
 
@@ -90,7 +90,7 @@ def _chat_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence
         return _chat_reader(settings, student, teacher, config.data.learned_turns)
 
     encoder = _chat_encoder(config.student, student, config.train.max_length, config.data.learned_turns)
-    return ChatSampleMaker(encoder, _in_contexts(config, teachers, _readers(config, student, teachers, reader)))
+    return ChatSampleMaker(encoder, _add_contexts(config, teachers, _readers(config, student, teachers, reader)))
 
 
 def _readers(
@@ -99,7 +99,7 @@ def _readers(
     teachers: Sequence[ModelInfo],
     cross_tokenizer: Callable[[CrossTokenizerTeacher, ModelInfo], _Reader],
 ) -> tuple[SameTokenizer | _Reader, ...]:
-    """Return each active teacher's reader. Raises AlignmentError for a tokenizer that cannot be aligned."""
+    """Return each active teacher's reader. Raises AlignmentError if a tokenizer cannot be aligned."""
     return tuple(
         cross_tokenizer(settings, teachers[i])
         if isinstance(settings, CrossTokenizerTeacher)
@@ -108,19 +108,22 @@ def _readers(
     )
 
 
-def _in_contexts(
-    config: RunConfig, teachers: Sequence[ModelInfo], readers: Sequence[_Read]
-) -> tuple[_Read | InContext[_Read], ...]:
-    """Return the readers of the active teachers with the contexts that some have."""
+def _add_contexts(
+    config: RunConfig, teachers: Sequence[ModelInfo], readers: Sequence[_IdentifiedReader]
+) -> tuple[_IdentifiedReader | InContext[_IdentifiedReader], ...]:
+    """Wrap the readers of those active teachers that have a context."""
     columns = layout_of(config).columns
 
-    def in_context(i: int, reader: _Read, settings: ContextSettings) -> InContext[_Read]:
-        own, info = config.active_teachers[i], teachers[i]
-        context = Context(settings, {name: columns[name] for name in settings.fields}, f"teachers.{i}.context")
+    def in_context(
+        i: int, reader: _IdentifiedReader, context_settings: ContextSettings
+    ) -> InContext[_IdentifiedReader]:
+        settings, info = config.active_teachers[i], teachers[i]
+        fields = {name: columns[name] for name in context_settings.fields}
+        context = Context(context_settings, fields, f"teachers.{i}.context")
         renderer = None
         if config.data.messages_key is not None:
-            renderer = ChatRenderer(info.tokenizer, template_kwargs=own.chat_template_kwargs)
-        return InContext(reader, context, info.tokenizer, renderer, info.vocab_size, info.longest_text(own))
+            renderer = ChatRenderer(info.tokenizer, template_kwargs=settings.chat_template_kwargs)
+        return InContext(reader, context, info.tokenizer, renderer, info.vocab_size, info.longest_text(settings))
 
     contexts = [teacher.context for teacher in config.active_teachers]
     return tuple(
@@ -145,10 +148,13 @@ def _aligner(settings: CrossTokenizerTeacher, student: ModelInfo, teacher: Model
 
 
 def _same_tokenizer(config: RunConfig, i: int, student: ModelInfo, teachers: Sequence[ModelInfo]) -> SameTokenizer:
-    """Return teacher i's reader of the student's ids; teachers whose logits are averaged score the same tokens."""
-    together = teachers if config.aggregation.type == "averaged_logits" else teachers[i : i + 1]
-    ids = {int(index) for teacher in together for index in student.ids_missing_in(teacher)}
-    own = teachers[i].tokenizer
-    known = (own.unk_token_id, own.pad_token_id, 0)
-    readable = (index for index in known if index is not None and index < teachers[i].vocab_size and index not in ids)
-    return SameTokenizer(tuple(sorted(ids)), next(readable, 0))
+    """Return teacher i's reader of the student's ids.
+
+    With averaged logits, an id that one teacher lacks is missing for all, so that they score the same tokens.
+    """
+    scoring_together = teachers if config.aggregation.type == "averaged_logits" else teachers[i : i + 1]
+    missing = {int(index) for teacher in scoring_together for index in student.ids_missing_in(teacher)}
+    tokenizer = teachers[i].tokenizer
+    candidates = (index for index in (tokenizer.unk_token_id, tokenizer.pad_token_id, 0) if index is not None)
+    readable = (index for index in candidates if index < teachers[i].vocab_size and index not in missing)
+    return SameTokenizer(tuple(sorted(missing)), next(readable, 0))

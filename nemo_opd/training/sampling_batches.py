@@ -1,4 +1,4 @@
-"""The largest batches that a rank samples at a time: the student's rollouts and answers, a teacher's answers."""
+"""Largest batches that a rank samples at a time: rollouts and answers of the student, answers of a teacher."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from nemo_opd.rollout.base import BatchLimit
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Sequences that are sampled together."""
+    """Batch of sequences that are sampled together."""
 
     rows: int
     """Number of sequences."""
     prompt: int
-    """Length of the longest prompt, to which all are padded."""
+    """Tokens of the longest prompt; all prompts are padded to it."""
     new: int
-    """Number of tokens of the longest continuation."""
+    """Tokens of the longest continuation."""
 
     @property
     def limit(self) -> BatchLimit:
-        """Limits that a batch of longer sequences has too."""
+        """The same number of sequences and tokens as a limit; longer sequences get smaller batches."""
         return BatchLimit(self.rows, self.rows * (self.prompt + self.new))
 
 
 def student_samples(config: RunConfig) -> bool:
-    """Return whether the student samples in its own workers: rollouts, or answers of an off-policy run."""
+    """Return whether the student's workers sample: rollouts, or answers in an off-policy run."""
     if config.rollout is None:
         return config.evaluation is not None
     return isinstance(config.rollout, HFRollout)
 
 
 def teachers_answer(config: RunConfig) -> bool:
-    """Return whether teachers answer the evaluation's questions."""
+    """Return whether teachers answer evaluation questions."""
     return config.evaluation is not None and config.evaluation.teachers and bool(config.active_teachers)
 
 
 def student_batch(config: RunConfig, dp: int) -> SamplingBatch:
-    """Return the student's largest batch of rollouts and questions on one of `dp` data-parallel ranks."""
+    """Return the student's largest batch of rollouts or answers on one of `dp` data-parallel ranks."""
     rollout, questions, longest = config.rollout, config.evaluation, config.train.max_length
     if questions is None:
         assert isinstance(rollout, HFRollout)
@@ -54,11 +54,11 @@ def student_batch(config: RunConfig, dp: int) -> SamplingBatch:
 
 
 def teacher_batch(config: RunConfig, settings: Teacher) -> SamplingBatch:
-    """Return a teacher's largest batch of questions."""
+    """Return a teacher's largest batch of answers."""
     assert config.evaluation is not None
-    own = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
-    rows, longest = config.evaluation.teacher_batch_size, own or config.train.max_length
-    return _batch(config, rows, _longest_answer(config), longest)
+    max_length = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
+    longest = max_length or config.train.max_length
+    return _batch(config, config.evaluation.teacher_batch_size, _longest_answer(config), longest)
 
 
 def _longest_answer(config: RunConfig) -> int:
@@ -67,10 +67,10 @@ def _longest_answer(config: RunConfig) -> int:
 
 
 def _batch(config: RunConfig, rows: int, new: int, longest: int) -> SamplingBatch:
-    """Return a batch whose sequences have at most `longest` of the model's tokens.
+    """Return a batch of `rows` sequences with at most `longest` of the model's tokens.
 
-    A prompt's length is the student's times longest / `train.max_length`; the prompt of a later turn may leave only one
-    token.
+    The prompt's length is the student's times longest / `train.max_length`; with an environment, all but one token:
+    a later turn's prompt may leave room for just one.
     """
     scaled = -(-longest_prompt(config) * longest // config.train.max_length)
     prompt = longest - 1 if config.environment is not None else min(longest - 1, scaled)

@@ -1,4 +1,4 @@
-"""Writing of a run's checkpoints, at once or while training goes on."""
+"""Writing of a run's checkpoints, synchronously or in the background."""
 
 import time
 from collections.abc import Callable
@@ -15,45 +15,45 @@ from nemo_opd.training.models import Models
 
 
 class _GivenUpError(Exception):
-    """Signal that a checkpoint is not to be completed."""
+    """Abandonment of an incomplete checkpoint; its context removes the files."""
 
 
 @dataclass(frozen=True)
-class _Saving:
-    """A checkpoint that is being written."""
+class _UnfinishedCheckpoint:
+    """Checkpoint that is being written."""
 
     step: int
     models: Models
     folder: Path
     start: float
-    """Time, of the monotonic clock."""
+    """Value of `time.monotonic`."""
     stack: ExitStack
-    """Makes it a checkpoint when it is closed without an error."""
+    """Completes the checkpoint if closed without an error."""
 
 
 class Saving:
-    """Checkpoints of a run, one at a time; what is not complete when the run ends leaves no trace."""
+    """Writer of a run's checkpoints, one at a time. One that is incomplete when the run ends is removed."""
 
     def __init__(
         self, checkpoints: CheckpointManager, num_bytes: int, num_ranks: int, on_saved: Callable[[int, float], None]
     ) -> None:
         """num_bytes: estimated size of a checkpoint. num_ranks: ranks of the student.
 
-        on_saved: called with the step and the seconds it took, once a checkpoint is complete.
+        on_saved: called with step and seconds when a checkpoint is complete.
         """
         self._checkpoints = checkpoints
         self._num_bytes = num_bytes
         self._num_ranks = num_ranks
         self._on_saved = on_saved
-        self._current: _Saving | None = None
+        self._current: _UnfinishedCheckpoint | None = None
 
     def save(self, models: Models, progress: Progress) -> None:
-        """Write a checkpoint. Raises CheckpointError where the disk does not take it."""
+        """Write a checkpoint. Raises CheckpointError if the disk does not take it."""
         self._begin(models, progress, models.save)
         self.end()
 
     def begin(self, models: Models, progress: Progress) -> None:
-        """Begin a checkpoint that is written in the background, once the one before is complete; `end` completes it."""
+        """Wait for the previous checkpoint, then start writing one in the background; `end` completes it."""
         self._begin(models, progress, models.begin_save)
 
     def _begin(self, models: Models, progress: Progress, write: Callable[[Path], None]) -> None:
@@ -63,22 +63,22 @@ class Saving:
             folder = stack.enter_context(self._checkpoints.writing(progress, self._num_bytes))
             with self._working(progress.step, folder):
                 write(folder)
-            self._current = _Saving(progress.step, models, folder, start, stack.pop_all())
+            self._current = _UnfinishedCheckpoint(progress.step, models, folder, start, stack.pop_all())
 
     def end_if_written(self) -> None:
-        """Complete the checkpoint whose files are all written."""
+        """Complete the current checkpoint if all of its files are written."""
         if self._current is not None and self._current.models.is_saved():
             self.end()
 
     def end(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one. Raises what writing raised."""
+        """Wait for the current checkpoint, if any, and complete it. Raises the errors of writing."""
         if self._current is None:
             return
         current, self._current = self._current, None
         with current.stack:
             with self._working(current.step, current.folder):
                 current.models.end_save()
-            # Checked before it becomes the newest checkpoint and older ones are removed.
+            # Check before it becomes the newest checkpoint and older ones are removed.
             require_whole(current.folder, self._num_ranks)
         self._on_saved(current.step, time.monotonic() - current.start)
 
@@ -90,7 +90,7 @@ class Saving:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove what a run that fails has written; no worker may write any more."""
+        """Remove the incomplete checkpoint of a failed run. No worker may be writing any more."""
         if self._current is not None:
             with suppress(_GivenUpError), self._current.stack:
                 raise _GivenUpError

@@ -1,4 +1,4 @@
-"""The resources of a run, and its progress."""
+"""Resources and progress of a run."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,19 +46,19 @@ _VALIDATION, _EVALUATION = "validation", "evaluation"
 
 
 class _StoppedError(Exception):
-    """Signal that the run was interrupted before its first step."""
+    """Interrupt before the first step; `measure_start` catches it."""
 
 
 class Session:
-    """Cluster, models, data, loggers and checkpoints of one run, all closed at its exit, also after an error."""
+    """Cluster, models, data, loggers and checkpoints of one run. All are closed on exit, also after an error."""
 
     engine: Engine
-    """Engine that samples from the student, where the run samples or asks questions."""
+    """Engine that samples from the student; set only if the run samples or has `evaluation`."""
     evaluator: Evaluator
-    """Evaluator of a run with `evaluation`."""
+    """Evaluator; set only with `evaluation`."""
 
     def __init__(self, plan: Plan, callbacks: Sequence[Any] = ()) -> None:
-        """callbacks: in addition to those of the settings."""
+        """callbacks: added to those in `run.callbacks`."""
         self.plan = plan
         self.config = plan.config
         self.callbacks = Callbacks(self.config.run.callbacks, callbacks)
@@ -80,7 +80,7 @@ class Session:
         plan, config, progress = self.plan, self.config, self.plan.progress
         with ExitStack() as stack:
             stack.enter_context(RunLock(plan.output_dir))
-            self._require_as_planned()
+            self._require_unchanged_checkpoints()
             self.checkpoints.remove_incomplete()
             for step in plan.damaged_steps:
                 self.checkpoints.set_aside(step)
@@ -98,7 +98,7 @@ class Session:
                 self.source.start()
             if config.cluster.launcher == "ray":
                 self.loggers.phase(f"starting Ray and {plan.placement.num_processes} workers")
-            # Left after the cluster, when no worker writes any more.
+            # Entered before the cluster, so it exits after it, when no worker writes any more.
             saving = Saving(self.checkpoints, plan.checkpoint_bytes, plan.student_layout.size, self._on_saved)
             self.saving = stack.enter_context(saving)
             cluster = stack.enter_context(open_cluster(config.cluster, plan.device, plan.placement))
@@ -122,8 +122,8 @@ class Session:
             if isinstance(error, KeyboardInterrupt):
                 error.add_note(self.how_to_continue())
 
-    def _require_as_planned(self) -> None:
-        """Raise ConfigError where another run has written checkpoints since preflight."""
+    def _require_unchanged_checkpoints(self) -> None:
+        """Raise ConfigError if another run has written checkpoints since preflight."""
         planned = self.plan.progress.step if self.plan.progress else None
         newest = max(set(self.checkpoints.steps()) - set(self.plan.damaged_steps), default=None)
         if newest != planned:
@@ -148,13 +148,13 @@ class Session:
         return corpus.loader(self.config)
 
     def connect(self, stack: ExitStack) -> None:
-        """Open further resources, closed by `stack`, after the models are loaded and before the first batch."""
+        """Open resources that need the loaded models, before the first batch; `stack` closes them."""
         if self.config.evaluation is not None:
             self.engine = stack.enter_context(open_engine(self.plan, self.models, self.step))
             self.evaluator = Evaluator(self.plan, self.models, self.loggers.warn, stack, self.step)
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining steps, until the last one, early stopping, an interrupt or the end of the job's time."""
+        """Yield the remaining steps until the last one, early stopping, an interrupt or `train.save_before`."""
         self.time_limit.begin()
         while not self.is_complete and not self.interrupt.requested:
             self.saving.end_if_written()
@@ -168,26 +168,26 @@ class Session:
 
     @property
     def is_to_be_saved(self) -> bool:
-        """Whether the step gets a checkpoint."""
+        """Whether the current step gets a checkpoint."""
         return self.is_due(self.config.train.save_every) or self.interrupt.requested or self._is_best
 
     def is_due(self, every: int | None) -> bool:
-        """Return whether an action is due that is made every `every` steps and after the last."""
+        """Return whether something done every `every` steps, and after the last step, is due now."""
         return self.is_complete or _is_due(self.step, every)
 
-    def _evaluations_of(self, step: int) -> list[str]:
-        """Return the kinds of evaluation that a step has, as `time_limit` knows them."""
+    def _evaluations_after(self, step: int) -> list[str]:
+        """Return the kinds of evaluation due after a step, under the names that `time_limit` is given."""
         evaluation = self.config.evaluation
         kinds = {_VALIDATION: self.config.train.validate_every}
         kinds |= {} if evaluation is None else {_EVALUATION: evaluation.every}
         return [kind for kind, every in kinds.items() if step == self.plan.total_steps or _is_due(step, every)]
 
     def privilege_gaps(self, batch: Batch) -> dict[str, float]:
-        """Measure the privilege gaps that are due, of a step's batch; return train/privilege_gap/* and the like."""
+        """Measure the gaps due at this step; return `train/privilege_gap/*` and `train/contrast_gap/*`."""
         contexts = enumerate(teacher.context for teacher in self.config.active_teachers)
-        asked = [i for i, context in contexts if context and context.gap_every and self.step % context.gap_every == 0]
-        found = self.models.privilege_gaps(batch, asked) if asked else {}
-        measured = {name: gap for name, gap in found.items() if gap.count}
+        due = [i for i, context in contexts if context and context.gap_every and self.step % context.gap_every == 0]
+        gaps = self.models.privilege_gaps(batch, due) if due else {}
+        measured = {name: gap for name, gap in gaps.items() if gap.count}
         return {f"train/{name}": value for name, value in values_of(measured).items()}
 
     @property
@@ -196,7 +196,7 @@ class Session:
         return every is not None and self.step % every == 0
 
     def count_step(self, metrics: Metrics) -> None:
-        """Update the KD scale with the step's reduced metrics, or count and report a skipped step."""
+        """Update the KD scale from the step's reduced metrics, or count a skipped step and warn of it."""
         warning = self.skipped.observe(self.step, metrics)
         if warning is None:
             self.kd_scale.update(metrics)
@@ -204,7 +204,7 @@ class Session:
             self.loggers.warn(warning)
 
     def watch(self, record: Mapping[str, float]) -> None:
-        """Check the step's record after it is logged, and decide whether the run ends or the step is among the best.
+        """Read the logged record: decide whether the run ends and whether this step is among the best.
 
         Raises NotFiniteError after too many skipped steps.
         """
@@ -218,7 +218,7 @@ class Session:
             self.interrupt.requested = True
         if self.patience.is_over:
             self.loggers.warn(f"step {self.step}: {self.patience.reason}")
-        if self.time_limit.is_up(self._evaluations_of(self.step + 1)) and not self.is_complete:
+        if self.time_limit.is_up(self._evaluations_after(self.step + 1)) and not self.is_complete:
             self.loggers.warn(
                 f"step {self.step}: another step might leave no time to save before train.save_before="
                 f"{self.config.train.save_before}; saving and ending"
@@ -226,7 +226,7 @@ class Session:
             self.interrupt.requested = True
 
     def measure_start(self) -> None:
-        """Log metrics of student and teachers before the first step of a new run, unless it is interrupted."""
+        """Validate and evaluate before the first step of a new run, and log the result unless interrupted."""
         if self.step:
             return
         with suppress(_StoppedError):
@@ -236,7 +236,7 @@ class Session:
                 self.callbacks.on_start(values)
 
     def values_at_start(self) -> dict[str, float]:
-        """Return the metrics of validation and evaluation, as far as the run has them."""
+        """Return the metrics of student and teachers from validation and evaluation, if the run has these."""
         values = {} if self.plan.data.validation is None else self._validate_all()
         settings = self.config.evaluation
         if settings is None:
@@ -250,11 +250,11 @@ class Session:
         return values
 
     def step_values(self) -> dict[str, float]:
-        """Return metrics of the step's data that only this kind of run has."""
+        """Return the step's metrics that only this kind of run has."""
         return {}
 
     def evaluate(self) -> dict[str, float]:
-        """Return eval/* of the student with its current weights."""
+        """Evaluate the student with its current weights and return `eval/*`."""
         self.loggers.phase("asking the student")
         with self.time_limit.evaluating(_EVALUATION):
             self.update_engine()
@@ -267,19 +267,19 @@ class Session:
         self.engine.follow(self.step)
 
     def _validate_all(self) -> dict[str, float]:
-        """Validate student and teachers and return val/* of the student."""
+        """Validate student and teachers and return `val/*`, without the teachers' bits per byte."""
         self.loggers.phase("validating the student and its teachers")
         values = self.validate()
         self.bits_per_byte[STUDENT_BEFORE] = values["val/bits_per_byte"]
         teachers = values_of(validate_teachers(self.models, self._validation_batches("validating the teachers")))
         by_name = {name: teachers.pop(f"bits_per_byte/{name}") for name in self.config.active_names}
         self._warn_of_not_finite({f"bits per byte of teacher {name}": bits for name, bits in by_name.items()})
-        # 0 is of a teacher to which no validation text is routed.
+        # A teacher without routed validation texts has 0.
         self.bits_per_byte |= {name: bits for name, bits in by_name.items() if bits != 0}
         return values | {f"val/{name}": value for name, value in teachers.items()}
 
     def validate(self) -> dict[str, float]:
-        """Validate the student with its current weights and return val/*."""
+        """Validate the student with its current weights and return `val/*`."""
         with self.time_limit.evaluating(_VALIDATION):
             metrics = validate(self.models, self._validation_batches("validating the student"))
         named = objective_values(self.config, metrics, self.kd_scale.value, "val")
@@ -288,13 +288,13 @@ class Session:
         return named
 
     def _warn_of_not_finite(self, validated: Mapping[str, float]) -> None:
-        if wrong := [f"{name} is {value}" for name, value in validated.items() if not math.isfinite(value)]:
-            self.loggers.warn(f"validation after step {self.step}: {', '.join(wrong)}")
+        if not_finite := [f"{name} is {value}" for name, value in validated.items() if not math.isfinite(value)]:
+            self.loggers.warn(f"validation after step {self.step}: {', '.join(not_finite)}")
 
     def _validation_batches(self, name: str) -> Iterator[Batch]:
-        """Yield the validation batches; name: of the work, for the progress display.
+        """Yield the validation batches. name: shown by the progress display.
 
-        Raises what `end_before_first_step` does.
+        Raises _StoppedError if interrupted before the first step.
         """
         data, batch_size = self.plan.data, self.config.train.global_batch_size
         assert data.validation is not None
@@ -304,12 +304,12 @@ class Session:
             yield batch
 
     def end_before_first_step(self) -> None:
-        """Raise _StoppedError, which `measure_start` catches, where the run is interrupted before its first step."""
+        """Raise _StoppedError if the run is interrupted before its first step."""
         if not self.step and self.interrupt.requested:
             raise _StoppedError
 
     def save(self) -> None:
-        """Write a checkpoint of this step, or begin to where it is written while training goes on."""
+        """Write a checkpoint of this step; with `train.async_save` only begin to write it."""
         progress = Progress(
             step=self.step,
             loader=self.lookahead.state_dict(),
@@ -344,17 +344,16 @@ class Session:
         )
 
     def finish(self) -> None:
-        """Export the student and averages of its weights, write the report and print the closing table.
+        """Export the student and its averaged weights, write the report and print the closing table.
 
-        Raises NotFiniteError for a student that has diverged, and HubError where it cannot be pushed, once all else is
-        done.
+        Raises NotFiniteError if the student has diverged and, at the very end, HubError if the push fails.
         """
         if self._validated_at < self.step and self.plan.data.validation is not None:
-            self.validate()  # a finished run, started again, or one that ended early
+            self.validate()  # a finished run was started again, or the run ended early
         self.skipped.require_sound_end(self.student_after)
         if self.skipped.in_a_row:
             self.loggers.warn(
-                f"the last {self.skipped.in_a_row} steps were not taken, so the model is of step "
+                f"the last {self.skipped.in_a_row} steps were skipped, so the model has the weights of step "
                 f"{self.step - self.skipped.in_a_row}; it may have diverged"
             )
         self.loggers.phase("writing the model and the report")
@@ -362,7 +361,7 @@ class Session:
         best = export_best(self.plan, self.best, self.checkpoints)
         if best is None and (settings := self.config.train.keep_best) is not None:
             self.loggers.warn(
-                f"there is no best/: {settings.metric} (train.keep_best) had no value of a kept checkpoint"
+                f"no best/ was exported: no kept checkpoint has a value of {settings.metric} (train.keep_best)"
             )
         folder = self.plan.output_dir
         closing = closing_table(self.config, folder, self.bits_per_byte, self.student_after, self.step)

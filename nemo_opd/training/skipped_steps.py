@@ -1,4 +1,4 @@
-"""Steps that are skipped because they are not finite (methods.md §12)."""
+"""Steps that are skipped because their loss or gradient is not finite (methods.md §12)."""
 
 import math
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ from nemo_opd.workers.terms import IS_TAKEN, objective_terms
 
 
 class SkippedSteps:
-    """Count of skipped steps, in total and in a row, with the reason of the last one."""
+    """Counts of skipped steps, in total and in a row, with the reason for the last one."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.total = 0
         self.in_a_row = 0
         self._is_students = False
-        """Whether no term of the last one was finite, so that the student's logits are the cause."""
+        """Whether no term of the last skipped step was finite, so the student's logits are the cause."""
         self._last = ""
 
     def observe(self, step: int, metrics: Metrics) -> str | None:
-        """Count a step by its reduced metrics; return a warning if it was skipped, else None."""
+        """Count a step from its reduced metrics; return a warning if it was skipped, else None."""
         if metrics[IS_TAKEN].value():
             self.in_a_row = 0
             return None
@@ -29,38 +29,40 @@ class SkippedSteps:
         self.in_a_row += 1
         self._is_students = not any(math.isfinite(value) for value in _term_values(self._config, metrics).values())
         self._last = f"step {step}: {cause(self._config, metrics)}"
-        return f"{self._last}; the step is not taken, and weights, optimizer and schedule stay as they are"
+        return f"{self._last}; the step is skipped, and weights, optimizer and schedule stay as they are"
 
     def require_progress(self) -> None:
         """Raise NotFiniteError after `train.max_skipped_steps` skipped steps in a row."""
         limit = self._config.train.max_skipped_steps
         if self.in_a_row >= limit:
             raise NotFiniteError(
-                f"{self._last}; the last {self.in_a_row} steps were not taken (train.max_skipped_steps={limit}), and "
-                "the student's weights are as they were before: lower student.optimizer.lr or set train.gradient_clip "
-                f"where the student has diverged{self._hint()}, and leave out a teacher whose own logits overflow"
+                f"{self._last}; the last {self.in_a_row} steps were skipped (train.max_skipped_steps={limit}), which "
+                "leaves the student's weights as they were before: if the student has diverged, lower "
+                f"student.optimizer.lr or set train.gradient_clip{self._hint()}; leave out a teacher whose logits "
+                "overflow"
             )
 
     def require_sound_end(self, validated: float | None) -> None:
-        """Raise NotFiniteError where the run would end with a student that has diverged.
+        """Raise NotFiniteError if the run would end with a diverged student.
 
-        validated: its bits per byte; None without validation, where the last step decides.
+        validated: bits per byte of the student. Without validation (None) the last step decides.
         """
         if validated is None:
-            has_diverged, seen = self.in_a_row > 0 and self._is_students, "the last step was not taken"
+            has_diverged, evidence = self.in_a_row > 0 and self._is_students, "the last step was skipped"
         else:
-            has_diverged, seen = not math.isfinite(validated), f"the last validation gives {validated} bits per byte"
+            has_diverged = not math.isfinite(validated)
+            evidence = f"the last validation gives {validated} bits per byte"
         if has_diverged:
             raise NotFiniteError(
-                f"{seen}: the student has diverged and is not exported, and the last {self.in_a_row} steps were not "
-                "taken; lower student.optimizer.lr or set train.gradient_clip and start again with another "
+                f"{evidence}: the student has diverged and is not exported, and the last {self.in_a_row} steps were "
+                "skipped; lower student.optimizer.lr or set train.gradient_clip and start again with another "
                 "run.output_dir, or export a checkpoint with nemo-opd checkpoint to-hf"
             )
 
     def _hint(self) -> str:
-        half = [i for i, teacher in enumerate(self._config.active_teachers) if teacher.dtype == "float16"]
-        written = " ".join(f"teachers.{i}.dtype=bfloat16" for i in half)
-        return f", and write {written} where a teacher overflows in float16" if half else ""
+        in_float16 = [i for i, teacher in enumerate(self._config.active_teachers) if teacher.dtype == "float16"]
+        settings = " ".join(f"teachers.{i}.dtype=bfloat16" for i in in_float16)
+        return f"; write {settings} if a teacher overflows in float16" if in_float16 else ""
 
     def state_dict(self) -> dict[str, int]:
         return {"total": self.total, "in_a_row": self.in_a_row, "is_students": int(self._is_students)}
@@ -71,15 +73,15 @@ class SkippedSteps:
 
 
 def _term_values(config: RunConfig, metrics: Metrics) -> dict[str, float]:
-    """Return the objective's terms without weights, by name."""
+    """Return the objective's unweighted terms, keyed by name."""
     return {term.name: term.metric.value() for term in objective_terms(config, metrics)}
 
 
 def cause(config: RunConfig, metrics: Metrics) -> str:
-    """Describe which terms of the objective were not finite, or that the gradient alone was not."""
+    """Describe which terms of the objective were not finite, or that only the gradient was not."""
     values = _term_values(config, metrics)
-    wrong = [f"{name} ({value})" for name, value in values.items() if not math.isfinite(value)]
-    if wrong:
+    not_finite = [f"{name} ({value})" for name, value in values.items() if not math.isfinite(value)]
+    if not_finite:
         logits = ", so the student's own logits are not" if "CE" in values and not math.isfinite(values["CE"]) else ""
-        return f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not finite{logits}"
+        return f"{', '.join(not_finite)} {'is' if len(not_finite) == 1 else 'are'} not finite{logits}"
     return f"the gradient's norm is {metrics['grad_norm'].value()}, although all terms of the loss are finite"

@@ -52,25 +52,23 @@ if TYPE_CHECKING:
     from nemo_opd.evaluation.benchmarks import BenchmarkResult
 
 _NO_LIMIT = 1 << 30
-"""Tokens of a sequence of a model whose configuration names no limit."""
+"""Sequence length in tokens if the model's configuration has no limit."""
 
 _log = logging.getLogger(__name__)
 
 
 def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[str, EvaluationResult]:
-    """Evaluate as `drive` does; return nothing where another rank of torchrun drives."""
+    """Evaluate as `drive` does; return an empty dict on torchrun ranks other than the driver."""
     with driving(config.cluster.on(config.device)) as is_driver:
         return drive(config, console or Console()) if is_driver else {}
 
 
 def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationResult]:
-    """Evaluate, print a table of each set and benchmark, and write into `output_dir`: config.yaml, results.json and, of
-    sets, samples.jsonl.
+    """Evaluate, print a table per set and benchmark, and return the results keyed by name of the set.
 
-    What is known is written after each set and each benchmark.
-
-    Return the results by name of the set. Raises what reading the model and the questions, the engine, the environment
-    and the reward raise.
+    Writes config.yaml, results.json and, if there are sets, samples.jsonl into `output_dir`. Results so far are
+    written after each set and benchmark. Raises the errors of reading the model and the questions, and of engine,
+    environment and reward.
     """
     require_installed(config.rollout)
     output_dir = config.output_dir or _default_output_dir()
@@ -83,7 +81,10 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
         require_causal(model, config.model, key="model")
         positions = max_positions(model)
         renderers = [build_renderer(tokenizer, resolved.is_chat, config.chat_template_kwargs) for resolved in sets]
-        fitting = [_fitting(*each, config, positions) for each in zip(sets, questions, renderers, strict=True)]
+        fitting = [
+            _drop_long_questions(resolved, prompts, renderer, config, positions)
+            for resolved, prompts, renderer in zip(sets, questions, renderers, strict=True)
+        ]
         ends = end_ids(tokenizer, GenerationConfig.from_model_config(model))
         engine: Generator
         with busy(f"loading {config.model}"):
@@ -95,26 +96,26 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
                 opened = ENGINES[type(config.rollout)].for_model(config.rollout, spec, config.model, config.device)
                 engine = stack.enter_context(opened)
         write_atomically(output_dir / "config.yaml", to_yaml(config).encode())
-        dropped = {resolved.name: kept.num_dropped for resolved, kept in zip(sets, fitting, strict=True)}
+        dropped = {resolved.name: prompts.num_dropped for resolved, prompts in zip(sets, fitting, strict=True)}
         results: dict[str, EvaluationResult] = {}
         seconds: dict[str, float] = {}
         scored: list[BenchmarkResult] = []
-        for resolved, kept, renderer, reward in zip(sets, fitting, renderers, rewards, strict=True):
+        for resolved, prompts, renderer, reward in zip(sets, fitting, renderers, rewards, strict=True):
             start = time.monotonic()
-            with busy(f"{resolved.label}: asking {len(kept.prompts):,} questions"):
-                results[resolved.name] = _ask(config, resolved, engine, renderer, kept, reward, positions)
+            with busy(f"{resolved.label}: asking {len(prompts.prompts):,} questions"):
+                results[resolved.name] = _ask(config, resolved, engine, renderer, prompts, reward, positions)
             seconds[resolved.name] = time.monotonic() - start
-            samples = (each for found in results.values() for each in all_answers(found))
+            samples = (answer for result in results.values() for answer in all_answers(result))
             write_samples(output_dir / "samples.jsonl", samples)
             _write_results(output_dir, config, results, dropped, seconds, scored)
-        for result in _run_benchmarks(config, benchmarks, tokenizer, positions, engine) if benchmarks else ():
-            scored.append(result)
+        for benchmark in _run_benchmarks(config, benchmarks, tokenizer, positions, engine) if benchmarks else ():
+            scored.append(benchmark)
             _write_results(output_dir, config, results, dropped, seconds, scored)
     for resolved in sets:
         console.print(_estimates_table(results[resolved.name], resolved.settings))
-    for each in scored:
-        title = f"{each.name}: {each.num_questions:,} questions"
-        console.print(_table(title, each.estimates, config.confidence))
+    for benchmark in scored:
+        title = f"{benchmark.name}: {benchmark.num_questions:,} questions"
+        console.print(_table(title, benchmark.estimates, config.confidence))
     written = "results.json and samples.jsonl" if sets else "results.json"
     console.print(f"wrote {output_dir}/{written}", soft_wrap=True)
     return results
@@ -129,7 +130,7 @@ def _ask(
     reward: RewardFunction,
     positions: int | None,
 ) -> EvaluationResult:
-    found = ask(
+    result = ask(
         resolved,
         questions.prompts,
         reward,
@@ -141,21 +142,21 @@ def _ask(
         seed=config.seed,
         failures_are_wrong=config.on_error == "warn",
     )
-    if found.failures:
-        _log.warning("%s", found.failure_text(resolved.label))
-    return found
+    if result.failures:
+        _log.warning("%s", result.failure_text(resolved.label))
+    return result
 
 
 def _load_benchmarks(config: EvaluationConfig) -> tuple[LoadedBenchmark, ...]:
-    """Load the benchmarks. Raises ConfigError for a server, which gives no likelihoods of given texts."""
+    """Load the benchmarks. Raises ConfigError with a rollout server: servers do not score given texts."""
     if not config.benchmarks:
         return ()
     if not isinstance(config.rollout, HFRollout):
         raise ConfigError(
-            f"rollout.type={config.rollout.type}: benchmarks read likelihoods in workers; write rollout=hf, or "
-            "leave benchmarks out"
+            f"rollout.type={config.rollout.type}: benchmarks need likelihoods, which only workers compute; write "
+            "rollout=hf, or leave benchmarks out"
         )
-    from nemo_opd.evaluation.benchmark_tasks import load_benchmarks  # with a library that only some have
+    from nemo_opd.evaluation.benchmark_tasks import load_benchmarks  # needs an optional library
 
     return load_benchmarks(config, "")
 
@@ -174,14 +175,14 @@ def _run_benchmarks(
     text = TextModel(tokenizer, longest_request(config, positions), config.chat_template_kwargs, config.seed)
     model = LanguageModel(text, engine.likelihoods, engine)
     allows = config.confirm_run_unsafe_code
-    for each in benchmarks:
-        with busy(f"benchmark {each.settings.label}"):
-            found = run_benchmark(each, model, config.confidence, allows_code=allows)
-        yield found
+    for benchmark in benchmarks:
+        with busy(f"benchmark {benchmark.settings.label}"):
+            result = run_benchmark(benchmark, model, config.confidence, allows_code=allows)
+        yield result
 
 
 def _load_tokenizer(config: EvaluationConfig) -> PreTrainedTokenizerFast:
-    """Load the tokenizer, with the chat template that the settings name. Raises ModelError."""
+    """Load the tokenizer, with `chat_template` if it is set. Raises ModelError."""
     key, source = ("model", config.model) if config.tokenizer is None else ("tokenizer", config.tokenizer)
     tokenizer = load_tokenizer(source, key=key)
     if config.chat_template is not None:
@@ -189,26 +190,25 @@ def _load_tokenizer(config: EvaluationConfig) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _fitting(
+def _drop_long_questions(
     resolved: ResolvedSet, prompts: list[Prompt], renderer: Renderer, config: EvaluationConfig, positions: int | None
 ) -> Kept:
-    """Return the questions that leave room for an answer in the model's positions, None being any number.
+    """Drop questions that leave no room for an answer in the model's positions (None: no limit).
 
-    Raises DataError where none is left.
+    Raises DataError if no question remains.
     """
     new = resolved.settings.max_new_tokens or config.max_new_tokens
     limits = [config.max_prompt_length, None if positions is None else positions - new]
     way_out = (
-        f"the model has {'any number of' if positions is None else positions} positions, "
-        f"max_new_tokens={new} of them are for the answer, and "
-        f"max_prompt_length={config.max_prompt_length}; change one of these"
+        f"the model has {'unlimited' if positions is None else positions} positions, max_new_tokens={new} of them "
+        f"for the answer, and max_prompt_length={config.max_prompt_length}; change one of these"
     )
     limit = min((limit for limit in limits if limit is not None), default=None)
-    kept = drop_long(prompts, renderer, limit, key=resolved.key, way_out=way_out)
-    if kept.num_dropped:
-        counts = kept.num_dropped, len(prompts)
+    fitting = drop_long(prompts, renderer, limit, key=resolved.key, way_out=way_out)
+    if fitting.num_dropped:
+        counts = fitting.num_dropped, len(prompts)
         _log.warning("%s: %d of %d questions are too long and were left out", resolved.label, *counts)
-    return kept
+    return fitting
 
 
 def _write_results(
@@ -219,8 +219,8 @@ def _write_results(
     seconds: Mapping[str, float],
     benchmarks: Sequence[BenchmarkResult],
 ) -> None:
-    """Write results.json: of the questions without a name at the top, of others under `sets`, then benchmarks."""
-    found = {
+    """Write results.json: the unnamed set at the top level, named sets under `sets`, then benchmarks."""
+    by_set = {
         name: {
             "num_questions": len(result.questions),
             "num_dropped": dropped[name],
@@ -234,31 +234,31 @@ def _write_results(
         }
         for name, result in results.items()
     }
-    unnamed = found.pop("", {})
-    written: dict[str, Any] = {"model": config.model, **unnamed} | ({"sets": found} if found else {})
+    unnamed = by_set.pop("", {})
+    content: dict[str, Any] = {"model": config.model, **unnamed} | ({"sets": by_set} if by_set else {})
     if benchmarks:
-        written["benchmarks"] = {
-            each.name: {
-                "num_questions": each.num_questions,
+        content["benchmarks"] = {
+            benchmark.name: {
+                "num_questions": benchmark.num_questions,
                 "confidence": config.confidence,
-                "estimates": {metric: asdict(estimate) for metric, estimate in each.estimates.items()},
+                "estimates": {metric: asdict(estimate) for metric, estimate in benchmark.estimates.items()},
             }
-            for each in benchmarks
+            for benchmark in benchmarks
         }
-    write_atomically(output_dir / "results.json", (json.dumps(written, indent=2) + "\n").encode())
+    write_atomically(output_dir / "results.json", (json.dumps(content, indent=2) + "\n").encode())
 
 
 def _by_level(result: EvaluationResult) -> dict[str, Any]:
-    """Return the means of the questions of each level; nothing where no column names levels."""
+    """Return each measure's mean over the questions of each level; empty if no column names levels."""
     rows: dict[str, list[int]] = {}
     for row, level in enumerate(result.levels):
         rows.setdefault(level, []).append(row)
     means = {
         level: {
-            "num_questions": len(own),
-            **{measure: fmean(each[row] for row in own) for measure, each in result.values.items()},
+            "num_questions": len(level_rows),
+            **{measure: fmean(values[row] for row in level_rows) for measure, values in result.values.items()},
         }
-        for level, own in rows.items()
+        for level, level_rows in rows.items()
     }
     return {"by_level": means} if means else {}
 
@@ -268,9 +268,9 @@ def _default_output_dir() -> Path:
 
 
 def _estimates_table(result: EvaluationResult, settings: Questions) -> Table:
-    """Return a table with a row for each estimate and its interval, then the lengths of answers.
+    """Return a table with a row per estimate and its interval, then answer length and truncation.
 
-    Shares are in per cent; a mean reward is a plain number where a reward is not between 0 and 1.
+    Shares are in per cent; the mean reward is a plain number unless all rewards are between 0 and 1.
     """
     named = f"{result.name}: " * bool(result.name)
     title = f"{named}{len(result.questions):,} questions, {settings.n:,} sampled answers each"
@@ -284,12 +284,13 @@ def _estimates_table(result: EvaluationResult, settings: Questions) -> Table:
 
 
 def _table(title: str, estimates: Mapping[str, Estimate], confidence: float, plain: Collection[str] = ()) -> Table:
-    """Return a table of estimates; plain: those that are no shares, in addition to those beyond 0 to 1."""
+    """Return a table of estimates. plain: names of estimates to show as numbers although they are between 0 and 1."""
     table = Table(title=title)
     table.add_column("figure")
     table.add_column("value", justify="right")
     table.add_column(f"{100 * confidence:.4g} % interval", justify="right")
-    for name, found in estimates.items():
-        form = share if name not in plain and is_share(name, found.value, found.low, found.high) else figure
-        table.add_row(name, form(found.value), f"{form(found.low)} to {form(found.high)}")
+    for name, estimate in estimates.items():
+        is_percentage = name not in plain and is_share(name, estimate.value, estimate.low, estimate.high)
+        form = share if is_percentage else figure
+        table.add_row(name, form(estimate.value), f"{form(estimate.low)} to {form(estimate.high)}")
     return table

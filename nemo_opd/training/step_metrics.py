@@ -1,4 +1,4 @@
-"""Logged values of a global step: the objective (methods.md §7.3), the scale of KD, and times."""
+"""Logged values of a step: the objective (methods.md §7.3), the scale of KD, and times."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ from nemo_opd.workers.terms import IS_TAKEN
 def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase: str) -> dict[str, float]:
     """Return reduced metrics under their logged names, with the totals `<phase>/kd` and `<phase>/loss`.
 
-    Metrics without units are left out (CE where the student has sampled all texts, KD of a teacher to which none is
-    routed), as are the phases of workers and IS_TAKEN.
+    CE and KD without units are left out (CE if the student sampled all texts, KD of a teacher to which no text is
+    routed), and so are the workers' phases and IS_TAKEN.
     """
     logged = {
         name: metric
@@ -41,7 +41,7 @@ def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase
 class KDScale:
     """Factor of KD: 1, or with `loss.scaling=dynamic` EMA(CE)/EMA(KD), at most `loss.scaling_cap` (methods.md §7.3).
 
-    Only steps count that were taken and had both terms. The averages start at 0, a bias that cancels in their ratio.
+    Skipped steps and steps without both terms do not count. The averages start at 0, a bias that cancels in the ratio.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -53,14 +53,14 @@ class KDScale:
     def value(self) -> float:
         if not self._is_dynamic or (self._ce, self._kd) == (0, 0):
             return 1.0
-        # The magnitude, as KD of a truncated divergence without normalisation may be negative.
+        # The absolute value: KD of a truncated divergence without normalisation may be negative.
         return min(self._cap, self._ce / abs(self._kd)) if self._kd else self._cap
 
     def update(self, metrics: Metrics) -> None:
-        """Update the averages with the reduced metrics of a step that was taken; both terms need units."""
+        """Update the averages with the reduced metrics of a step that was not skipped, if both terms have units."""
         ce, parts = metrics["ce"], [metric for name, metric in metrics.items() if name.startswith(PART)]
         kd = kd_of(metrics)
-        # CE with weight 0 may be infinite in a step that is taken.
+        # CE with weight 0 may be infinite although the step is not skipped.
         if _has_units([ce]) and _has_units(parts) and math.isfinite(ce.value()) and math.isfinite(kd):
             self._ce = self._decay * self._ce + (1 - self._decay) * ce.value()
             self._kd = self._decay * self._kd + (1 - self._decay) * kd
@@ -77,37 +77,38 @@ def _has_units(metrics: Iterable[Metric]) -> bool:
 
 
 def useful_positions(scored: ScoredBatch, by_student: float, names: Sequence[str]) -> dict[str, float]:
-    """Return the share of positions that are tokens: `perf/useful_positions` of the student, and of each teacher.
+    """Return the shares of positions that are not padding: `perf/useful_positions` and the same for each teacher.
 
-    by_student: positions that it has read. names: of the teachers.
+    by_student: positions that the student has read. names: names of the teachers.
     """
-    found = {"perf/useful_positions": int(scored.batch.student.lengths.sum()) / by_student}
+    shares = {"perf/useful_positions": int(scored.batch.student.lengths.sum()) / by_student}
     for name, rows, positions in zip(names, scored.batch.teachers, scored.positions, strict=True):
-        found[f"perf/useful_positions/{name}"] = int(rows.tokens.lengths.sum()) / positions
-    return found
+        shares[f"perf/useful_positions/{name}"] = int(rows.tokens.lengths.sum()) / positions
+    return shares
 
 
 _STUDENT = ("forward", "backward")
-"""Phases of the student's worker that a teacher also has."""
+"""Phases that teachers have too, so their metric names get the prefix `student_`."""
 
 
 def step_times(spans: Mapping[str, float], student: Metrics, teachers: Mapping[str, float]) -> dict[str, float]:
-    """Return perf/step_s and its parts, in seconds.
+    """Return `perf/step_s` and its parts, in seconds.
 
-    spans: the driver's, with `step_s`. student: metrics with the phases of its workers, maxima over ranks. teachers:
-    time of each. Where teachers work ahead, perf/teacher_s is the slowest one's time, and only perf/teacher_wait_s is
-    part of the step. perf/other_s is the rest: calls between processes, merging metrics, offloading.
+    spans: the driver's timer spans, with `step_s`. student: metrics with the phases of its workers, maxima over ranks.
+    teachers: seconds keyed by name. If teachers read ahead, perf/teacher_s is the time of the slowest, and only
+    perf/teacher_wait_s is part of the step. perf/other_s is the remainder: calls between processes, merging metrics,
+    offloading.
     """
-    # The last steps of a run read no batch where teachers work ahead.
+    # If teachers read ahead, the last steps of a run read no batch.
     times = {"perf/data_wait_s": 0.0} | {f"perf/{span}": seconds for span, seconds in spans.items()}
     if teachers:
         times.setdefault("perf/teacher_s", max(teachers.values()))
     times |= {f"perf/teacher_s/{name}": seconds for name, seconds in teachers.items()}
     for name, metric in student.items():
         if name.startswith(PHASE):
-            times[_recorded_as(name.removeprefix(PHASE))] = metric.value()
+            times[_metric_name(name.removeprefix(PHASE))] = metric.value()
     return {**times, "perf/other_s": step_parts(times)[OTHER]}
 
 
-def _recorded_as(phase: str) -> str:
+def _metric_name(phase: str) -> str:
     return f"perf/student_{phase}_s" if phase in _STUDENT else f"perf/{phase}_s"

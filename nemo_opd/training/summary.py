@@ -1,4 +1,4 @@
-"""The summary of a run before it starts, and the report of a dry run."""
+"""Summary of a run before it starts, and the report of a dry run."""
 
 import platform
 from collections.abc import Iterator, Sized
@@ -27,7 +27,7 @@ from nemo_opd.training.survey import Survey
 
 
 def run_summary(plan: Plan) -> RunSummary:
-    """Return the facts that loggers show at the start of a run."""
+    """Return the summary that loggers show at the start of a run."""
     config, train = plan.config, plan.config.train
     noun = "packed rows of" if config.packs_documents else "sequences of up to"
     teachers = [
@@ -57,7 +57,7 @@ def run_summary(plan: Plan) -> RunSummary:
 
 
 def _origin(teacher: Teacher) -> str:
-    """Return the teacher's model and who computes it, or what its weights are."""
+    """Describe the teacher's model and its cache or servers, or its relation to the student's weights."""
     if teacher.weights == "ema":
         return f"average of the student's weights, decay {teacher.ema_decay:g}"
     if teacher.weights == "student":
@@ -75,7 +75,7 @@ def _coverage_lines(statistics: Survey, teacher: int) -> list[str]:
 
 
 def _layout_of(plan: Plan) -> str:
-    """Return text such as `2 ranks: 2 tensor parallel; teachers separate, 1 batch ahead: cross 1 rank, same 1 rank`."""
+    """Describe layouts: `2 ranks: 2 tensor parallel; teachers separate, 1 batch ahead: cross 1 rank, same 1 rank`."""
     student = _describe_layout(plan.student_layout)
     teachers = {
         name: _describe_layout(layout)
@@ -89,7 +89,7 @@ def _layout_of(plan: Plan) -> str:
 
 
 def device_name(device: str) -> str:
-    """Return the name of the GPU or CPU in this machine; without that GPU, the kind of device."""
+    """Return the name of this machine's GPU or CPU; the kind of device if this machine has no such GPU."""
     if device == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return _cpu_name() if device == "cpu" else device
@@ -107,7 +107,7 @@ def _cpu_name() -> str:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print the audit of every teacher's projection, warnings, the batch grid and the memory estimate."""
+    """Print the projections' audits, warnings, the batch grid, the memory estimate and the result of the dry run."""
     for i, teacher in enumerate(plan.teachers):
         if teacher.audit is not None:
             console.print(audit_table(teacher.audit))
@@ -119,24 +119,25 @@ def print_plan(plan: Plan, console: Console) -> None:
     for lines in memory_report(plan.memory, plan.config):
         console.print(lines)
     if not plan.config.logging.console.memory_table:
-        console.print(Text("  part by phase: logging.console.memory_table=true", "dim"))
+        console.print(Text("  table of parts and phases: logging.console.memory_table=true", "dim"))
     for line in _dry_run_result(plan):
         console.print(line)
 
 
 def _dry_run_result(plan: Plan) -> Iterator[Text]:
-    """Yield that all checks passed, and what they have not read."""
-    passed = ": settings, models, data and layout fit; nothing was written"
-    yield Text.assemble(("dry run passed", "bold green"), passed)
+    """Yield the result, and the data that the checks did not read."""
+    yield Text.assemble(
+        ("dry run passed", "bold green"), ": settings, models, data and layout fit; nothing was written"
+    )
     config = plan.config
     loaded = [teacher.reference for teacher in config.active_teachers if teacher.is_computed]
     models = dict.fromkeys([config.student.model, *loaded])
     unread = [f"the weights of {', '.join(models)}"]
-    if (rest := len(plan.data.train) - plan.survey.num_texts) > 0:
-        unread.append(f"{rest:,} of {len(plan.data.train):,} training {plan.data.noun}, which are tokenized in the run")
+    if (number := len(plan.data.train) - plan.survey.num_texts) > 0:
+        unread.append(f"{number:,} of {len(plan.data.train):,} training {plan.data.noun}, tokenized during the run")
     yield Text(f"not read: {'; '.join(unread)}", "dim")
     if plan.progress is not None:
-        yield Text(f"read and compared with its hashes, not loaded: the checkpoint of step {plan.progress.step}", "dim")
+        yield Text(f"checked against its hashes, not loaded: the checkpoint of step {plan.progress.step}", "dim")
 
 
 def batch_grid(plan: Plan) -> Table:
@@ -148,7 +149,7 @@ def batch_grid(plan: Plan) -> Table:
     rows = {
         **_data_rows(data),
         **_question_rows(plan),
-        f"{noun} a step": str(train.global_batch_size),
+        f"{noun} per step": str(train.global_batch_size),
         "device": plan.device,
         "student": _describe_layout(plan.student_layout),
         **{
@@ -156,10 +157,10 @@ def batch_grid(plan: Plan) -> Table:
             for i, (name, layout) in enumerate(zip(names, plan.teacher_layouts, strict=True))
         },
         "placement of teachers": _describe_placement(plan),
-        f"{noun} a rank": str(plan.rows_per_rank),
-        "tokens at a time": f"{train.tokens_at_a_time:,} a rank",
+        f"{noun} per rank": str(plan.rows_per_rank),
+        "tokens at a time": f"{train.tokens_at_a_time:,} per rank",
         "longest sequence": f"{train.max_length:,} tokens",
-        "steps an epoch": f"{about}{plan.steps_per_epoch:,}",
+        "steps per epoch": f"{about}{plan.steps_per_epoch:,}",
         "steps": f"{plan.total_steps:,}",
         "aggregation": plan.config.aggregation.type,
         "handoff": f"{plan.config.handoff.type} by {plan.transport}",
@@ -172,19 +173,19 @@ def batch_grid(plan: Plan) -> Table:
 
 def _traffic_rows(plan: Plan) -> dict[str, str]:
     """Return a row for each teacher whose output is sent between nodes."""
-    by = BACKENDS[plan.device]
+    backend = BACKENDS[plan.device]
     rows = {}
     for name, delivery in zip(plan.config.active_names, plan.deliveries, strict=True):
         if delivery.crosses_nodes:
             total = sum(delivery.traffic, Traffic())
             rows[f"{name}, between nodes"] = (
-                f"{_amount(total.output)} of hidden states a step, {_amount(total.head)} of heads once, by {by}"
+                f"{_amount(total.output)} of hidden states per step, {_amount(total.head)} of heads once, by {backend}"
             )
     return rows
 
 
 def _coverage_rows(plan: Plan) -> dict[str, str]:
-    """Return rows with each teacher's coverage and longest sequence, estimated from a few texts."""
+    """Return rows with each teacher's coverage and longest sequence, estimated from the sampled texts."""
     rows = {}
     statistics = plan.survey
     of_teachers = zip(plan.config.active_names, statistics.coverage, statistics.targets, statistics.widths, strict=True)
@@ -214,21 +215,21 @@ def _data_rows(data: Corpus | Prompts) -> dict[str, str]:
 
 
 def _question_rows(plan: Plan) -> dict[str, str]:
-    """Return the number of questions of each set."""
+    """Return rows with the number of questions of each set, and the benchmarks."""
     if plan.config.evaluation is None:
         return {}
-    counted = {
-        f"questions{f' of {each.resolved.name}' * bool(each.resolved.name)}": f"{len(each.prompts):,}"
-        + f", {each.num_dropped:,} too long left out" * bool(each.num_dropped)
-        for each in plan.questions
+    rows = {
+        f"questions{f' of {loaded.resolved.name}' * bool(loaded.resolved.name)}": f"{len(loaded.prompts):,}"
+        + f", {loaded.num_dropped:,} too long left out" * bool(loaded.num_dropped)
+        for loaded in plan.questions
     }
     if plan.benchmarks is not None:
-        counted["benchmarks"] = ", ".join(each.settings.label for each in plan.benchmarks.loaded)
-    return counted or {"questions": "none"}
+        rows["benchmarks"] = ", ".join(loaded.settings.label for loaded in plan.benchmarks.loaded)
+    return rows or {"questions": "none"}
 
 
 def _describe_layout(layout: Layout) -> str:
-    """Return text such as `16 ranks: 4 data × 4 tensor parallel, in 2 copies of the model`."""
+    """Describe a layout, such as `16 ranks: 4 data × 4 tensor parallel, in 2 copies of the model`."""
     kinds = {"data": layout.dp, "context": layout.cp, "tensor": layout.tp}
     parallel = [f"{degree} {kind}" for kind, degree in kinds.items() if degree > 1]
     ranks = f"{layout.size} rank" + ("s" if layout.size > 1 else "")

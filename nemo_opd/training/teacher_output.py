@@ -1,4 +1,4 @@
-"""Columns of what a teacher hands over."""
+"""Width of a teacher's output."""
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
@@ -10,7 +10,7 @@ from nemo_opd.training.model_size import ModelSize
 
 
 def output_columns(config: RunConfig, settings: Teacher, size: ModelSize, device: str) -> tuple[int | None, int]:
-    """Return the columns of what a teacher hands over, None for the vocabulary's, and the bytes of a number there."""
+    """Return the width of the teacher's output (None: the vocabulary size) and its bytes per element."""
     itemsize = compute_dtype(settings.dtype, device).itemsize
     if settings.served is not None:
         return served_layout(settings.served, size.vocab_size).handed_bytes, 1

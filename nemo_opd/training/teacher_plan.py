@@ -1,4 +1,4 @@
-"""A teacher's vocabulary compared with the student's: their projection, or what must agree (methods.md §4)."""
+"""Projection between the student's and a teacher's vocabularies, and checks of tokenizer pairs (methods.md §4)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from nemo_opd.training.model_info import ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class TeacherPlan:
-    """A teacher's vocabulary and its projection from the student's."""
+    """Vocabulary size of a teacher and the projection of the student's vocabulary to it."""
 
     vocab_size: int
     projection: ProjectionMatrix | None
-    """None where the teacher has the student's tokenizer."""
+    """None if the teacher has the student's tokenizer."""
     audit: Audit | None
     num_learned: int = 0
-    """Numbers of the projection's Δ, where it is learned."""
+    """Elements of the learned Δ of the projection; 0 if the projection is fixed."""
 
 
 def plan_teacher(config: RunConfig, i: int, student: ModelInfo, teacher: ModelInfo) -> TeacherPlan:
-    """Return the plan of an active teacher. Raises ModelError or ProjectionError where it does not fit the student."""
+    """Return the plan of an active teacher. Raises ModelError or ProjectionError if it does not fit the student."""
     settings = config.active_teachers[i]
     if not isinstance(settings, CrossTokenizerTeacher):
         require_same_tokenizer(i, settings, student.tokenizer, teacher.tokenizer)
@@ -48,11 +48,11 @@ def plan_teacher(config: RunConfig, i: int, student: ModelInfo, teacher: ModelIn
 def _require_rows_to_learn(
     i: int, settings: CrossTokenizerTeacher, matrix: ProjectionMatrix, loss: str, sizes: tuple[int, int]
 ) -> None:
-    """Raise ProjectionError where the loss depends on no weight that can change."""
+    """Raise ProjectionError if the loss depends on no learnable weight of the projection."""
     setting = f"teachers.{i}.projection_lr={settings.projection_lr:g}"
     if not len(learnable_rows(matrix)):
         raise ProjectionError(
-            f"{setting}: no row of the projection has several entries, so there is nothing to learn; leave it out, or "
+            f"{setting}: no row of the projection has several entries, so it has nothing to learn; leave it out, or "
             "build the projection with a larger top_k"
         )
     if loss == "h_kl" and not len(learnable_pairs(matrix, TokenPairs.relaxed(matrix, *sizes, torch.device("cpu")))):
@@ -62,7 +62,7 @@ def _require_rows_to_learn(
 def _load_projection(
     i: int, settings: CrossTokenizerTeacher, student: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast
 ) -> ProjectionMatrix:
-    """Load or build the matrix. Raises ProjectionError, with the key, for an unreadable file or one of another pair."""
+    """Load or build the matrix. Raises ProjectionError, with the key, if the file is unreadable or of another pair."""
     if settings.projection == "auto":
         matrix, _ = cached_projection(student, tokenizer, settings.top_k, roles=settings.roles_by_token)
         return matrix
@@ -75,13 +75,15 @@ def _load_projection(
 def require_same_tokenizer(
     i: int, settings: Teacher, student: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Raise ModelError where a token of both has two ids, or an id of both is two tokens."""
+    """Raise ModelError if a common token has different ids, or a common id stands for different tokens."""
     ours, theirs = student.get_vocab(), tokenizer.get_vocab()
-    by_id = {index: token for token, index in theirs.items()}
+    their_tokens = {index: token for token, index in theirs.items()}
     differing = [
-        f"{token!r} is {index} and {theirs[token]}" if token in theirs else f"{index} is {token!r} and {by_id[index]!r}"
+        f"{token!r} is {index} and {theirs[token]}"
+        if token in theirs
+        else f"{index} is {token!r} and {their_tokens[index]!r}"
         for token, index in sorted(ours.items(), key=lambda item: item[1])
-        if theirs.get(token, index) != index or by_id.get(index, token) != token
+        if theirs.get(token, index) != index or their_tokens.get(index, token) != token
     ]
     if differing:
         raise ModelError(
@@ -91,12 +93,13 @@ def require_same_tokenizer(
 
 
 def require_common_text(i: int, settings: Teacher, student: ModelInfo, teacher: ModelInfo) -> None:
-    """Raise ModelError where one tokenizer has tokens of ordinary text that the other lacks, so that texts are cut
-    differently. Special and added tokens may be missing, as they occur in few texts.
+    """Raise ModelError if one tokenizer has tokens of ordinary text that the other lacks: they split texts differently.
+
+    Special and added tokens may be missing: they occur in few texts.
     """
-    for ours, theirs, names in (
-        (student, teacher, ("the student's tokenizer", settings.name)),
-        (teacher, student, (f"the tokenizer of {settings.name}", "the student")),
+    for ours, theirs, our_name, their_name in (
+        (student, teacher, "the student's tokenizer", settings.name),
+        (teacher, student, f"the tokenizer of {settings.name}", "the student"),
     ):
         ids = ours.ids_missing_in(theirs)
         is_extra = ours.pieces.is_special | (ours.pieces.origin == ADDED)
@@ -104,16 +107,16 @@ def require_common_text(i: int, settings: Teacher, student: ModelInfo, teacher: 
         if len(ordinary):
             token = ours.tokenizer.convert_ids_to_tokens(int(ordinary[0]))
             raise ModelError(
-                f"teachers.{i}.type=same_tokenizer: {names[0]} has {len(ordinary)} tokens of ordinary text that "
-                f"{names[1]} lacks (such as {int(ordinary[0])}, {token!r}), so they cut texts differently; write type: "
-                "cross_tokenizer"
+                f"teachers.{i}.type=same_tokenizer: {our_name} has {len(ordinary)} tokens of ordinary text that "
+                f"{their_name} lacks (such as {int(ordinary[0])}, {token!r}), so they split texts differently; write "
+                "type: cross_tokenizer"
             )
 
 
 def _require_other_text(config: RunConfig, i: int, student: ModelInfo, teacher: ModelInfo) -> None:
-    """Raise ModelError where alignment and projection would be the identity.
+    """Raise ModelError if a cross_tokenizer teacher has the student's tokenizer, so that alignment is the identity.
 
-    A teacher with the student's tokenizer may still read conversations in another template.
+    Allowed if it reads conversations in another chat template.
     """
     settings = config.active_teachers[i]
     ours = student.tokenizer.chat_template, config.student.chat_template_kwargs
@@ -127,23 +130,23 @@ def _require_other_text(config: RunConfig, i: int, student: ModelInfo, teacher: 
 
 
 def require_templates(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> None:
-    """Raise AlignmentError, with the key, where data are conversations and a model has no chat template.
+    """Raise AlignmentError, with the key, if the data are conversations and a model has no chat template.
 
-    A teacher with the student's tokenizer needs none, unless it has a context: it reads the student's tokens.
+    A teacher with the student's tokenizer and no context needs none: it reads the student's tokens.
     """
     for key, settings, info in template_readers(config, student, teachers):
         if not info.tokenizer.chat_template:
             name, source = settings.tokenizer_source
             raise AlignmentError(
-                f"{key}.{name}={source} has no chat template, which conversations (data.messages_key) need; name a "
-                f"file with one as {key}.chat_template, or the instruct model's tokenizer as {key}.tokenizer"
+                f"{key}.{name}={source} has no chat template, which conversations (data.messages_key) need; set "
+                f"{key}.chat_template to a file with one, or {key}.tokenizer to the instruct model's tokenizer"
             )
 
 
 def template_readers(
     config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]
 ) -> list[tuple[str, Model, ModelInfo]]:
-    """Return the models that read conversations in their own chat template, each with its section in the settings."""
+    """Return section, settings and info of each model that renders conversations with its own chat template."""
     if config.data.messages_key is None:
         return []
     return [("student", config.student, student)] + [

@@ -1,6 +1,4 @@
-"""Teachers that are cached or served, made of the type that their tokenizer is, and their losses tried before anything
-starts.
-"""
+"""Resolution of cached and served teachers to same- or cross-tokenizer teachers, and checks of their answers."""
 
 from __future__ import annotations
 
@@ -39,68 +37,70 @@ from nemo_opd.training.teacher_plan import require_common_text, require_same_tok
 
 
 def settle_tokenizers(config: RunConfig, device: str) -> RunConfig:
-    """Return the settings with each teacher of type cached or served as of type same_tokenizer or cross_tokenizer.
+    """Return the settings with every cached or served teacher turned into type same_tokenizer or cross_tokenizer.
 
-    Raises DataError for a folder that is no cache, or has another tokenizer than its answers, and ConfigError where
-    what then has a type is not allowed.
+    Raises DataError if a folder is not a cache or its tokenizer is not the one of its answers, and ConfigError if the
+    resulting type does not allow a setting.
     """
     for i, teacher in enumerate(config.active_teachers):
         if teacher.cache is not None:
-            _require_own_tokenizer(teacher.cache, f"teachers.{i}.cache")
-    without = {
-        i: each for i, each in enumerate(config.active_teachers) if isinstance(each, CachedTeacher | ServedTeacher)
+            _require_original_tokenizer(teacher.cache, f"teachers.{i}.cache")
+    unresolved = {
+        i: teacher
+        for i, teacher in enumerate(config.active_teachers)
+        if isinstance(teacher, CachedTeacher | ServedTeacher)
     }
-    if not without:
+    if not unresolved:
         return config
     student = read_model_info(config.student, "student", device)
     settings = config.model_dump(mode="json")
-    for i, teacher in without.items():
+    for i, teacher in unresolved.items():
         if isinstance(teacher, CachedTeacher):
-            settings["teachers"][i] = _settled_cache(config, i, teacher, student, device)
+            settings["teachers"][i] = _resolve_cached(config, i, teacher, student, device)
         else:
-            settings["teachers"][i] = _settled_server(config, i, teacher, student)
+            settings["teachers"][i] = _resolve_served(config, i, teacher, student)
     return from_dict(settings)
 
 
-def _settled_cache(
+def _resolve_cached(
     config: RunConfig, i: int, settings: CachedTeacher, student: ModelInfo, device: str
 ) -> dict[str, Any]:
-    """Return the settings of a teacher whose model's folder is the cache."""
+    """Return a cached teacher's settings with the cache as its model folder and its type resolved."""
     manifest = require_cache(settings.cache, f"teachers.{i}.cache")
     kwargs = manifest.chat_template_kwargs if config.data.messages_key is not None else {}
     changed = {"model": settings.cache, "dtype": manifest.dtype, "chat_template_kwargs": kwargs}
     as_model = settings.model_copy(update=changed)
     teacher = read_model_info(as_model, f"teachers.{i}", device)
     if _reads_students_ids(config, i, as_model, student, teacher):
-        return _of_same_tokenizer(as_model, i)
+        return _same_tokenizer_settings(as_model, i)
     return as_model.model_dump(mode="json") | {"type": "cross_tokenizer"}
 
 
-def _settled_server(config: RunConfig, i: int, settings: ServedTeacher, student: ModelInfo) -> dict[str, Any]:
-    """Return the settings of a teacher with its servers in a section."""
+def _resolve_served(config: RunConfig, i: int, settings: ServedTeacher, student: ModelInfo) -> dict[str, Any]:
+    """Return a served teacher's settings with its servers in the section `served` and its type resolved."""
     served = {name: getattr(settings, name) for name in Endpoint.model_fields}
     as_model = settings.model_copy(update={"served": Endpoint(**served)})
     teacher = tokenizer_info(settings, f"teachers.{i}")
     if _reads_students_ids(config, i, settings, student, teacher):
-        return _of_same_tokenizer(as_model, i)
+        return _same_tokenizer_settings(as_model, i)
     return as_model.model_dump(mode="json", exclude=set(served)) | {"type": "cross_tokenizer"}
 
 
-def _of_same_tokenizer(teacher: CachedTeacher | ServedTeacher, i: int) -> dict[str, Any]:
+def _same_tokenizer_settings(teacher: CachedTeacher | ServedTeacher, i: int) -> dict[str, Any]:
     """Return the settings of a teacher that reads the student's ids.
 
-    Raises ConfigError for settings of teachers with another tokenizer.
+    Raises ConfigError if a setting for teachers with another tokenizer is changed.
     """
-    of_own_ids = (name for name in OwnIdsTeacher.model_fields if name not in SameTokenizerTeacher.model_fields)
-    if name := first_changed(teacher, of_own_ids):
+    cross_only = (name for name in OwnIdsTeacher.model_fields if name not in SameTokenizerTeacher.model_fields)
+    if name := first_changed(teacher, cross_only):
         raise ConfigError(
             f"teachers.{i}.{name}={getattr(teacher, name)}: {teacher.name} has the student's tokenizer, so nothing is "
             "aligned; leave it out"
         )
-    own = {*TeacherBase.model_fields, "loss"}
+    fields = {*TeacherBase.model_fields, "loss"}
     if teacher.context is None:
-        own -= {"chat_template", "chat_template_kwargs"}  # as the student renders
-    return teacher.model_dump(mode="json", include=own) | {"type": "same_tokenizer"}
+        fields -= {"chat_template", "chat_template_kwargs"}  # it reads conversations as the student renders them
+    return teacher.model_dump(mode="json", include=fields) | {"type": "same_tokenizer"}
 
 
 def _reads_students_ids(
@@ -110,7 +110,7 @@ def _reads_students_ids(
     student: ModelInfo,
     teacher: ModelInfo,
 ) -> bool:
-    """Return whether the teacher's tokens of a text, after its own prompt where it has one, are the student's."""
+    """Return whether the teacher's tokens of a text, after its context if it has one, are the student's."""
     if config.data.messages_key is not None and settings.context is None:
         ours = student.tokenizer.chat_template, dict(config.student.chat_template_kwargs)
         if ours != (teacher.tokenizer.chat_template, dict(settings.chat_template_kwargs)):
@@ -124,7 +124,7 @@ def _reads_students_ids(
 
 
 def check_answers(config: RunConfig, device: str, teachers: Sequence[ModelInfo], parts: Parts, width: int) -> None:
-    """Raise ConfigError where a run cannot learn from what its caches hold, or its servers report.
+    """Raise ConfigError if the run cannot learn from the content of its caches or the answers of its servers.
 
     width: columns of the student's head.
     """
@@ -132,8 +132,8 @@ def check_answers(config: RunConfig, device: str, teachers: Sequence[ModelInfo],
     is_idle = bool(active) and not any(teacher.is_computed for teacher in active)
     if is_idle and config.cluster.placement == "separate" and device == "cuda":
         raise ConfigError(
-            "cluster.placement=separate gives teachers GPUs of their own, and those that are cached or served compute "
-            "nothing; write cluster.placement=colocated"
+            "cluster.placement=separate reserves GPUs for teachers, but cached and served teachers compute nothing; "
+            "write cluster.placement=colocated"
         )
     for i, teacher in enumerate(active):
         if teacher.served is not None:
@@ -145,14 +145,15 @@ def check_answers(config: RunConfig, device: str, teachers: Sequence[ModelInfo],
 
 
 def segment_ids(sample: Sample, i: int) -> NDArray[np.int32] | None:
-    """Return the ids of the segment of a sample in the cache of teacher i; None where that reads nothing."""
+    """Return the ids that teacher i's cache stores for a sample; None if the teacher reads nothing of it."""
     ids = sample.teachers[i].tokens.ids
     return ids if sample.route in (None, i) and len(ids) > 1 else None
 
 
 def require_stored(config: RunConfig, samples: Collection[Sample]) -> None:
-    """Raise DataError, naming the teacher, for a cache with a damaged shard, or without its head or an answer to one of
-    a few samples where nobody is to be asked about it.
+    """Raise DataError, naming the teacher, for an unusable cache.
+
+    It has a damaged shard or, unless `on_missing: ask` will fill it, lacks its head or the answer to one of `samples`.
     """
     for i, teacher in enumerate(config.active_teachers):
         if teacher.cache is None:
@@ -174,55 +175,55 @@ def _check_cache(config: RunConfig, i: int, cache: str, teacher: ModelInfo, part
     manifest = require_cache(cache, f"teachers.{i}.cache")
     if teacher.vocab_size != manifest.vocab_size:
         raise ConfigError(
-            f"{key}: its answers are about {manifest.vocab_size} tokens, and its tokenizer and config.json have "
-            f"{teacher.vocab_size}; build the cache again"
+            f"{key}: its answers are for a vocabulary of {manifest.vocab_size} tokens, but its tokenizer and "
+            f"config.json have {teacher.vocab_size}; build the cache again"
         )
     if manifest.is_served:
-        _require_no_entropy(config, f"the answers in {key} are those of servers")
+        _require_no_entropy(config, f"the answers in {key} came from servers")
     if manifest.form == "top_k":
         _check_likeliest(config, i, parts, sparse_layout(manifest), width, key)
 
 
-def _require_own_tokenizer(cache: str, key: str) -> None:
-    """Raise DataError for a folder in which another tokenizer has been put than that of the answers, or no cache."""
+def _require_original_tokenizer(cache: str, key: str) -> None:
+    """Raise DataError if the folder is not a cache, or its tokenizer is not the one its answers were made with."""
     manifest = require_cache(cache, key)
-    if (found := fingerprint(load_tokenizer(cache, key=key))) != manifest.tokenizer:
+    if (present := fingerprint(load_tokenizer(cache, key=key))) != manifest.tokenizer:
         raise DataError(
-            f"{key}: the tokenizer in it is not that of its answers (fingerprint {found[:12]}…, and not "
-            f"{manifest.tokenizer[:12]}…); put the tokenizer of {manifest.teacher} back, or build the cache in another "
-            "folder"
+            f"{key}: its answers were made with another tokenizer than the one in it (fingerprints "
+            f"{manifest.tokenizer[:12]}… and {present[:12]}…); put the tokenizer of {manifest.teacher} back, or "
+            "build the cache in another folder"
         )
 
 
-def _require_no_entropy(config: RunConfig, what: str) -> None:
-    """Raise ConfigError where teachers are weighted by their entropy, of which likeliest tokens say a part."""
+def _require_no_entropy(config: RunConfig, reason: str) -> None:
+    """Raise ConfigError if teachers are weighted by entropy: the likeliest tokens alone do not determine it."""
     if config.aggregation.score == "entropy":
         raise ConfigError(
-            f"aggregation.weights=entropy: {what}, and servers say nothing of the entropy of all tokens; write "
+            f"aggregation.weights=entropy: {reason}, and servers do not report the entropy over all tokens; write "
             "aggregation.weights=bits_per_byte or max_probability"
         )
 
 
 def _check_likeliest(config: RunConfig, i: int, parts: Parts, layout: SparseLayout, width: int, key: str) -> None:
-    """Plan a teacher's loss without a unit. Raises ConfigError where the likeliest tokens are not enough for it."""
+    """Plan a teacher's loss on an empty sample. Raises ConfigError if the loss needs more than the likeliest tokens."""
     if config.aggregation.type == "averaged_logits":
         way_out = "build it with --hidden-states" if config.active_teachers[i].cache else "name its model's folder"
         raise ConfigError(
-            f"{key}: the {layout.top_k} likeliest tokens of each position are known, and aggregation.type="
-            f"averaged_logits needs the logits of all; {way_out}, or write aggregation=weighted_sum"
+            f"{key}: only the {layout.top_k} likeliest tokens of each position are known, but aggregation.type="
+            f"averaged_logits needs the logits of all tokens; {way_out}, or write aggregation=weighted_sum"
         )
     part = next(part for part in parts.parts if part.teacher == i)
     teacher = SparseLogits(torch.zeros(1, layout.handed_bytes, dtype=torch.uint8), layout, places_in_row([1], 1))
-    batch = collate([_nothing(config, i)])
-    own = batch.teachers[i]
+    batch = collate([_sample_without_labels(config)])
+    rows = batch.teachers[i]
     try:
-        part.term.plan(torch.zeros(1, 1, width), teacher, own.student_side(batch.student), own, 1.0)
+        part.term.plan(torch.zeros(1, 1, width), teacher, rows.student_side(batch.student), rows, 1.0)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def _nothing(config: RunConfig, i: int) -> Sample:
-    """Return a sample of one token, which is not learned."""
+def _sample_without_labels(config: RunConfig) -> Sample:
+    """Return a sample of a single token, which is not learned."""
     arrays = Tokens(*(torch.zeros(1, dtype=dtype).numpy() for dtype in (torch.int32, torch.bool, torch.int32)))
     none = torch.full((1,), -1, dtype=torch.int32).numpy()
     teachers = tuple(

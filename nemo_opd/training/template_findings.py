@@ -1,9 +1,10 @@
-"""Preflight's warnings about what chat templates leave out of the conversations, and errors if it would be learned."""
+"""Warnings about pieces of conversations that chat templates leave out; errors if the student would learn to."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from itertools import compress
 
 from nemo_opd.alignment import ChatRenderer
 from nemo_opd.alignment.chat_messages import Message, learned_messages, plain_messages
@@ -25,28 +26,29 @@ _LEARNED = {
     "tool calls": "learn to end its turn in place of a call",
     "what the assistant says": "learn to say nothing",
 }
-"""Pieces without which a message cannot be learned, and what the student would do."""
+"""Piece that a learned message needs → wrong behaviour that the student would learn without it."""
 
 
 def check_templates(
     config: RunConfig, data: Corpus | Prompts, student: ModelInfo, teachers: Sequence[ModelInfo]
 ) -> Iterator[str]:
-    """Yield warnings as `check_conversations` does, of some rows of data.train. Raises DataError as it does."""
+    """Check some rows of data.train; yields and raises as `check_conversations`."""
     rows = sampled_rows(len(data.train))
-    read: list[PlainConversation]
+    conversations: list[PlainConversation]
     if isinstance(data, Prompts):
         prompts = data.train.read(rows)
-        read = [(prompt.content, prompt.tools) for prompt in prompts if not isinstance(prompt.content, str)]
+        conversations = [(prompt.content, prompt.tools) for prompt in prompts if not isinstance(prompt.content, str)]
     else:
-        read = conversations_of(read_documents(data.train, list(rows)))
+        conversations = conversations_of(read_documents(data.train, list(rows)))
     are_learned = not isinstance(data, Prompts)
-    return check_conversations(config, read, student, teachers, key="data.train", are_learned=are_learned)
+    return check_conversations(config, conversations, student, teachers, key="data.train", are_learned=are_learned)
 
 
 def conversations_of(documents: Sequence[Document]) -> list[PlainConversation]:
-    """Return the plain messages and the tools of documents that are conversations."""
-    contents = (each.content if isinstance(each, Routed) else each for each in documents)
-    return [(plain_messages(each.messages), each.tools) for each in contents if isinstance(each, Conversation)]
+    """Return the plain messages and the tools of the documents that are conversations."""
+    contents = (document.content if isinstance(document, Routed) else document for document in documents)
+    conversations = (content for content in contents if isinstance(content, Conversation))
+    return [(plain_messages(conversation.messages), conversation.tools) for conversation in conversations]
 
 
 def check_conversations(
@@ -58,10 +60,11 @@ def check_conversations(
     key: str,
     are_learned: bool,
 ) -> Iterator[str]:
-    """Yield a warning for each kind of pieces of conversations that a model's chat template leaves out.
+    """Yield a warning for each model and each kind of piece that its chat template leaves out.
 
-    key: where the conversations are from. are_learned: whether the student learns the assistant's messages in them.
-    Raises DataError if it would learn a message without its calls or its text.
+    The student's template is also checked for the tokens that begin and end a turn. key: setting that names the data.
+    are_learned: whether the student learns the assistant's messages. Raises DataError if it would learn a message
+    without its tool calls or its text.
     """
     for section, settings, info in template_readers(config, student, teachers):
         template = ChatTemplate(info.tokenizer, settings.chat_template_kwargs)
@@ -77,8 +80,8 @@ def check_conversations(
             if counts[piece]:
                 yield (
                     f"{key}: the chat template of {section} leaves out {piece} in {counts[piece]} of "
-                    f"{len(conversations)} conversations that were looked at, so this model does not read it; name a "
-                    f"file with a template that writes it as {section}.chat_template, or leave it out of the data"
+                    f"{len(conversations)} conversations checked, so this model does not read it; set "
+                    f"{section}.chat_template to a file with a template that writes it, or leave it out of the data"
                 )
 
 
@@ -88,26 +91,24 @@ def _require_learned_pieces(
     turns: LearnedTurns,
     key: str,
 ) -> None:
-    """Raise DataError if the student would learn a message without its calls or its text."""
-    learned = Counter[str]()
-    for (messages, _), pieces in zip(conversations, omitted, strict=True):
+    """Raise DataError if the student would learn a message without its tool calls or its text."""
+    counts = Counter[str]()  # conversations with a learned message that lacks the piece
+    for (messages, _), by_message in zip(conversations, omitted, strict=True):
         is_learned = learned_messages(messages, turns)
-        learned.update(
-            {piece for own, of_message in zip(is_learned, pieces, strict=True) if own for piece in of_message}
-        )
+        counts.update({piece for pieces in compress(by_message, is_learned) for piece in pieces})
     for piece, consequence in _LEARNED.items():
-        if learned[piece]:
+        if counts[piece]:
             raise DataError(
-                f"{key}: the student's chat template leaves out {piece} in {learned[piece]} of {len(conversations)} "
-                f"conversations that were looked at, so the student would {consequence}; name a file with a template "
-                "that writes them as student.chat_template, leave these rows out, or mark these messages with weight=0"
+                f"{key}: the student's chat template leaves out {piece} in {counts[piece]} of {len(conversations)} "
+                f"conversations checked, so the student would {consequence}; set student.chat_template to a file "
+                "with a template that writes them, leave these rows out, or mark these messages with weight=0"
             )
 
 
 def _shows_no_tools(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> bool:
     try:
         return bool(tools) and template.render(messages, tools) == template.render(messages)
-    except Exception:  # a template is a program; making the sample tells why it refuses
+    except Exception:  # a template is a program; making the sample reports its error
         return False
 
 
@@ -117,30 +118,30 @@ def _warn_of_opening_tags(
     tags = (missing_opening_tag(template, messages, tools) for messages, tools in conversations)
     for tag, number in Counter(tag for tag in tags if tag is not None).items():
         yield (
-            f"{key}: the student's chat template ends the generation prompt with {tag!r}, and in {number} of "
-            f"{len(conversations)} conversations that were looked at the assistant's last turn does not begin so: the "
-            "student learns another beginning than it is asked to continue; add the thinking to the data, or name a "
-            "template without it as student.chat_template, or a variable that switches it off in "
-            "student.chat_template_kwargs, such as enable_thinking=false"
+            f"{key}: the student's chat template ends the generation prompt with {tag!r}, but in {number} of "
+            f"{len(conversations)} conversations checked the assistant's last turn does not begin with it, so "
+            "training and generation begin the turn differently; add the thinking to the data, set "
+            "student.chat_template to a template without the tag, or switch it off in student.chat_template_kwargs, "
+            "such as enable_thinking=false"
         )
 
 
 def _warn_of_missing_ends(
     renderer: ChatRenderer, conversations: Sequence[PlainConversation], key: str, eos: str
 ) -> Iterator[str]:
-    """Yield a warning if no token ends the assistant's last turn, so that the student does not learn to stop."""
+    """Yield a warning if no token ends the assistant's last turn: the student would not learn to stop."""
     number = sum(_lacks_end(renderer, messages, tools) for messages, tools in conversations)
     if number:
         yield (
             f"{key}: the student's chat template writes no token that ends the assistant's last turn in {number} of "
-            f"{len(conversations)} conversations that were looked at, so the student does not learn to stop; name a "
-            f"file with a template that ends the assistant's messages with {eos} as student.chat_template"
+            f"{len(conversations)} conversations checked, so the student does not learn to stop; set "
+            f"student.chat_template to a file with a template that ends the assistant's messages with {eos}"
         )
 
 
 def _lacks_end(renderer: ChatRenderer, messages: Sequence[Message], tools: Tools) -> bool:
     try:
         turn = renderer.render(messages, tools).turns.get(len(messages) - 1)
-    except AlignmentError:  # making the sample tells why the template refuses it
+    except AlignmentError:  # making the sample reports why the template refuses it
         return False
     return turn is not None and not turn.is_ended

@@ -1,4 +1,4 @@
-"""Another tokenizer for a model: new rows of its embeddings and head, made of the old ones (methods.md §2.9)."""
+"""Tokenizer transplant: embedding and head rows for another tokenizer, built from the old rows (methods.md §2.9)."""
 
 from nemo_opd.transplant.build import Random, transplant
 from nemo_opd.transplant.report import BitsPerByte, RowCounts, Transplanted

@@ -1,4 +1,4 @@
-"""A model with another tokenizer, as a Hugging Face folder (methods.md §2.9)."""
+"""Construction of a model with another tokenizer, as a Hugging Face folder (methods.md §2.9)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Random = Literal["all", "unmatched"]
 
 @dataclass(frozen=True, slots=True)
 class _NewRows:
-    """Map from an old matrix or bias to the new one."""
+    """Function from an old matrix or bias to the new one."""
 
     rows: RowMap
     num_rows: int
@@ -43,21 +43,18 @@ class _NewRows:
 
     def __call__(self, parameter: str, old: Tensor) -> Tensor:
         if self.random == "all":
-            return self._drawn(parameter, old)
+            return self._draw(parameter, old)
         new = mapped(old, self.rows, self.num_rows)
         if self.random == "unmatched":
-            is_drawn = np.ones(self.num_rows, np.bool_)
-            is_drawn[: len(self.rows)] = ~np.isin(self.rows.kinds, (EXACT, ROLE))
-            where = torch.from_numpy(is_drawn)
-            new[where] = self._drawn(parameter, old)[where]
+            is_unmatched = torch.ones(self.num_rows, dtype=torch.bool)
+            is_unmatched[: len(self.rows)] = torch.from_numpy(~np.isin(self.rows.kinds, (EXACT, ROLE)))
+            new[is_unmatched] = self._draw(parameter, old)[is_unmatched]
         return new
 
-    def _drawn(self, parameter: str, old: Tensor) -> Tensor:
-        """Draw with a seed for each parameter; a tied head that is stored too has the draws of the embeddings."""
-        is_other = parameter != self.weights.embeddings and not (
-            self.weights.is_tied and parameter == self.weights.head
-        )
-        return drawn(old, self.rows, self.num_rows, 2 * self.seed + is_other)
+    def _draw(self, parameter: str, old: Tensor) -> Tensor:
+        """Draw with a separate seed for the embeddings; a stored copy of a tied head gets the same rows."""
+        is_embedding = parameter == self.weights.embeddings or (self.weights.is_tied and parameter == self.weights.head)
+        return drawn(old, self.rows, self.num_rows, 2 * self.seed + (not is_embedding))
 
 
 def transplant(
@@ -75,26 +72,28 @@ def transplant(
     max_length: int = 512,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> Transplanted:
-    """Give a model another tokenizer: write a folder that `from_pretrained` loads, and say what became of each token.
+    """Give a model another tokenizer, and write it as a folder for `from_pretrained`, with a report on its tokens.
 
-    model, tokenizer: folders, hub names or `demo:` names. output: a new folder, or an empty one; whole or absent.
-    weighting: of the old tokens that spell a new one. random: rows are drawn instead, all or those without an old token
-    of their bytes or role. pad_to_multiple: of the rows. roles: as for TokenAligner. chat_template: a file, in place of
-    the tokenizer's own. texts: read in windows of `max_length` tokens for bits per byte before and after.
+    model, tokenizer: folders, hub names or `demo:` names. output: a new or empty folder, written completely or not at
+    all. weighting: weights of the old tokens that spell a new one. random: draw all rows, or the rows without an old
+    token of the same bytes or role, at random. pad_to_multiple: pad the number of rows. roles: as for TokenAligner.
+    chat_template: a file to use instead of the tokenizer's template. texts: read in windows of `max_length` tokens to
+    measure bits per byte before and after.
 
-    Raises ModelError for a model or tokenizer that is missing, unfit or the model's own already, AlignmentError for
-    tokenizers whose pieces cannot be exact, CheckpointError for an output that is in use, DataError for unfit texts.
+    Raises ModelError if the model or tokenizer is missing or unsuitable, or the model has this tokenizer already,
+    AlignmentError if the tokenizers' pieces cannot be exact, CheckpointError if the output is in use, and DataError if
+    the texts are unsuitable.
     """
     require_unused(target := Path(output))
-    on = chosen_device(device)
+    compute_device = chosen_device(device)
     config = load_config(model, key="--model")
     old, new = load_tokenizer(model, key="--model"), load_tokenizer(tokenizer, key="--tokenizer")
     if fingerprint(old) == fingerprint(new):
-        raise ModelError(f"--tokenizer={tokenizer}: it is the tokenizer that {model} has; name another one")
+        raise ModelError(f"--tokenizer={tokenizer}: {model} has this tokenizer already; name another one")
     if chat_template is not None:
         new.chat_template = read_template(chat_template, key="--chat-template")
-    whole = build_on_meta(config, model, key="--model")
-    weights = vocabulary_weights(whole, model, key="--model")
+    skeleton = build_on_meta(config, model, key="--model")
+    weights = vocabulary_weights(skeleton, model, key="--model")
     rows = build_row_map(new, old, config.vocab_size, weighting=weighting, roles=roles)
     num_rows = -(-len(rows) // pad_to_multiple) * pad_to_multiple
     num_old_rows, old_vocab_size = config.vocab_size, min(config.vocab_size, pieces_of(old).vocab_size)
@@ -106,10 +105,10 @@ def transplant(
         )
 
     with new_folder(target) as folder:
-        left_out = rewrite(whole, model, folder, weights, _NewRows(rows, num_rows, weights, random, seed))
+        left_out = rewrite(skeleton, model, folder, weights, _NewRows(rows, num_rows, weights, random, seed))
         ids = NewIds(new, rows)
         left_out += write_generation_config(model, folder, ids)
-        _write_config(config, folder, num_rows, type(whole).__name__, ids)
+        _write_config(config, folder, num_rows, type(skeleton).__name__, ids)
         new.save_pretrained(folder)
         _check(folder)
         result = Transplanted(
@@ -125,7 +124,7 @@ def transplant(
             special=tuple(paired_roles(new, old, roles)),
             unreached=tuple(_unreached(new, rows)),
             left_out=tuple(left_out),
-            bits_per_byte=_measured((model, old_vocab_size), (str(folder), len(rows)), batches, on),
+            bits_per_byte=_measure((model, old_vocab_size), (str(folder), len(rows)), batches, compute_device),
         )
         result.save(folder)
     return result
@@ -134,12 +133,12 @@ def transplant(
 def _write_config(config: PretrainedConfig, folder: Path, num_rows: int, architecture: str, ids: NewIds) -> None:
     set_ids(config, ids)
     config.vocab_size = num_rows
-    config.architectures = [architecture]  # of a multimodal model's text part there is none
+    config.architectures = [architecture]  # the configuration of a multimodal model's text part has none
     config.save_pretrained(folder)
 
 
 def _check(folder: Path) -> None:
-    """Raise ModelError where what was written is no whole model."""
+    """Raise ModelError if the written folder is not a complete model."""
     written = load_config(str(folder), key="--output")
     check_weights(build_on_meta(written, str(folder), key="--output"), str(folder), key="--output")
     load_tokenizer(str(folder), key="--output")
@@ -155,29 +154,29 @@ def _unreached(tokenizer: PreTrainedTokenizerFast, rows: RowMap) -> Iterator[Unr
         yield UnreachedToken(i, str(tokenizer.convert_ids_to_tokens(i)))
 
 
-def _measured(
-    before: tuple[str, int], after: tuple[str, int], batches: Sequence[Batch], device: str
+def _measure(
+    old_model: tuple[str, int], new_model: tuple[str, int], batches: Sequence[Batch], device: str
 ) -> BitsPerByte | None:
-    """Return what both models find of the texts; None without texts. One model is in memory at a time.
+    """Measure both models on the texts, one in memory at a time; return None without texts.
 
-    before, after: model and vocabulary size of its tokenizer.
+    old_model, new_model: (reference, vocabulary size of its tokenizer).
     """
     if not batches:
         return None
     old, new = [batch.teachers[0].tokens for batch in batches], [batch.student for batch in batches]
-    (bits_before, num_bytes), (bits_after, _) = _bits(*before, old, device), _bits(*after, new, device)
-    tokens_before, tokens_after = (sum(int((each.num_bytes > 0).sum()) for each in side) for side in (old, new))
+    (old_bits, num_bytes), (new_bits, _) = _bits(*old_model, old, device), _bits(*new_model, new, device)
+    old_tokens, new_tokens = (sum(int((rows.num_bytes > 0).sum()) for rows in side) for side in (old, new))
     return BitsPerByte(
-        before=bits_before / num_bytes,
-        after=bits_after / num_bytes,
+        before=old_bits / num_bytes,
+        after=new_bits / num_bytes,
         num_bytes=int(num_bytes),
-        bytes_per_token_before=num_bytes / tokens_before,
-        bytes_per_token_after=num_bytes / tokens_after,
+        bytes_per_token_before=num_bytes / old_tokens,
+        bytes_per_token_after=num_bytes / new_tokens,
     )
 
 
 def _bits(reference: str, vocab_size: int, rows: Sequence[TokenRows], device: str) -> tuple[float, float]:
-    """Return a model's bits of all rows, and their bytes."""
+    """Return a model's total bits over all rows, and their number of bytes."""
     loaded = load_model(reference, compute_dtype("auto", device), key="--model").eval().to(device)
-    found = mean_bits_per_byte(loaded, rows, vocab_size=vocab_size)
-    return float(found.total), float(found.count)
+    mean = mean_bits_per_byte(loaded, rows, vocab_size=vocab_size)
+    return float(mean.total), float(mean.count)

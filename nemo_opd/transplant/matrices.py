@@ -1,4 +1,4 @@
-"""The rows of embeddings and heads for a new vocabulary (methods.md §2.9)."""
+"""Embedding and head rows for a new vocabulary (methods.md §2.9)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from nemo_opd.transplant.row_map import RowMap
 
 _BLOCK_CELLS = 2**23
-"""Numbers held at a time in float64: 64 MiB."""
+"""Elements processed at a time in float64: 64 MiB."""
 
 
 def mapped(old: Tensor, rows: RowMap, num_rows: int) -> Tensor:
-    """Return R·old: [num_rows, …] of the dtype of `old` [W or more, …], a matrix or a bias.
+    """Return R·old [num_rows, …] in the dtype of `old` [W or more, …], a matrix or a bias.
 
-    Rows of one entry are the old ones to the bit, others a sum in float64; rows without entries, and those beyond the
-    new vocabulary, are the mean of the old tokens' rows.
+    Rows with one entry are exact copies of old rows; rows with more are summed in float64. Rows without entries, and
+    padding rows beyond the new vocabulary, are the mean of the old tokens' rows.
     """
     new = old.new_empty(num_rows, *old.shape[1:])
     new[:] = _statistics(old, rows)[0].to(old.dtype)
@@ -31,15 +31,16 @@ def mapped(old: Tensor, rows: RowMap, num_rows: int) -> Tensor:
         sums = torch.zeros(end - begin, *old.shape[1:], dtype=torch.float64).index_add_(0, place, values)
         reached = counts > 0
         new[begin:end][reached] = sums[reached].to(old.dtype)
-    # A sum with zero would lose the sign of a zero.
+    # Copy instead of adding to 0, which would lose the sign of −0.
     copied = rows.copied
     new[torch.from_numpy(copied)] = old[torch.from_numpy(rows.columns[rows.starts[copied]])]
     return new
 
 
 def drawn(old: Tensor, rows: RowMap, num_rows: int, seed: int) -> Tensor:
-    """Return rows [num_rows, …] from a normal with the mean and the standard deviation of the old tokens' rows, each
-    dimension for itself; in the dtype of `old`.
+    """Draw rows [num_rows, …] from a normal with each dimension's mean and deviation over the old tokens' rows.
+
+    The result has the dtype of `old`.
     """
     mean, deviation = _statistics(old, rows)
     generator = torch.Generator().manual_seed(seed)
@@ -53,7 +54,7 @@ def drawn(old: Tensor, rows: RowMap, num_rows: int, seed: int) -> Tensor:
 
 
 def _statistics(old: Tensor, rows: RowMap) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of the rows of the old tokens: float64, of the shape of a row."""
+    """Return mean and standard deviation over the old tokens' rows: float64, in the shape of a row."""
     total = torch.zeros(old.shape[1:], dtype=torch.float64)
     squares = torch.zeros_like(total)
     ids = torch.from_numpy(rows.old_tokens)
@@ -71,7 +72,7 @@ def _width(old: Tensor) -> int:
 
 
 def _blocks(rows: RowMap, width: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows with about `_BLOCK_CELLS` numbers in their entries; one row at least."""
+    """Yield ranges of one or more rows whose entries have about `_BLOCK_CELLS` elements."""
     most = max(1, _BLOCK_CELLS // width)
     begin = 0
     while begin < len(rows):

@@ -1,4 +1,4 @@
-"""Result of a transplant: as JSON, as a table, and as the model's card."""
+"""The result of a transplant as JSON, as a table and as the model card."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _TAGS = ["nemo-opd", "tokenizer-transfer"]
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Rows of the new matrices, by where they come from."""
+    """Numbers of rows in the new matrices by their source."""
 
     exact: int
-    """Tokens with the bytes of an old token, whose row they have."""
+    """Tokens with the bytes of an old token, whose row they get."""
     by_role: int
-    """Special tokens with the role of an old one, whose row they have."""
+    """Special tokens with the role of an old one, whose row they get."""
     summed: int
-    """Tokens that several old tokens spell, or a second time one."""
+    """Tokens spelled by several old tokens, or duplicates of an exact match."""
     unreached: int
-    """Tokens that no old token reaches."""
+    """Tokens that old tokens cannot spell."""
     unused: int
-    """Ids that no token has, and padding."""
+    """Ids without a token, and padding."""
 
     @property
     def tokens(self) -> int:
@@ -56,7 +56,7 @@ class UnreachedToken:
 
 @dataclass(frozen=True, slots=True)
 class BitsPerByte:
-    """Bits per byte of the model before and after, over the same bytes."""
+    """Bits per byte of the model before and after, on the same bytes."""
 
     before: float
     after: float
@@ -67,7 +67,7 @@ class BitsPerByte:
 
 @dataclass(frozen=True, slots=True)
 class Transplanted:
-    """A model that got another tokenizer."""
+    """Report of a transplant."""
 
     output: str
     model: str
@@ -77,16 +77,16 @@ class Transplanted:
     rows: RowCounts
     weighting: Weighting
     random: Literal["all", "unmatched"] | None
-    """Which rows were drawn instead."""
+    """The rows that were drawn at random."""
     seed: int
     is_tied: bool
     special: tuple[RolePair, ...]
     """Special tokens of the new tokenizer (`student`) and the old ones of their role (`teacher`)."""
     unreached: tuple[UnreachedToken, ...]
     left_out: tuple[str, ...]
-    """Tensors that the model does not read, and keys of the generation config, that the new folder lacks."""
+    """Tensors that the model does not read, and generation config keys, that were not copied to the new folder."""
     bits_per_byte: BitsPerByte | None
-    """None where no text was given."""
+    """None without texts."""
 
     def save(self, folder: Path) -> None:
         """Write transplant.json and the model's card."""
@@ -95,16 +95,16 @@ class Transplanted:
         write_atomically(folder / CARD, card)
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
-        """Yield what was made of how many tokens: name, number, share."""
+        """Yield the table's rows: description, number and share of tokens."""
         rows = self.rows
         drawn = {"all": "drawn at random", "unmatched": "drawn at random where not exact or by role"}
-        named = {
+        sources = {
             "exact": ("of the same bytes, copied", rows.exact),
             "by role": ("special, of the same role, copied", rows.by_role),
             "summed": (f"spelled by several, weights: {self.weighting}", rows.summed),
             "unreached": ("reached by no old token, the mean of all", rows.unreached),
         }
-        for name, (meaning, count) in named.items():
+        for name, (meaning, count) in sources.items():
             yield f"{name}: {meaning}", f"{count:,}", share(count / max(1, rows.tokens))
         if rows.unused:
             yield "no token: ids without one, and padding", f"{rows.unused:,}", ""
@@ -112,7 +112,7 @@ class Transplanted:
             yield f"all values {drawn[self.random]}, seed {self.seed}", "", ""
 
     def table(self) -> Table:
-        """Tabulate for a terminal."""
+        """Return the report as a table for a terminal."""
         table = Table(title=f"{self.old_vocab_size:,} → {self.rows.total:,} rows", title_justify="left")
         table.add_column("tokens of the new tokenizer")
         table.add_column("number", justify="right")
@@ -128,13 +128,13 @@ class Transplanted:
         return table
 
     def notes(self) -> Iterator[str]:
-        """Yield a line on each thing that the numbers do not say."""
+        """Yield a line for unpaired special tokens, unreached tokens and omitted tensors or keys."""
         if unpaired := [pair.student for pair in self.special if pair.teacher is None]:
-            yield f"special tokens without an old one of their role (see --roles): {_listed(unpaired)}"
-        if others := [each.token for each in self.unreached if each.token not in unpaired]:
-            yield f"tokens that no old token reaches: {_listed(others)}"
+            yield f"special tokens without an old one of their role (see --roles): {_summary(unpaired)}"
+        if unreached := [token.token for token in self.unreached if token.token not in unpaired]:
+            yield f"tokens that no old token reaches: {_summary(unreached)}"
         if self.left_out:
-            yield f"left out, as the model does not read it or it names old tokens: {_listed(self.left_out)}"
+            yield f"left out, as the model does not read it or it names old tokens: {_summary(self.left_out)}"
 
     def _metadata(self) -> ModelCardData:
         return ModelCardData(
@@ -146,7 +146,7 @@ class Transplanted:
         )
 
 
-def _listed(names: Sequence[str]) -> str:
-    """Return the number of names, and the first of them."""
+def _summary(names: Sequence[str]) -> str:
+    """Return the number of names, and the first few."""
     more = ", …" if len(names) > _MOST_NAMES else ""
     return f"{len(names):,} ({', '.join(names[:_MOST_NAMES])}{more})"

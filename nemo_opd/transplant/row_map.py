@@ -1,4 +1,4 @@
-"""Map from the rows of a new vocabulary to the old tokens that they are made of (methods.md §2.9)."""
+"""Sparse map from the rows of a new vocabulary to rows of the old one (methods.md §2.9)."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Weighting = Literal["uniform", "bytes", "first", "last"]
-"""Weights of the old tokens that spell a new one: equal, by their bytes, or 0.9, 0.09, … from the first or the last."""
+"""Weights of the old tokens that spell a new one: equal, proportional to their bytes, or (up to normalization) 1, 0.1,
+0.01, … from the first or from the last.
+"""
 UNUSED, UNREACHED, SUMMED, ROLE, EXACT = range(5)
-"""Kinds of rows: an id that no token has; a token that no old token reaches; one that several spell; a special token
-with the role of an old one; one with the bytes of an old one.
+"""Kinds of rows: an id without a token; a token that old tokens cannot spell; a token spelled by several; a special
+token with the role of an old one; a token with the bytes of an old one.
 """
 _DECAY = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMap:
-    """R [V, W], sparse and row-stochastic: a row of the new vocabulary → rows of the old one."""
+    """R [V, W], sparse and row-stochastic: rows of the new vocabulary as combinations of old rows."""
 
     starts: NDArray[np.int64]
-    """[V + 1]: the entries of row v are starts[v] to starts[v + 1]; none for rows that nothing reaches."""
+    """[V + 1]: row v has the entries starts[v] to starts[v + 1], none if it is unused or unreached."""
     columns: NDArray[np.int64]
-    """[N]: old ids; one may come twice in a row."""
+    """[N]: old ids; an id may occur twice in a row."""
     weights: NDArray[np.float64]
-    """[N]: of sum 1 in each row with entries."""
+    """[N]: sums to 1 in each row with entries."""
     kinds: NDArray[np.uint8]
-    """[V]"""
+    """[V]: kind of each row."""
     old_tokens: NDArray[np.int64]
-    """Old ids that are tokens and have a row, by id: what means and spreads are taken of."""
+    """Ascending old ids that are tokens and have a row; means and deviations are computed over them."""
 
     def __len__(self) -> int:
         return len(self.kinds)
 
     @property
     def copied(self) -> NDArray[np.int64]:
-        """New ids of one entry, whose rows are the old ones to the bit."""
+        """New ids with one entry, whose rows are exact copies of old rows."""
         return np.flatnonzero(np.diff(self.starts) == 1)
 
 
@@ -58,10 +60,10 @@ def build_row_map(
     weighting: Weighting = "bytes",
     roles: RoleOverrides | None = None,
 ) -> RowMap:
-    """Map each new id to the old token of its bytes or role, else to all the old tokens that spell its bytes.
+    """Map each new id to the old token with its bytes or role, or else to the old tokens that spell its bytes.
 
-    num_old_rows: of the model's matrices. A row with an entry beyond them, of an old token that the model cannot read,
-    is not reached. Raises AlignmentError for tokenizers whose pieces cannot be exact.
+    num_old_rows: rows of the model's matrices. A new token that needs an old token beyond them, which the model cannot
+    read, counts as unreached. Raises AlignmentError if the tokenizers' pieces cannot be exact.
     """
     pair = read_pair(new_tokenizer, old_tokenizer, roles)
     new, old = pair.student, pair.teacher
@@ -82,13 +84,13 @@ def build_row_map(
 
     unreadable = np.unique(rows[columns >= num_old_rows])
     kinds[unreadable] = UNREACHED
-    kept = ~np.isin(rows, unreadable)
-    order = np.argsort(rows[kept], kind="stable")
-    counts = np.bincount(rows[kept], minlength=len(kinds))
+    is_readable = ~np.isin(rows, unreadable)
+    order = np.argsort(rows[is_readable], kind="stable")
+    counts = np.bincount(rows[is_readable], minlength=len(kinds))
     return RowMap(
         starts=np.concatenate([[0], np.cumsum(counts)]),
-        columns=columns[kept][order],
-        weights=weights[kept][order],
+        columns=columns[is_readable][order],
+        weights=weights[is_readable][order],
         kinds=kinds,
         old_tokens=_tokens(old, num_old_rows),
     )
@@ -97,7 +99,7 @@ def build_row_map(
 def _shares(
     content: NDArray[np.int64], place: NDArray[np.int64], num_bytes: NDArray[np.int32], weighting: Weighting
 ) -> NDArray[np.float64]:
-    """Return the weight of each piece, of sum 1 over those of a content. place: from 0 in each content."""
+    """Return the weight of each old token, normalized per content. place: index of the token in its content."""
     if not len(content):
         return np.zeros(0)
     counts = np.bincount(content)

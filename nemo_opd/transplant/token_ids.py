@@ -1,4 +1,4 @@
-"""Ids of special tokens in a model's configurations, for another tokenizer."""
+"""Replacement of token ids in a model's configuration files for another tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _IDS = re.compile(r"(?:^|_)token_ids?$")
-_OF_OLD_TOKENS = (
+_OLD_TOKEN_KEYS = (
     "bad_words_ids",
     "begin_suppress_tokens",
     "force_words_ids",
@@ -26,42 +26,42 @@ _OF_OLD_TOKENS = (
     "sequence_bias",
     "suppress_tokens",
 )
-"""Keys of generation configs that list tokens of the old vocabulary, and mean nothing in another."""
+"""Generation config keys that list old tokens, and mean nothing in another vocabulary."""
 
 
 class NewIds:
-    """Ids of the new tokenizer that take the places of old ones."""
+    """New token ids that replace old ones."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: RowMap) -> None:
-        self._named = {role: getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
-        self._of_old: dict[int, list[int]] = {}
+        self._tokenizer_ids = {role: getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
+        self._by_old_id: dict[int, list[int]] = {}
         for new in np.flatnonzero(np.isin(rows.kinds, (EXACT, ROLE))).tolist():
-            self._of_old.setdefault(int(rows.columns[rows.starts[new]]), []).append(new)
+            self._by_old_id.setdefault(int(rows.columns[rows.starts[new]]), []).append(new)
 
     def replaced(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return new values for all keys that name tokens.
 
-        The tokenizer's own bos, eos and pad go first; eos are also all tokens with the role of an old eos. An id
-        without a counterpart becomes None.
+        The new tokenizer's bos, eos and pad take precedence; eos also includes all tokens with the role of an old eos.
+        An id without a counterpart becomes None.
         """
         new = {key: self._counterparts(key, old) for key, old in values.items() if _IDS.search(key)}
-        for role, own in self._named.items():
+        for role, tokenizer_id in self._tokenizer_ids.items():
             key = f"{role}_token_id"
-            others = new.get(key) or []
-            ids = [] if own is None else [own]
-            new[key] = list(dict.fromkeys([*ids, *others] if role == "eos" else ids or others))
-        return {key: _as_before(ids, values.get(key)) for key, ids in new.items()}
+            counterparts = new.get(key) or []
+            ids = [] if tokenizer_id is None else [tokenizer_id]
+            new[key] = list(dict.fromkeys([*ids, *counterparts] if role == "eos" else ids or counterparts))
+        return {key: _in_form_of(ids, values.get(key)) for key, ids in new.items()}
 
     def _counterparts(self, key: str, old: object) -> list[int]:
-        """Return the new ids of an old one or of a list; of the one end that a text has, all tokens of its role."""
-        ids = old if isinstance(old, Iterable) else [old]
-        found = [self._of_old.get(i, []) if isinstance(i, int) else [] for i in ids]
-        return [new for each in found for new in (each if key == "eos_token_id" else each[:1])]
+        """Return the new ids of an old id or a list of them: for eos all counterparts, otherwise the first of each."""
+        old_ids = old if isinstance(old, Iterable) else [old]
+        new_ids = [self._by_old_id.get(i, []) if isinstance(i, int) else [] for i in old_ids]
+        return [new for ids in new_ids for new in (ids if key == "eos_token_id" else ids[:1])]
 
 
-def _as_before(ids: list[int], before: object) -> int | list[int] | None:
-    """Return ids as the key had them: one, or a list; several are a list in either case."""
-    if isinstance(before, list):
+def _in_form_of(ids: list[int], old: object) -> int | list[int] | None:
+    """Return ids in the form of the old value, one id or a list; several ids are always a list."""
+    if isinstance(old, list):
         return ids or None
     return ids[0] if len(ids) == 1 else ids or None
 
@@ -73,14 +73,14 @@ def set_ids(config: PretrainedConfig, new: NewIds) -> None:
 
 
 def write_generation_config(reference: str, folder: Path, new: NewIds) -> list[str]:
-    """Write the model's generation config with the new ids; return the keys left out, which list old tokens.
+    """Write the model's generation config with the new ids; return the omitted keys, which list old tokens.
 
-    It is as the model's file has it otherwise; a model without one gets one of ids alone.
+    All other values are copied. A model without a generation config gets one with ids only.
     """
     file = cached_file(resolve(reference), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
     values = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
-    left_out = [key for key in _OF_OLD_TOKENS if values.pop(key, None) is not None]
+    left_out = [key for key in _OLD_TOKEN_KEYS if values.pop(key, None) is not None]
     values |= new.replaced(values)
-    kept = {key: value for key, value in values.items() if value is not None}
-    (folder / GENERATION_CONFIG_NAME).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    values = {key: value for key, value in values.items() if value is not None}
+    (folder / GENERATION_CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return left_out

@@ -1,4 +1,4 @@
-"""A model's weights in safetensors files, rewritten with other rows for its tokens, a file at a time."""
+"""Rewriting of a model's safetensors files with new rows for its tokens, one file at a time."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from nemo_opd.progress import tracked
 
 
 class _Renew(Protocol):
-    """Map from the name of a parameter, and its old value, to the new one."""
+    """Function from a parameter's name and old value to its new value."""
 
     def __call__(self, parameter: str, old: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyWeights:
-    """Names, in the model, of the parameters that have a row for each token."""
+    """Names of the model's parameters with a row for each token."""
 
     embeddings: str
     head: str
     bias: str | None
     is_tied: bool
-    """The head is the embeddings, unless the files have another one."""
+    """Whether the head shares the embeddings' weight, unless the files store a separate one."""
 
     def __contains__(self, parameter: str) -> bool:
         return parameter in (self.embeddings, self.head, self.bias)
@@ -43,15 +43,14 @@ class VocabularyWeights:
 def vocabulary_weights(model: PreTrainedModel, reference: str, *, key: str) -> VocabularyWeights:
     """Find the parameters with a row for each token. model: on meta.
 
-    Raises ModelError, naming `key`, for a head that is not one linear layer and a model with further embeddings of
-    tokens.
+    Raises ModelError, naming `key`, if the head is not one linear layer or the model has additional token embeddings.
     """
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embeddings, nn.Embedding) or not isinstance(head, nn.Linear):
         raise ModelError(
-            f"{key}={reference}: {type(model).__name__} reads tokens by a {type(embeddings).__name__} and predicts "
-            f"them by a {type(head).__name__}; a transplant needs one matrix of embeddings and one linear head, so "
-            "name another model"
+            f"{key}={reference}: {type(model).__name__} reads tokens with a {type(embeddings).__name__} and predicts "
+            f"them with a {type(head).__name__}; a transplant needs one embedding matrix and one linear head, so name "
+            "another model"
         )
     names = {id(module): name for name, module in model.named_modules()}
     config: Any = model.config.get_text_config()
@@ -59,9 +58,8 @@ def vocabulary_weights(model: PreTrainedModel, reference: str, *, key: str) -> V
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module is not embeddings and module.num_embeddings in tables:
             raise ModelError(
-                f"{key}={reference}: {names[id(module)]} is a second matrix with a row for each token, which "
-                f"{type(model).__name__} reads in its own way; a transplant knows embeddings and head alone, so name "
-                "another model"
+                f"{key}={reference}: {names[id(module)]} is a second matrix of {type(model).__name__} with a row for "
+                "each token; a transplant supports embeddings and head only, so name another model"
             )
     return VocabularyWeights(
         embeddings=f"{names[id(embeddings)]}.weight",
@@ -74,29 +72,30 @@ def vocabulary_weights(model: PreTrainedModel, reference: str, *, key: str) -> V
 def rewrite(
     model: PreTrainedModel, reference: str, folder: Path, weights: VocabularyWeights, renew: _Renew
 ) -> list[str]:
-    """Write the weights into `folder`, those of the vocabulary renewed, and return the names of tensors left out.
+    """Write the weights into `folder`, with `renew` applied to the vocabulary's; return the names of omitted tensors.
 
-    Left out is what the model on meta does not have: of a multimodal checkpoint all but its text part. Files keep
-    their names, dtypes stay. Holds one file's tensors. Raises ModelError for weights that are no plain safetensors.
+    Tensors that the model on meta does not have are omitted, for example all but the text part of a multimodal
+    checkpoint. File names and dtypes stay the same. Holds one file's tensors at a time. Raises ModelError if the
+    weights are not plain safetensors.
     """
     try:
         pieces = find_pieces(model, reference, key="--model")
         files = weight_files(reference)
     except NotPiecewiseError:
         method = quantisation(model.config)
-        what = "no safetensors files" if method is None else f"quantised weights ({method})"
+        problem = "no safetensors files" if method is None else f"quantised weights ({method})"
         raise ModelError(
-            f"--model={reference}: it has {what}, which are not rewritten tensor by tensor; save the plain weights "
-            "with save_pretrained and name that folder"
+            f"--model={reference}: it has {problem}, which cannot be rewritten tensor by tensor; save the plain "
+            "weights with save_pretrained and name that folder"
         ) from None
-    owners = {(each.stored.file, each.stored.name): name for name, parts in pieces.items() for each in parts}
+    owners = {(piece.stored.file, piece.stored.name): name for name, parts in pieces.items() for piece in parts}
     left_out: list[str] = []
     places: dict[str, str] = {}
     num_bytes = 0
     for file in tracked(files, "rewriting the weights", "files"):
         tensors: dict[str, Tensor] = {}
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
                 if (owner := owners.get((file, name))) is None:
                     left_out.append(name)
                     continue

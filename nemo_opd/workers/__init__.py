@@ -1,1 +1,1 @@
-"""Student and teacher on one rank. Workers know torch.distributed and not Ray, so they also run under torchrun."""
+"""Student and teacher on one rank. Workers use torch.distributed but not Ray, so they also run under torchrun."""

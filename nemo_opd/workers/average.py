@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights that are trained (methods.md §13)."""
+"""Exponential moving average of the trained weights (methods.md §13)."""
 
 from __future__ import annotations
 
@@ -14,48 +14,51 @@ from nemo_opd.workers.host_copy import HostCopy
 
 
 class Average:
-    """θ̄ ← d · θ̄ + (1 − d) · θ for this rank's shards of the trained parameters, in fp32; communicates nothing."""
+    """The average θ̄ ← d · θ̄ + (1 − d) · θ of this rank's shards of the trained parameters, in fp32.
 
-    def __init__(self, model: nn.Module, decay: float, *, leaves: bool = False) -> None:
-        """Begin with the model's weights, which are on the device. leaves: it is in main memory while not in use."""
-        self._model, self._leaves = model, leaves
+    Communicates nothing.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, *, offload: bool = False) -> None:
+        """Start from the model's weights, which must be on the device. offload: keep an idle average on the host."""
+        self._model, self._offload = model, offload
         self._update = get_ema_multi_avg_fn(decay)
-        # Parameters are looked up by name each time: moving a model replaces their tensors.
+        # Keyed by name, not by parameter: moving a model replaces its parameters' tensors.
         self.tensors = {name: parameter.detach().clone() for name, parameter in self._trained()}
-        """Average of each parameter by name, sharded like it."""
+        """Average of each parameter, keyed by its name and sharded like it."""
         self._host = HostCopy()
-        if leaves:
-            self._leave()
+        if offload:
+            self._to_host()
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, each) for name, each in self._model.named_parameters() if each.requires_grad)
+        return ((name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad)
 
     @contextmanager
-    def here(self) -> Iterator[None]:
-        """Have the average on the device inside."""
-        if self._leaves:
+    def on_device(self) -> Iterator[None]:
+        """Keep the average on the device inside the context."""
+        if self._offload:
             self._host.restore()
         try:
             yield
         finally:
-            if self._leaves:
-                self._leave()
+            if self._offload:
+                self._to_host()
 
-    def _leave(self) -> None:
+    def _to_host(self) -> None:
         self._host.hold(self.tensors.values())
         torch.cuda.current_stream().synchronize()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Follow the model's weights, which are on the device."""
+        """Update the average from the model's weights, which must be on the device."""
         averages, weights = zip(*self._pairs(), strict=True)
-        with self.here():
+        with self.on_device():
             self._update(list(averages), list(weights), None)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Give the model, whose weights are on the device and sharded, the average inside, and its own back after."""
-        with self.here():
+        """Swap the average into the model inside the context. The model must be on the device and sharded."""
+        with self.on_device():
             self._swap()
             try:
                 yield
@@ -65,11 +68,11 @@ class Average:
     @torch.no_grad()
     def _swap(self) -> None:
         for average, weight in self._pairs():
-            kept = weight.clone()
+            previous = weight.clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(previous)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's shard of each average and of the weight that it follows."""
+        """Yield this rank's shards of each average and its weight."""
         for name, parameter in self._trained():
             yield local(self.tensors[name]), local(parameter.detach())

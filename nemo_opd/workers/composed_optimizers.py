@@ -1,4 +1,4 @@
-"""Optimizers made of others: of several, and of one that knows no sharded parameters."""
+"""Optimizers that wrap other optimizers: several in one, and one that cannot handle sharded parameters."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.optim import Optimizer
 from nemo_opd.distributed.shards import local
 
 
-class Together(Optimizer):
-    """Several optimizers as one: their groups in order, and all of their states."""
+class ChainedOptimizer(Optimizer):
+    """Several optimizers as one, with their groups in order and a joint state."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        # The groups are the same dicts, so that a schedule of one is a schedule of the other.
-        super().__init__(chain.from_iterable(each.param_groups for each in optimizers), {})
+        # The groups are shared dicts, so that a scheduler of this optimizer also schedules the wrapped ones.
+        super().__init__(chain.from_iterable(optimizer.param_groups for optimizer in optimizers), {})
         self._share()
 
     def _share(self) -> None:
         groups = iter(self.param_groups)
-        for each in self._optimizers:
-            each.state = self.state
-            each.param_groups = [next(groups) for _ in each.param_groups]
+        for optimizer in self._optimizers:
+            optimizer.state = self.state
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -34,12 +34,12 @@ class Together(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for each in self._optimizers:
-            each.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
 
 
-class OnPlainTensors(Optimizer):
-    """An optimizer that sees the parameters of the only rank, which FSDP2 holds as DTensors, as plain tensors."""
+class PlainTensorOptimizer(Optimizer):
+    """A wrapper for a student on one rank that hides FSDP2's DTensors: the wrapped optimizer gets plain tensors."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], Optimizer]) -> None:
         self._parameters = parameters
@@ -51,7 +51,7 @@ class OnPlainTensors(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for parameter, plain in zip(self._parameters, self._plain, strict=True):
-            plain.data = local(parameter.detach())  # anew: the model may have gone to another device
+            plain.data = local(parameter.detach())  # every step: the model may have changed device
             plain.grad = None if parameter.grad is None else local(parameter.grad)
         self._optimizer.param_groups[0] |= _options(self)
         self._optimizer.step()
@@ -68,5 +68,5 @@ class OnPlainTensors(Optimizer):
 
 
 def _options(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the options of the only group."""
+    """Return the options of the single parameter group."""
     return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}

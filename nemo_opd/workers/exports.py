@@ -1,4 +1,4 @@
-"""The student's weights for other processes: as a folder, and in memory."""
+"""Exports of the student's weights to other processes: as a folder, or in memory."""
 
 from pathlib import Path
 
@@ -17,20 +17,20 @@ from nemo_opd.rollout.weight_sync import HeldWeights
 
 
 class Exports:
-    """Exports of a model. Every rank calls each method, with the model on the device; rank 0 alone writes and holds.
+    """Exporter of a model. All ranks call each method with the model on the device; only rank 0 writes and holds.
 
     Communicates an all-gather of the trained weights to rank 0.
     """
 
     def __init__(self, settings: Student, model: PreTrainedModel, adapters: Adapters | None) -> None:
         self._settings, self._model, self._adapters = settings, model, adapters
-        self._held: HeldWeights | None = None
+        self._weights: HeldWeights | None = None
 
     def write(self, folder: Path, served_as: str | None) -> None:
-        """Write model and tokenizer in Hugging Face form, in the precision of the initial model.
+        """Write model and tokenizer in Hugging Face format, in the initial model's dtype.
 
-        With adapters, `student.lora.export` decides the form. served_as: name of a dtype, in which the whole model is
-        written for a server. Raises StorageError, on rank 0 alone, where the disk fails.
+        With adapters, `student.lora.export` selects the form. served_as: name of a dtype; the full model is then
+        written in it, for a server. Raises StorageError, on rank 0 only, if the disk fails.
         """
         tokenizer = tokenizer_of(self._settings, key="student")
         dtype = (
@@ -44,16 +44,16 @@ class Exports:
             else:
                 form = "merged" if served_as is not None else self._adapters.settings.export
                 save_adapted(self._model, self._adapters, tokenizer, folder, dtype, form)
-            # A server loads its folder at once, so that one need not reach the disk.
+            # A server loads its folder right away, so it need not be flushed to disk.
             if served_as is None and dist.get_rank() == 0:
                 settle(folder)
 
     def hold(self, served_as: str) -> FileDescriptor | None:
-        """Keep a copy of the exported weights in rank 0's memory; return its file on rank 0, None elsewhere."""
+        """Keep a copy of the exported weights in rank 0's memory; return its file on rank 0, None on other ranks."""
         state = whole_state(self._model, self._adapters, getattr(torch, served_as))
-        self._held = HeldWeights(state) if dist.get_rank() == 0 else None
-        return None if self._held is None else self._held.file
+        self._weights = HeldWeights(state) if dist.get_rank() == 0 else None
+        return None if self._weights is None else self._weights.file
 
     def release(self) -> None:
-        if self._held is not None:
-            self._held.close()
+        if self._weights is not None:
+            self._weights.close()

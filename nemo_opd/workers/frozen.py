@@ -28,22 +28,22 @@ from nemo_opd.workers.residence import Residence
 from nemo_opd.workers.sampler import WorkerSampler
 
 Handoff = Literal["hidden_states", "logits"]
-"""Form of the output of a teacher."""
+"""Form of a teacher's output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSource:
-    """Origin of a teacher's output on this rank."""
+    """Source of a teacher's output on this rank."""
 
     logit_rows: ReadingModel
     use: Callable[[], AbstractContextManager[None]]
-    """Context in which `logit_rows` may be called."""
+    """Context that calls of `logit_rows` need."""
     close: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherModel(TeacherSource):
-    """Model that a teacher computes with on this rank; in `use` it is on the device and has the teacher's weights."""
+    """A teacher's model on this rank; inside `use` it is on the device and has the teacher's weights."""
 
     model: PreTrainedModel
     mesh: DeviceMesh
@@ -54,9 +54,9 @@ class TeacherModel(TeacherSource):
 def _load(
     settings: TeacherBase, task: Task, *, key: str, device: str, handoff: Handoff, gives_back: bool
 ) -> TeacherModel:
-    """Load the model. Raises ModelError and ClusterError as `FrozenWorker` does."""
+    """Load the model. Raises ModelError and ClusterError like `FrozenWorker`."""
     dtype, parallelism = compute_dtype(settings.dtype, device), settings.parallelism
-    moves = settings.offload in (True, "layers")
+    offload = settings.offload in (True, "layers")
     mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
     with needs_memory(task):
         model = load_sharded(
@@ -66,20 +66,20 @@ def _load(
             key=key,
             parallelism=parallelism,
             compute_dtype=dtype,
-            device="cpu" if moves else device,
+            device="cpu" if offload else device,
             trainable=False,
             compile_layers=settings.compile,
             fused_layers=settings.fused_layers,
             attn_implementation=settings.attn_implementation,
         )
     stream = LayerStream(model, device) if settings.offload == "layers" and device == "cuda" else None
-    residence = Residence(model, device, offload=moves, gives_back=gives_back, stream=stream)
+    residence = Residence(model, device, offload=offload, gives_back=gives_back, stream=stream)
     logit_rows = reading_model(model, handoff, key=key, mesh=mesh, parallelism=parallelism)
     return TeacherModel(model=model, mesh=mesh, logit_rows=logit_rows, use=residence.use, close=residence.close)
 
 
 class FrozenWorker:
-    """A frozen model that reads and continues texts.
+    """A frozen model that scores and continues texts.
 
     Communicates FSDP2's all-gathers of parameters over the model's group.
     """
@@ -94,31 +94,31 @@ class FrozenWorker:
         device: str,
         handoff: Handoff = "hidden_states",
         gives_back: bool = False,
-        own: TeacherSource | None = None,
+        source: TeacherSource | None = None,
     ) -> None:
-        """Load the model, unless `own` is given.
+        """Load the model, or use `source`.
 
-        key: of the model in the settings. vocab_size: of the tokenizer. handoff: the form of a teacher's output.
-        gives_back: others need what is cached. Raises ModelError for weights or a head that cannot be used, and
-        ClusterError where memory runs out.
+        key: the model's key in the settings. vocab_size: size of the tokenizer. handoff: form of a teacher's output.
+        gives_back: release cached device memory after use, for other processes. Raises ModelError for unusable weights
+        or an unusable head, and ClusterError if memory runs out.
         """
         self.vocab_size, self.device = vocab_size, device
         self._settings, self._key, self._tasks = settings, key.removesuffix(".model"), tasks
-        if own is None:
-            own = _load(settings, tasks.loading, key=key, device=device, handoff=handoff, gives_back=gives_back)
-        self._own, self.logit_rows = own, own.logit_rows
+        if source is None:
+            source = _load(settings, tasks.loading, key=key, device=device, handoff=handoff, gives_back=gives_back)
+        self._source, self.logit_rows = source, source.logit_rows
 
     @property
     def _model(self) -> TeacherModel:
-        assert isinstance(self._own, TeacherModel), "a cached teacher has no model"
-        return self._own
+        assert isinstance(self._source, TeacherModel), "a cached teacher has no model"
+        return self._source
 
     @property
     def model(self) -> PreTrainedModel:
         return self._model.model
 
     def reads_packed(self) -> bool:
-        """Return whether padding costs the model nothing."""
+        """Return whether the model reads packed sequences, so that padding is free."""
         return self.logit_rows.reads_packed
 
     def rotary_limit(self) -> RotaryLimit | None:
@@ -127,26 +127,26 @@ class FrozenWorker:
 
     @torch.no_grad()
     def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
-        """Return the likelihoods of what is scored of each sequence, as `nemo_opd.evaluation.likelihoods` does."""
-        with needs_memory(self._tasks.reading), self._own.use():
+        """Return each sequence's likelihood of its scored tokens, as `nemo_opd.evaluation.likelihoods.read` does."""
+        with needs_memory(self._tasks.reading), self._source.use():
             return likelihoods.read(self.logit_rows, tokens, micro_batches, self.device)
 
     @torch.no_grad()
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], limit: BatchLimit
     ) -> list[Completion]:
-        """Continue each prompt, in the model's tokens, until one of `end_ids`; return completions in order.
+        """Continue each prompt of the model's tokens until one of `end_ids`; return completions in request order.
 
-        Ranks of a tensor-parallel group must get the same requests.
+        All ranks of a tensor-parallel group must get the same requests.
         """
-        with needs_memory(self._tasks.answers), self._own.use():
+        with needs_memory(self._tasks.answers), self._source.use():
             return self._sampler(requests, sampling, end_ids, limit)
 
     @cached_property
     def _sampler(self) -> WorkerSampler:
-        own, size = self._model, self.vocab_size
-        return WorkerSampler(self._settings, own.model, own.mesh, key=self._key, vocab_size=size, device=self.device)
+        model, mesh, size = self._model.model, self._model.mesh, self.vocab_size
+        return WorkerSampler(self._settings, model, mesh, key=self._key, vocab_size=size, device=self.device)
 
     def close(self) -> None:
-        """Give the model's memory back."""
-        self._own.close()
+        """Free the model's memory."""
+        self._source.close()

@@ -1,4 +1,4 @@
-"""Values of tensors on the host while their memory on a device is free."""
+"""Host copies of tensors whose device memory is freed."""
 
 from __future__ import annotations
 
@@ -11,75 +11,71 @@ from torch import Tensor, UntypedStorage, nn
 from nemo_opd.distributed.shards import local
 
 _BLOCK_BYTES = 2**28
-"""Size of a block of pinned memory, a power of two: PyTorch's allocator takes the next one."""
+"""Size of a pinned memory block; PyTorch's allocator rounds up to a power of two."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """Room on the host for what a storage holds."""
+    """Host memory for the contents of one storage."""
 
     storage: UntypedStorage
     pieces: list[Tensor]
-    """Consecutive bytes, in one or more blocks."""
+    """Host memory of consecutive bytes of the storage, in one or more blocks."""
     is_fixed: bool
-    """Nothing trains it, so that the host's copy stays right."""
+    """Whether the storage is never trained, so that the host copy stays valid."""
     has_values: bool = False
 
 
 class HostCopy:
-    """The values of tensors while their memory on a device is free, in pinned memory that is allocated once.
+    """Copy of tensors in pinned host memory, allocated once, while their device memory is freed.
 
-    Storages are emptied and filled again under the tensors, so that views of them stay views: FSDP2's shards, tied
-    weights. Copies are queued on the current stream, one for each storage, which a restored tensor is used on; after
-    `hold` wait for the stream before others use the host's memory.
+    Storages are resized in place, so that views stay views (FSDP2's shards, tied weights). Copies are queued on the
+    current stream, one per storage; use restored tensors on the same stream, and synchronize it after `hold` before
+    anything else uses the host memory.
     """
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Copy tensors to the host, parameters that nothing trains only once, and free their memory."""
+        """Copy tensors to the host, frozen parameters only once, and free their device memory."""
         tensors = list(tensors)
         storages = storages_of(tensors)
         if [slot.storage._cdata for slot in self._slots] != [storage._cdata for storage in storages]:
-            trained = {each._cdata for each in storages_of(t for t in tensors if t.requires_grad or not _is_weight(t))}
-            self._slots = _allocate(storages, trained)
+            changing = [t for t in tensors if t.requires_grad or not isinstance(t, nn.Parameter)]
+            self._slots = _allocate(storages, {storage._cdata for storage in storages_of(changing)})
         for slot in self._slots:
             if not slot.storage.nbytes():
-                continue  # an empty shard, or one that an exhausted device had no room for
+                continue  # an empty shard, or `restore` ran out of device memory
             if not (slot.is_fixed and slot.has_values):
-                for piece, part in _pairs(slot):
-                    piece.copy_(part, non_blocking=True)
+                for host_bytes, device_bytes in _pairs(slot):
+                    host_bytes.copy_(device_bytes, non_blocking=True)
                 slot.has_values = True
             slot.storage.resize_(0)
 
     def restore(self) -> None:
-        """Allocate and fill the memory of all that is held."""
+        """Allocate the device memory of all held tensors again and fill it."""
         for slot in self._slots:
             if slot.pieces:
                 slot.storage.resize_(sum(map(len, slot.pieces)))
-                for piece, part in _pairs(slot):
-                    part.copy_(piece, non_blocking=True)
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
+                for host_bytes, device_bytes in _pairs(slot):
+                    device_bytes.copy_(host_bytes, non_blocking=True)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Return the storages of tensors, each once."""
-    found = (local(tensor.detach()).untyped_storage() for tensor in tensors)
-    return list({storage._cdata: storage for storage in found}.values())
+    """Return the distinct storages of tensors."""
+    storages = (local(tensor.detach()).untyped_storage() for tensor in tensors)
+    return list({storage._cdata: storage for storage in storages}.values())
 
 
 def _pairs(slot: _Slot) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the host's pieces with the same bytes of the storage."""
-    whole = torch.empty(0, dtype=torch.uint8, device=slot.storage.device).set_(slot.storage)
-    return zip(slot.pieces, whole.split([len(piece) for piece in slot.pieces]), strict=True)
+    """Yield each host piece with the matching bytes of the storage."""
+    device_bytes = torch.empty(0, dtype=torch.uint8, device=slot.storage.device).set_(slot.storage)
+    return zip(slot.pieces, device_bytes.split([len(piece) for piece in slot.pieces]), strict=True)
 
 
-def _allocate(storages: Sequence[UntypedStorage], trained: set[int]) -> list[_Slot]:
-    """Return a slot for each storage, one after the other in blocks, of which the last is as large as needed."""
+def _allocate(storages: Sequence[UntypedStorage], changing: set[int]) -> list[_Slot]:
+    """Allocate a slot per storage, back to back in blocks; the last block is only as large as needed."""
     total = sum(storage.nbytes() for storage in storages)
     is_pinned = any(storage.device.type == "cuda" for storage in storages)
     sizes = [_BLOCK_BYTES] * (total // _BLOCK_BYTES) + [total % _BLOCK_BYTES]
@@ -87,10 +83,10 @@ def _allocate(storages: Sequence[UntypedStorage], trained: set[int]) -> list[_Sl
     slots = []
     for storage in storages:
         pieces: list[Tensor] = []
-        while (left := storage.nbytes() - sum(map(len, pieces))) > 0:
-            pieces.append(blocks[0][:left])
-            blocks[0] = blocks[0][left:]
+        while (missing := storage.nbytes() - sum(map(len, pieces))) > 0:
+            pieces.append(blocks[0][:missing])
+            blocks[0] = blocks[0][missing:]
             if not len(blocks[0]):
                 blocks.pop(0)
-        slots.append(_Slot(storage, pieces, storage._cdata not in trained))
+        slots.append(_Slot(storage, pieces, is_fixed=storage._cdata not in changing))
     return slots

@@ -1,4 +1,4 @@
-"""Decoder layers that are on the device one after the other, for a model that is larger than it."""
+"""Decoder layers that are copied to the device one at a time, for models larger than its memory."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from nemo_opd.workers.host_copy import HostCopy
 
 
 class LayerStream:
-    """The frozen layers of a model, each on the device from the time that the layer before it begins to its own end.
+    """Streamer of a model's frozen layers; each is on the device from the start of the previous layer to its own end.
 
-    Copies are queued on a separate stream, so that a layer's weights arrive while the layer before computes. A copy
-    waits until the layers whose memory it may be given have been computed.
+    Copies run on a separate stream, so that a layer's weights arrive while the previous layer computes. A copy waits
+    for the layers whose freed memory it may reuse.
     """
 
     def __init__(self, model: PreTrainedModel, device: str) -> None:
-        """model: on the host; every forward pass runs all of its layers in order."""
+        """Register the hooks. The model must be on the host, and each forward pass must run all layers in order."""
         self._model, self._device = model, device
         self._layers = decoder_layers(model)
         self._copies = [HostCopy() for _ in self._layers]
         self._arriving: dict[int, torch.cuda.Event | None] = {}
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         for index, layer in enumerate(self._layers):
-            # Before FSDP2's own hook, which gathers what arrives here.
+            # Before FSDP2's hook, which gathers the weights that arrive here.
             layer.register_forward_pre_hook(partial(self._enter, index), prepend=True)
-            layer.register_forward_hook(partial(self._leave, index), always_call=True)
+            layer.register_forward_hook(partial(self._free, index), always_call=True)
 
-    def rest(self) -> Iterator[nn.Parameter]:
+    def outer_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters outside the layers."""
-        in_layers = {id(each) for layer in self._layers for each in layer.parameters()}
-        yield from (each for each in self._model.parameters() if id(each) not in in_layers)
+        in_layers = {id(parameter) for layer in self._layers for parameter in layer.parameters()}
+        yield from (parameter for parameter in self._model.parameters() if id(parameter) not in in_layers)
 
     def settle(self) -> None:
-        """Move layers to pinned memory of the host, one by one by way of the device, and all else to the device.
+        """Move the layers to pinned host memory, one by one through the device, and outer modules to the device.
 
-        Collective where FSDP2 shards the model.
+        Collective if FSDP2 shards the model.
         """
         for layer, copy in zip(self._layers, self._copies, strict=True):
             layer.to(self._device)
-            if isinstance(layer, FSDPModule):  # looks at its shards once, before the first pass
+            if isinstance(layer, FSDPModule):  # its lazy initialization looks at the shards on the device
                 layer.unshard()
                 layer.reshard()
             copy.hold(layer.parameters())
@@ -56,31 +56,31 @@ class LayerStream:
             if module not in in_layers:
                 module._apply(lambda tensor: tensor.to(self._device), recurse=False)
 
-    def leave(self) -> None:
-        """Free what has arrived for a pass that does not come."""
+    def free_prefetched(self) -> None:
+        """Free layers that were prefetched for a pass that does not come."""
         for index in list(self._arriving):
-            self._leave(index)
+            self._free(index)
 
     def _enter(self, index: int, *_: Any) -> None:
-        self._bring(index)
+        self._prefetch(index)
         if (event := self._arriving[index]) is not None:
             event.synchronize()  # on the host, since FSDP2 gathers on streams that do not wait for the current one
-        self._bring((index + 1) % len(self._layers))
+        self._prefetch((index + 1) % len(self._layers))
 
-    def _leave(self, index: int, *_: Any) -> None:
+    def _free(self, index: int, *_: Any) -> None:
         if index in self._arriving:
             del self._arriving[index]
             self._copies[index].hold(self._layers[index].parameters())
 
-    def _bring(self, index: int) -> None:
+    def _prefetch(self, index: int) -> None:
         if index not in self._arriving:
-            with self._copying():
+            with self._copy_stream():
                 self._copies[index].restore()
                 self._arriving[index] = None if self._stream is None else self._stream.record_event()
 
-    def _copying(self) -> AbstractContextManager[Any]:
+    def _copy_stream(self) -> AbstractContextManager[Any]:
         if self._stream is None:
             return nullcontext()
-        # Memory that has been freed is given to the next copy at once, while kernels that read it may be queued.
+        # The allocator reuses freed memory for the next copy while kernels that read it may still be queued.
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)

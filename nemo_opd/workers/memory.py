@@ -1,4 +1,4 @@
-"""Errors where memory is exhausted, and its peak. Without models: every rank imports it before it knows its worker."""
+"""Out-of-memory errors and peak memory. Imports no model code: every rank imports this file before its worker."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _UNITS = {unit: 2 ** (10 * i) for i, unit in enumerate(("bytes", "KiB", "MiB", "
 _REQUESTED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
 _FREE = re.compile(r"of which ([\d.]+) (bytes|[KMGTPE]iB) is free")
 _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "unable to allocate")
-"""Parts of messages of plain RuntimeErrors."""
+"""Substrings of out-of-memory messages in plain RuntimeErrors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Work that may need more memory than there is."""
+    """Work that may run out of memory."""
 
     name: str
-    """Text after "in"."""
+    """Noun phrase that follows "in" in the message."""
     knobs: tuple[str, ...]
-    """Changes of settings that lower its memory, the cheapest first."""
+    """Settings changes that lower its memory, cheapest first."""
 
 
 _SHORTER = "lower train.micro_batch_size or train.max_length"
@@ -41,7 +41,7 @@ FORWARD = Task("the student's forward pass", (_SHORTER, _CHECKPOINTING, _OFFLOAD
 LOSS = Task("a chunk of a loss", (_SHORTER, _OFFLOAD_TEACHERS, _CHECKPOINTING, _TP_OF_STUDENT))
 BACKWARD = Task("the student's backward pass", (_SHORTER, _CHECKPOINTING, _OFFLOAD_TEACHERS, _TP_OF_STUDENT))
 ARRIVALS = Task(
-    "making room for the output of teachers on other nodes",
+    "allocating buffers for the output of teachers on other nodes",
     (f"{_SMALLER_BATCH} or train.max_length", "lower cluster.prefetch", _OFFLOAD_STUDENT),
 )
 ROLLOUT = Task(
@@ -52,7 +52,7 @@ OPTIMIZER = Task("the optimizer's step", (_OFFLOAD_TEACHERS, _TP_OF_STUDENT))
 
 
 def loading_teacher(key: str, name: str) -> Task:
-    """Return the task of loading a teacher; key: `teachers.0`, as in the settings."""
+    """Return the task of loading a teacher; key: its key in the settings, such as `teachers.0`."""
     return Task(
         f"loading the teacher {name}",
         (f"set {key}.offload=true", _OFFLOAD_STUDENT, f"raise {key}.parallelism.tp, or use more ranks"),
@@ -60,9 +60,9 @@ def loading_teacher(key: str, name: str) -> Task:
 
 
 def averaging(key: str, name: str) -> Task:
-    """Return the task of making a teacher's average; key: `teachers.0`, as in the settings."""
+    """Return the task of creating a teacher's average; key: its key in the settings, such as `teachers.0`."""
     return Task(
-        f"making the average of the teacher {name} ({key}.weights=ema)",
+        f"creating the average of the teacher {name} ({key}.weights=ema)",
         (f"set {key}.offload=true", _OFFLOAD_TEACHERS, _OFFLOAD_STUDENT, _TP_OF_STUDENT),
     )
 
@@ -80,15 +80,15 @@ def _teacher_answers(key: str, name: str) -> Task:
         (
             "lower evaluation.teacher_batch_size or evaluation.max_new_tokens",
             _OFFLOAD_STUDENT,
-            f"raise {key}.parallelism.tp, since only that spreads weights while a model generates",
-            "write evaluation.teachers=false",
+            f"raise {key}.parallelism.tp, the only way to shard weights during generation",
+            "set evaluation.teachers=false",
         ),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenTasks:
-    """Work of a frozen model."""
+    """Tasks of a frozen model."""
 
     loading: Task
     reading: Task
@@ -105,22 +105,22 @@ EVALUATED_TASKS = FrozenTasks(
     Task("reading the questions of a benchmark", ("lower benchmark_length", _TP_OF_MODEL)),
     Task("the answers to the questions", ("lower rollout.batch_size or max_new_tokens", _TP_OF_MODEL)),
 )
-"""Work of a model that is evaluated by itself."""
+"""Tasks of a model that is evaluated outside a run."""
 
 
 def handoff_buffer(name: str) -> Task:
     return Task(
-        f"making the buffer for the output of the teacher {name}",
+        f"allocating the buffer for the output of the teacher {name}",
         ("use handoff.type=hidden_states", f"{_SMALLER_BATCH} or train.max_length", _OFFLOAD_STUDENT),
     )
 
 
 @contextmanager
 def needs_memory(task: Task) -> Iterator[None]:
-    """Turn an error for exhausted memory, on device or host, into a ClusterError of one line.
+    """Turn an out-of-memory error of device or host into a one-line ClusterError; pass other errors through.
 
-    It names the task, the requested and the free memory, and settings that help. Of nested calls the innermost task is
-    named; all other errors pass.
+    The message names the task, the requested and the free memory, and settings that help. With nested tasks, it
+    names the innermost.
     """
     try:
         yield
@@ -131,7 +131,7 @@ def needs_memory(task: Task) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, OPDError):  # has a message for the user already
+    if isinstance(error, OPDError):  # already explained to the user
         return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
@@ -144,19 +144,19 @@ def _explain(task: Task, error: BaseException) -> str:
     on_device = isinstance(error, torch.OutOfMemoryError) or any(name in text for name in ("CUDA", "CUBLAS", "NCCL"))
     kind = "GPU memory" if on_device else "main memory"
     requested = _size_in(_REQUESTED, text)
-    wanted = "more was asked for than there is" if requested is None else f"{_amount(requested)} were asked for"
+    failure = "an allocation failed" if requested is None else f"cannot allocate {_amount(requested)}"
     free: float | None = psutil.virtual_memory().available
     if on_device:
         free = _size_in(_FREE, text)
         if free is None and torch.cuda.is_available():
             free = torch.cuda.mem_get_info()[0]
-    there = "" if free is None else f", {_amount(free)} are free"
-    return f"out of {kind} in {task.name}: {wanted}{there}; {'; or '.join(task.knobs)}"
+    available = "" if free is None else f", {_amount(free)} free"
+    return f"out of {kind} in {task.name}: {failure}{available}; {'; or '.join(task.knobs)}"
 
 
 def _size_in(pattern: re.Pattern[str], text: str) -> float | None:
-    found = pattern.search(text)
-    return None if found is None else float(found[1]) * _UNITS[found[2]]
+    match = pattern.search(text)
+    return None if match is None else float(match[1]) * _UNITS[match[2]]
 
 
 def _amount(num_bytes: float) -> str:
@@ -164,7 +164,7 @@ def _amount(num_bytes: float) -> str:
 
 
 def peak_memory_gb(device: str) -> float:
-    """Return the GPU's peak since the last call, or on CPU the process's present memory."""
+    """Return peak GPU memory in GiB since the last call, or on CPU the process's current memory."""
     if device == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Teachers in the student's processes, with its current weights or averages of them (methods.md §13)."""
+"""Teachers in the student's processes, with its current weights or an average of them (methods.md §13)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from nemo_opd.workers.teacher import TeacherWorker
 
 
 class OwnTeachers:
-    """The teachers of a rank that compute with the student's module, whose layout they have.
+    """This rank's teachers that run the student's module, in the student's layout.
 
-    Nothing is copied but the averages and what is handed over.
+    Only averages and teacher outputs need extra memory.
     """
 
     def __init__(
@@ -35,21 +35,21 @@ class OwnTeachers:
         logit_rows: ReadingModel,
         residence: Residence,
     ) -> None:
-        """Make the teachers. arguments: those of `TeacherWorker`, by the teacher's index; the rest is the student's."""
+        """Build the teachers. arguments: `TeacherWorker` arguments, keyed by teacher index."""
         self._model, self._residence = model, residence
         self._averages: dict[int, Average] = {}
         self._workers: dict[int, TeacherWorker] = {}
-        for i, given in arguments.items():
-            use = self._use(self._weights(i, given["settings"], given["device"]))
-            own = TeacherModel(model=model, mesh=mesh, logit_rows=logit_rows, use=use, is_fixed=False)
-            self._workers[i] = TeacherWorker(**given, own=own)
+        for i, worker_arguments in arguments.items():
+            use = self._use(self._weights(i, worker_arguments["settings"], worker_arguments["device"]))
+            source = TeacherModel(model=model, mesh=mesh, logit_rows=logit_rows, use=use, is_fixed=False)
+            self._workers[i] = TeacherWorker(**worker_arguments, source=source)
 
     def _weights(self, i: int, settings: TeacherBase, device: str) -> Callable[[], AbstractContextManager[None]]:
-        """Return the context in which the module has the teacher's weights."""
+        """Return a factory of contexts that give the module the teacher's weights."""
         if settings.weights == "ema":
             with self._residence.use(), needs_memory(averaging(f"teachers.{i}", settings.name)):
-                leaves = settings.offload is True and device == "cuda"
-                self._averages[i] = Average(self._model, settings.ema_decay, leaves=leaves)
+                offload = settings.offload is True and device == "cuda"
+                self._averages[i] = Average(self._model, settings.ema_decay, offload=offload)
             return self._averages[i].in_model
         return nullcontext if settings.adapters else lambda: without_adapters(self._model)
 
@@ -61,31 +61,31 @@ class OwnTeachers:
                 try:
                     yield
                 finally:
-                    # What is gathered is the teacher's.
+                    # Free gathered parameters: they are the teacher's.
                     for unit in sharded_units(self._model):
                         unit.reshard()
 
         return use
 
     def call(self, teacher: int, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a method of a teacher, by its index."""
+        """Call a method of a teacher. teacher: its index."""
         return getattr(self._workers[teacher], method)(*arguments)
 
     def update(self) -> None:
-        """Have the averages follow the student's weights, after an update of these and with them on the device."""
+        """Update the averages. Call after the optimizer step, with the student's weights on the device."""
         for average in self._averages.values():
             average.update()
 
     def averaged(self, teacher: int | None) -> AbstractContextManager[None]:
-        """Return the context in which the module, on the device and sharded, has a named teacher's average."""
+        """Return a context that gives the module (on the device, sharded) a teacher's average, or changes nothing."""
         return nullcontext() if teacher is None else self._averages[teacher].in_model()
 
     @contextmanager
     def state(self) -> Iterator[dict[str, dict[str, Tensor]]]:
-        """Yield the averages by the teacher's index, on the device, to be saved or read into."""
-        with ExitStack() as inside:
+        """Yield the averages on the device, keyed by teacher index, to be saved or overwritten."""
+        with ExitStack() as stack:
             for average in self._averages.values():
-                inside.enter_context(average.here())
+                stack.enter_context(average.on_device())
             yield {str(i): average.tensors for i, average in self._averages.items()}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Time that a rank's step spends in each phase."""
+"""Timing of the phases of a rank's step."""
 
 import time
 from collections.abc import Iterator
@@ -14,21 +14,21 @@ PREFIX = "phase/"
 
 
 class Phases:
-    """Seconds by phase since the last `take`; a nested phase does not count in the outer one.
+    """Seconds per phase since the last `take`; the outer phase excludes nested ones.
 
-    On CUDA the device's time counts: a phase only queues its kernels, so a host clock would charge their work to
-    whatever waits for them later. Each change of phase records an event, which takes microseconds; only `take` waits.
+    On CUDA device time is measured: a phase only queues its kernels, so a host clock would charge their work to
+    whichever phase waits for them. Each change of phase records an event, which takes microseconds; only `take` waits.
     """
 
     def __init__(self, device: str) -> None:
         self._now = _record_event if device == "cuda" else time.perf_counter
         self._open: list[str] = []
         self._changes: list[tuple[str | None, float | torch.cuda.Event]] = []
-        """Phase that begins (None: no phase), and its start."""
+        """Phase that begins, or None outside any phase, and its start."""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count the body's time as `phase`, also when it raises."""
+        """Count the body's time as `phase`, even if it raises."""
         self._open.append(phase)
         self._change()
         try:
@@ -38,14 +38,14 @@ class Phases:
             self._change()
 
     def begin(self) -> None:
-        """Discard the counts so far without waiting: work that is not reported, such as validation."""
+        """Discard the time so far without waiting, for example after validation, which is not reported."""
         self._changes = []
 
     def take(self) -> dict[str, Max]:
-        """Return all phases as `phase/<name>` and start again from zero; call it outside of any phase.
+        """Return all phases as `phase/<name>` and restart from zero. Call it outside any phase.
 
-        On CUDA it waits until the device has finished the last phase, so call it where the host waits for the device
-        anyway, such as at the metrics of a step.
+        On CUDA it waits until the device has finished the last phase, so call it when the host waits anyway, such as
+        when reading a step's metrics.
         """
         changes, self._changes = self._changes, []
         seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Models that leave the device between phases, so that others have room there."""
+"""Offload of models to the host between phases, to make room on the device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nemo_opd.workers.layer_stream import LayerStream
 
 
 class Residence:
-    """A model, and the state of its optimizer, that are on the device only while they are used.
+    """A model and its optimizer state, which are on the device only while in use.
 
-    Parameters and state stay the same tensors, also while their values are on the host.
+    Parameters and state remain the same tensor objects while their values are on the host.
     """
 
     def __init__(
@@ -30,47 +30,48 @@ class Residence:
         optimizer: Optimizer | None = None,
         stream: LayerStream | None = None,
     ) -> None:
-        """offload: the model leaves; it may be on the host at first. On CPU it has nowhere to go.
+        """Store the arguments.
 
-        gives_back: other processes need what PyTorch caches of the device's memory. stream: brings layers while the
-        model is in use, with `offload`.
+        offload: move the model to the host between uses (no effect on CPU); it may start on the host. gives_back:
+        release PyTorch's cached device memory after use, for other processes. stream: brings the layers while the
+        model is in use; needs `offload`.
         """
         self._model, self._optimizer, self._device = model, optimizer, device
         self._offload, self._gives_back, self._stream = offload, gives_back, stream
-        self._leaves = offload and device == "cuda"
-        self._has_come = False
+        self._moves = offload and device == "cuda"
+        self._has_arrived = False
         self._parameters, self._state = HostCopy(), HostCopy()
 
     @contextmanager
     def use(self, *, optimizer: bool = False) -> Iterator[None]:
-        """Have the model on the device inside, with `optimizer` also the state of its optimizer."""
+        """Keep the model on the device inside the context; with `optimizer`, also the optimizer state."""
         try:
-            if self._leaves:
-                self._arrive(optimizer)
+            if self._moves:
+                self._to_device(optimizer)
             yield
         finally:
             if self._offload:
                 self._reshard()
-            if self._leaves:
-                self._leave(optimizer)
+            if self._moves:
+                self._to_host(optimizer)
             if self._gives_back:
                 torch.cuda.empty_cache()
 
-    def _arrive(self, optimizer: bool) -> None:
-        if not self._has_come:
+    def _to_device(self, optimizer: bool) -> None:
+        if not self._has_arrived:
             if self._stream is None:
                 self._model.to(self._device)
             else:
                 self._stream.settle()
-            self._has_come = True
+            self._has_arrived = True
         self._parameters.restore()
         if optimizer:
             self._state.restore()
 
-    def _leave(self, optimizer: bool) -> None:
+    def _to_host(self, optimizer: bool) -> None:
         if self._stream is not None:
-            self._stream.leave()
-        self._parameters.hold(self._model.parameters() if self._stream is None else self._stream.rest())
+            self._stream.free_prefetched()
+        self._parameters.hold(self._model.parameters() if self._stream is None else self._stream.outer_parameters())
         if optimizer and self._optimizer is not None:
             self._state.hold(_moments(self._optimizer))
         torch.cuda.current_stream().synchronize()
@@ -81,13 +82,13 @@ class Residence:
             unit.reshard()
 
     def close(self) -> None:
-        """Free the device's memory; the model must not be used any more."""
+        """Free the device memory. The model must not be used afterwards."""
         self._reshard()
         for storage in storages_of(self._model.parameters()) if self._device == "cuda" else ():
             storage.resize_(0)
 
 
 def _moments(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the state's tensors without AdamW's step counters, which stay where they are."""
+    """Yield the state's tensors except AdamW's scalar step counters, which are not moved."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)

@@ -14,9 +14,9 @@ from nemo_opd.rollout.hf import Sampler
 
 
 class WorkerSampler:
-    """Sampling from a model that is cut over the ranks of a mesh, which is on the device while it is called.
+    """Sampler of a model that is sharded over a mesh and must be on the device when called.
 
-    Communicates as `generating` does. Ranks of a tensor-parallel group must get the same requests.
+    Communicates as `generating` does. All ranks of a tensor-parallel group must get the same requests.
     """
 
     def __init__(
@@ -30,8 +30,10 @@ class WorkerSampler:
         device: str,
         rounds_logits: bool = False,
     ) -> None:
-        """key: of the model's section. vocab_size: columns of the head that are tokens. rounds_logits: as for
-        `generating`.
+        """Store the arguments.
+
+        key: key of the model's section in the settings. vocab_size: columns of the head that are tokens. rounds_logits:
+        see `generating`.
         """
         self._model, self._mesh, self._vocab_size, self._device = model, mesh, vocab_size, device
         self._rounds_logits, self._frees_gathered = rounds_logits, settings.parallelism.frees_gathered
@@ -45,7 +47,7 @@ class WorkerSampler:
         limit: BatchLimit,
         version: int = 0,
     ) -> list[Completion]:
-        """Return a completion for each request, in order."""
+        """Return one completion per request, in order."""
         sampler = Sampler(
             self._model,
             end_ids=end_ids,

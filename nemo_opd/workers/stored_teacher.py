@@ -1,4 +1,4 @@
-"""A teacher without a model on one data-parallel rank: its stored output, or that of servers (methods.md §9.1)."""
+"""Teachers without a local model: output from a cache or from servers (methods.md §9.1)."""
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -22,21 +22,21 @@ from nemo_opd.types import TokenRows
 from nemo_opd.workers.frozen import TeacherSource
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker, Writer
 
-_NO_MODEL = "a teacher that is cached or served answers no questions; write evaluation.teachers=false"
+_NO_MODEL = "a cached or served teacher cannot answer questions; set evaluation.teachers=false"
 
 
 class StoredTeacherWorker(TeacherWorker):
-    """A teacher whose output comes from elsewhere in place of a forward pass, and is handed over as any other's."""
+    """A teacher that hands over stored output instead of running a forward pass."""
 
     def __init__(
-        self, stored: StoredHiddenStates | StoredTopK, settings: TeacherBase, *, device: str, **given: Any
+        self, stored: StoredHiddenStates | StoredTopK, settings: TeacherBase, *, device: str, **arguments: Any
     ) -> None:
-        """given: the other arguments of a `TeacherWorker`, of which `handoff` is not used."""
+        """Store the arguments. arguments: the remaining arguments of `TeacherWorker`; `handoff` is ignored."""
         self._stored = stored
-        own = TeacherSource(logit_rows=cast(ReadingModel, stored), use=nullcontext)
-        super().__init__(settings, device=device, own=own, **given)
+        source = TeacherSource(logit_rows=cast(ReadingModel, stored), use=nullcontext)
+        super().__init__(settings, device=device, source=source, **arguments)
 
-    def _writer(self, settings: TeacherBase, sender: NewSender, *, readers: Readers, num_slots: int) -> Writer:
+    def _build_writer(self, settings: TeacherBase, sender: NewSender, *, readers: Readers, num_slots: int) -> Writer:
         stored = self._stored
         if isinstance(stored, StoredTopK):
             return cast(Writer, SparseWriter(sender, stored.layout, readers=readers, num_slots=num_slots))
@@ -44,44 +44,44 @@ class StoredTeacherWorker(TeacherWorker):
         return HiddenStatesWriter(sender, size, width, dtype, columns=columns, readers=readers, num_slots=num_slots)
 
     def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
-        """Raise ConfigError: there is no model."""
+        """Raise ConfigError: the teacher has no model here."""
         raise ConfigError(_NO_MODEL)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], limit: BatchLimit
     ) -> list[Completion]:
-        """Raise ConfigError: there is no model."""
+        """Raise ConfigError: the teacher has no model here."""
         raise ConfigError(_NO_MODEL)
 
 
 class CachedTeacherWorker(StoredTeacherWorker):
-    """A teacher whose output is read from a cache."""
+    """A teacher with output from a cache."""
 
-    def __init__(self, settings: TeacherBase, *, device: str, **given: Any) -> None:
+    def __init__(self, settings: TeacherBase, *, device: str, **arguments: Any) -> None:
         """Open the cache. Raises DataError for a cache that cannot be read."""
         assert settings.cache is not None
-        super().__init__(stored_output(CacheReader(settings.cache), device), settings, device=device, **given)
+        super().__init__(stored_output(CacheReader(settings.cache), device), settings, device=device, **arguments)
 
 
 class ServedTeacherWorker(StoredTeacherWorker):
-    """A teacher whose output servers give, when it is asked for; they must be the ones that preflight has looked at."""
+    """A teacher that requests its output from servers, which preflight must have checked."""
 
-    def __init__(self, settings: TeacherBase, *, key: str, vocab_size: int, device: str, **given: Any) -> None:
+    def __init__(self, settings: TeacherBase, *, key: str, vocab_size: int, device: str, **arguments: Any) -> None:
         assert settings.served is not None
         layout = served_layout(settings.served, vocab_size)
         self._key = key.removesuffix(".model")
         self._answers = EndpointAnswers(settings.served, settings.reference, layout, key=self._key)
         stored = StoredTopK(self._answers, layout, device)
-        super().__init__(stored, settings, key=key, vocab_size=vocab_size, device=device, **given)
+        super().__init__(stored, settings, key=key, vocab_size=vocab_size, device=device, **arguments)
 
     def forward(self, tokens: TokenRows, micro_batches: Sequence[slice], slot: int = 0) -> TeacherOutput:
-        """Ask about `tokens`, a microbatch after the other; the output replaces the slot's. Raises EndpointError."""
-        before = self._answers.retried
+        """Query the servers per microbatch; the output replaces the slot's previous one. Raises EndpointError."""
+        earlier_retries = self._answers.retried
         try:
-            made = super().forward(tokens, micro_batches, slot)
+            output = super().forward(tokens, micro_batches, slot)
         except EndpointError as error:
             raise EndpointError(
-                f"{error}; see the server's log, and go on from the newest checkpoint with run.resume=auto, with other "
-                f"{self._key}.urls where it stays away"
+                f"{error}; see the server's log, and continue from the newest checkpoint with run.resume=auto; change "
+                f"{self._key}.urls if the server stays down"
             ) from error
-        return replace(made, retried=self._answers.retried - before)
+        return replace(output, retried=self._answers.retried - earlier_retries)

@@ -70,15 +70,15 @@ class StudentStep:
     """Each teacher's output for this batch."""
     normalizers: Normalizers
     micro_batches: tuple[slice, ...]
-    """Consecutive sequences of one forward and backward pass each."""
+    """Slices of consecutive sequences, one per forward and backward pass."""
     kd_scale: float
-    """Factor of the distillation term in addition to `loss.kd_weight`."""
+    """Extra factor of the distillation term, on top of `loss.kd_weight`."""
     compare_gradients: bool = False
-    """Whether to form the KD and the CE gradient separately and log how they compare."""
+    """Whether to compute the KD and CE gradients separately and log their comparison."""
 
 
 POSITIONS = "positions"
-"""Name of the metric of a step: positions, padding included, that the student has read."""
+"""Name of a step's metric: positions, including padding, that the student has read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +94,17 @@ class _MicroBatch:
     """Divisors of these rows, one per part of KD."""
 
     @property
-    def compared(self) -> tuple[list[LogitRows], Batch, tuple[Divisor, ...]]:
+    def plan_arguments(self) -> tuple[list[LogitRows], Batch, tuple[Divisor, ...]]:
         """Arguments of `ObjectiveTerms.plan` after the student's logits."""
         return self.teacher_logits, self.batch, self.divisors
 
 
 class StudentWorker:
-    """Training of the student on this rank's rows with the teachers' output.
+    """Worker that trains the student on this rank's rows with the teachers' output.
 
-    Communicates over the student's group: FSDP2's all-gathers and reduce-scatters, one all-reduce for the gradient's
-    norm and one for whether the step is finite, and the collectives of checkpoints. Over separate links: output of
-    teachers on other nodes.
+    Communicates over the student's group: FSDP2's all-gathers and reduce-scatters, one all-reduce for the gradient
+    norm, one for the finiteness of the step, and the collectives of checkpoints. Output of teachers on other nodes
+    arrives over separate links.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class StudentWorker:
         end_ids: Collection[int] = (),
         own_teachers: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Load the model. Vocabulary sizes are the tokenizers'. Raises ModelError and ClusterError.
+        """Load the model. Vocabulary sizes are tokenizer sizes. Raises ModelError and ClusterError.
 
-        projections: None for a teacher with the student's tokenizer. block_bytes: budget for a block of its logits, the
-        same on all ranks. gives_back: other processes need the device's cached memory. end_ids: end a sampled sequence.
-        own_teachers: as for `OwnTeachers`.
+        projections: None for a teacher with the student's tokenizer. block_bytes: memory budget of a block of logits,
+        the same on all ranks. gives_back: release cached device memory after use, for other processes. end_ids: tokens
+        that end a sampled sequence. own_teachers: see `OwnTeachers`.
         """
         self.config = config
         self.learned = LearnedProjections(config, projections, device)
@@ -168,7 +168,7 @@ class StudentWorker:
         self.links = StudentLinks(self.receiver, device)
 
     def reads_packed(self) -> bool:
-        """Return whether padding costs the model nothing."""
+        """Return whether the model reads packed sequences, so that padding is free."""
         return self.logit_rows.reads_packed
 
     def rotary_limit(self) -> RotaryLimit | None:
@@ -176,13 +176,13 @@ class StudentWorker:
         return self.logit_rows.rotary
 
     def as_teacher(self, teacher: int, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a method of a teacher that has this student's weights."""
+        """Call a method of a teacher that runs the student's module. teacher: its index."""
         return self.own_teachers.call(teacher, method, arguments)
 
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
-        """Make one optimizer step and return this rank's share of the metrics.
+        """Run one optimizer step and return this rank's share of the metrics.
 
-        Where loss or gradient is not finite on any rank, no rank changes anything, and IS_TAKEN is 0.
+        If loss or gradient is not finite on any rank, no rank changes anything, and IS_TAKEN is 0.
         """
         self.phases.begin()
         with self._residence.use(optimizer=True):
@@ -193,14 +193,14 @@ class StudentWorker:
         metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, TERMS)
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             grad_norm = self._clip_gradient()
-            of_projections = self.learned.sum_gradients(self.averaged_over)
-            is_taken = is_finite_everywhere(objective_terms(self.config, metrics), grad_norm, *of_projections)
+            projection_norms = self.learned.sum_gradients(self.averaged_over)
+            is_taken = is_finite_everywhere(objective_terms(self.config, metrics), grad_norm, *projection_norms)
         metrics["grad_norm"] = Last(grad_norm)
         metrics["lr"] = Last(self.scheduler.get_last_lr()[0])
         metrics["student_tokens"] = Sum(int(step.batch.student.lengths.sum()))
         metrics[IS_TAKEN] = Last(is_taken)
         metrics |= self.learned.metrics()
-        # The host waits for the device here, once a step; IS_TAKEN is the same on all ranks.
+        # The host waits for the device here, once per step. IS_TAKEN is the same on all ranks.
         metrics = with_numbers(metrics)
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             if metrics[IS_TAKEN].value():
@@ -214,7 +214,7 @@ class StudentWorker:
         return metrics | self.phases.take()
 
     def _compared_gradients(self, step: StudentStep) -> dict[str, Metric]:
-        """Form the gradient as the sum of KD's and CE's, weights included, and return metrics with their comparison."""
+        """Compute the weighted KD and CE gradients separately, then add them. Metrics include their comparison."""
         metrics = self._gradient(step, ("kd",))
         kd = take_gradients(self.model)
         metrics |= self._gradient(step, ("ce",))
@@ -225,18 +225,18 @@ class StudentWorker:
 
     def _gradient(self, step: StudentStep, terms: Sequence[TermName]) -> dict[str, Metric]:
         """Accumulate the gradient of these terms over all microbatches and return their metrics."""
-        found, last = [], len(step.micro_batches) - 1
+        metrics, last = [], len(step.micro_batches) - 1
         for i, micro in enumerate(self._micro_batches(step)):
             self._communicate_gradients(is_last=i == last)
-            found.append(self._accumulate(micro, step, terms))
-        return merge(found)
+            metrics.append(self._accumulate(micro, step, terms))
+        return merge(metrics)
 
     def _communicate_gradients(self, *, is_last: bool) -> None:
-        """Let the next backward pass reduce gradients and free gathered parameters, or leave both to the last one.
+        """Set whether the next backward pass reduces gradients and frees gathered parameters or defers both.
 
-        Copies of the model are summed in the last one alone: until then a rank keeps the sum of its shard.
+        Model replicas are all-reduced only in the last pass; until then each rank accumulates its shard.
         """
-        for outermost in sharded_units(self.model)[:1]:  # none where FSDP2 holds nothing
+        for outermost in sharded_units(self.model)[:1]:  # empty without FSDP2
             outermost.set_is_last_backward(is_last)
             outermost.set_requires_gradient_sync(is_last or self.config.student.sync_each_micro_batch is not False)
             outermost.set_requires_all_reduce(is_last)
@@ -244,22 +244,24 @@ class StudentWorker:
 
     def _accumulate(self, micro: _MicroBatch, step: StudentStep, terms: Sequence[TermName]) -> dict[str, Metric]:
         with self.phases("forward"), needs_memory(FORWARD):
-            made = self.logit_rows(micro.batch.student.ids, micro.packing)
+            output = self.logit_rows(micro.batch.student.ids, micro.packing)
         with self.phases("loss"), needs_memory(LOSS), compiling(self.config.train.compile_losses):
             # The losses' backward pass ends at a leaf; the model's runs once, from the sum of their gradients.
-            leaf = made.cut_off()
+            leaf = output.cut_off()
             logits = self.logit_rows.whole(leaf, micro.packing)
-            losses = self.objective.plan(logits, *micro.compared, step.normalizers, kd_scale=step.kd_scale, terms=terms)
+            losses = self.objective.plan(
+                logits, *micro.plan_arguments, step.normalizers, kd_scale=step.kd_scale, terms=terms
+            )
             if "kd" in terms:
                 losses += self._statistics(logits, micro)
-            # FSDP2 averages gradients over ranks; the objective is a sum over them (methods.md §7.2).
-            output = compute_together([loss.times(self.averaged_over) for loss in losses])
-            saved.backward(output.loss)
+            # FSDP2 averages gradients over ranks, but the objective is a sum over them (methods.md §7.2).
+            result = compute_together([loss.times(self.averaged_over) for loss in losses])
+            saved.backward(result.loss)
         with self.phases("backward"), needs_memory(BACKWARD):
             gradient = leaf.leaves[0].grad
             assert gradient is not None
-            self.logit_rows.backward(made, gradient, micro.packing)
-        return output.metrics | {POSITIONS: Sum(self.logit_rows.num_positions(micro.packing))}
+            self.logit_rows.backward(output, gradient, micro.packing)
+        return result.metrics | {POSITIONS: Sum(self.logit_rows.num_positions(micro.packing))}
 
     def _statistics(self, logits: LogitRows, micro: _MicroBatch) -> list[PlannedLoss]:
         return self.parts.plan_statistics(logits, micro.teacher_logits, micro.batch, vocab_size=self.vocab_size)
@@ -268,52 +270,50 @@ class StudentWorker:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, version: int, limit: BatchLimit
     ) -> list[Completion]:
-        """Continue each prompt with the current weights, of `version`; return completions in order.
+        """Continue each prompt with the current weights; return completions, labelled `version`, in request order.
 
-        Ranks of a tensor-parallel group must get the same requests.
+        All ranks of a tensor-parallel group must get the same requests.
         """
         with needs_memory(ROLLOUT), self._residence.use():
             return self._sampler(requests, sampling, self.end_ids, limit, version)
 
     @torch.no_grad()
     def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
-        """Return the likelihoods of what is scored of each sequence, as `nemo_opd.evaluation.likelihoods` does."""
+        """Return each sequence's likelihood of its scored tokens, as `nemo_opd.evaluation.likelihoods.read` does."""
         self.model.eval()
         with needs_memory(FORWARD), self._residence.use():
-            found = likelihoods.read(self.logit_rows, tokens, micro_batches, self.device)
+            result = likelihoods.read(self.logit_rows, tokens, micro_batches, self.device)
             for unit in sharded_units(self.model):
                 unit.reshard()
-        return found
+        return result
 
     @torch.no_grad()
     def evaluate(
         self, batch: Batch, windows: tuple[Window, ...], micro_batches: tuple[slice, ...]
     ) -> tuple[dict[str, Metric], TokenLosses]:
-        """Return the metrics of training without an update, the student's bits per byte and accuracy, and what single
-        tokens cost.
-        """
+        """Return training metrics without an update, the student's bits per byte and accuracy, and losses per token."""
         self.model.eval()
         step = StudentStep(batch, windows, Normalizers(1, (1,) * len(self.parts.parts)), micro_batches, 1.0)
         parts: list[dict[str, Metric]] = []
         tokens: list[TokenLosses] = []
         with self._residence.use(), compiling(self.config.train.compile_losses):
             for micro in self._micro_batches(step):
-                made = self.logit_rows(micro.batch.student.ids, micro.packing)
-                logits = self.logit_rows.whole(made, micro.packing)
-                own, size = micro.batch.student, self.vocab_size
-                terms = self.objective.plan(logits, *micro.compared, step.normalizers)
-                number = 1 + len(self.parts.parts)  # cross-entropy, then the parts of the KD
-                recorded = [Recording.of(plan) for plan in terms[:number]]
+                output = self.logit_rows(micro.batch.student.ids, micro.packing)
+                logits = self.logit_rows.whole(output, micro.packing)
+                student, size = micro.batch.student, self.vocab_size
+                terms = self.objective.plan(logits, *micro.plan_arguments, step.normalizers)
+                number = 1 + len(self.parts.parts)  # cross-entropy, then the parts of KD
+                recordings = [Recording.of(plan) for plan in terms[:number]]
                 statistics = self._statistics(logits, micro)
                 planned = [
-                    *(each.plan for each in recorded),
+                    *(recording.plan for recording in recordings),
                     *terms[number:],
                     *(statistics or self.parts.plan_overlaps(logits, micro.teacher_logits, micro.batch)),
-                    plan_bits_per_byte(logits, own, vocab_size=size),
-                    plan_accuracy(logits, own, vocab_size=size),
+                    plan_bits_per_byte(logits, student, vocab_size=size),
+                    plan_accuracy(logits, student, vocab_size=size),
                 ]
                 parts.append(compute_together(planned).metrics)
-                tokens.append(TokenLosses.of(recorded))
+                tokens.append(TokenLosses.of(recordings))
             for unit in sharded_units(self.model):
                 unit.reshard()
         return with_numbers(merge(parts)), joined_losses(tokens)
@@ -335,9 +335,9 @@ class StudentWorker:
         return gathered(clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit))
 
     def save(self, folder: Path) -> None:
-        """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face form).
+        """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face format).
 
-        Raises NotFiniteError where a value is not finite: on all ranks, or on the one that merges adapters.
+        Raises NotFiniteError for a value that is not finite, on all ranks or only on the rank that merges adapters.
         """
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             save_state(folder / "state", self.model, self.optimizer, self.scheduler, averages)
@@ -345,7 +345,7 @@ class StudentWorker:
         self.export(folder / "student")
 
     def begin_save(self, folder: Path) -> None:
-        """Do what `save` does, but write the sharded state in the background, until `end_save`."""
+        """Save like `save`, but write the sharded state in the background; `end_save` waits for it."""
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             state = read_state(self.model, self.optimizer, self.scheduler, averages)
             self._background.begin(folder / "state", state)
@@ -353,24 +353,24 @@ class StudentWorker:
         self.export(folder / "student")
 
     def is_saved(self) -> bool:
-        """Return whether this rank has written what `begin_save` has begun, or could not."""
+        """Return whether this rank's background write has finished or failed."""
         return self._background.is_done()
 
     def end_save(self) -> None:
-        """Wait until this rank has written. Raises CheckpointError where the disk did not take it."""
+        """Wait for this rank's background write. Raises CheckpointError if the disk failed."""
         self._background.end()
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` has written. Raises CheckpointError."""
+        """Restore a saved checkpoint. Raises CheckpointError."""
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             tp = self.config.student.parallelism.tp
             load_state(folder / "state", self.model, self.optimizer, self.scheduler, averages, tp=tp)
         self.learned.load(folder / "state")
 
     def export(self, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
-        """Call `Exports.write`, and write the learned projections for users.
+        """Call `Exports.write`, and write the learned projections unless `served_as` is set.
 
-        average_of: a teacher whose average is written in place of the student's weights.
+        average_of: index of a teacher whose average is written instead of the student's weights.
         """
         with self._residence.use(), self.own_teachers.averaged(average_of):
             self.exports.write(folder, served_as)
@@ -378,7 +378,7 @@ class StudentWorker:
             self.learned.export(folder)
 
     def hold_weights(self, served_as: str) -> FileDescriptor | None:
-        """Call `Exports.hold`; `release_weights` ends it."""
+        """Call `Exports.hold`; `release_weights` frees the copy."""
         with self._residence.use():
             return self.exports.hold(served_as)
 
@@ -386,16 +386,16 @@ class StudentWorker:
         self.exports.release()
 
     def join_links(self, rendezvous: Sequence[Rendezvous | None]) -> None:
-        """Join the link to each teacher, None where all of its output can be mapped. Every rank must call it."""
+        """Join the link to each teacher, None if all of its output can be mapped. Every rank must call it."""
         self.links.join(rendezvous)
 
     def receive(self, by_teacher: Sequence[Sequence[Handle]]) -> None:
-        """Receive the messages of each teacher's ranks on other nodes, to be read through windows afterwards."""
+        """Receive messages from teacher ranks on other nodes, one list per teacher; windows then read them."""
         with needs_memory(ARRIVALS):
             self.links.receive(by_teacher)
 
     def close(self) -> None:
-        """Wait for a checkpoint, release held weights, and unmap the teachers' buffers so that owners can free them."""
+        """Wait for a checkpoint, release held weights, and unmap the teachers' buffers, so that they can be freed."""
         self._background.close()
         self.exports.release()
         self.links.close()

@@ -20,24 +20,24 @@ from nemo_opd.workers.memory import LOADING_STUDENT, needs_memory
 class StudentModel:
     model: PreTrainedModel
     adapters: Adapters | None
-    """Trained in place of the model's weights; None where these are."""
+    """Adapters that are trained instead of the model's weights, or None to train the weights."""
     logit_rows: ReadingModel
-    """Map from ids [B, S] to this rank's part of the logits of their tokens; `whole` makes what losses read."""
+    """Map from ids [B, S] to this rank's part of their logits; `whole` completes them for the losses."""
 
 
 def load_student(
     settings: Student, mesh: DeviceMesh, *, device: str, handoff: Literal["hidden_states", "logits"], seed: int
 ) -> StudentModel:
-    """Load the model, cut over `mesh`, to be trained. Raises ModelError and ClusterError.
+    """Load the model for training, sharded over `mesh`. Raises ModelError and ClusterError.
 
-    handoff: the form of the teachers' output. seed: of adapters and, in PyTorch's own generators, of dropout.
+    handoff: form of the teachers' output. seed: initializes adapters and PyTorch's generators, used for dropout.
     """
     compute, key = compute_dtype(settings.dtype, device), "student.model"
     adapters = None if settings.lora is None else Adapters(settings.lora, settings.model, seed)
     with needs_memory(LOADING_STUDENT):
         model = load_sharded(
             settings.model,
-            # Frozen weights need no more precision than the computation.
+            # Frozen weights need no more than the compute dtype.
             torch.float32 if adapters is None else compute,
             mesh,
             key=key,
@@ -51,7 +51,7 @@ def load_student(
             adapters=adapters,
             attn_implementation=settings.attn_implementation,
         )
-    # Ranks that share a layer's matrices drop the same numbers.
+    # Tensor-parallel ranks share a seed, since they must apply the same dropout mask.
     torch.manual_seed(seed + dist.get_rank() // settings.parallelism.tp)
     return StudentModel(
         model, adapters, reading_model(model, handoff, key=key, mesh=mesh, parallelism=settings.parallelism)

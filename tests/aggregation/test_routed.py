@@ -102,7 +102,7 @@ def test_without_the_column(tiny: Tiny) -> None:
 def test_an_unknown_teacher(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         plan_of(tiny, jsonl(tmp_path, ["same", "cross", "crosss"]))
-    assert "documents.jsonl') has teacher='crosss', which is no teacher of this run" in str(caught.value)
+    assert "documents.jsonl') has teacher='crosss', which is not a teacher of this run" in str(caught.value)
     assert "the teachers are cross, same" in str(caught.value)
 
 

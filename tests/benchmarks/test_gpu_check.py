@@ -32,8 +32,8 @@ SKIPPED_TESTS = "\n".join(f"[gw0] [ {n}0%] SKIPPED tests/a.py::left[{n}]" for n 
 
 def test_a_part_that_is_ended_still_reports_its_tests_and_numbers() -> None:
     """Bug: results that pytest writes at its end are lost at the limit."""
-    found = read_output("FAILED: ended after 5 s, its limit", 5.04, TESTS)
-    assert found == Result("FAILED: ended after 5 s, its limit", 5.0, "1 passed, 1 failed, 1 skipped", [{"loss": 1.5}])
+    found = read_output("FAILED: stopped at its limit of 5 s", 5.04, TESTS)
+    assert found == Result("FAILED: stopped at its limit of 5 s", 5.0, "1 passed, 1 failed, 1 skipped", [{"loss": 1.5}])
 
 
 def test_what_was_skipped_has_not_passed() -> None:
@@ -119,7 +119,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(
     good = Part("good", 30, (sys.executable, "-m", "timeit", "-n1", "-r1", "print('{\"value\": 2}')"))
     bad = Part("bad", 30, (sys.executable, "-m", "no_such_module"))
     report = run_parts(part, good, bad)
-    assert report.parts["stubborn"].outcome == "FAILED: ended after 15 s, its limit"
+    assert report.parts["stubborn"].outcome == "FAILED: stopped at its limit of 15 s"
     assert report.parts["stubborn"].values == [{"value": 1}]
     assert report.parts["good"] == Result("passed", report.parts["good"].seconds, "", [{"value": 2}])
     assert report.parts["bad"].outcome == "FAILED: exit status 1"
@@ -167,7 +167,7 @@ def test_sigterm_ends_what_runs_and_says_where_the_rest_is(tmp_path: Path) -> No
         check.terminate()
         _, errors = check.communicate(timeout=60)
     assert check.returncode == 130
-    assert errors.splitlines()[-1].startswith("error: interrupted; what ended before is in")
+    assert errors.splitlines()[-1].startswith("error: interrupted; results of finished parts are in")
     wait_until(lambda: not child.is_running(), "end of the part's process")
     assert not list(tmp_path.glob("nemo_opd*"))
 

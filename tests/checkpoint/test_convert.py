@@ -213,7 +213,7 @@ def test_an_average_begins_with_the_weights(
 
     assert_equal(weights_in(tmp_path / "out"), weights_in(world.weights))
     message = refused(capsys, "to-hf", f"--checkpoint={start}", f"--output={tmp_path / 'no'}", "--average=student")
-    assert "--average=student: this is no teacher with weights: ema; those of the run are mean" in message
+    assert "--average=student: not a teacher with weights: ema; the run has mean" in message
 
 
 def test_trained_weights_there_and_back(world: World, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("progress.json", "it has no progress.json; it is incomplete, or no checkpoint"),
+        ("progress.json", "it has no progress.json; it is incomplete or not a checkpoint"),
         ("state", "it has no state; it is incomplete"),
         ("state/.metadata", "is damaged: state/.metadata is missing ("),
         ("state/__1_0.distcp", "is damaged: state/__1_0.distcp is missing ("),
@@ -305,7 +305,7 @@ def flip(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda content: content[:2000], r"state/__0_0\.distcp has 2,000 bytes, and [\d,]+ were written; use another"),
+        (lambda content: content[:2000], r"state/__0_0\.distcp has 2,000 bytes, but [\d,]+ were written; use another"),
         (flip, r"state/__0_0\.distcp \([\d,]+ bytes\) has the SHA-256 \w+…, and \w+… was written; use another"),
     ],
     ids=["cut", "flipped"],
@@ -337,7 +337,7 @@ def test_code_in_a_checkpoint_is_not_run(
         record.write_text(record.read_text().replace('"format": 2', '"format": 1'))
 
     said = refused(capsys, "to-hf", f"--checkpoint={checkpoint}", f"--output={tmp_path / 'out'}")
-    assert "it names posix.mkdir, which no run writes there; nothing of it was run" in said
+    assert "it names posix.mkdir, which no run writes there; it was not run" in said
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]
 
 
@@ -346,11 +346,11 @@ def test_what_is_no_checkpoint(world: World, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / ".incomplete_step_000004").mkdir()
     for given, message in {
         tmp_path / "absent": "there is no such folder",
-        tmp_path / ".incomplete_step_000004": "not written to its end",
+        tmp_path / ".incomplete_step_000004": "not completely written",
         folder.parent: f"it is a folder of checkpoints; name one of them, such as {folder}",
         folder.parent.parent: f"it is a folder of checkpoints; name one of them, such as {folder}",
         folder / "student": "it is a Hugging Face folder already",
-        tmp_path: "it has no progress.json; it is incomplete, or no checkpoint",
+        tmp_path: "it has no progress.json; it is incomplete or not a checkpoint",
     }.items():
         said = refused(capsys, "to-hf", f"--checkpoint={given}", f"--output={tmp_path / 'out'}")
         assert said.startswith(f"error: --checkpoint={given}: ")
@@ -367,7 +367,7 @@ def test_settings_that_do_not_fit(
     assert f" with student.model={tiny.teacher_same} and " in refused(capsys, *command, other)
     if name == "adapter":
         said = refused(capsys, *command, edited(checkpoint, tmp_path, "alpha: 12", "alpha: 24"))
-        assert "was written with student.lora.alpha=12, and the settings have 24" in said
+        assert "was written with student.lora.alpha=12, but the settings have 24" in said
         assert "--dtype=float16: student.lora.export=adapter" in refused(capsys, *command, "--dtype=float16")
     assert not (tmp_path / "out").exists()
 
@@ -411,7 +411,11 @@ def test_weights_that_do_not_fit(world: World, tiny: Tiny, tmp_path: Path, capsy
     plain, adapter = world.checkpoints["plain"], world.checkpoints["adapter"]
     for checkpoint, model, message in (
         (plain, tiny.teacher_same, "does not fit the run's settings: "),
-        (plain, untied, "lm_head.weight and model.embed_tokens.weight differ, and are one weight in student.model"),
+        (
+            plain,
+            untied,
+            "lm_head.weight and model.embed_tokens.weight differ, but they are one tied weight in student.model",
+        ),
         (plain, tmp_path / "absent", "there is no such folder"),
         (adapter, world.weights, "no adapter can be read there"),
         (plain, tmp_path, "the folder has no config.json"),

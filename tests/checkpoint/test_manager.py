@@ -219,7 +219,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
     first, second = found.warnings(manager)
     flipped = hashlib.sha256(b"weifhts").hexdigest()[:16]
     assert first == (
-        f"{tmp_path}/step_000004 is damaged: state/rank_0.pt (7 bytes) has the SHA-256 {flipped}…, and "
+        f"{tmp_path}/step_000004 is damaged: state/rank_0.pt (7 bytes) has the SHA-256 {flipped}…, but "
         f"{hashlib.sha256(b'weights').hexdigest()[:16]}… was written; the run continues from {tmp_path}/step_000002 "
         "instead, and renames this one damaged_step_000004"
     )
@@ -233,7 +233,7 @@ def test_what_a_file_holds_is_compared_where_asked(tmp_path: Path) -> None:
     damaged(manager, 1, "flipped")
     assert manager.newest(hashed=False) is not None
     damaged(manager, 1, "cut")
-    with pytest.raises(CheckpointError, match=r"rank_0\.pt has 6 bytes, and 7 were written"):
+    with pytest.raises(CheckpointError, match=r"rank_0\.pt has 6 bytes, but 7 were written"):
         manager.newest(hashed=False)
 
 
@@ -246,7 +246,9 @@ def test_where_none_is_whole_all_are_told_in_one_error(tmp_path: Path) -> None:
         manager.newest()
 
     said = str(caught.value)
-    assert said.startswith(f"no checkpoint in {tmp_path} is whole: {tmp_path}/step_000005 is damaged: state/rank_0.pt ")
+    assert said.startswith(
+        f"no checkpoint in {tmp_path} is complete: {tmp_path}/step_000005 is damaged: state/rank_0.pt "
+    )
     assert said.count("is damaged") == 3
     assert said.endswith("; and 2 more; copy one there again, or start anew with another run.output_dir")
     assert "\n" not in said
@@ -273,7 +275,7 @@ def test_one_of_an_older_version_is_taken_with_a_warning(tmp_path: Path) -> None
     assert found is not None
     assert found.progress == Progress(4, {}, {})
     (said,) = found.warnings(manager)
-    assert said.startswith(f"{tmp_path}/step_000004 has no manifest.json, for an older version wrote it")
+    assert said.startswith(f"{tmp_path}/step_000004 has no manifest.json, because an older version wrote it")
 
 
 def test_one_of_a_newer_version_is_not_taken_for_damaged(tmp_path: Path) -> None:
@@ -317,7 +319,7 @@ RECORDS = {
     '{"step": 4, "loader": {}}': "settings: field required",
     '{"step": "4", "loader": {}, "settings": {}}': "step: input should be a valid integer, not '4'",
     '{"step": -1, "loader": {}, "settings": {}}': "step: input should be greater than or equal to 0, not -1",
-    '{"step": 9, "loader": {}, "settings": {}}': "step: it is 9 there",
+    '{"step": 9, "loader": {}, "settings": {}}': "it records step 9",
     '{"step": 4, "loader": {"a": "b"}, "settings": {}}': "loader.a: input should be a valid integer, not 'b'",
     '{"step": 4, "loader": {}, "settings": [1]}': "settings: input should be an object, not [1]",
     '{"step": 4, "loader": {}, "settings": {}, "zzz": 1}': "zzz: unexpected",

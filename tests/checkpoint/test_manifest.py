@@ -62,10 +62,10 @@ def flip(content: bytearray) -> None:
 
 SHARD = "state/__0_0.distcp"
 DAMAGES = {
-    "a bit": (change(SHARD, flip), r"state/__0_0\.distcp \([\d,]+ bytes\) has the SHA-256 \w{16}…, and \w{16}… was"),
+    "a bit": (change(SHARD, flip), r"state/__0_0\.distcp \([\d,]+ bytes\) has the SHA-256 \w{16}…, but \w{16}… was"),
     "a bit of the index": (change("state/.metadata", flip), r"state/\.metadata \(5 bytes\) has the SHA-256"),
-    "cut": (change(SHARD, lambda content: content.clear()), r"distcp has 0 bytes, and 10,240,000 were written"),
-    "longer": (change("empty", lambda content: content.append(1)), "empty has 1 bytes, and 0 were written"),
+    "cut": (change(SHARD, lambda content: content.clear()), r"distcp has 0 bytes, but 10,240,000 were written"),
+    "longer": (change("empty", lambda content: content.append(1)), "empty has 1 bytes, but 0 were written"),
     "absent": (lambda folder: (folder / SHARD).unlink(), r"distcp is missing \(10,240,000 bytes were written\)"),
     "a folder": (lambda folder: ((folder / "empty").unlink(), (folder / "empty").mkdir()), "empty is missing"),
     "a bit of the manifest": (change("manifest.json", flip), "is damaged"),

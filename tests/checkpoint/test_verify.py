@@ -46,7 +46,7 @@ DAMAGES = {
     f"{SHARD} is cut": (cut(SHARD), r"state/__0_0\.distcp has [\d,]+ of [\d,]+ bytes"),
     f"{SHARD} is absent": (absent(SHARD), r"state/__0_0\.distcp has 0 of [\d,]+ bytes"),
     ".metadata is absent": (absent("state/.metadata"), r"state/\.metadata cannot be read"),
-    f"{RANK} is cut": (cut(RANK), r"state/rank_00000\.pt is cut"),
+    f"{RANK} is cut": (cut(RANK), r"state/rank_00000\.pt is truncated"),
     f"{RANK} is absent": (absent(RANK), "state has no rank_00000.pt"),
     f"{MODEL} is cut": (cut(MODEL), r"student/model\.safetensors is missing or damaged"),
     f"{MODEL} is absent": (absent(MODEL), "student has no weights"),
@@ -59,7 +59,7 @@ def test_what_is_not_is_named(whole: Path, damage: str, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "step_000001")
     spoil, said = DAMAGES[damage]
     spoil(folder)
-    with pytest.raises(CheckpointError, match=f"{re.escape(str(folder))} is not there as it was written: {said}"):
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(folder))} was not written correctly: {said}"):
         require_whole(folder, 1)
 
 

@@ -38,7 +38,7 @@ def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "distil.yaml").write_text("mine")
     with nothing_is_created(tmp_path):
         assert exit_status("init", tmp_path) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert (tmp_path / "distil.yaml").read_text() == "mine"
 
 

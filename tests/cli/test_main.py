@@ -45,7 +45,7 @@ def test_without_a_verb_there_is_help(capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     assert all(entry.help in " ".join(out.split()) for entry in VERBS.values())
     assert exit_status("cache") == 0
-    assert "ask a teacher about the texts" in capsys.readouterr().out
+    assert "store a teacher's output" in capsys.readouterr().out
     assert exit_status("--version") == exit_status("distil", "--version") == 0
     assert capsys.readouterr().out.split() == ["0.1.0", "0.1.0"]
 

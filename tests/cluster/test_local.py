@@ -72,7 +72,7 @@ def test_a_rank_that_dies_is_one_line_and_ends_all(tmp_path: Path) -> None:
     out, error = run.communicate(timeout=120)
     (line,) = [line for line in error.splitlines() if line.startswith("error: ")]
     assert line.startswith(
-        "error: toys: the process of another rank died while in 'die_in_a_collective'; torchrun says below"
+        "error: toys: the process of another rank died while in 'die_in_a_collective'; torchrun reports below"
     )
     assert run.returncode == 1
     assert out == ""

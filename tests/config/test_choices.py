@@ -76,5 +76,5 @@ def test_a_files_kind_is_that_of_its_suffix(file: str, kind: str) -> None:
 
 
 def test_files_of_several_kinds_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--data: these files are of several kinds \(arrow_files, text_files\)"):
+    with pytest.raises(ConfigError, match=r"^--data: the files are of several kinds \(arrow_files, text_files\)"):
         source_of(["a.arrow", "b.txt"], key="--data", otherwise="jsonl_files")

@@ -300,7 +300,7 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
         ),
         (["train.max_steps=3", "teachers.weight=1", "run.seed=1"], r"^teachers\.weight=1: teachers is a list of 2, "),
         (["~teachers.5"], r"^~teachers\.5: teachers is a list of 2, "),
-        (["~teachers.0"], r"^~teachers\.0: an element of a list cannot be taken out alone; .* teachers=\[…\]$"),
+        (["~teachers.0"], r"^~teachers\.0: one element of a list cannot be removed; .* teachers=\[…\]$"),
         (
             ["cluster.launcher=local", "cluster.placement=separate"],
             r"^cluster\.placement=separate: that needs .* or leave cluster\.placement out$",
@@ -372,7 +372,7 @@ def test_broken_yaml_is_told_by_its_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "teachers").mkdir()
     (tmp_path / "teachers" / "own.yaml").write_text("# @package _global_\nteachers:\n  - name: [a\n    model: b\n")
     arguments = ["--config", str(tmp_path / "mine.yaml"), "train.max_steps=2"]
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}/teachers/own\.yaml, line 4, column \d+: no valid YAML: "):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/teachers/own\.yaml, line 4, column \d+: invalid YAML: "):
         configured(*arguments, "teachers=own")
     (tmp_path / "mine.yaml").write_text(primary + "  max_steps: 3\n x: 4\n")
     with pytest.raises(ConfigError, match=rf"^{tmp_path}/mine\.yaml, line {len(primary.splitlines()) + 2}, "):

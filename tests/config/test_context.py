@@ -37,19 +37,19 @@ def test_a_template_is_filled_as_python_does() -> None:
     ("data", "message"),
     [
         (told({"template": "{{x}} hello"}), "teachers.0.context.template: '{{x}} hello' names nothing, so the teacher"),
-        (told({}), "teachers.0.context: it names nothing that the teacher reads; set template, key or system_prompt"),
-        (told(HINT | {"key": "own"}), "key=own is the teacher's whole prompt, and so is what template makes"),
+        (told({}), "teachers.0.context: it does not say what the teacher reads; set template, key or system_prompt"),
+        (told(HINT | {"key": "own"}), "key=own gives the teacher's whole prompt, and so does template"),
         (told({"template": "{hint"}), "write {{ and }} for braces that are text"),
-        (told({"template": "{}"}), "{} in '{}' is no name of a field; write the name alone, as {solution}"),
-        (told({"template": "{hint:>9}"}), "is no name of a field"),
+        (told({"template": "{}"}), "{} in '{}' is not a field's name; write the name alone, as {solution}"),
+        (told({"template": "{hint:>9}"}), "is not a field's name"),
         (told(HINT | {"contrast": True}), "contrast=true measures the privilege gap with another record's context"),
         (
             told({"template": "Think. {prompt}", "gap_every": 1, "contrast": True}),
-            "contrast=true: the context names no field of the record, so another record has the same",
+            "contrast=true: the context names no field of the record, so it is the same for another record",
         ),
         (
             VALID | {"teachers": [SAME | {"context": HINT}], "loss": {"type": "same_vocab"}},
-            "teachers.0.context: the texts of data.text_key=text have no prompt before what is learned, in whose place",
+            "teachers.0.context: the texts of data.text_key=text have no prompt that a context could replace",
         ),
         (
             told({"system_prompt": "Think."}),
@@ -61,11 +61,11 @@ def test_a_template_is_filled_as_python_does() -> None:
         ),
         (
             told({"template": "{text} {hint}"}),
-            "teachers.0.context.template names the column 'text', which is that of data.text_key; write {prompt}",
+            "teachers.0.context.template names the column 'text', which data.text_key names too; write {prompt}",
         ),
         (
             told({"key": "messages"}, data=CHAT),
-            "teachers.0.context.key names the column 'messages', which is that of data.messages_key",
+            "teachers.0.context.key names the column 'messages', which data.messages_key names too",
         ),
     ],
 )

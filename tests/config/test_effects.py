@@ -28,7 +28,7 @@ def off_policy(**sections: Any) -> dict[str, Any]:
         (changed("data", VALID["data"] | CHAT | {"text_key": "body"}), r"data\.text_key=body has no effect"),
         (changed("data", VALID["data"] | CHAT | {"append_eos": False}), r"data\.append_eos=false has no effect"),
         (changed("data.response_key", "answer"), r"data\.response_key=answer has no effect: .* add rollout=hf"),
-        (on_policy(data={"append_eos": False}), r"data\.append_eos=false has no effect: a response ends where"),
+        (on_policy(data={"append_eos": False}), r"data\.append_eos=false has no effect: the student ends its"),
         (changed("run.resume", "auto"), r"run\.resume=auto has no effect: a run without run\.output_dir"),
         (changed("loss.scaling_decay", 0.5), r"loss\.scaling_decay=0\.5 has no effect"),
         (changed("health.patience", 2), r"health\.patience=2 has no effect"),
@@ -49,13 +49,13 @@ def off_policy(**sections: Any) -> dict[str, Any]:
         (changed("cluster.prefetch", 3), r"cluster\.prefetch=3 has no effect: teachers take turns"),
         (
             on_policy(cluster={"placement": "separate", "prefetch": 3}),
-            r"cluster\.prefetch=3 has no effect: the student samples a batch once it has learned",
+            r"cluster\.prefetch=3 has no effect: the student samples a batch after it has learned",
         ),
         (changed("cluster", {"device": "cpu", "gpus_per_node": 2}), r"cluster\.gpus_per_node=2 has no effect"),
         (changed("cluster", {"device": "cuda", "cpu_ranks": 2}), r"cluster\.cpu_ranks=2 has no effect"),
         (
             off_policy(teachers=[SAME], loss={"type": "p_kl", "vocab_topk": 5}),
-            r"loss\.vocab_topk=5 has no effect: it is of teachers with another tokenizer",
+            r"loss\.vocab_topk=5 has no effect: it is for teachers with another tokenizer",
         ),
         (
             off_policy(teachers=[SAME], loss={"type": "tcad", "power_alpha": 2}),

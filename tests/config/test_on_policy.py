@@ -34,22 +34,22 @@ def test_teachers_do_not_read_what_is_not_sampled_yet() -> None:
     [
         (
             {"teachers": [CROSS], "loss": {"type": "byte_prefix", "positions": "all"}},
-            "loss.ends=drop: its targets are exact in the mean over texts that the teacher's distribution is of, and "
-            "not over the student's samples; write loss.ends=cover",
+            "loss.ends=drop: its targets are exact on average over texts from the teacher's distribution, and not over "
+            "the student's samples; write loss.ends=cover",
         ),
         (
             {"train": {"global_batch_size": 18}},
-            "train.global_batch_size=18 counts rollouts, 4 of each prompt (rollout.n), of which it is no multiple; "
-            "write train.global_batch_size=20",
+            "train.global_batch_size=18 counts rollouts, so it must be a multiple of rollout.n=4; write "
+            "train.global_batch_size=20",
         ),
         ({"rollout": HF | {"max_new_tokens": 4096}}, "rollout.max_new_tokens=4096 leaves no room for a prompt in"),
         ({"rollout": HF | {"max_prompt_length": 4096}}, "rollout.max_prompt_length=4096 leaves no room for a response"),
-        ({"rollout": HF | {"on_policy_share": 0.5}}, "rollout.on_policy_share=0.5 takes the other responses from"),
+        ({"rollout": HF | {"on_policy_share": 0.5}}, "rollout.on_policy_share=0.5 takes some responses from"),
         ({"rollout": HF | {"staleness": 1}}, "rollout.staleness=1: type=hf samples in the student's own processes"),
         ({"rollout": {"type": "server", "overlap": True}}, "rollout.overlap=true samples with weights one step old"),
         (
             {"data": {"messages_key": "messages", "response_key": "response"}},
-            "data.response_key=response: with data.messages_key the response is what the assistant says last",
+            "data.response_key=response: with data.messages_key the response is the assistant's last message",
         ),
         ({"environment": {"type": "calculator"}}, "environment: turns need conversations; name their column"),
         ({"reward": {"type": "environment"}}, "reward.type=environment: there is no environment"),
@@ -59,7 +59,7 @@ def test_teachers_do_not_read_what_is_not_sampled_yet() -> None:
                 "environment": {"type": "calculator"},
                 "reward": {"type": "environment"},
             },
-            "environment.type=calculator pays for the right answer, and reward.answer_key names no column with it",
+            "environment.type=calculator rewards the right answer, and reward.answer_key names no column with it",
         ),
         ({"evaluation": {"data": {"jsonl_files": "a"}}}, "evaluation: answers are scored by the reward; set reward"),
         ({"loss": {"type": "grpo"}}, "loss.type=grpo learns from rewards; set reward"),
@@ -81,12 +81,12 @@ def test_teachers_do_not_read_what_is_not_sampled_yet() -> None:
                 "loss": {"type": "tcad"},
                 "aggregation": {"type": "select_teacher"},
             },
-            "loss.power_alpha weighs rollouts by the teacher's log-probability, and aggregation asks",
+            "loss.power_alpha weighs rollouts by the teacher's log-probability, and aggregation needs",
         ),
         (
             {"loss": {"type": "same_vocab", "scaling": "dynamic"}},
-            "loss.scaling=dynamic scales KD by CE, which reads sequences of the dataset alone, and "
-            "rollout.on_policy_share=1 takes none; write loss.scaling=fixed, or lower rollout.on_policy_share",
+            "loss.scaling=dynamic scales KD by CE, which is computed on sequences of the dataset, and "
+            "rollout.on_policy_share=1 uses none; write loss.scaling=fixed, or lower rollout.on_policy_share",
         ),
         (
             {"teachers": [CROSS], "loss": {"type": "tcad"}},
@@ -134,7 +134,7 @@ def test_a_run_without_rollouts_has_no_settings_for_them(section: dict[str, Any]
     key = next(iter(section))
 
     assert message_of(on_policy(rollout=None, **section)).startswith(
-        f"{key} is about what the student samples, and this run samples nothing; add rollout=hf"
+        f"{key} is for the student's samples, and this run samples nothing; add rollout=hf"
     )
 
 

@@ -32,7 +32,7 @@ RUNNING = ("rollout=server", f"rollout.url='https://me:{VALUE}@example.org/v1?ap
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secrets, "_known", {})
+    monkeypatch.setattr(secrets, "_replacements", {})
     monkeypatch.setattr(secrets, "_references", {})
 
 
@@ -127,8 +127,8 @@ def test_a_mask_is_no_value(tmp_path: Path) -> None:
         configured(*again)
     assert str(caught.value) == (
         "rollout.environment.HF_TOKEN=***: a secret that was masked when the file was written; write "
-        "rollout.environment.HF_TOKEN=VALUE, or rollout.environment.HF_TOKEN='${oc.env:NAME}' to have it read from the "
-        "environment, which is kept as it is"
+        "rollout.environment.HF_TOKEN=VALUE, or rollout.environment.HF_TOKEN='${oc.env:NAME}' to read it from the "
+        "environment, which is written as it is"
     )
     assert configured(*again, f"rollout.environment.HF_TOKEN={VALUE}") == config
     assert from_yaml(tmp_path / "config.yaml").student == config.student, "for tools, which start no server"

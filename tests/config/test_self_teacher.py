@@ -44,7 +44,7 @@ def test_a_self_teacher_is_what_the_student_is() -> None:
 @pytest.mark.parametrize(
     ("teacher", "says"),
     [
-        ({"model": "/e"}, r"teachers.0.model=/e: weights=ema are the student's, so there is no other model; leave"),
+        ({"model": "/e"}, r"teachers.0.model=/e: weights=ema uses the student's weights and no other model; leave"),
         ({"weights": "frozen"}, "teachers.0: model: required, but not given; name the teacher's, or write weights: "),
         ({"tokenizer": "/t"}, "teachers.0.tokenizer=/t has no effect: with weights=ema mean computes in the student's"),
         ({"dtype": "float32"}, "teachers.0.dtype=float32 has no effect: .*set student.dtype, or leave it out"),
@@ -58,8 +58,8 @@ def test_a_self_teacher_is_what_the_student_is() -> None:
         ({"weights": "student", "offload": True}, "teachers.0.offload=true has no effect: the weights are the student"),
         ({"ema_decay": 1.0}, "teachers.0.ema_decay=1.0: must be less than 1"),
         ({"fused_layers": False}, "teachers.0.fused_layers=false has no effect: .*set student.fused_layers, or leave"),
-        ({"cache": "/c"}, "teachers.0.weights=ema: the answers in cache=/c are those of a frozen teacher"),
-        ({"type": "cached", "cache": "/c"}, "teachers.0.weights=ema: the answers in cache=/c are those of a frozen"),
+        ({"cache": "/c"}, "teachers.0.weights=ema: the answers in cache=/c are a frozen teacher's"),
+        ({"type": "cached", "cache": "/c"}, "teachers.0.weights=ema: the answers in cache=/c are a frozen"),
     ],
 )
 def test_what_does_not_go_together(teacher: dict[str, Any], says: str) -> None:

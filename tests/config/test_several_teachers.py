@@ -27,7 +27,7 @@ def with_(aggregation: dict[str, Any], *teachers: dict[str, Any], **sections: An
 )
 def test_several_teachers_are_aggregated(aggregation: dict[str, Any], setting: str) -> None:
     assert message_of(with_(aggregation, SAME)) == (
-        f"{setting} is about several teachers, but there is one (same); name more teachers, or write "
+        f"{setting} needs several teachers, but there is one (same); name more teachers, or write "
         "aggregation=weighted_sum"
     )
 
@@ -55,8 +55,8 @@ def test_a_key_of_another_aggregation_is_unknown() -> None:
 def test_averaged_logits_need_one_tokenizer_and_one_loss() -> None:
     averaged = {"type": "averaged_logits"}
     assert message_of(with_(averaged, SAME, CROSS)) == (
-        "aggregation.type=averaged_logits is a mean column by column, but teachers.1 (cross) is of type "
-        "cross_tokenizer; use aggregation=weighted_sum, or take that teacher out"
+        "aggregation.type=averaged_logits averages the columns of one vocabulary, but teachers.1 (cross) is of type "
+        "cross_tokenizer; use aggregation=weighted_sum, or remove that teacher"
     )
     own = OTHER | {"loss": {"type": "same_vocab"}}
     assert message_of(with_(averaged, SAME, own)).startswith(

@@ -17,7 +17,7 @@ def said_of(teacher: dict[str, Any]) -> str:
     [
         (
             {"compile": True},
-            "teachers.0.offload=layers: with compile=true, layers cannot come and go one by one; leave c",
+            "teachers.0.offload=layers: with compile=true, layers cannot be moved one by one; leave c",
         ),
         ({"parallelism": {"reshard_after_forward": False}}, "with parallelism.reshard_after_forward=false, layers"),
         ({"model": None, "weights": "ema"}, "teachers.0.offload=layers: with weights=ema, layers"),

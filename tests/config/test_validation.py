@@ -269,8 +269,8 @@ def test_steps_or_epochs() -> None:
 
 def test_one_kind_of_source() -> None:
     assert message_of(changed("data.train.jsonl_files", "/b.jsonl")) == (
-        "data.train: give one kind of source, not arrow_files=/a.arrow and jsonl_files=/b.jsonl; set the others to "
-        "null (arrow_files=null)"
+        "data.train: give one kind of source, not arrow_files=/a.arrow and jsonl_files=/b.jsonl; set the unused "
+        "ones to null (as arrow_files=null)"
     )
     data = changed("data.train.jsonl_files", "/b.jsonl")
     data["data"]["train"]["arrow_files"] = None
@@ -366,7 +366,7 @@ def test_teachers_that_all_weigh_nothing() -> None:
     weightless = changed("loss", {"type": "p_kl"})
     for teacher in weightless["teachers"]:
         teacher["weight"] = 0
-    assert message_of(weightless).startswith("the weight of every teacher is 0")
+    assert message_of(weightless).startswith("every teacher's weight is 0")
     weightless["teachers"][0]["weight"] = 1
     assert from_dict(weightless).active_teachers
     assert not from_dict(weightless | {"loss": {"type": "p_kl", "kd_weight": 0}}).active_teachers

@@ -172,7 +172,7 @@ def test_a_damaged_file_is_begun_again(folder: Path, caplog: pytest.LogCaptureFi
     maker = Maker()
     damaged = CachedSampleMaker(maker)
     assert arrays(damaged("x")) == arrays(Maker()("x"))
-    assert "is damaged (file is not a database) and begun again" in caplog.text
+    assert "is damaged (file is not a database) and is recreated" in caplog.text
     damaged("x")
     CachedSampleMaker(maker)("x")
     assert len(maker.made) == 1
@@ -209,7 +209,7 @@ def test_a_file_deleted_while_in_use_is_begun_again(folder: Path, caplog: pytest
     for file in folder.iterdir():
         file.unlink()
     cached("y")
-    assert "was deleted while in use and is begun again" in caplog.text
+    assert "was deleted while in use and is recreated" in caplog.text
     maker = Maker()
     CachedSampleMaker(maker)("y")
     assert not maker.made

@@ -80,14 +80,14 @@ def test_a_full_disk_under_conversions(lines: Source, conversions: Path, small_f
 def test_a_disk_without_a_byte(lines: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` says so without the number of the error."""
     monkeypatch.setattr(disk, "free_bytes", lambda path: 0)
-    with pytest.raises(StorageError, match=r"no room for what is converted .* or set \$HF_DATASETS_CACHE to another"):
+    with pytest.raises(StorageError, match=r"no room for the converted data .* or set \$HF_DATASETS_CACHE to another"):
         load(lines)
 
 
 def test_unpacked_files_that_cannot_be_kept(packed: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "taken").touch()
     monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "taken"))
-    with pytest.raises(ConfigError, match=r"^the cache folder .*taken/unpacked cannot be made .*; set \$NEMO_OPD"):
+    with pytest.raises(ConfigError, match=r"^the cache folder .*taken/unpacked cannot be created .*; set \$NEMO_OPD"):
         load(packed)
 
 

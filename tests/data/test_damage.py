@@ -98,13 +98,13 @@ def deep(number: int) -> bytes:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"text": "\xff\xfe abc"}\n', "byte 11 (0xff) is no UTF-8"),
+        (b'{"text": "\xff\xfe abc"}\n', "byte 11 (0xff) is not UTF-8"),
         (b'{"text": "a\\ud800b"}\n', "half of a surrogate pair"),
         (b'{"text": "a\x00b"}\n', "Invalid control character"),
-        (b'{"text": "a", "text": "b"}\n', "key 'text' is given twice"),
-        (deep(100_000), "more than 500 lists and objects in each other"),
-        (b'{"text": 5}\n', "'text' is no string but 5"),
-        (b'{"text": ["a"]}\n', "'text' is no string but ['a']"),
+        (b'{"text": "a", "text": "b"}\n', "key 'text' occurs twice"),
+        (deep(100_000), "more than 500 nested lists and objects"),
+        (b'{"text": 5}\n', "'text' is not a string but 5"),
+        (b'{"text": ["a"]}\n', "'text' is not a string but ['a']"),
         (b'{"text": "ab', "Unterminated string"),
     ],
 )
@@ -238,8 +238,8 @@ def write_chats(path: Path, chats: list[Any]) -> None:
     ("chat", "reason"),
     [
         ([], "without messages"),
-        ([{"content": "no role"}], "no mapping with a role"),
-        ([{"role": 1, "content": "x"}], "no mapping with a role"),
+        ([{"content": "no role"}], "not a mapping with a role"),
+        ([{"role": 1, "content": "x"}], "not a mapping with a role"),
         ([{"role": "user", "content": 1}], "content is 1"),
         ({"role": "user"}, "conversation"),
         ("{", "conversation"),
@@ -332,7 +332,7 @@ def test_a_file_that_is_changed_in_place_is_checked_again(tmp_path: Path, caplog
 
     put(b"old", b"new")
     assert source.__getitems__([8]) == ["new"]
-    assert "what it holds now is used from here on" in caplog.text
+    assert "its new content is used from here on" in caplog.text
     put(b"new", b"\xff\xfe\xfd")
     with pytest.raises(DataError, match="was changed while the run reads it, and is damaged now: Invalid UTF8"):
         source.__getitems__([8])
@@ -350,7 +350,7 @@ def test_a_damaged_description_of_a_conversion_is_no_fault_of_the_file(
     (info,) = Path(datasets.config.HF_DATASETS_CACHE).rglob("dataset_info.json")
     info.write_text(left)
     assert len(load(source)) == 3
-    assert f"{info} is damaged; what it describes is converted again" in caplog.text
+    assert f"{info} is damaged; its data is converted again" in caplog.text
 
 
 def test_what_another_process_is_converting_is_left_alone(tmp_path: Path) -> None:

@@ -345,7 +345,7 @@ def test_values_are_written() -> None:
     ("teacher", "message"),
     [
         ({"template": "{hint}", "max_length": 3}, r"prompt 6 \(row\), sample 0: teachers.0.context: .* 3 at most"),
-        ({"key": "hint"}, "ends with what the assistant says"),
+        ({"key": "hint"}, "ends with an assistant message"),
     ],
 )
 def test_records_that_no_prompt_can_be_made_of(teacher: dict[str, Any], message: str) -> None:

@@ -141,7 +141,7 @@ def test_a_file_that_is_one_json_list(tmp_path: Path) -> None:
     """Bug: a message names a line that has no row."""
     (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": "b"}, {"text": 1}], indent=1))
     source = Source(jsonl_files=str(tmp_path / "a.json"))
-    with pytest.raises(DataError, match=r"a\.json': element 3 is malformed: 'text' is no string but 1"):
+    with pytest.raises(DataError, match=r"a\.json': element 3 is malformed: 'text' is not a string but 1"):
         load_documents(source, TextLayout("text"), key="data.train")
     (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": None}], indent=1))
     with pytest.raises(DataError, match=r"the first in row 1 \(counted from 0 over all files: element 2 of "):

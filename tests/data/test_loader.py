@@ -214,7 +214,7 @@ def test_a_worker_that_is_killed_is_one_line() -> None:
             while True:
                 loader.next()
 
-    with pytest.raises(DataError, match=r"^DataLoader worker \(pid.*; see whether the machine's memory is full"):
+    with pytest.raises(DataError, match=r"^DataLoader worker \(pid.*; check whether the machine's memory is full"):
         lose()
     wait_until(lambda: not children(), "its end", every_s=0.01)
 

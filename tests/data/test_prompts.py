@@ -69,10 +69,10 @@ def test_conversations_end_before_the_assistants_last_turn(tmp_path: Path, as_js
 @pytest.mark.parametrize(
     ("chat", "reason"),
     [
-        ([ANSWER], "row 1 .* no message of a user .*roles: assistant"),
-        ([{"role": "system", "content": "Be kind."}, ANSWER], "row 1 .* no message of a user .*system, assistant"),
+        ([ANSWER], "row 1 .* no user message .*roles: assistant"),
+        ([{"role": "system", "content": "Be kind."}, ANSWER], "row 1 .* no user message .*system, assistant"),
         ([], "row 1 .*without messages"),
-        ([{"content": "no role"}], "row 1 .*no mapping with a role"),
+        ([{"content": "no role"}], "row 1 .*not a mapping with a role"),
         ("{", "row 1 .*malformed JSON"),
         ({"role": "user"}, "row 1 .*must be a list of messages"),
     ],
@@ -92,7 +92,11 @@ def test_a_conversation_that_cannot_be_answered_names_its_row(tmp_path: Path, ch
         ({"question": ["a"], "answer": [[1]]}, {"answer_key": "answer"}, "set reward.answer_key to a column of str"),
         ({"question": ["a"], "answer": [True]}, {"answer_key": "answer"}, "is of type bool"),
         ({"question": ["a"], "told": [1]}, {"response_key": "told"}, "is of type int64; set data.response_key"),
-        ({"question": ["a"]}, {"answer_key": "question"}, "reward.answer_key=question: that column is the text"),
+        (
+            {"question": ["a"]},
+            {"answer_key": "question"},
+            "reward.answer_key=question: that column already holds the prompts' text",
+        ),
         ({"question": [1]}, {}, "not string; set data.text_key"),
         ({"question": pa.array([], pa.string())}, {}, "no documents"),
         ({"question": [None, "a"]}, {}, "have no text"),

@@ -241,7 +241,12 @@ def test_stream_cut_between_batches_is_reported(folder: Path, caplog: pytest.Log
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [('{"text": "b"', "delimiter"), ('["b"]', "no JSON object"), ("b", "Expecting value"), ('{"text": "\n', "control")],
+    [
+        ('{"text": "b"', "delimiter"),
+        ('["b"]', "not a JSON object"),
+        ("b", "Expecting value"),
+        ('{"text": "\n', "control"),
+    ],
 )
 def test_malformed_jsonl_names_the_line(folder: Path, line: str, reason: str) -> None:
     (folder / "a.jsonl").write_text('{"text": "a"}\n\n' + line + "\n")
@@ -254,7 +259,7 @@ def test_text_file_that_is_not_utf8(folder: Path) -> None:
     (folder / "a.txt").write_text("fine")
     (folder / "b.txt").write_bytes(b"\xff\xfe")
     message = refusal(Source(text_files=str(folder / "*.txt")))
-    assert "b.txt': in line 1, byte 1 (0xff) is no UTF-8 (invalid start byte); convert the file to UTF-8" in message
+    assert "b.txt': in line 1, byte 1 (0xff) is not UTF-8 (invalid start byte); convert the file to UTF-8" in message
 
 
 @pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
@@ -336,8 +341,8 @@ def test_conversations(folder: Path, kind: str, write: Write, suffix: str, as_js
             "has no column 'chat'; set data.messages_key to one of its",
         ),
         ({"chat": CHATS[:1]}, ChatLayout("chat", "fns"), "has no column 'fns'; set data.tools_key to one of its"),
-        ({"chat": [1]}, ChatLayout("chat", None), "is of type int64, neither a list of objects nor that as JSON"),
-        ({"chat": [["a"]]}, ChatLayout("chat", None), "neither a list of objects nor that as JSON; set data.messages"),
+        ({"chat": [1]}, ChatLayout("chat", None), "is of type int64, not a list of objects or its JSON text"),
+        ({"chat": [["a"]]}, ChatLayout("chat", None), "not a list of objects or its JSON text; set data.messages"),
         (
             {"chat": [None, CHATS[0]]},
             ChatLayout("chat", None),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_opd.distributed.transfer import _in_one_buffer, moved, on_host, planned, together
+from nemo_opd.distributed.transfer import _send_as_one_buffer, moved, on_host, planned, together
 from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
 
 TENSORS = [
@@ -19,14 +19,14 @@ TENSORS = [
 
 def test_values_shapes_and_dtypes_are_kept() -> None:
     """In one buffer: sizes that no alignment divides, empty and scalar tensors, and views."""
-    made = _in_one_buffer(TENSORS, torch.device("cpu"))
+    made = _send_as_one_buffer(TENSORS, torch.device("cpu"))
 
     for found, expected in zip(made, TENSORS, strict=True):
         assert found.dtype == expected.dtype
         assert found.is_contiguous()
         assert torch.equal(found, expected)
     assert len({tensor.untyped_storage().data_ptr() for tensor in made if tensor.numel()}) == 1
-    assert not _in_one_buffer([], torch.device("cpu"))
+    assert not _send_as_one_buffer([], torch.device("cpu"))
     # Bug: Triton compiles kernels again for each pattern of arguments that begin at 16 bytes and that do not.
     assert all(tensor.storage_offset() * tensor.element_size() % 16 == 0 for tensor in made)
 

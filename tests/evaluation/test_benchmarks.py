@@ -252,13 +252,13 @@ def test_a_limit_and_shots_are_told_to_tasks(folder: Path, ours: LanguageModel) 
         (
             "choice",
             ConfigError,
-            "evaluation.benchmarks.0.task='choice': lm-eval has no such task; near names are choices, choices_2",
+            "evaluation.benchmarks.0.task='choice': lm-eval has no such task; similar names are choices, choices_2",
         ),
         ("gone", DataError, "gone.yaml, or the files and columns that it names"),
         ("column", DataError, "evaluation.benchmarks.0.task=column: it cannot be read (UndefinedError: 'nothing' is "),
         ("fetched", DataError, "').load(['fetched'])"),
         ("programs", ConfigError, "evaluation.confirm_run_unsafe_code=true"),
-        ("zero", ConfigError, "evaluation.benchmarks.0.shots=5: zero is asked without examples alone"),
+        ("zero", ConfigError, "evaluation.benchmarks.0.shots=5: zero supports no examples"),
     ],
 )
 def test_a_task_that_cannot_be_asked_is_one_message(

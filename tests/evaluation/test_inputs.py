@@ -31,14 +31,14 @@ finally:
         ),
         (
             "model=demo:student benchmarks=[gsm8k_]",
-            "benchmarks.0.task='gsm8k_': lm-eval has no such task; near names are gsm8k",
+            "benchmarks.0.task='gsm8k_': lm-eval has no such task; similar names are gsm8k",
         ),
         (
             "+reward.extract={type:json,schema_file:README.md}",
-            "reward.extract.schema_file=README.md: no JSON schema: Expecting value",
+            "reward.extract.schema_file=README.md: not a JSON schema: Expecting value",
         ),
         ("model=demo:student data.arrow_files=[]", "sets, data and benchmarks name nothing to ask; set one of them"),
-        ("+reward.extract={type:regex,pattern:'(a'}", "reward.extract.pattern: no regular expression: missing ), "),
+        ("+reward.extract={type:regex,pattern:'(a'}", "reward.extract.pattern: not a regular expression: missing ), "),
     ],
 )
 def test_what_is_wrong_is_refused_before_pytorch_is_imported(overrides: str, says: str) -> None:

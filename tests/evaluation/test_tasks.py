@@ -105,7 +105,7 @@ def test_every_evaluation_samples_as_in_step_0() -> None:
 
 
 def test_missing_answers_are_an_error() -> None:
-    with pytest.raises(RolloutError, match="prompt 4 came back with 3 answers instead of 4"):
+    with pytest.raises(RolloutError, match="prompt 4 has 3 answers instead of 4"):
         evaluate_task(None, Speaks(SAID, leave_out=5), PROMPTS, build_reward(NumericReward()), Questions(n=4))
 
 

@@ -136,7 +136,7 @@ def test_what_has_not_arrived_is_refused(stack: ExitStack) -> None:
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     (window,), (receiver,) = windows(ranks.write(output()), sides, LENGTHS), receivers(stack, 1)
 
-    with pytest.raises(HandoffError, match=r"^student rank 0 is to read .* on another node before it was sent"):
+    with pytest.raises(HandoffError, match=r"^student rank 0 reads .* on another node before it was sent"):
         window.rows(receiver, slice(None), LENGTH)
 
 

@@ -112,14 +112,14 @@ def test_rows_that_cannot_be_cut_are_refused() -> None:
     teacher = Layout(2, 1, 2)
     sides = colocated(Layout(4), teacher, ranks_per_node=4)
 
-    with pytest.raises(ConfigError, match="6 sequences cannot be cut into dp=4"):
+    with pytest.raises(ConfigError, match="6 sequences cannot be split into dp=4"):
         output_pieces(sides, output_shards(teacher, [1] * 6, [range(1)] * 2), [1] * 6)
-    with pytest.raises(ConfigError, match="7 sequences cannot be cut into dp=2"):
+    with pytest.raises(ConfigError, match="7 sequences cannot be split into dp=2"):
         output_shards(teacher, [1] * 7, [range(1)] * 2)
 
 
 def test_every_rank_needs_a_place() -> None:
-    with pytest.raises(ConfigError, match="2 student and 1 teacher ranks"):
+    with pytest.raises(ConfigError, match="the layouts have 2 student and 1 teacher ranks"):
         Sides(Layout(2), Layout(1), (Place(0, 0),), (Place(0, 0),))
 
 

@@ -203,7 +203,7 @@ def test_a_buffer_that_was_not_exported_to_a_rank_is_refused() -> None:
     sides = sides_of(Layout(2), Layout(1, 1, 2))
     ranks = Ranks.start("hidden_states", sides)
     ranks.writers[0] = HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float64, columns=range(6))
-    with closing(ranks), pytest.raises(HandoffError, match=r"exported to student ranks \[0\], not to 1"):
+    with closing(ranks), pytest.raises(HandoffError, match=r"exported to student ranks \[0\], but rank 1 reads it"):
         windows(ranks.write(output()), sides, LENGTHS)
 
 

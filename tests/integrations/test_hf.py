@@ -222,10 +222,10 @@ def evaluated(distillation: Distillation, rows: list[dict[str, str]], folder: Pa
         ({"train": {"max_steps": 5}}, "train.max_steps: the trainer's own arguments"),
         ({"cluster": {}}, "cluster: the trainer's own arguments"),
         ({"loss": {"type": "p_kl", "scaling": "dynamic"}}, "loss.scaling=dynamic: its averages would not be in"),
-        ({"teachers": [{"weights": "student"}]}, "teachers.0.weights=student: the student's weights are the trainer's"),
+        ({"teachers": [{"weights": "student"}]}, "teachers.0.weights=student: the trainer owns the student's weights"),
         ({"teachers": [{"offload": "layers"}]}, "teachers.0.offload=layers: teachers are transformers' own models"),
         ({"teachers": [{"projection_lr": 0.1}]}, "teachers.0.projection_lr=0.1: the trainer's optimizer has"),
-        ({"teachers": [{"parallelism": {"tp": 2}}]}, "teachers.0.parallelism: each process has whole teachers"),
+        ({"teachers": [{"parallelism": {"tp": 2}}]}, "teachers.0.parallelism: each process has unsharded teachers"),
         ({"los": {}}, "los={}: there is no such key; did you mean loss?"),
         ({"train": {"max_len": 5}}, "train.max_len=5: there is no such key; did you mean train.max_length?"),
     ],
@@ -311,13 +311,13 @@ def test_a_step_without_anything_to_learn_is_told(distillation: Distillation, tm
 
 
 def test_what_a_trainer_cannot_be_given_is_refused(distillation: Distillation, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="compute_metrics: batches, loss and metrics are those of the distillation"):
+    with pytest.raises(ConfigError, match="compute_metrics: the distillation provides batches, loss and metrics"):
         DistillationTrainer(distillation=distillation, compute_metrics=print)
     with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.1: losses have no smoothing"):
         trainer(distillation, [], tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(DataError, match="a row has no column 'text', but 'input_ids'; name it"):
         distillation.collator([{"input_ids": [1, 2]}])
-    with pytest.raises(DataError, match="there are no rows to make a batch of"):
+    with pytest.raises(DataError, match="a batch needs at least one row"):
         distillation.collator([])
     with pytest.raises(ModelError, match=r"the student's logits have 3 columns, but the tokenizer of student\.model="):
         distillation.loss(torch.zeros(1, 2, 3), distillation.collator([{"text": "a"}])["batch"])

@@ -73,7 +73,7 @@ def test_an_empty_map_is_refused() -> None:
     student, teacher = SMALL["three_digits"], SMALL["one_digit"]
     sizes = pieces_of(student).vocab_size, pieces_of(teacher).vocab_size
     empty = ProjectionMatrix(np.full((sizes[0], 1), -1), np.zeros((sizes[0], 1)), teacher_vocab_size=sizes[1])
-    with pytest.raises(ProjectionError, match="no entry at all"):
+    with pytest.raises(ProjectionError, match="has no entries"):
         audit(student, teacher, empty)
 
 

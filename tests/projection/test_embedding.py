@@ -157,7 +157,7 @@ GOOD = EmbeddingSource(*embeddings(12, 12))
         (replace(GOOD, weight=0.0), "embedding weight is 0.0"),
         (replace(GOOD, temperature=float("nan")), "embedding temperature is nan"),
         (replace(GOOD, width=0), "embedding width is 0"),
-        (EmbeddingSource(torch.randn(700, 2000), torch.randn(700, 3000)), "dimensions together takes 2000"),
+        (EmbeddingSource(torch.randn(700, 2000), torch.randn(700, 3000)), "dimensions takes 2000"),
     ],
 )
 def test_refused(source: EmbeddingSource, reason: str) -> None:

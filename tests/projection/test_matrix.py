@@ -153,7 +153,7 @@ def test_a_file_of_nemo_rl_is_told_by_its_suffix(tmp_path: Path) -> None:
         matrix.teacher_fingerprint,
     )
     assert np.array_equal(bound.exact, matrix.exact)
-    with pytest.raises(ProjectionError, match="give the other too"):
+    with pytest.raises(ProjectionError, match="give both"):
         ProjectionMatrix.load(path, student)
     with pytest.raises(ProjectionError, match=r"old\.pt was made for other tokenizers"):
         ProjectionMatrix.load(path, teacher, student)
@@ -175,16 +175,16 @@ def rewritten(path: Path, metadata: dict[str, str | None], **arrays: np.ndarray 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format": "other"}, "no projection"),
+        ({"format": "other"}, "not a projection"),
         ({"version": "99"}, "format version '99', and this nemo_opd reads version '2'"),
         ({"version": "1"}, "format version '1', and this nemo_opd reads version '2'; build it again"),
         ({"version": None}, "format version None"),
         ({"teacher_vocab_size": "many"}, "damaged header"),
         ({"teacher_vocab_size": "2"}, r"byte_prefix is I32 \(5,\), but its header says I32 \(2,\)"),
         ({"student_vocab_size": "9"}, r"indices is I32 \(3, 2\), but its header says I32 \(9, 2\)"),
-        ({"student_vocab_size": "-3"}, "student_vocab_size is '-3', no size"),
-        ({"student_vocab_size": "9" * 5000}, "no size"),
-        ({"student_vocab_size": "٣"}, "no size"),
+        ({"student_vocab_size": "-3"}, "student_vocab_size is '-3', not a size"),
+        ({"student_vocab_size": "9" * 5000}, "not a size"),
+        ({"student_vocab_size": "٣"}, "not a size"),
         ({"row_width": "3"}, "header says I32"),
         ({"row_width": None}, "row_width is missing"),
         ({"student_fingerprint": None}, "student_fingerprint is missing"),

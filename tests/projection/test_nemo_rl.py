@@ -155,15 +155,15 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ({(0, 1): 10**400}, r"the weight of \(0, 1\) is 1000"),
         ({(0, 1): "much"}, r"the weight of \(0, 1\) is 'much'"),
         ({(0, 1): -1}, "row 0 has a weight that is negative"),
-        ({(0, -1): 1.0}, r"the key \(0, -1\) is no pair"),
-        ({(2**60, 1): 1.0}, "is no pair"),
-        ({(0, 1.5): 1.0}, r"the key \(0, 1.5\) is no pair"),
+        ({(0, -1): 1.0}, r"the key \(0, -1\) is not a pair"),
+        ({(2**60, 1): 1.0}, "is not a pair"),
+        ({(0, 1.5): 1.0}, r"the key \(0, 1.5\) is not a pair"),
         ({(0, 1): 0.0}, "no entry has any weight"),
     ],
 )
 def test_values_that_cannot_be(tmp_path: Path, content: object, reason: str) -> None:
     path = saved(tmp_path, content)
-    with pytest.raises(ProjectionError, match=rf"map\.pt is no usable NeMo-RL projection: .*{reason}"):
+    with pytest.raises(ProjectionError, match=rf"map\.pt is not a usable NeMo-RL projection: .*{reason}"):
         nemo_rl.read(path)
 
 

@@ -358,7 +358,7 @@ def test_bad_conversions(tmp_path: Path, fails: Callable[..., str]) -> None:
     torch.save({"indices": torch.tensor([[1]]), "likelihoods": torch.tensor([[float("nan")]])}, file)
     assert "row 0 has a weight" in fails("convert", file, *output)
     torch.save({(5, 1000): 1.0, (6, 1001): 1.0}, file)
-    assert "given together or not at all" in fails("convert", file, *output, "--student", "demo:student")
+    assert "give both --student and --teacher" in fails("convert", file, *output, "--student", "demo:student")
     assert "another pair" in fails("convert", file, *output, *PAIR)
     file.write_bytes(pickle.dumps(print, 2))
     assert "names code to run" in fails("convert", file, *output)

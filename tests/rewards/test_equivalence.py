@@ -267,7 +267,7 @@ def test_many_that_never_end_get_less_time_each(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(equivalence_module, "LEAST_S", 0.001)
     with closing(Equivalence(timeout_s=0.1)) as made:
         ask = made._ask
-        made._ask_once = lambda task, limit_s, *formulas: asked.append(limit_s) or ask(task, limit_s, *formulas)  # type: ignore[assignment, func-returns-value]
+        made._ask_cached = lambda task, limit_s, *formulas: asked.append(limit_s) or ask(task, limit_s, *formulas)  # type: ignore[assignment, func-returns-value]
         assert not any(made.equal("5", BOMB.format(i)) for i in range(MANY + 2))
         assert asked == [0.1] * MANY + [0.005] * 2
         made.begin()
@@ -279,7 +279,7 @@ def test_many_that_never_end_get_less_time_each(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_left_to_the_others_is_enough_for_one(timeout_s: float, left_s: float) -> None:
     """Bug: a quarter of a second by default, which a slow machine needs for a right answer."""
     made, asked = Equivalence(timeout_s), []
-    made._ask_once = lambda task, limit_s, *formulas: asked.append(limit_s) or {"answer": True}  # type: ignore[assignment, func-returns-value]
+    made._ask_cached = lambda task, limit_s, *formulas: asked.append(limit_s) or {"answer": True}  # type: ignore[assignment, func-returns-value]
     made._num_overdue = MANY
     assert made.equal("x+1", "1+x")
     assert asked == [left_s]
@@ -322,12 +322,12 @@ def test_a_child_that_is_killed_between_two_questions_costs_none() -> None:
 def test_a_child_that_is_killed_at_a_question_does_not_answer_it(times: int) -> None:
     """Bug: where memory ran out elsewhere, right answers became wrong ones."""
     with closing(Equivalence(timeout_s=60)) as made:
-        replied, killed = made._replied, iter(range(times))
+        replied, killed = made._exchange, iter(range(times))
 
         def killed_first(*question: Any) -> dict[str, Any]:
             return replied(*question) if next(killed, None) is None else {"ended": signal.SIGKILL}
 
-        made._replied = killed_first  # type: ignore[method-assign]
+        made._exchange = killed_first  # type: ignore[method-assign]
         if times == 1:
             assert made.equal("x+1", "1+x")
         else:
@@ -354,7 +354,7 @@ def test_what_a_scheduler_or_terminal_sends_to_all_processes_ends_no_comparison(
     """Bug: the step at which a run is ended had wrong rewards, or no checkpoint."""
     with closing(Equivalence(timeout_s=60)) as made:
         assert made.equal("x+1", "1+x")
-        process = psutil.Process(made._running().pid)
+        process = psutil.Process(made._ensure_process().pid)
         (child,) = process.children()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             for receiver in (child, process):
@@ -366,7 +366,7 @@ def test_what_a_scheduler_or_terminal_sends_to_all_processes_ends_no_comparison(
 def test_an_answer_that_nobody_waited_for_is_not_the_next_ones() -> None:
     """Bug: the same, where a question was left, as by Ctrl-C."""
     with closing(Equivalence(timeout_s=60)) as made:
-        process = made._running()
+        process = made._ensure_process()
         left = {"number": -1, "task": "equal", "formulas": ["1+x", "x+1"], "timeout_s": 60}
         process.stdin.write(json.dumps(left) + "\n")
         assert not made.equal("x+1", "x+2")
@@ -390,7 +390,7 @@ def test_a_process_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch
     """Bug: the timer counts processor time, of which a stopped process uses none."""
     monkeypatch.setattr(equivalence_module, "SLOW_S", 0.1)
     with closing(Equivalence(timeout_s=0.01)) as made:
-        process = made._running()
+        process = made._ensure_process()
         os.kill(process.pid, signal.SIGSTOP)
         for child in psutil.Process(process.pid).children():
             child.suspend()
@@ -401,7 +401,7 @@ def test_a_process_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 def test_close_leaves_no_process() -> None:
     made = Equivalence(timeout_s=60)
-    process = made._running()
+    process = made._ensure_process()
     made.close()
 
     with pytest.raises(ProcessLookupError):

@@ -101,7 +101,7 @@ def test_no_sequence_is_longer_than_it_may_be() -> None:
 
 @pytest.mark.parametrize("ids", [[], [5] * 6])
 def test_an_engine_that_breaks_its_word(ids: list[int]) -> None:
-    with pytest.raises(RolloutError, match=f"prompt 8, sample 0, with {len(ids)} tokens .* 1 to 5"):
+    with pytest.raises(RolloutError, match=f"prompt 8, sample 0, with {len(ids)} tokens.* 1 to 5"):
         text_collector(Scripted(lambda request: (ids, "length"))).collect([Prompt(8, "the fox")], 1, 0)
 
 

@@ -70,13 +70,13 @@ def test_every_type_of_environment_can_be_built() -> None:
     [
         (KeyError("boom"), "step raised KeyError: 'boom'"),
         (SystemExit(0), "step raised SystemExit: 0"),
-        (EnvironmentStep((), done=True, reward=math.nan), "it paid nan"),
-        (EnvironmentStep((), done=True, reward=10**400), "it paid 1000.*; pay a finite"),
-        (EnvironmentStep((), done=True, reward="1"), "it paid '1'"),  # type: ignore[arg-type]
-        (EnvironmentStep((), done=False), "says nothing"),
-        (EnvironmentStep("hello", done=False), "it says 'hello', no list"),  # type: ignore[arg-type]
-        (EnvironmentStep([{"role": "user"}], done=False), "no message with strings"),
-        (EnvironmentStep([{"role": "tool", "content": 3}], done=False), "no message with strings"),
+        (EnvironmentStep((), done=True, reward=math.nan), "its reward is nan"),
+        (EnvironmentStep((), done=True, reward=10**400), "its reward is 1000.*; return a finite"),
+        (EnvironmentStep((), done=True, reward="1"), "its reward is '1'"),  # type: ignore[arg-type]
+        (EnvironmentStep((), done=False), "it returned no messages"),
+        (EnvironmentStep("hello", done=False), "it returned 'hello' as messages"),  # type: ignore[arg-type]
+        (EnvironmentStep([{"role": "user"}], done=False), "`content` must be strings"),
+        (EnvironmentStep([{"role": "tool", "content": 3}], done=False), "`content` must be strings"),
         (EnvironmentStep([{"role": "assistant", "content": "I"}], done=False), "as the assistant"),
         (None, "step returned None"),
     ],
@@ -92,7 +92,7 @@ def test_a_failing_step_names_environment_prompt_and_turn(step: Any, reason: str
 
 
 def test_failing_before_the_first_turn() -> None:
-    with pytest.raises(RolloutError, match="environment Mute, prompt 11, before the first turn: it says 3"):
+    with pytest.raises(RolloutError, match="environment Mute, prompt 11, before the first turn: it returned 3"):
         CheckedEnvironment(Mute, 11, 60).reset(PROMPT)
     with pytest.raises(RolloutError, match="prompt 11, before the first turn: making it raised ZeroDivisionError"):
         CheckedEnvironment(lambda: 1 / 0, 11, 60)  # type: ignore[arg-type, return-value]

@@ -37,5 +37,5 @@ def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_an_address_that_is_none(url: str) -> None:
     """Bug: a traceback of the HTTP library once the models were loaded."""
-    with pytest.raises(ValueError, match="it is no address of a server"):
+    with pytest.raises(ValueError, match="it is not an address of a server"):
         ServerRollout(url=url)

@@ -67,5 +67,5 @@ def test_later_steps_are_dropped(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "rollouts.jsonl").write_text('nothing\n{"step": 1}\n')
-    with pytest.raises(DataError, match=r"rollouts.jsonl, line 1 is no rollout"):
+    with pytest.raises(DataError, match=r"rollouts.jsonl, line 1 is not a rollout"):
         RolloutLog(tmp_path, RolloutFiles()).truncate_after(1)

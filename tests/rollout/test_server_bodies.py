@@ -119,7 +119,7 @@ def test_what_is_as_expected() -> None:
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "an answer of another form: {"),
         ('{"choices":' + "9" * 100_000 + "}", "an answer of another form"),
         ("<html>\n<p>no</p>\n" * 50, "an answer of another form: <html> <p>no</p> <html>"),
-        (choice(logprobs={"token_logprobs": [-(10**400), -1]}), "is no log-probability"),
+        (choice(logprobs={"token_logprobs": [-(10**400), -1]}), "is not a log-probability"),
         (choice(token_ids=[10**400, 2]), "is outside the vocabulary of 100"),
         (choice(token_ids=[5, 6], finish_reason="length"), r"ended (length) after 2 of 4 tokens"),
     ],
@@ -159,7 +159,7 @@ def test_an_answer_that_trickles_in_has_a_limit_in_all(start: bytes, monkeypatch
     with server(drips(start)) as url:
         calls = Http(url, timeout_s=0.2, trust_env=False)
         assert not calls.is_healthy()
-        with pytest.raises(RolloutError, match=f"{url}/v1/models: no whole answer in 0.2 s"):
+        with pytest.raises(RolloutError, match=f"{url}/v1/models: no complete answer in 0.2 s"):
             calls.get("/v1/models")
 
 

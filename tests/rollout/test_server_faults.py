@@ -105,7 +105,7 @@ def test_a_server_that_does_not_sleep_is_left_awake(tmp_path: Path) -> None:
 def test_memory_that_a_server_cannot_take_back_is_named(tmp_path: Path) -> None:
     with fake_server(refuses="/wake_up") as (url, _), engine_of(url, tmp_path, sleeps=True) as engine:
         engine.rest()
-        with pytest.raises(RolloutError, match=r"cannot take its memory back: .*; lower rollout\.memory_share, or "):
+        with pytest.raises(RolloutError, match=r"cannot get its memory back: .*; lower rollout\.memory_share, or "):
             engine.generate(asked(1), Sampling())
 
 
@@ -113,12 +113,12 @@ UNUSABLE = {
     "no token ids": changed(token_ids=None),
     "no log-probabilities": changed(logprobs=None),
     "4 tokens and 3 log-probabilities": changed(**logprobs(-1, -1, -1)),
-    "5 tokens where at most 4": changed(token_ids=[1] * 5, **logprobs(*[-1.0] * 5)),
+    "5 tokens, and at most 4": changed(token_ids=[1] * 5, **logprobs(*[-1.0] * 5)),
     "outside the vocabulary of 64": changed(token_ids=[1, 2, 3, VOCAB]),
-    "nan is no log-probability": changed(**logprobs(-1, math.nan, -1, -1)),
-    "0.5 is no log-probability": changed(**logprobs(-1, 0.5, -1, -1)),
+    "nan is not a log-probability": changed(**logprobs(-1, math.nan, -1, -1)),
+    "0.5 is not a log-probability": changed(**logprobs(-1, 0.5, -1, -1)),
     "'other' and not by 'student'": changed(model="other"),
-    "goes on after a token that ends": changed(token_ids=[1, END, 3, 4]),
+    "continues after a token that ends": changed(token_ids=[1, END, 3, 4]),
     r"ended \(stop\) with token 3": changed(token_ids=[1, 2, 3], finish_reason="stop", **logprobs(-1, -1, -1)),
     "answer of another form": lambda body: (200, {"choices": []}),
     "status 500": lambda body: (500, {"error": "again"}),
@@ -356,7 +356,7 @@ def test_a_server_with_raw_log_probabilities_is_refused(tmp_path: Path) -> None:
 
     with (
         fake_server(says) as (url, _),
-        pytest.raises(RolloutError, match=r"not those of the policy that samples.*--logprobs-mode processed_logprobs"),
+        pytest.raises(RolloutError, match=r"not those of the sampling policy.*--logprobs-mode processed_logprobs"),
     ):
         engine_of(url, tmp_path)
 

@@ -124,7 +124,7 @@ def test_a_sandbox_that_can_no_longer_be_made_ends_the_run(monkeypatch: pytest.M
     tests = InputOutput((("", ""),))
     with Checker(SETTINGS, "sandbox") as checker:
         monkeypatch.setattr("nemo_opd.sandbox.checker.judge", judge)
-        with pytest.raises(RolloutError, match="could not be made any more: no memory"):
+        with pytest.raises(RolloutError, match="could not be created any more: no memory"):
             checker.submit("a", tests).result()
         monkeypatch.setattr("nemo_opd.sandbox.checker.judge", lambda *_: Verdict(True))
         assert checker.submit("a", tests).result().passed
@@ -139,7 +139,7 @@ def test_a_machine_without_sandboxes_is_told_before_training(monkeypatch: pytest
     with pytest.raises(ConfigError) as caught:
         isolation_of(SandboxSettings(), "reward.sandbox")
     assert str(caught.value) == (
-        "reward.sandbox.isolation=auto: no sandbox for untrusted programs can be made here (bubblewrap: no bubblewrap; "
+        "reward.sandbox.isolation=auto: no sandbox for untrusted programs works here (bubblewrap: no bubblewrap; "
         "namespaces: no namespaces); install bubblewrap (apt install bubblewrap), allow unprivileged user namespaces, "
         "or accept less protection with reward.sandbox.isolation=process (docs/sandbox.md)"
     )
@@ -150,11 +150,11 @@ def test_a_machine_without_sandboxes_is_told_before_training(monkeypatch: pytest
     [
         ("", "run nothing, so that every program would pass"),
         ("import f\nclass T:\n  def test(self): assert f(1) == 1\ndef test(x): assert x", "such as unittest.main()"),
-        ("assert (", "no Python code"),
-        ("[1, 2]", "no list of assertions"),
+        ("assert (", "not Python code"),
+        ("[1, 2]", "neither a list of assertions"),
         ('{"inputs": [1], "outputs": []}', "of the same length"),
-        (HUMAN_EVAL, "do not say what to call it with"),
-        ('[{"input": "1", "output": "2", "testtype": "functional"}]', "do not name it"),
+        (HUMAN_EVAL, "name the function to test"),
+        ('[{"input": "1", "output": "2", "testtype": "functional"}]', "the tests call a function"),
     ],
 )
 def test_what_is_no_tests_is_refused(text: str, message: str) -> None:

@@ -96,7 +96,7 @@ def test_all_tokens_are_known_or_the_answer_is_refused() -> None:
     """Catches a token that such a row displaces, taken for one of probability 0: a reverse KL was infinite."""
     backwards = lambda ids: of_uniform(VOCAB)(ids).flip(1)  # noqa: E731
     with endpoint(answering(backwards)) as (url, _):
-        with pytest.raises(EndpointError, match=r"id 49 is no token of the vocabulary"):
+        with pytest.raises(EndpointError, match=r"id 49 is not in the vocabulary"):
             asked(url, vocab_size=VOCAB - 2, logprobs=VOCAB)
         (found,) = asked(url, vocab_size=VOCAB - 2, logprobs=VOCAB - 3)
     assert found.log_rest.isfinite().all()
@@ -139,7 +139,7 @@ def shifted(reply: Json) -> None:
         (changed(lambda reply: reply.update(choices=[])), "an answer of another form"),
         (
             changed(lambda reply: reply["choices"][0]["prompt_logprobs"][1]["1"].update(logprob=0.5)),
-            "0.5 is no log-probability",
+            "0.5 is not a log-probability",
         ),
         (
             changed(lambda reply: [e.update(logprob=-0.1) for e in reply["choices"][0]["prompt_logprobs"][1].values()]),
@@ -308,12 +308,12 @@ def test_a_server_that_failed_gets_a_single_request_after_its_rest(monkeypatch: 
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     spread = Spread(["a", "b"])
-    with pytest.raises(EndpointError), spread.next().asked():
+    with pytest.raises(EndpointError), spread.next().track_request():
         raise EndpointError
-    with spread.next().asked():
+    with spread.next().track_request():
         assert spread.next().url == "b"  # which has more under way, but the other rests
     clock[0] += 60
-    with spread.next().asked() as _, spread.next().asked() as _:
+    with spread.next().track_request() as _, spread.next().track_request() as _:
         assert [each.in_flight for each in spread._addresses] == [1, 1]
         assert [spread.next().url for _ in range(2)] == ["b", "b"]
 

@@ -262,7 +262,7 @@ def test_bad_settings_are_refused(servers: Servers, tmp_path: Path) -> None:
     teacher = served["teachers"][1]
     with pytest.raises(ConfigError, match="dtype has no effect: the same is computed by the servers"):
         from_dict(served | {"teachers": [teacher | {"dtype": "float16"}]})
-    with pytest.raises(ConfigError, match="element 0, 'localhost': it is no address of a server"):
+    with pytest.raises(ConfigError, match="element 0, 'localhost': it is not an address of a server"):
         from_dict(served | {"teachers": [teacher | {"urls": ["localhost"]}]})
     with pytest.raises(ConfigError, match=r"'http://localhost:8000/v1/': .*leave /v1 out"):
         from_dict(served | {"teachers": [teacher | {"urls": ["http://localhost:8000/v1/"]}]})
@@ -271,7 +271,7 @@ def test_bad_settings_are_refused(servers: Servers, tmp_path: Path) -> None:
     says = answering(scores_of(servers.live.teachers[1].reference), "the same")
     with endpoint(says, "the same", limit=40) as (url, _):
         short = from_dict(served | {"teachers": [teacher | {"urls": [url]}]})
-        with pytest.raises(ConfigError, match=r"train.max_length=48: the servers of same can be asked about 39 tokens"):
+        with pytest.raises(ConfigError, match=r"train.max_length=48: the servers of same accept 39 tokens"):
             preflight(short)
     with pytest.raises(ConfigError, match=r"--hidden-states: the servers of teachers.1 .*--top-k"):
         build_cache(servers.served(4), 1, tmp_path / "c", CacheForm(None))
@@ -296,4 +296,4 @@ def test_the_command_asks_servers(servers: Servers, tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit) as refused:
         main(["cache", "build", "--tokenizer", model, "--model", model, *common, "--output", str(tmp_path / "none")])
     assert refused.value.code == 1
-    assert "it is for --urls alone" in capsys.readouterr().err
+    assert "it is only for --urls" in capsys.readouterr().err

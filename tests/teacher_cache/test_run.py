@@ -144,9 +144,9 @@ def test_bad_settings_are_refused(built: Built) -> None:
     """Catches a folder that is no cache, and settings of a model that are ignored."""
     settings = built.live.model_dump(mode="json")
     entry = {"name": "cross", "type": "cached", "cache": str(built.folder)}
-    with pytest.raises(DataError, match=r"teachers.0.cache: .* is no teacher cache"):
+    with pytest.raises(DataError, match=r"teachers.0.cache: .* is not a teacher cache"):
         preflight(from_dict(settings | {"teachers": [entry]}))
-    with pytest.raises(ConfigError, match="dtype is about a model that is loaded"):
+    with pytest.raises(ConfigError, match="dtype is for a model that is loaded"):
         from_dict(settings | {"teachers": [entry | {"dtype": "float16"}]})
     with pytest.raises(ConfigError, match=r"rollout.type=hf: the student of this run samples its texts"):
         build_cache(compose(config_name="on_policy_demo"), 0, built.folder / "none", CacheForm(4))
@@ -157,7 +157,7 @@ def test_another_tokenizer_in_the_folder_is_refused(built: Built, tmp_path: Path
     settled = preflight(built.cached("some")).config.model_dump(mode="json")
     folder = shutil.copytree(built.folder / "cross_some", tmp_path / "c")
     load_tokenizer("demo:student", key="").save_pretrained(folder)
-    message = "teachers.0.cache: the tokenizer in it is not that of its answers .*; put the tokenizer of demo:teach"
+    message = "teachers.0.cache: its answers were made with another tokenizer .*; put the tokenizer of demo:teach"
     for settings, model in ((built.cached("some").model_dump(mode="json"), {}), (settled, {"model": str(folder)})):
         settings["teachers"] = [settings["teachers"][0] | {"cache": str(folder)} | model]
         with pytest.raises(DataError, match=message):
@@ -219,7 +219,7 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("", [], "data: required, but not given"),
         ("run: {name: '${nowhere}'}", [], "run.name: Interpolation key 'nowhere' not found; correct the reference"),
         ("run: {name: a}", ["run.name=[1"], "run.name=[1: cannot be read as key=value; quote"),
-        ("run: {name: a}", ["--urls", "http://127.0.0.1:1"], "--urls: the servers need the name of the model"),
+        ("run: {name: a}", ["--urls", "http://127.0.0.1:1"], "--urls: requests to the servers need the model's name"),
     ],
 )
 def test_settings_that_cannot_be_read_are_told(
@@ -253,7 +253,7 @@ def test_a_folder_with_other_files_stays_as_it_is(tmp_path: Path, capsys: pytest
     asked = ["--model", "demo:teacher_same", "--data", str(tmp_path / "texts.jsonl"), "--top-k", "4"]
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     assert exit_status("cache", "build", *asked, "--output", str(model)) == 1
-    assert "it is no cache and holds other files, such as " in capsys.readouterr().err
+    assert "it is not a cache and holds other files, such as " in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 

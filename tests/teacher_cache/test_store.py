@@ -190,7 +190,7 @@ def test_a_manifest_that_is_cut_off_is_one_message(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_manifest_is_no_cache(tmp_path: Path) -> None:
     """Catches a wrong path that is read as an empty cache."""
-    with pytest.raises(DataError, match="is no teacher cache"):
+    with pytest.raises(DataError, match="is not a teacher cache"):
         CacheReader(tmp_path)
 
 

@@ -278,7 +278,7 @@ def test_a_tokenizer_too_large_for_its_model(refused: Refused, tiny: Tiny, input
     message = refused(ModelError, f"student.tokenizer={inputs / 'tokenizer'}")
 
     assert message.startswith(f"student.tokenizer={inputs / 'tokenizer'}: its tokenizer has ids up to {size}, but ")
-    assert f"{size} token embeddings; name the tokenizer of the model" in message
+    assert f"{size} token embeddings; set student.tokenizer to the model's tokenizer" in message
 
 
 def test_a_same_tokenizer_teacher_with_another_tokenizer(refused: Refused, tiny: Tiny) -> None:
@@ -380,7 +380,7 @@ def test_a_truncated_projection(refused: Refused, tiny: Tiny, inputs: Path, kept
     file.write_bytes(file.read_bytes()[: int(kept * file.stat().st_size)])
     message = refused(ProjectionError, f"teachers.0.projection={file}")
 
-    assert message.startswith(f"teachers.0.projection: {file} is damaged or no projection file (")
+    assert message.startswith(f"teachers.0.projection: {file} is damaged or not a projection file (")
     assert message.endswith("build it again with nemo-opd projection build")
 
 
@@ -396,7 +396,7 @@ def test_a_projection_that_is_missing(refused: Refused) -> None:
 def test_a_batch_that_does_not_divide(refused: Refused) -> None:
     message = refused(ConfigError, "train.global_batch_size=7", "cluster.device=cpu", "cluster.cpu_ranks=2")
 
-    assert message.startswith("train.global_batch_size=7 is no multiple of the student's data-parallel ranks, 2; ")
+    assert message.startswith("train.global_batch_size=7 is not a multiple of the student's data-parallel ranks, 2; ")
     assert "write train.global_batch_size=6" in message
 
 
@@ -434,7 +434,7 @@ def test_several_nodes_without_an_address(refused: Refused) -> None:
 def test_cuda_ipc_on_cpu(refused: Refused) -> None:
     message = refused(ConfigError, "cluster.device=cpu", "handoff.transport=cuda_ipc")
 
-    assert message.startswith("handoff.transport=cuda_ipc: the run is on cpu, which hands over by shared_memory; ")
+    assert message.startswith("handoff.transport=cuda_ipc: the run is on cpu, where only shared_memory works; ")
     assert message.endswith("write handoff.transport=auto or shared_memory")
 
 
@@ -491,7 +491,7 @@ def test_a_checkpoint_that_is_torn(refused: Refused, configure: Configure, input
     record.write_text(record.read_text()[:-20])
     message = refused(CheckpointError, f"run.output_dir={inputs}", "run.resume=auto")
 
-    assert message.startswith(f"no checkpoint in {inputs}/checkpoints is whole: {record} is damaged: invalid JSON")
+    assert message.startswith(f"no checkpoint in {inputs}/checkpoints is complete: {record} is damaged: invalid JSON")
     assert message.endswith("copy one there again, or start anew with another run.output_dir")
 
 

@@ -100,7 +100,7 @@ def test_a_metric_that_nothing_gives_is_refused_with_the_nearest(tiny: Tiny, key
     for metric, every, message in (
         ("val/bits_per_bite", "2", "gives it; there are val/bits_per_byte"),
         ("eval/pass@1", "2", "no validation or evaluation of this run gives it"),
-        ("val/loss", "null", "known after the last step alone, so that nothing can be chosen by it; set train.valid"),
+        ("val/loss", "null", "measured only after the last step, too late to choose by; set train.valid"),
     ):
         with pytest.raises(ConfigError, match=message):
             compose(*tiny.overrides(best.replace("METRIC", metric), f"++train.validate_every={every}"))

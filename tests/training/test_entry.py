@@ -39,7 +39,7 @@ def test_settings_of_the_other_kind_are_refused() -> None:
         nemo_opd.distil_on_policy(SETTINGS)
     with pytest.raises(ConfigError, match=r"or use nemo-opd distil-on-policy$"):
         nemo_opd.distil(compose(config_name="on_policy_demo"))
-    with pytest.raises(ConfigError, match="these are for a file or a recipe"):
+    with pytest.raises(ConfigError, match="only a file or a recipe takes overrides"):
         nemo_opd.distil(SETTINGS, ["train.max_steps=3"])
     with pytest.raises(ConfigError, match=r"did you mean train\.max_steps"):
         nemo_opd.distil(SETTINGS | {"train": {"max_step": 3}})

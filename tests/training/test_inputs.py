@@ -36,7 +36,7 @@ def test_a_run_that_works_passes(name: str, tmp_path: Path) -> None:
     ("name", "on_policy", "says"),
     [
         ("off_policy_demo", True, "rollout: required, but not given; add rollout=hf or rollout=server, or use "),
-        ("on_policy_demo", False, "rollout.type=hf: this run learns from texts as they are and samples none; leave "),
+        ("on_policy_demo", False, "rollout.type=hf: this run learns from the texts of its data and samples none; "),
     ],
 )
 def test_the_settings_of_the_other_kind_of_run(name: str, on_policy: bool, says: str) -> None:
@@ -113,7 +113,7 @@ def test_a_column_of_the_reward_and_of_the_evaluation() -> None:
         ("own.reward.terms.0.reward.answer_key=no", "has no column 'no'; set evaluation.sets.own.reward.answer_key to"),
         (
             "own.reward.terms.0.reward.extract.schema_file=README.md",
-            "evaluation.sets.own.reward.terms.0.reward.extract.schema_file=README.md: no JSON schema",
+            "evaluation.sets.own.reward.terms.0.reward.extract.schema_file=README.md: not a JSON schema",
         ),
     ],
 )

@@ -43,7 +43,7 @@ def test_a_gpu_that_takes_one_process_is_refused_to_two() -> None:
         require_shared_gpus(config(), "cuda", TWO_ON_EACH)
     told = str(caught.value)
     assert told.startswith("cluster.placement=colocated: GPU 1 is in the compute mode Exclusive_Process")
-    assert "the run has 2 on each; set the mode with `nvidia-smi -i 1 -c DEFAULT`" in told
+    assert "the run has 2 per GPU; change the mode with `nvidia-smi -i 1 -c DEFAULT`" in told
 
 
 @pytest.mark.usefixtures("exclusive")
@@ -57,7 +57,7 @@ def test_one_process_on_each_may_have_it() -> None:
 @pytest.mark.usefixtures("exclusive")
 def test_a_server_is_a_process_too() -> None:
     for launcher, placement in (("ray", APART), ("local", TWO_ON_EACH)):
-        with pytest.raises(ConfigError, match="the run has 2 on each"):
+        with pytest.raises(ConfigError, match="the run has 2 per GPU"):
             require_shared_gpus(config(ServerRollout(), launcher=launcher), "cuda", placement)
 
 

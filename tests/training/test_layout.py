@@ -93,7 +93,7 @@ def test_nodes_that_cannot_have_equally_many(demo: RunConfig, gpus: None) -> Non
     assert odd.devices == tuple(Place(node, device) for node in (0, 1) for device in range(8))
     cpu = placed(demo, "cpu", num_nodes=2, cpu_ranks=1, placement="separate")
     assert cpu.groups == ((Place(0, 0),), (Place(0, 1),), (Place(1, 0),))
-    with pytest.raises(ConfigError, match=r"^cluster.num_nodes=4: .* 3 ranks in all, .* write cluster.num_nodes=3$"):
+    with pytest.raises(ConfigError, match=r"^cluster.num_nodes=4: .* 3 ranks in total, .* write cluster.num_nodes=3$"):
         placed(demo, "cpu", num_nodes=4, cpu_ranks=1, placement="separate")
 
 
@@ -134,8 +134,8 @@ def test_without_teachers_the_student_has_all_devices(gpus: None) -> None:
             r"cluster.teacher_ranks=\[1, 2, 3\]: 3 numbers for 2 teachers; write one for ea",
         ),
         ({"teacher_ranks": 4}, "take 4 \\+ 4 of the 8 GPUs of the node, which leaves none .* lower it to 2 for each"),
-        ({"gpus_per_node": 2}, "for the student and for each of 2 teachers, and the node has 2; .*=colocated$"),
-        ({"gpus_per_node": 1}, "for the student and for each of 2 teachers, and the node has 1; .*=colocated$"),
+        ({"gpus_per_node": 2}, "the student and 2 teachers need a GPU each, and the node has 2; .*=colocated$"),
+        ({"gpus_per_node": 1}, "the student and 2 teachers need a GPU each, and the node has 1; .*=colocated$"),
         (
             {"num_nodes": 2, "teacher_ranks": 8},
             "take 8 \\+ 8 of the 16 GPUs of the cluster of 2 nodes, .* to 5 for each",
@@ -149,7 +149,7 @@ def test_devices_that_do_not_suffice(demo: RunConfig, gpus: None, cluster: dict[
 
 
 def test_cpu_ranks_that_nodes_cannot_share(demo: RunConfig) -> None:
-    with pytest.raises(ConfigError, match=r"cluster.cpu_ranks=3: 2 nodes .* write cluster.cpu_ranks=4$"):
+    with pytest.raises(ConfigError, match=r"cluster.cpu_ranks=3 is not a multiple of .* write cluster.cpu_ranks=4$"):
         placed(demo, "cpu", num_nodes=2, cpu_ranks=3)
 
 
@@ -198,14 +198,16 @@ def test_ranks_on_a_cpu_are_not_asked_for_as_gpus(monkeypatch: pytest.MonkeyPatc
     """Bug: on a machine without a GPU the way out was `gpus_per_node=2`, which was written already."""
     monkeypatch.setattr(Processes, "started", lambda: Processes(0, 2, 0))
     placement = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=1)
-    with pytest.raises(ConfigError, match=r"^cluster\.cpu_ranks=1: .* write cluster\.cpu_ranks=2$"):
+    with pytest.raises(ConfigError, match=r"^cluster\.cpu_ranks=1: .* set cluster\.cpu_ranks=2$"):
         require_processes(Cluster(launcher="local", gpus_per_node=2), placement, "cpu")
 
 
 def test_replicas_divide_data_parallel_ranks() -> None:
     assert resolve_layout("student.parallelism", 16, Parallelism(tp=2, replicas=4)) == Layout(dp=8, tp=2, replicas=4)
     assert resolve_layout("student.parallelism", 16, Parallelism(tp=2)) == Layout(dp=8, tp=2)
-    with pytest.raises(ConfigError, match=r"^student.parallelism.replicas=3: 8 of its 16 ranks .* write .*replicas=2,"):
+    with pytest.raises(
+        ConfigError, match=r"^student.parallelism.replicas=3 does not divide the 8 .* write .*replicas=2,"
+    ):
         resolve_layout("student.parallelism", 16, Parallelism(tp=2, replicas=3))
 
 
@@ -228,7 +230,7 @@ def test_rows_must_be_cut_evenly_for_everyone(
     if divides(size):
         require_batch_divides(with_size(size), student, teachers)
         return
-    with pytest.raises(ConfigError, match=f"^train.global_batch_size={size} is no multiple of ") as caught:
+    with pytest.raises(ConfigError, match=f"^train.global_batch_size={size} is not a multiple of ") as caught:
         require_batch_divides(with_size(size), student, teachers)
     proposed = int(str(caught.value).partition("write train.global_batch_size=")[2].partition(",")[0])
     assert divides(proposed)

@@ -188,7 +188,7 @@ def test_what_fits_nowhere_is_refused_with_figures_and_ways_out(sizes: list[Mode
     assert told.startswith(
         "student.offload=auto, teachers.*.offload=auto: with everything offloaded each GPU would have "
     )
-    assert "there are 8.0 GiB" in told
+    assert "but has 8.0 GiB" in told
     for setting in ("train.micro_batch_size=2", "train.max_length=1024", "student.parallelism.tp=2"):
         assert f"{setting} saves " in told
 

@@ -142,7 +142,7 @@ def test_a_remote_cluster_has_gpus_that_this_machine_has_not(monkeypatch: pytest
 
     assert resolve_device(remote) == "cuda"
     assert resolve_ranks(remote, "cuda") == 128
-    with pytest.raises(ConfigError, match=r"^cluster\.gpus_per_node: this machine has no GPU to count; say how many"):
+    with pytest.raises(ConfigError, match=r"^cluster\.gpus_per_node: this machine has no GPU to count; set it to"):
         resolve_ranks(remote.model_copy(update={"gpus_per_node": None}), "cuda")
 
 
@@ -379,9 +379,9 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     assert float(rows["overlap"]) > 0.5
     assert rows["recommended loss"] == "p_kl"
     assert rows["training documents"] == str(NUM_DOCUMENTS)
-    assert rows["packed rows a step"] == "4"
-    assert rows["tokens at a time"].endswith(" a rank")
-    assert rows["steps an epoch"] == "about 4"
+    assert rows["packed rows per step"] == "4"
+    assert rows["tokens at a time"].endswith(" per rank")
+    assert rows["steps per epoch"] == "about 4"
     assert rows["steps"] == "4"
     assert {"cross: hidden states handed over", "same: parameters", "all"} <= rows.keys()
 
@@ -472,7 +472,7 @@ def test_a_teacher_of_another_tokenizer_reads_all_of_the_students_text(configure
     (warning,) = cut.warnings
     assert re.match(
         rf"teachers\.0 \(cross\): only {short:.0%} of the scored tokens in 3 texts get KD from it; "
-        r"teachers\.0\.max_length=32 may cut it: leave it out",
+        r"teachers\.0\.max_length=32 may truncate texts; remove it",
         warning,
     )
 
@@ -484,7 +484,7 @@ def test_a_teacher_is_bounded_by_its_positions(configure: Configure, tmp_path: P
     assert plan.survey.widths == (128, 160)
     assert len(plan.data.make_sample("1 " * 300).teachers[0].tokens) == 128
     assert [warning.split(":")[0] for warning in plan.warnings] == ["train.max_length=160"] * 2
-    assert "is made for 128 positions" in plan.warnings[0]
+    assert "has 128 positions" in plan.warnings[0]
 
 
 def test_texts_that_spell_special_tokens_are_said(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
@@ -492,7 +492,7 @@ def test_texts_that_spell_special_tokens_are_said(configure: Configure, tiny: Ti
     eos = AutoTokenizer.from_pretrained(tiny.student).eos_token
     file = write_texts(tmp_path, "text", ["The fox sleeps.", f"The {eos} sleeps."] * 3)
     (warning,) = preflight(configure(*from_file(file))).warnings
-    assert warning.startswith("3 of 6 texts")
+    assert warning.startswith("3 of 6 checked texts")
     assert eos in warning
     assert "data.messages_key" in warning
     assert preflight(configure(*from_file(file, "data.special_tokens=text"))).warnings == ()
@@ -509,8 +509,8 @@ def test_rows_that_a_teacher_ends_are_surveyed_as_they_are_read(configure: Confi
     assert coverage is not None
     assert coverage > 0.9
     (warning,) = plan.warnings
-    limit = r"train\.max_length=100: the teachers\.0\.max_length=20"
-    found = re.match(rf"{limit} end packed rows after about (\d+) tokens", warning)
+    limit = r"train\.max_length=100: teachers\.0\.max_length=20"
+    found = re.match(rf"{limit} ends packed rows after about (\d+) student tokens", warning)
     assert found
     assert int(found[1]) < 20
 
@@ -520,13 +520,13 @@ def test_a_table_of_positions_has_no_more(configure: Configure, tiny: Tiny, tmp_
     config = GPT2Config(vocab_size=500, n_positions=40, n_embd=16, n_layer=1, n_head=2)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     AutoTokenizer.from_pretrained(tiny.student).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(ConfigError, match=r"train\.max_length=48: .*gpt2 has a table of 40 positions .* write train"):
+    with pytest.raises(ConfigError, match=r"train\.max_length=48: .* has a table of only 40 positions .* set train"):
         preflight(configure(f"student.model={tmp_path / 'gpt2'}"))
 
 
 def test_there_is_room_to_sample() -> None:
     demo = compose("train.max_length=600", config_name="on_policy_demo")
-    with pytest.raises(ConfigError, match=r"may have 600 tokens, and demo:arithmetic_student has 512 positions"):
+    with pytest.raises(ConfigError, match=r"may have 600 tokens, but demo:arithmetic_student has 512 positions"):
         require_room_to_sample(demo, 512)
     require_room_to_sample(
         compose("train.max_length=600", "rollout.max_prompt_length=99", config_name="on_policy_demo"), 512
@@ -580,7 +580,7 @@ def test_conversations_without_an_answer_are_refused(configure: Configure, tmp_p
     """Bug: a whole run learned nothing."""
     own = conversations(tmp_path, "system", "user")
     with pytest.raises(
-        DataError, match=r"in none of 3 conversations the assistant says anything \(roles: system, user"
+        DataError, match=r"none of 3 conversations has an assistant message to learn \(roles: system, user"
     ):
         preflight(configure(*own, f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"))
 
@@ -588,9 +588,7 @@ def test_conversations_without_an_answer_are_refused(configure: Configure, tmp_p
 def test_texts_that_are_cut_before_their_answer_are_refused(configure: Configure, tmp_path: Path) -> None:
     own = conversations(tmp_path, "user", "assistant")
     template = f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"
-    with pytest.raises(
-        DataError, match=r"3 of 3 texts of data\.train that were looked at have no turn of the assistant "
-    ):
+    with pytest.raises(DataError, match=r"3 of 3 checked texts of data\.train have no assistant turn "):
         preflight(configure(*own, template, "train.max_length=4"))
 
 
@@ -668,8 +666,10 @@ def test_a_teacher_that_ends_in_another_way_is_told(configure: Configure, tiny: 
     tokenizer.eos_token = other
     tokenizer.save_pretrained(tmp_path / "instruct")
     warning, _ = preflight(configure(f"teachers.1.tokenizer={tmp_path / 'instruct'}")).warnings
-    assert warning.startswith(f"teachers.1 (same) ends what it says with {other}, and the student ends with <|end|>")
-    assert f"write student.tokenizer={tmp_path / 'instruct'}" in warning
+    assert warning.startswith(
+        f"teachers.1 (same) ends its responses with {other}, but the student stops only at <|end|>"
+    )
+    assert f"set student.tokenizer={tmp_path / 'instruct'}" in warning
 
 
 def test_validation_on_training_texts_is_told(configure: Configure, tmp_path: Path) -> None:
@@ -678,7 +678,7 @@ def test_validation_on_training_texts_is_told(configure: Configure, tmp_path: Pa
     (trained_on,) = resolve_files(configure().data.train.arrow_files, key="data.train.arrow_files")
     link.symlink_to(trained_on)
     (warning,) = preflight(configure(f"data.validation.arrow_files={link}")).warnings
-    assert warning.startswith(f"data.validation.arrow_files: {link} is in data.train too")
+    assert warning.startswith(f"data.validation.arrow_files: {link} is also in data.train")
 
 
 def test_gpus_of_the_rollout_server_are_not_the_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -701,5 +701,5 @@ def test_gpus_of_the_rollout_server_are_not_the_trainings(monkeypatch: pytest.Mo
         resolve_ranks(Cluster(), "cuda", reserved=4)
     with pytest.raises(ConfigError, match=r"rollout\.gpus=1: the run is on CPUs; leave it out"):
         resolve_ranks(Cluster(), "cpu", reserved=1)
-    with pytest.raises(ConfigError, match=r"rollout\.gpus=1: Ray gives out the GPUs of cluster\.address"):
+    with pytest.raises(ConfigError, match=r"rollout\.gpus=1: Ray assigns the GPUs of cluster\.address"):
         resolve_ranks(Cluster(address="auto"), "cuda", reserved=1)

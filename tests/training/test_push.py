@@ -73,7 +73,7 @@ def test_a_public_repository_is_asked_for(hub: FakeHub, tmp_path: Path) -> None:
     [
         ("run", REPO, "there is no config.json or adapter_config.json; its model is RUN/run/final"),
         ("absent", REPO, "name a folder such as RUN/final"),
-        ("run/final", "student", "'student' is no repository of a user or an organization; write user/name"),
+        ("run/final", "student", "'student' is not a repository of a user or an organization; write user/name"),
         ("run/final", "me/-student", "write user/name"),
     ],
 )

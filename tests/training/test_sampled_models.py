@@ -91,7 +91,7 @@ def test_a_teacher_without_a_chat_template_is_refused_where_it_is_asked(asking: 
     message = refusal(AlignmentError, asking.questions)
 
     assert message.startswith("teachers.0 (same) cannot be asked the questions of evaluation.data: tokenizer ")
-    assert message.endswith("; or ask the student alone, with evaluation.teachers=false")
+    assert message.endswith("; or ask only the student, with evaluation.teachers=false")
     assert asking.questions("evaluation.teachers=false").teachers == ()
 
 
@@ -104,7 +104,7 @@ def test_a_question_without_room_for_the_teachers_answer_is_refused(asking: Aski
         "teachers.0 (same) cannot be asked the questions of evaluation.data: prompt 0 (row, counted from 0) has "
     )
     assert "leaves no room for an answer in 64; leave the row out" in message
-    assert message.endswith("; or ask the student alone, with evaluation.teachers=false")
+    assert message.endswith("; or ask only the student, with evaluation.teachers=false")
 
 
 def record(step: int, **means: float) -> dict[str, float]:

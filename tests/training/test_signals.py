@@ -64,7 +64,7 @@ def test_first_signal_asks_is_answered_and_the_second_aborts(
         assert not interrupt.requested
         os.kill(os.getpid(), first)
         assert interrupt.requested
-        assert answers.get(timeout=ENOUGH_S) == "ending after this step; once more: now"
+        assert answers.get(timeout=ENOUGH_S) == "ending after this step; interrupt again to end now"
         later()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), second)
@@ -148,7 +148,7 @@ def test_second_interrupt_ends_a_run_that_hangs_and_without_kd_weight_no_teacher
     with pytest.raises(ConfigError, match=f"in use by process {run.process.pid} "):
         RunLock(run.output_dir)
     run.interrupt()
-    wait_until(lambda: "ending after this step; once more: now" in run.output, "answer")
+    wait_until(lambda: "ending after this step; interrupt again to end now" in run.output, "answer")
     time.sleep(ECHO_S)
     assert run.process.returncode is None, "the first one waits for the step to end"
     run.interrupt()

@@ -33,7 +33,7 @@ GOOD, BAD = metrics_of(), metrics_of(cross=math.nan)
 def test_the_message_names_the_step_and_the_term(metrics: dict[str, Metric], said: str) -> None:
     told = SkippedSteps(compose()).observe(7, metrics)
     assert told is not None
-    assert told.startswith(f"step 7: {said} the step is not taken")
+    assert told.startswith(f"step 7: {said} the step is skipped")
 
 
 def test_teachers_that_speak_as_one_are_named_together() -> None:
@@ -69,7 +69,7 @@ def test_so_many_in_a_row_end_the_run() -> None:
 def test_a_teacher_in_float16_is_told_the_way_out() -> None:
     skipped = SkippedSteps(limited(1, "teachers.1.dtype=float16"))
     skipped.observe(1, BAD)
-    with pytest.raises(NotFiniteError, match=r"teachers\.1\.dtype=bfloat16 where a teacher overflows in float16"):
+    with pytest.raises(NotFiniteError, match=r"teachers\.1\.dtype=bfloat16 if a teacher overflows in float16"):
         skipped.require_progress()
 
 
@@ -92,7 +92,7 @@ def test_a_run_does_not_end_well_with_a_student_that_has_diverged(validated: flo
     skipped = SkippedSteps(limited(5))
     for step in (3, 4):
         skipped.observe(step, metrics_of(ce=math.nan, norm=math.nan))
-    with pytest.raises(NotFiniteError, match=r"validation gives (nan|inf) .* the last 2 steps were not taken"):
+    with pytest.raises(NotFiniteError, match=r"validation gives (nan|inf) .* the last 2 steps were skipped"):
         skipped.require_sound_end(validated)
     skipped.require_sound_end(2.0)
 
@@ -105,7 +105,7 @@ def test_without_validation_the_last_step_tells() -> None:
     skipped.observe(2, metrics_of(ce=math.nan, cross=math.nan, same=math.nan))
     resumed.load_state_dict(skipped.state_dict())
     for each in (skipped, resumed):
-        with pytest.raises(NotFiniteError, match=r"^the last step was not taken: the student has diverged"):
+        with pytest.raises(NotFiniteError, match=r"^the last step was skipped: the student has diverged"):
             each.require_sound_end(None)
     skipped.observe(3, GOOD)
     skipped.require_sound_end(None)

@@ -86,26 +86,26 @@ def test_a_teacher_that_reads_less_is_said(check: Check) -> None:
     """Bug: a teacher that never sees the calls is compared in silence."""
     (warning,) = check(CALLS, "", [talk(), PLAIN, PLAIN])
     assert warning == (
-        "data.train: the chat template of teachers.0 leaves out tool calls in 1 of 3 conversations that were "
-        "looked at, so this model does not read it; name a file with a template that writes it as "
-        "teachers.0.chat_template, or leave it out of the data"
+        "data.train: the chat template of teachers.0 leaves out tool calls in 1 of 3 conversations checked, so this "
+        "model does not read it; set teachers.0.chat_template to a file with a template that writes it, or leave it "
+        "out of the data"
     )
 
 
 def test_a_prompt_that_asks_for_thinking_is_said(check: Check) -> None:
     """Bug: the student learns to answer at once, and is asked to go on after <think>."""
     (warning,) = check(THINKS, "", [PLAIN] * 3)
-    assert "ends the generation prompt with '<think>', and in 3 of 3 conversations" in warning
+    assert "ends the generation prompt with '<think>', but in 3 of 3 conversations" in warning
 
 
 def test_conversations_without_a_learned_message_are_refused(check: Check) -> None:
     """Bug: a whole run learns nothing."""
     with pytest.raises(
-        DataError, match=r"data\.learned_turns=marked leaves none .* in 3 conversations .*none has a mark"
+        DataError, match=r"data\.learned_turns=marked selects none .* in 3 conversations: none has a mark"
     ):
         check("", "", [PLAIN] * 3, "data.learned_turns=marked")
     with pytest.raises(
-        DataError, match=r"learned_turns=all leaves none .*all are marked as not learned .*or remove the marks"
+        DataError, match=r"learned_turns=all selects none .*all are marked as not learned .*or remove the marks"
     ):
         check("", "", [[PLAIN[0], {**PLAIN[1], "train": False}]] * 3)
     with pytest.raises(DataError, match=r"line 2 of .*messages\[1\]\.weight is 0\.5; it must be 1 or true"):

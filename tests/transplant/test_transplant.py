@@ -257,7 +257,7 @@ def test_tensors_that_the_model_does_not_read_are_left_out(new: Path, tmp_path: 
 REFUSED = {
     "no model": (ModelError, "--model={missing}: there is no such folder"),
     "no tokenizer": (ModelError, "--tokenizer={missing}: no tokenizer could be loaded"),
-    "the same tokenizer": (ModelError, "--tokenizer={old}: it is the tokenizer that {old} has; name another one"),
+    "the same tokenizer": (ModelError, "--tokenizer={old}: {old} has this tokenizer already; name another one"),
     "words": (AlignmentError, "cannot be aligned by bytes: a WordPiece model"),
     "output in use": (CheckpointError, "--output={output}: it exists and is not empty"),
     "no safetensors": (ModelError, "--model={old}: it has no safetensors files"),

@@ -23,7 +23,7 @@ def test_an_average_that_leaves_is_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     """Bugs: memory that stays on the device, values of before the last update, or the model's in place of its own."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     own = model()
-    averages = [Average(own, 0.7, leaves=leaves) for leaves in (True, False)]
+    averages = [Average(own, 0.7, offload=offload) for offload in (True, False)]
     away = averages[0].tensors
     assert list(away) == ["0.weight", "1.weight", "1.bias"]
     for step in range(3):
@@ -41,5 +41,5 @@ def test_an_average_that_leaves_is_the_same(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(*inside, rtol=0, atol=0)
         assert not torch.equal(inside[0][0], weights[0])
         torch.testing.assert_close([parameter.detach() for parameter in own.parameters()], weights, rtol=0, atol=0)
-    with averages[0].here():
+    with averages[0].on_device():
         torch.testing.assert_close(away, averages[1].tensors, rtol=0, atol=0)

@@ -54,7 +54,7 @@ def test_two_layers_are_there_and_results_are_equal() -> None:
     outside of the layers emptied."""
     whole, own = model(), model()
     stream = LayerStream(own, "cpu")
-    outside = num_bytes(stream.rest())
+    outside = num_bytes(stream.outer_parameters())
     seen = watched(own)
     stream.settle()
     assert num_bytes(own.parameters()) == outside
@@ -62,7 +62,7 @@ def test_two_layers_are_there_and_results_are_equal() -> None:
         assert torch.equal(logits(own), logits(whole))
     # The first one is there for the next pass already.
     assert seen == [[0, 1], [1, 2], [2, 3], [0, 3]] * 2
-    stream.leave()
+    stream.free_prefetched()
     assert num_bytes(own.parameters()) == outside
     assert torch.equal(logits(own), logits(whole))
 
@@ -71,7 +71,7 @@ def test_a_pass_that_fails_leaves_nothing() -> None:
     """Bug: layers of a pass that ended in the middle stay, or the next pass takes them for filled."""
     whole, own = model(), model()
     stream = LayerStream(own, "cpu")
-    outside = num_bytes(stream.rest())
+    outside = num_bytes(stream.outer_parameters())
     stream.settle()
 
     def fail(*_: Any) -> None:
@@ -80,7 +80,7 @@ def test_a_pass_that_fails_leaves_nothing() -> None:
     handle = decoder_layers(own)[2].mlp.register_forward_pre_hook(fail)
     with pytest.raises(KeyError):
         logits(own)
-    stream.leave()
+    stream.free_prefetched()
     assert num_bytes(own.parameters()) == outside
     handle.remove()
     assert torch.equal(logits(own), logits(whole))
@@ -93,14 +93,14 @@ def sharded_logits(_: None) -> tuple[Tensor, Tensor, list[list[int]]]:
     for each in (whole, own):
         shard(each, mesh, compute_dtype=torch.float32)
     stream = LayerStream(own, "cpu")
-    outside = sum(local(each).nbytes for each in stream.rest())
+    outside = sum(local(each).nbytes for each in stream.outer_parameters())
     seen = watched_shards(own)
     stream.settle()
     found = torch.stack([logits(own), logits(own)])
-    stream.leave()
+    stream.free_prefetched()
     for unit in (*decoder_layers(own), own):
         unit.reshard()  # type: ignore[operator]
-    assert num_bytes(stream.rest()) >= outside
+    assert num_bytes(stream.outer_parameters()) >= outside
     return logits(whole), found, seen
 
 

@@ -166,7 +166,7 @@ def test_it_continues_as_if_it_had_never_stopped(tiny: Tiny, loss: list[str], le
     assert torch.equal(second.deltas[0], learned.deltas[0])
     state = tmp_path / "step" / "state" / "projections.pt"
     state.write_bytes(state.read_bytes()[:100])
-    with pytest.raises(WorkerError, match="it is damaged, or of other teachers"):
+    with pytest.raises(WorkerError, match="it is damaged or belongs to other teachers"):
         learn(Training(whole.plan, [], load_from=tmp_path / "step"))
 
 

@@ -246,7 +246,7 @@ def test_what_is_not_finite_is_not_saved_loaded_or_exported(tiny: Tiny, tmp_path
     assert "state is not finite after its last update, so it is not saved: model.norm.weight has 1 of 16" in weight
     assert "exp_avg of model.norm.weight has 16 of 16 values that are not finite" in moment
     assert "exp_avg of model.norm.weight has 16 of 16" in folder
-    assert "remove this checkpoint to use the one before" in folder
+    assert "remove this checkpoint to use the previous one" in folder
     assert "not finite in float16, so they are not exported: model.norm.weight has 1 of 16" in half
     assert not (tmp_path / "weight").exists()
     assert not (tmp_path / "moment").exists()

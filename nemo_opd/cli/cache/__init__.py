@@ -1,1 +1,1 @@
-"""Verbs about caches of teachers."""
+"""Verbs for teacher caches."""

@@ -1,4 +1,4 @@
-"""Asks a teacher once about the texts of a run, and keeps its answers for all runs that read the same texts."""
+"""Stores a teacher's output on the texts of a run, for all runs that read the same texts."""
 
 import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -16,7 +16,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.busy import busy, loading
 
-_OF_FILES: dict[str, Any] = {
+_FILE_DEFAULTS: dict[str, Any] = {
     "max_length": 2048,
     "no_packing": False,
     "no_append_eos": False,
@@ -25,20 +25,20 @@ _OF_FILES: dict[str, Any] = {
     "dtype": "auto",
     "device": "auto",
 }
-"""Options in place of the settings of a run, by name, and their defaults."""
+"""Options that replace the settings of a run, and their defaults."""
 EPILOG = """\
 A position takes 399 bytes with --top-k 64 (a vocabulary above 65,535; 271 below), and with --hidden-states the width
-of the model times the bytes of --dtype. Hidden states are exact. Of the likeliest tokens the losses compare what is
-known, and the rest as one more cell (docs/teacher_cache.md).
+of the model times the bytes of --dtype. Hidden states are exact. With the likeliest tokens, losses compare these and
+one more cell for all other tokens (docs/teacher_cache.md).
 
-A segment is one sequence that the teacher reads, and is found by its ids. Which these are depends on the tokenizer and
-on how texts are cut: with --config they are those of the run, whatever its student and settings. Without it a text is
-read whole, or in windows of --max-length where it is longer; a student with the teacher's tokenizer and that length
-reads the same, and so does any student of texts that are shorter.
+A segment is one sequence that the teacher reads, and is looked up by its ids. They depend on the tokenizer and on how
+texts are cut: with --config they are the run's, whatever its student and settings. Without it a text is read whole, or
+in windows of --max-length if it is longer; a student with the teacher's tokenizer and that length reads the same
+windows, and texts that are shorter are the same for any student.
 
-A run that is killed loses 256 MB of answers at most; the same command adds what is missing or damaged, and --part I/N
-shares the work among processes, which may run at the same time. A teacher that is too large for one GPU is sharded over
-those of torchrun, or cut as --config says in its `parallelism`.
+A killed process loses at most 256 MB of output; the same command adds missing and damaged segments. --part I/N splits
+the work among processes, which may run at the same time. A teacher that is too large for one GPU is sharded over
+torchrun's, or as the `parallelism` of --config says.
 
 examples:
   nemo-opd cache build --model Qwen/Qwen3-4B --data 'texts/*.parquet' --output qwen --top-k 64
@@ -47,9 +47,9 @@ examples:
   CUDA_VISIBLE_DEVICES=1 nemo-opd cache build --config run.yaml --output qwen --hidden-states --part 1/4
   torchrun --nproc-per-node 4 -m nemo_opd.cli cache build --config run.yaml --output qwen --top-k 64
   nemo-opd cache build --urls http://a:8000 http://b:8000 --model Qwen/Qwen3-32B --config run.yaml --output qwen \\
-      --top-k 64                 running servers answer, and no model is loaded
+      --top-k 64                 with running servers; no model is loaded
 
-Then give the run the folder in the place of the model:
+Then name the folder in the run instead of the model:
   teachers:
     - {name: qwen, type: cached, cache: qwen}
 """
@@ -58,27 +58,29 @@ Then give the run the folder in the place of the model:
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="folder or hub name of the teacher")
     parser.add_argument(
-        "--urls", nargs="+", metavar="URL", help="running servers of --model, by name; key: $OPENAI_API_KEY"
+        "--urls", nargs="+", metavar="URL", help="servers that serve --model under this name; key: $OPENAI_API_KEY"
     )
     parser.add_argument("--tokenizer", metavar="TOKENIZER", help="with --urls: its folder or hub name (default: MODEL)")
     programs = get_args(Endpoint.model_fields["program"].annotation)
     parser.add_argument("--program", choices=programs, help="of the servers (default vllm)")
     parser.add_argument("--data", nargs="+", metavar="FILE", help="texts: Parquet, Arrow, JSON lines or .txt; globs")
-    parser.add_argument("--config", metavar="FILE", help="settings of a run or name of a recipe, in place of --data")
+    parser.add_argument("--config", metavar="FILE", help="settings of a run or name of a recipe, instead of --data")
     parser.add_argument("--teacher", metavar="NAME", help="with --config: the teacher's name (default: the first)")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the cache; a folder for it alone")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the cache: a folder of its own")
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens of each position")
-    form.add_argument("--hidden-states", action="store_true", help="keep hidden states, and once the head")
+    form.add_argument("--hidden-states", action="store_true", help="keep hidden states, and the head once")
     parser.add_argument(
-        "--float32", action="store_true", help="with --top-k: log-probabilities in 4 bytes, without rounding to 3"
+        "--float32", action="store_true", help="with --top-k: log-probabilities in 4 bytes instead of rounding to 3"
     )
-    parser.set_defaults(**_OF_FILES)
+    parser.set_defaults(**_FILE_DEFAULTS)
     parser.add_argument("--max-length", type=int, metavar="N", help="longest sequence (default 2048)")
-    parser.add_argument("--no-packing", action="store_true", help="cut longer texts off, without further windows")
+    parser.add_argument(
+        "--no-packing", action="store_true", help="truncate longer texts instead of cutting them into windows"
+    )
     parser.add_argument("--no-append-eos", action="store_true", help="do not end texts with the end-of-text token")
     parser.add_argument("--text-key", metavar="KEY", help="column of the texts (default text)")
-    parser.add_argument("--messages-key", metavar="KEY", help="column of conversations, in place of texts")
+    parser.add_argument("--messages-key", metavar="KEY", help="column of conversations, instead of texts")
     parser.add_argument(
         "--dtype",
         choices=("auto", "bfloat16", "float16", "float32"),
@@ -97,25 +99,25 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _require_effect(arguments: Namespace) -> None:
-    """Raise ConfigError for an option that has no effect together with the others."""
-    of_files = [name for name, default in _OF_FILES.items() if getattr(arguments, name) != default]
-    of_texts = [name for name in of_files if name in ("no_packing", "no_append_eos", "text_key")]
-    refused = (
-        (arguments.config, of_files, "with --config, whose settings say it; write KEY=VALUE at the end to change one"),
-        (arguments.messages_key, of_texts, "with --messages-key; it is for texts"),
+    """Raise ConfigError for an option that other options make ineffective."""
+    for_files = [name for name, default in _FILE_DEFAULTS.items() if getattr(arguments, name) != default]
+    for_texts = [name for name in for_files if name in ("no_packing", "no_append_eos", "text_key")]
+    conflicts = (
+        (arguments.config, for_files, "with --config, which has these settings; add KEY=VALUE to change one"),
+        (arguments.messages_key, for_texts, "with --messages-key; it is for texts"),
         (not arguments.config, ["teacher"], "without --config, which names teachers; leave it out"),
-        (not arguments.urls, ["program", "tokenizer"], "with a --model that is loaded; it is for --urls alone"),
+        (not arguments.urls, ["program", "tokenizer"], "with a --model that is loaded; it is only for --urls"),
         (arguments.hidden_states, ["float32"], "with --hidden-states, which have the precision of the model"),
     )
-    for applies, names, reason in refused:
-        if applies and (given := next((name for name in names if getattr(arguments, name)), None)):
-            raise ConfigError(f"--{given.replace('_', '-')}={getattr(arguments, given)} has no effect {reason}")
+    for applies, names, reason in conflicts:
+        if applies and (option := next((name for name in names if getattr(arguments, name)), None)):
+            raise ConfigError(f"--{option.replace('_', '-')}={getattr(arguments, option)} has no effect {reason}")
     if arguments.urls and arguments.model is None:
-        raise ConfigError("--urls: the servers need the name of the model that they are asked for; give --model")
+        raise ConfigError("--urls: requests to the servers need the model's name; give --model")
 
 
 def build(arguments: Namespace, console: Console) -> None:
-    """Build the cache and say what was added. Raises an OPDError."""
+    """Build the cache and print how much was added. Raises an OPDError."""
     _require_effect(arguments)
     if arguments.top_k is not None and arguments.top_k < 1:
         raise ConfigError(f"--top-k={arguments.top_k}: keep 1 token or more")
@@ -132,11 +134,11 @@ def _drive(arguments: Namespace, console: Console) -> None:
 
     form = CacheForm(arguments.top_k, 4 if arguments.float32 else 3)
     try:
-        config, i = _of_run(arguments) if arguments.config else (_of_files(arguments), 0)
+        config, i = _run_config(arguments) if arguments.config else (_file_config(arguments), 0)
         with busy("reading texts and models"):
             built = build_cache(config, i, arguments.output, form, part=Part(*arguments.part))
     except KeyboardInterrupt as interrupt:
-        interrupt.add_note(f"{arguments.output} has what was answered, the same command goes on")
+        interrupt.add_note(f"{arguments.output} has all answers so far; the same command continues")
         raise
     console.print(
         f"{arguments.output}: {built.segments:,} segments of {built.tokens:,} tokens added, {built.there:,} were there",
@@ -146,11 +148,11 @@ def _drive(arguments: Namespace, console: Console) -> None:
     )
 
 
-def _of_run(arguments: Namespace) -> tuple[RunConfig, int]:
-    """Return a run's settings and the number of the teacher that is asked."""
+def _run_config(arguments: Namespace) -> tuple[RunConfig, int]:
+    """Return the run's settings and the index of the teacher."""
     if arguments.data:
-        raise ConfigError("--data with --config: the settings name the texts; leave one of the two out")
-    if wrong := next((each for each in arguments.settings if "=" not in each), None):
+        raise ConfigError("--data with --config: the settings name the texts; leave either out")
+    if wrong := next((setting for setting in arguments.settings if "=" not in setting), None):
         raise ConfigError(f"{wrong}: settings are written KEY=VALUE")
     config = compose(arguments.config, arguments.settings)
     names = config.active_names
@@ -166,7 +168,7 @@ def _of_run(arguments: Namespace) -> tuple[RunConfig, int]:
 
 
 def _served(arguments: Namespace) -> dict[str, Any]:
-    """Return the settings of a teacher that --urls answer for; none without --urls."""
+    """Return a teacher's settings for --urls; empty without --urls."""
     if not arguments.urls:
         return {}
     tokenizer = {} if arguments.tokenizer is None else {"tokenizer": arguments.tokenizer}
@@ -175,20 +177,20 @@ def _served(arguments: Namespace) -> dict[str, Any]:
     return {"served": served} | tokenizer
 
 
-def _of_files(arguments: Namespace) -> RunConfig:
-    """Return the settings of a run whose student is the teacher."""
+def _file_config(arguments: Namespace) -> RunConfig:
+    """Return settings of a run whose student is the teacher."""
     if not arguments.model or not arguments.data:
         raise ConfigError("give --model and --data, or --config with the settings of a run")
     if arguments.settings:
-        raise ConfigError(f"{arguments.settings[0]}: settings are changed with --config alone")
+        raise ConfigError(f"{arguments.settings[0]}: settings can be changed only with --config")
     source = source_of(arguments.data, key="--data", otherwise="jsonl_files")
     model, served = {"model": arguments.model}, _served(arguments)
     data: dict[str, Any] = {"train": source.model_dump(exclude_unset=True), "cache": False}
     if arguments.messages_key:
         data |= {"messages_key": arguments.messages_key}
     else:
-        own = {"packing": not arguments.no_packing, "append_eos": not arguments.no_append_eos}
-        data |= own | {"text_key": arguments.text_key}
+        data |= {"packing": not arguments.no_packing, "append_eos": not arguments.no_append_eos}
+        data["text_key"] = arguments.text_key
     return from_dict(
         {
             "train": {"max_steps": 1, "global_batch_size": 1, "max_length": arguments.max_length},

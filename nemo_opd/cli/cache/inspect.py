@@ -1,4 +1,4 @@
-"""Shows what a teacher cache holds, what a text looks like in it, and whether it is as it was written."""
+"""Shows the contents of a teacher cache, the stored output for a text, and whether the files are undamaged."""
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
@@ -19,7 +19,7 @@ examples:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("cache", type=Path, metavar="DIR", help="a folder that `cache build` made")
+    parser.add_argument("cache", type=Path, metavar="DIR", help="a folder written by `cache build`")
     parser.add_argument("--verify", action="store_true", help="read everything and compare checksums")
     parser.add_argument(
         "--segment", type=_number, metavar="N", help="print segment N of the first shard with more than N"

@@ -17,12 +17,12 @@ from nemo_opd.teacher_cache.reader import CacheReader, shard_files
 from nemo_opd.teacher_cache.shard import Segment, decoded_ids
 
 _SHOWN_TOKENS = 4
-_OF_A_FORM = ("top_k", "value_bytes", "hidden_size", "chat_template_kwargs", "is_served", "positions")
-"""Fields of the manifest that are empty where the form, or the teacher, has no such thing."""
+_OPTIONAL = ("top_k", "value_bytes", "hidden_size", "chat_template_kwargs", "is_served", "positions")
+"""Fields of the manifest that are empty if the cache's form or the teacher does not use them."""
 
 
 def show(arguments: Namespace, console: Console) -> None:
-    """Print what is asked for. Raises DataError for what is damaged."""
+    """Print the cache's contents. Raises DataError for damaged files."""
     reader = CacheReader(arguments.cache)
     if arguments.verify:
         require_head(reader)
@@ -34,10 +34,10 @@ def show(arguments: Namespace, console: Console) -> None:
         return
     table = Table(show_header=False)
     for name, value in facts.items():
-        if name in _OF_A_FORM and not value:
+        if name in _OPTIONAL and not value:
             continue
         if name == "verified":
-            value = "every segment is as it was written" if value else "the index alone; --verify reads every segment"
+            value = "every segment" if value else "only the index; --verify reads every segment"
         is_number = isinstance(value, int) and not isinstance(value, bool)
         table.add_row(name.replace("_", " "), f"{value:,}" if is_number else str(value))
     console.print(table)
@@ -74,11 +74,11 @@ def _show_segment(reader: CacheReader, number: int, console: Console) -> None:
 
 def _likeliest(reader: CacheReader, segment: Segment, ids: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> Table:
     layout = sparse_layout(reader.manifest)
-    known = layout.decode(torch.from_numpy(np.array(segment.rows)))
-    table = Table("after", "came", "its probability", "likeliest", "the rest")
+    rows = layout.decode(torch.from_numpy(np.array(segment.rows)))
+    table = Table("after", "next", "probability", "likeliest", "other tokens")
     for i, token in enumerate(ids[:-1].tolist()):
-        shown = zip(known.ids[i, :_SHOWN_TOKENS].tolist(), known.log_p[i].exp().tolist(), strict=False)
-        likeliest = "  ".join(f"{tokenizer.decode([each])!r} {p:.3f}" for each, p in shown)
-        came, p, rest = tokenizer.decode([int(ids[i + 1])]), known.log_p_next[i].exp(), known.log_rest[i].exp()
-        table.add_row(repr(tokenizer.decode([token])), repr(came), f"{p:.3f}", likeliest, f"{rest:.3f}")
+        top = zip(rows.ids[i, :_SHOWN_TOKENS].tolist(), rows.log_p[i].exp().tolist(), strict=False)
+        likeliest = "  ".join(f"{tokenizer.decode([top_id])!r} {p:.3f}" for top_id, p in top)
+        next_token, p, tail = tokenizer.decode([int(ids[i + 1])]), rows.log_p_next[i].exp(), rows.log_rest[i].exp()
+        table.add_row(repr(tokenizer.decode([token])), repr(next_token), f"{p:.3f}", likeliest, f"{tail:.3f}")
     return table

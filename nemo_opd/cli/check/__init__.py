@@ -1,1 +1,1 @@
-"""The check of a GPU machine."""
+"""Check of a GPU machine."""

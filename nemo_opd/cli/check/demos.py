@@ -1,6 +1,6 @@
-"""A part of the check: the demos, on the GPU if there is one; the off-policy one also killed and resumed.
+"""A part of the check: the demos, on the GPU if there is one; the off-policy demo is also killed and resumed.
 
-python -m nemo_opd.cli.check.demos FOLDER      # exit status 1 if one fails, or the resumed run ends elsewhere
+python -m nemo_opd.cli.check.demos FOLDER      # exit status 1 if a demo fails or the resumed run ends with another loss
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ _ON_POLICY = (
     "evaluation.sets.held_out.data.max_samples=8",
 )
 _KILLED_AFTER = 20
-"""Steps."""
+"""Steps before the run is killed."""
 _TOLERANCE = 1e-3
-"""Relative error of a loss: sums by atomics are in another order each time."""
+"""Relative error of a loss: atomic sums vary in order between runs."""
 
 
 def main(folder: Path) -> int:
-    with _started(folder / "whole", *_OFF_POLICY) as whole, _started(folder / "on_policy", *_ON_POLICY) as on_policy:
+    with (
+        _started(folder / "whole", *_OFF_POLICY) as uninterrupted,
+        _started(folder / "on_policy", *_ON_POLICY) as on_policy,
+    ):
         with _started(folder / "parts", *_OFF_POLICY) as parts:
             while parts.poll() is None and len(_losses(folder / "parts")) < _KILLED_AFTER:
                 time.sleep(0.3)
             parts.kill()
         with _started(folder / "parts", *_OFF_POLICY, "run.resume=auto") as resumed:
             resumed.wait()
-        statuses = {"whole": whole.wait(), "on-policy": on_policy.wait(), "resumed": resumed.returncode}
+        statuses = {"whole": uninterrupted.wait(), "on-policy": on_policy.wait(), "resumed": resumed.returncode}
     losses = {name: _losses(folder / name)[-1:] for name in ("whole", "parts", "on_policy")}
     print(json.dumps({"exit statuses": statuses, "last losses": losses}), flush=True)
     if any(statuses.values()):
@@ -47,7 +50,7 @@ def main(folder: Path) -> int:
 
 @contextmanager
 def _started(folder: Path, verb: str, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a run; end it, and print what it has said, when the block ends."""
+    """Start a run. When the block ends, kill it and print its output."""
     device = ["cluster.device=cpu"]
     if torch.cuda.is_available():
         device = ["cluster.device=cuda", "cluster.gpus_per_node=1"]
@@ -65,7 +68,7 @@ def _started(folder: Path, verb: str, *overrides: str) -> Iterator[subprocess.Po
 
 
 def _losses(folder: Path) -> list[float]:
-    """Return the losses of a run's steps, so far."""
+    """Return the losses of a run's steps so far."""
     file = folder / "metrics.jsonl"
     return [record["train/loss"] for record in read(file) if "train/loss" in record] if file.is_file() else []
 

@@ -1,4 +1,4 @@
-"""Tries this project on the GPU of this machine: numbers first, each part in processes of its own."""
+"""Tests this project on the machine's GPU: speed first, each part in its own processes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from nemo_opd.commands import ending_on_signals
 from nemo_opd.paths import CHECKOUT
 
 _RESULTS = Path() if CHECKOUT is None else CHECKOUT / "benchmarks" / "results" / "gpu"
-_NAMES = [part.name for together in plan(Path(), Path(), has_gpu=True) for part in together]
+_NAMES = [part.name for group in plan(Path(), Path(), has_gpu=True) for part in group]
 _LEAST_S = 25.0
-"""Seconds below which no part is begun."""
+"""Remaining seconds below which no part is started."""
 _LAST_LINES = 12
-"""Lines that are shown of what failed."""
+"""Lines of output shown for a failed part."""
 _MODELS_BYTES = 40 << 30
 EPILOG = f"""\
-The parts are {", ".join(_NAMES)}. Each has a limit of its own, and none stops another. Results are written after each
-part, all output into one log. The exit status is 1 if one failed. On a machine without a GPU the parts are small, and
-those that need one are skipped. Parts that are not asked for keep the results that an earlier check of the same commit,
-packages and machine has left in the folder.
+The parts are {", ".join(_NAMES)}. Each has its own time limit, and a failed part does not stop the next ones. Results
+are written after each part, all output to one log. The exit status is 1 if a part failed. Without a GPU the parts are
+small, and parts that need one are skipped. Parts that are not run keep the results of an earlier check of the same
+commit, packages and machine in the folder.
 
 examples:
   nemo-opd check                                everything that fits into eight minutes
@@ -43,12 +43,14 @@ examples:
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=_NAMES, default=_NAMES, metavar="PART", help="parts to run")
-    parser.add_argument("--within", type=float, default=480, metavar="SECONDS", help="for everything (default 480)")
     parser.add_argument(
-        "--models", type=Path, metavar="FOLDER", help="in which the models of the steps stay, 17 GB, for a later check"
+        "--within", type=float, default=480, metavar="SECONDS", help="time limit of the whole check (default 480)"
     )
     parser.add_argument(
-        "--output", type=Path, default=_RESULTS, metavar="FOLDER", help="for gpu_check.* (default %(default)s)"
+        "--models", type=Path, metavar="FOLDER", help="keep the models of the steps, 17 GB, here for a later check"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=_RESULTS, metavar="FOLDER", help="folder of gpu_check.* (default %(default)s)"
     )
 
 
@@ -62,29 +64,29 @@ def check(options: Namespace, console: Console) -> int:
     with ending_on_signals(), _scratch(options.models) as (models, scratch), _clocks(options.output):
         waiting = plan(models, scratch, has_gpu=has_gpu)
         while waiting:
-            wanted = [part for part in waiting.pop(0) if part.name in (*options.only, sanitized().name)]
+            parts = [part for part in waiting.pop(0) if part.name in (*options.only, sanitized().name)]
             try:
-                for name, output in _run(wanted, scratch, report, end_s):
+                for name, output in _run(parts, scratch, report, end_s):
                     if name == "kernels" and "CUDA error" in output and shutil.which("compute-sanitizer"):
                         waiting.insert(0, [sanitized()])
             except KeyboardInterrupt as interrupt:
-                interrupt.add_note(f"what ended before is in {options.output / FILE}")
+                interrupt.add_note(f"results of finished parts are in {options.output / FILE}")
                 raise
     print(report.markdown())
     return int(any(part.outcome.startswith("FAILED") for part in report.parts.values()))
 
 
 def _run(parts: list[Part], scratch: Path, report: Report, end_s: float) -> Iterator[tuple[str, str]]:
-    """Run parts at the same time, add their results, and yield the name and output of each as it ends.
+    """Run parts at the same time, add their results, and yield each part's name and output as it ends.
 
-    end_s: on the monotonic clock.
+    end_s: end of the check on the monotonic clock.
     """
     running: dict[str, tuple[Part, subprocess.Popen[bytes], float]] = {}
     try:
         for part in parts:
             begun = time.monotonic()
             if part.needs_checkout and CHECKOUT is None:
-                report.add(part.name, Result(f"{SKIPPED}: needs a checkout, which has the tests and the benchmarks"))
+                report.add(part.name, Result(f"{SKIPPED}: needs a checkout with the tests and the benchmarks"))
             elif end_s - begun < _LEAST_S:
                 report.add(part.name, Result(f"{SKIPPED}: no time left"))
             else:
@@ -100,11 +102,11 @@ def _run(parts: list[Part], scratch: Path, report: Report, end_s: float) -> Iter
                     continue
                 processes.end(name)
                 del running[name]
-                late = f"FAILED: ended after {limit_s:.0f} s, its limit"
+                late = f"FAILED: stopped at its limit of {limit_s:.0f} s"
                 outcome = late if status is None else f"FAILED: exit status {status}" if status else PASSED
                 output = (scratch / f"{name}.log").read_text(encoding="utf-8", errors="replace")
                 report.add(name, read_output(outcome, now - begun, output), output)
-                _show(name, report.parts[name], output)
+                _print_result(name, report.parts[name], output)
                 yield name, output
             time.sleep(0.1)
     finally:
@@ -112,7 +114,7 @@ def _run(parts: list[Part], scratch: Path, report: Report, end_s: float) -> Iter
             processes.end(name)
 
 
-def _show(name: str, result: Result, output: str) -> None:
+def _print_result(name: str, result: Result, output: str) -> None:
     lines = [f"{name}: {result.outcome}, {result.seconds} s  {result.tests}"]
     if result.outcome.startswith("FAILED"):
         lines += [f"    {line}" for line in output.splitlines()[-_LAST_LINES:]]
@@ -121,7 +123,7 @@ def _show(name: str, result: Result, output: str) -> None:
 
 @contextmanager
 def _scratch(models: Path | None) -> Iterator[tuple[Path, Path]]:
-    """Yield the folder of the models, in memory if there is room for them, and one for logs and results."""
+    """Yield the folder of the models, in memory if they fit, and a folder for logs and results."""
     shared = Path("/dev/shm")
     is_roomy = shared.is_dir() and shutil.disk_usage(shared).free > _MODELS_BYTES
     with (
@@ -133,7 +135,7 @@ def _scratch(models: Path | None) -> Iterator[tuple[Path, Path]]:
 
 @contextmanager
 def _clocks(folder: Path) -> Iterator[None]:
-    """Write clocks, power and memory of the GPU into clocks.csv, each second."""
+    """Log the GPU's clocks, power and memory to clocks.csv every second."""
     if shutil.which("nvidia-smi") is None:
         yield
         return

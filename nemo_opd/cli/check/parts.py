@@ -1,4 +1,4 @@
-"""The parts of the check: commands, in the order in which their numbers matter, each with its limit."""
+"""Parts of the check: commands with time limits, the most important numbers first."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MFU_FLOOR = "0.3"
 _LARGE = ("--student", "llama_1b", "--same-teacher", "llama_3b", "--teacher", "qwen_4b", "--length", "2048")
 _TINY = ("--student", "llama_tiny", "--same-teacher", "llama_tiny", "--teacher", "qwen_tiny", "--length", "32")
 _SLOWER = 5
-"""Times the limits without a GPU: that machine has few cores too, and all parts spend most of their time on imports."""
+"""Factor of the limits without a GPU: such a machine has few cores too, and all parts mostly import."""
 _RUNS = "tests/training"
-"""Tests of whole runs, which take as long as all other ones together."""
+"""Tests of whole runs, which take as long as all other tests together."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command in a process of its own. Results are the lines of JSON that it prints; a problem is its exit status."""
+    """A command in its own process. Its results are the JSON lines that it prints; its exit status reports failure."""
 
     name: str
     limit_s: float
@@ -30,14 +30,14 @@ class Part:
 
     @property
     def needs_checkout(self) -> bool:
-        """Whether it is a script or tests, which are not in the package."""
+        """Whether it is a script or a test, which the package does not contain."""
         return self.command[1:2] != ("-m",) or "pytest" in self.command
 
 
 def plan(models: Path, scratch: Path, *, has_gpu: bool) -> list[list[Part]]:
-    """Return the parts; those of one list run at the same time. Without a GPU they are small.
+    """Return groups of parts; the parts of a group run at the same time. Without a GPU they are small.
 
-    models: folder of the models of the measured steps. scratch: for other files.
+    models: folder of the models of the measured steps. scratch: folder for other files.
     """
     positions = "--positions 2048 8192 --budgets 4 2 1 --device cuda" if has_gpu else "--positions 16 --divisor 64"
     parts = [
@@ -54,19 +54,19 @@ def plan(models: Path, scratch: Path, *, has_gpu: bool) -> list[list[Part]]:
         [Part("plain-step", 75, _script("step_plain.py", str(models)))],
         [Part("runs", 240, _pytest(5, "worksteal", only=_RUNS))],
     ]
-    longer = 1 if has_gpu else _SLOWER
-    return [[replace(part, limit_s=longer * part.limit_s) for part in together] for together in parts if together]
+    factor = 1 if has_gpu else _SLOWER
+    return [[replace(part, limit_s=factor * part.limit_s) for part in group] for group in parts if group]
 
 
 def sanitized() -> Part:
-    """Return the kernels under compute-sanitizer: which one fails, and at which address."""
+    """Return the kernels under compute-sanitizer, which names the failing kernel and address."""
     return Part(
         "sanitizer", 80, ("compute-sanitizer", "--tool", "memcheck", *_script("losses_kernels.py", "check", "--small"))
     )
 
 
 def gpu_test_files(root: Path) -> list[str]:
-    """Return the files of tests that have some marked `gpu`: others may need libraries that this machine lacks."""
+    """Return the test files that contain tests marked `gpu`: other files may need libraries that this machine lacks."""
     files = sorted((root / "tests").rglob("test_*.py"))
     return [str(file.relative_to(root)) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
 
@@ -75,9 +75,9 @@ def _script(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, f"benchmarks/{name}", *arguments)
 
 
-def _kernels(has_gpu: bool, what: str) -> Part:
-    name, limit_s = {"check": ("kernels", 100), "time": ("kernel-times", 60)}[what]
-    return Part(name, limit_s, _script("losses_kernels.py", what), is_interpreted=not has_gpu)
+def _kernels(has_gpu: bool, mode: str) -> Part:
+    name, limit_s = {"check": ("kernels", 100), "time": ("kernel-times", 60)}[mode]
+    return Part(name, limit_s, _script("losses_kernels.py", mode), is_interpreted=not has_gpu)
 
 
 def _step(models: Path, scratch: Path, *more: str, has_gpu: bool) -> tuple[str, ...]:
@@ -87,8 +87,8 @@ def _step(models: Path, scratch: Path, *more: str, has_gpu: bool) -> tuple[str, 
 
 
 def _pytest(workers: int, dist: str, *, only: str = "tests", without: str | None = None) -> tuple[str, ...]:
-    """Return the command of the tests marked `gpu`. The settings have -q, so that -vv gives a line for each test."""
+    """Return the command for the tests marked `gpu`. The project's settings have -q, so -vv prints a line per test."""
     files: Sequence[str] = () if CHECKOUT is None else gpu_test_files(CHECKOUT)
     files = [file for file in files if file.startswith(only) and (without is None or not file.startswith(without))]
-    how = ("-m", "gpu", "-vv", "-n", str(workers), "--dist", dist, "--tb=short", "-p", "no:cacheprovider")
-    return (sys.executable, "-m", "pytest", *how, *files)
+    options = ("-m", "gpu", "-vv", "-n", str(workers), "--dist", dist, "--tb=short", "-p", "no:cacheprovider")
+    return (sys.executable, "-m", "pytest", *options, *files)

@@ -1,8 +1,8 @@
-"""A part of the check: what the machine is and can do, and whether one process reads another's memory of a GPU.
+"""A part of the check: the machine's hardware and speed, and whether processes can read each other's GPU memory.
 
-python -m nemo_opd.cli.check.probe      # a line of JSON after each finding
+python -m nemo_opd.cli.check.probe      # prints a line of JSON for each finding
 
-Exit status 1 if main memory cannot be shared.
+Exit status 1 if host memory cannot be shared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMED = 20
 _SHARE = 64
 """Divisor of sizes without a GPU."""
 _ROWS = 1743
-"""Rows of logits that are computed at a time on a GPU of 80 GB."""
+"""Rows of logits computed at a time on an 80 GB GPU."""
 _HEADS = ((2048, 128_256), (2560, 151_936), (2560, 151_669))
 """Width and columns: Llama-3.2-1B, Qwen3-4B, and the latter cut to its tokenizer's ids, which 8 does not divide."""
 _PROGRAMS = ("gcc", "nvcc", "compute-sanitizer", "ncu", "git", "nvidia-smi")
@@ -34,18 +34,18 @@ _QUERIES = (["--query-gpu=index,driver_version,compute_mode,power.limit", "--for
 
 def main() -> int:
     has_gpu = torch.cuda.is_available()
-    _say(_machine())
+    _print_finding(_machine())
     if has_gpu:
-        _say({"gpus": _gpus()})
-    _say({"copy, TB/s": _copy_speed(has_gpu)})
-    _say({"TFLOP/s": _products(has_gpu)})
+        _print_finding({"gpus": _gpus()})
+    _print_finding({"copy, TB/s": _copy_speed(has_gpu)})
+    _print_finding({"TFLOP/s": _products(has_gpu)})
     problems = _shared_memory(has_gpu)
-    _say({"another process reads": {name: reason or "works" for name, reason in problems.items()}})
-    # By CUDA IPC or not, the handoff has the other way.
+    _print_finding({"another process reads": {name: reason or "works" for name, reason in problems.items()}})
+    # The handoff works without CUDA IPC.
     return int(problems["pinned memory" if has_gpu else "shared memory"] is not None)
 
 
-def _say(finding: dict[str, object]) -> None:
+def _print_finding(finding: dict[str, object]) -> None:
     print(json.dumps(finding, ensure_ascii=False), flush=True)
 
 
@@ -61,21 +61,21 @@ def _machine() -> dict[str, object]:
 
 
 def _gpus() -> dict[str, object]:
-    """Return the GPUs, which of them reach each other's memory, and what the driver says."""
+    """Return the GPUs, the pairs with peer access, and the driver's report."""
     number = torch.cuda.device_count()
     properties = [torch.cuda.get_device_properties(i) for i in range(number)]
-    said: list[str] = []
+    reports: list[str] = []
     for query in _QUERIES if shutil.which("nvidia-smi") else ():
-        said.append(subprocess.run(["nvidia-smi", *query], capture_output=True, text=True).stdout.strip())
+        reports.append(subprocess.run(["nvidia-smi", *query], capture_output=True, text=True).stdout.strip())
     return {
-        "names": [f"{one.name}, {one.total_memory / 2**30:.0f} GiB, sm {one.major}.{one.minor}" for one in properties],
+        "names": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm {gpu.major}.{gpu.minor}" for gpu in properties],
         "peers": [[i != j and torch.cuda.can_device_access_peer(i, j) for j in range(number)] for i in range(number)],
-        "nvidia-smi": said,
+        "nvidia-smi": reports,
     }
 
 
 def _milliseconds(run: Callable[[], object], *, has_gpu: bool) -> float:
-    """Return the median of device times, the queue never empty."""
+    """Return the median device time, with a queue that never runs empty."""
     if not has_gpu:
         begin = time.perf_counter()
         run()
@@ -91,14 +91,14 @@ def _milliseconds(run: Callable[[], object], *, has_gpu: bool) -> float:
 
 
 def _copy_speed(has_gpu: bool) -> float:
-    """Return TB/s, read and written."""
+    """Return the speed of a copy in TB/s, counting bytes read and written."""
     source = torch.ones(2**30 if has_gpu else 2**24, dtype=torch.uint8, device="cuda" if has_gpu else "cpu")
     target = torch.empty_like(source)
     return round(2 * source.nbytes / _milliseconds(lambda: target.copy_(source), has_gpu=has_gpu) / 1e9, 3)
 
 
 def _products(has_gpu: bool) -> dict[str, dict[str, float]]:
-    """Return TFLOP/s of bf16 products: a square one, and those that a head needs of a block of rows, by its columns."""
+    """Return TFLOP/s of bf16 products: a square one, and for each head the products of a block of rows."""
     share = 1 if has_gpu else _SHARE
     speeds = {}
     for rows, width, columns in ((8192, 8192, 8192), *((_ROWS, *head) for head in _HEADS)):
@@ -112,7 +112,7 @@ def _products(has_gpu: bool) -> dict[str, dict[str, float]]:
 
 
 def _products_of(sizes: tuple[int, int, int], has_gpu: bool) -> dict[str, Callable[[], object]]:
-    """Return the products of [rows, width] hidden states, a [columns, width] head and a gradient of [rows, columns]."""
+    """Return the products of [rows, width] hidden states, a [columns, width] head and a [rows, columns] gradient."""
     rows, width, columns = sizes
     device = "cuda" if has_gpu else "cpu"
 
@@ -124,7 +124,7 @@ def _products_of(sizes: tuple[int, int, int], has_gpu: bool) -> dict[str, Callab
         "logits, bf16": lambda: hidden @ head.t(),
         "gradient of hidden states": lambda: gradient @ head,
     }
-    if has_gpu:  # sums in fp32 of bf16 numbers are a mode of CUDA's products
+    if has_gpu:  # torch.mm has out_dtype only on CUDA
         fp32 = torch.float32
         sums = torch.zeros(columns, width, device=device)
         aligned = torch.empty(rows, -(-columns // 64) * 64, device=device)[:, :columns]
@@ -139,7 +139,9 @@ def _products_of(sizes: tuple[int, int, int], has_gpu: bool) -> dict[str, Callab
 
 
 def _shared_memory(has_gpu: bool) -> dict[str, str | None]:
-    """Return for each way to share a buffer why it is impossible, on one GPU and between two; None if it works."""
+    """Return a reason for each way to share a buffer that fails, on one GPU and between two, and None for one that
+    works.
+    """
     limit_s = 40.0
     if not has_gpu:
         return {"shared memory": obstacle("shared_memory", [(0, 0)], limit_s)}

@@ -1,4 +1,4 @@
-"""Processes of the parts of a check, which end with all that they have started."""
+"""Processes of the check's parts, which end together with all their children."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from nemo_opd.paths import CHECKOUT
 
 _MARK = "NEMO_OPD_CHECK_PART"
-"""Variable of the environment that all processes of a part inherit, also those that begin a session, as Ray's do."""
+"""Environment variable that all processes of a part inherit, even those that start a session, as Ray's do."""
 _ENDED_S = 15.0
 
 
 def start(name: str, command: tuple[str, ...], log: Path, *, is_interpreted: bool = False) -> subprocess.Popen[bytes]:
-    """Start a part in the checkout, if there is one; it prints into `log`.
+    """Start a part in the checkout, if there is one, with its output in `log`.
 
-    A pipe might never end when a process hangs in the driver. Raises OSError if the command does not exist.
+    A pipe might never close if a process hangs in the driver. Raises OSError if the command does not exist.
     """
     paths = [*([] if CHECKOUT is None else [str(CHECKOUT)]), os.environ.get("PYTHONPATH", "")]
-    # Each process that compiles would start a thread for every core.
+    # Otherwise each compiling process starts a thread per core.
     compilers = {"TORCHINDUCTOR_COMPILE_THREADS": "4", **({"TRITON_INTERPRET": "1"} if is_interpreted else {})}
     with log.open("wb") as sink:
         return subprocess.Popen(
@@ -43,7 +43,9 @@ def start(name: str, command: tuple[str, ...], log: Path, *, is_interpreted: boo
 
 
 def end(name: str) -> None:
-    """Kill what a part has left and wait until it is gone, for some seconds: its GPU memory is the next part's."""
+    """Kill a part's remaining processes and wait a few seconds for them to end, as the next part needs their GPU
+    memory.
+    """
     limit = time.monotonic() + _ENDED_S
     while (pids := _marked(name)) and time.monotonic() < limit:
         for pid in pids:
@@ -53,12 +55,12 @@ def end(name: str) -> None:
 
 
 def _mark_of(name: str) -> str:
-    """Return the value of the mark, which another check on this machine has not."""
+    """Return the value of the mark, unique among checks on this machine."""
     return f"{os.getpid()} {name}"
 
 
 def _marked(name: str) -> list[int]:
-    """Return the processes of a part, in whatever session. Ended ones have no environment any more."""
+    """Return the process ids of a part, in all sessions. Ended processes have no environment."""
     pids = []
     for process in Path("/proc").iterdir():
         with suppress(OSError):

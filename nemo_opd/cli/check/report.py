@@ -1,4 +1,4 @@
-"""Results of a check, as Markdown and JSON, and all output in one log."""
+"""Results of a check, as Markdown and JSON, and the output in one log."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from nemo_opd.version import UNKNOWN, commit, package_version
 FILE, _DATA, _LOG = "gpu_check.md", "gpu_check.json", "gpu_check.log"
 PASSED, SKIPPED = "passed", "skipped"
 _SAME = ("commit", "machine", "packages")
-"""Facts that parts of one report share."""
+"""Facts that all parts of a report share."""
 _PACKAGES = ("torch", "transformers", "ray", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _TEST = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)(?= tests/|[^\n]*\[ *\d+%\])")
-"""A test in pytest's output, also if that ends before its summary; with several workers its name follows."""
+"""A test in pytest's output, even if that ends before its summary; with several workers its name follows."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,20 @@ class Result:
     """`passed`, `skipped: WHY` or `FAILED: WHY`."""
     seconds: float = 0.0
     tests: str = ""
-    """Numbers of tests by outcome, also of a part that was ended."""
+    """Numbers of tests by outcome, also of a part that was stopped."""
     values: list[Any] = field(default_factory=list)
-    """Lines of JSON that it printed."""
+    """Parsed JSON lines of its output."""
 
 
 def read_output(outcome: str, seconds: float, output: str) -> Result:
-    """Read what a part has printed; if all tests are skipped, nothing has been tested."""
+    """Parse a part's output; the part counts as skipped if all its tests were."""
     tests = Counter(_TEST.findall(output))
     values = []
     for line in output.splitlines():
         if line.startswith("{"):
             try:
                 values.append(json.loads(line))
-            except ValueError:  # the process was ended amid the line
+            except ValueError:  # the process was killed within the line
                 continue
     if outcome == PASSED and set(tests) == {"SKIPPED"}:
         outcome = f"{SKIPPED}: all tests; the log has the reasons"
@@ -60,7 +60,7 @@ class Report:
 
     @staticmethod
     def begin(command: str, folder: Path) -> Report:
-        """Begin with the parts that a check of the same commit, machine and packages has left in the folder."""
+        """Begin a report with the parts of an earlier check of the same commit, machine and packages in the folder."""
         installed = {"nemo-opd": package_version()} | {name: _version(name) for name in _PACKAGES}
         facts = {
             "commit": commit(),
@@ -76,12 +76,12 @@ class Report:
         return Report(folder, facts, parts)
 
     def add(self, name: str, result: Result, output: str = "") -> None:
-        """Add a part and write everything: the next one may take the machine down."""
+        """Add a part and write the files at once: the next part may crash the machine."""
         self.parts[name] = result
         with (self.folder / _LOG).open("a", encoding="utf-8") as log:
             log.write(f"\n======== {name}: {result.outcome}, {result.seconds} s\n{output}")
         (self.folder / FILE).write_text(self.markdown(), encoding="utf-8")
-        parts = {each: asdict(part) for each, part in self.parts.items()}
+        parts = {part_name: asdict(part) for part_name, part in self.parts.items()}
         data = json.dumps({"facts": self.facts, "parts": parts}, indent=1, ensure_ascii=False)
         (self.folder / _DATA).write_text(f"{data}\n", encoding="utf-8")
 
@@ -98,16 +98,16 @@ class Report:
 
 
 def parts_before(folder: Path, facts: Mapping[str, str]) -> dict[str, Result]:
-    """Return the parts of a report in the folder if it has the same commit, machine and packages, or nothing.
+    """Return the parts of the folder's report if it has the same commit, machine and packages; otherwise empty.
 
     Two unknown commits may differ.
     """
     try:
-        before = json.loads((folder / _DATA).read_text(encoding="utf-8"))
-        if facts["commit"] == UNKNOWN or any(before["facts"][name] != facts[name] for name in _SAME):
+        previous = json.loads((folder / _DATA).read_text(encoding="utf-8"))
+        if facts["commit"] == UNKNOWN or any(previous["facts"][name] != facts[name] for name in _SAME):
             return {}
-        return {name: Result(**part) for name, part in before["parts"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing, or a report of another version
+        return {name: Result(**part) for name, part in previous["parts"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no report, or one of another version
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Makes of a Hugging Face folder the first checkpoint of a run, in one process and without a GPU."""
+"""Converts a Hugging Face folder to the first checkpoint of a run, in one process and without a GPU."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 _CHECKPOINTS = "checkpoints"
 FIRST = "step_000000"
 EPILOG = """\
-The optimizer and the data are at their beginning: a run that continues from the checkpoint starts with these weights in
-place of those of student.model. Where a run learns adapters (student.lora), the folder is one of peft. The model is
-held in memory once, in fp32.
+Optimizer and data are at their start: a run that continues from the checkpoint starts with these weights instead of
+student.model's. If the run trains adapters (student.lora), the folder must be peft's. The model is held in memory once,
+in fp32.
 
 example:
   nemo-opd distil train.max_steps=200 --cfg job --resolve > run.yaml
@@ -71,49 +71,49 @@ def convert(arguments: Namespace, console: Console) -> None:
     if not (run / CONFIG).exists():
         write_atomically(run / CONFIG, to_yaml(config).encode())
     message = f"wrote {output}: {len(weights):,} weights; start with run.output_dir={run} run.resume=auto"
-    if config.student.lora is None and (others := other_settings(arguments.model, config.student)):
-        shown = "; ".join(f"{key}={here!r}, there {there!r}" for key, (there, here) in others.items())
-        message += f"\nwarning: the run computes with what student.model is configured with, which differs: {shown}"
+    if config.student.lora is None and (differing := other_settings(arguments.model, config.student)):
+        settings = "; ".join(f"{key}={used!r}, there {stored!r}" for key, (stored, used) in differing.items())
+        message += f"\nwarning: the run uses student.model's configuration, which differs: {settings}"
     print(message)
 
 
 def _require_zeros_at_first(config: RunConfig) -> None:
-    """Raise CheckpointError for an optimizer whose state before the first step is not known to be zeros."""
+    """Raise CheckpointError for an optimizer whose initial state may not be zeros."""
     if (kind := config.student.optimizer.type) in ("adamw_8bit", "class"):
         raise CheckpointError(
-            f"student.optimizer.type={kind}: what its state is before the first step is not known here; start a run "
-            "with the weights as student.model"
+            f"student.optimizer.type={kind}: its state before the first step is not known; start a run with the "
+            "weights as student.model"
         )
 
 
 def _require_first(output: Path, checkpoints: CheckpointManager) -> None:
-    """Raise CheckpointError where a run in that directory would not continue from `output`."""
+    """Raise CheckpointError if a run in that directory would not continue from `output`."""
     if output.name != FIRST or output.absolute().parent.name != _CHECKPOINTS:
         raise CheckpointError(
-            f"--output={output}: a run finds its checkpoints by their names, and this is one before the first step; "
-            f"name RUN/{_CHECKPOINTS}/{FIRST}, where RUN is to be run.output_dir"
+            f"--output={output}: a run finds its checkpoints by name, and this checkpoint precedes the first step; "
+            f"name it RUN/{_CHECKPOINTS}/{FIRST}, with RUN as run.output_dir"
         )
     from nemo_opd.checkpoint.convert import require_unused
 
     require_unused(output)
     if later := [step for step in checkpoints.steps() if step]:
         raise CheckpointError(
-            f"--output={output}: the run has a checkpoint of step {later[-1]:,} already, from which it would continue; "
+            f"--output={output}: the run already has a checkpoint of step {later[-1]:,} and would continue from it; "
             "name another run directory"
         )
 
 
 def _read_data(config: RunConfig) -> Corpus | Prompts:
-    """Return the run's documents or prompts. Raises what reading its tokenizers and its data raises."""
+    """Return the run's documents or prompts. Raises the errors of reading its tokenizers and its data."""
     from nemo_opd.training.corpus import load_corpus
     from nemo_opd.training.model_info import read_model_info
     from nemo_opd.training.prompts import load_prompts
 
-    # On how many devices it will run does not matter to that, and they need not be here.
-    whole = {"parallelism": Parallelism()}
-    student = read_model_info(config.student.model_copy(update=whole), "student", "cpu")
+    # The parallel layout does not affect the data, and its devices may be missing here.
+    unsharded = {"parallelism": Parallelism()}
+    student = read_model_info(config.student.model_copy(update=unsharded), "student", "cpu")
     teachers = [
-        read_model_info(teacher.model_copy(update=whole), f"teachers.{i}", "cpu")
+        read_model_info(teacher.model_copy(update=unsharded), f"teachers.{i}", "cpu")
         for i, teacher in enumerate(config.active_teachers)
     ]
     return (load_corpus if config.rollout is None else load_prompts)(config, student, teachers)

@@ -12,8 +12,8 @@ from nemo_opd.logging.busy import busy
 
 _MODELS = ("config.json", "adapter_config.json")
 EPILOG = """\
-The token is that of HF_TOKEN or `hf auth login`. Nothing but the folder's files is sent; README.md is the card. A
-repository that does not exist is made, and is private without --public; one that exists stays as visible as it is.
+Uses the token of HF_TOKEN or `hf auth login`. Only the folder's files are sent; README.md is the card. A repository
+that does not exist is created, private without --public; the visibility of an existing one is not changed.
 
 example:
   nemo-opd checkpoint push --model RUN/final --repo me/my-student
@@ -22,14 +22,14 @@ example:
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--model", required=True, type=Path, metavar="FOLDER", help="such as RUN/final, or what to-hf has written"
+        "--model", required=True, type=Path, metavar="FOLDER", help="such as RUN/final, or a folder written by to-hf"
     )
     parser.add_argument("--repo", required=True, metavar="USER/NAME", help="repository on the hub")
     parser.add_argument("--public", action="store_true", help="make a new repository public")
 
 
 def upload(arguments: Namespace, console: Console) -> None:
-    """Push the folder. Raises an OPDError where it is no model's, and where the hub does not take it."""
+    """Push the folder. Raises an OPDError if it is not a model's, or if the hub rejects it."""
     from nemo_opd.models.hub import push, require_hub
 
     folder, repo = arguments.model, arguments.repo
@@ -45,12 +45,12 @@ def upload(arguments: Namespace, console: Console) -> None:
 
 
 def _require_model(folder: Path) -> None:
-    """Raise CheckpointError for what is no folder of a model or an adapter, with the folder that may be meant."""
+    """Raise CheckpointError if the folder has no model or adapter; the message suggests a subfolder that has one."""
     if any((folder / name).is_file() for name in _MODELS):
         return
-    there = next((folder / name for name in ("final", "student") if (folder / name).is_dir()), None)
-    found = f"its model is {there}" if there else "name a folder such as RUN/final, or make one with checkpoint to-hf"
-    raise CheckpointError(f"--model={folder}: there is no {' or '.join(_MODELS)}; {found}")
+    model = next((folder / name for name in ("final", "student") if (folder / name).is_dir()), None)
+    way_out = f"its model is {model}" if model else "name a folder such as RUN/final, or make one with checkpoint to-hf"
+    raise CheckpointError(f"--model={folder}: there is no {' or '.join(_MODELS)}; {way_out}")
 
 
 COMMAND = Command(__doc__, EPILOG, add_arguments, upload)

@@ -1,4 +1,4 @@
-"""The run that a checkpoint belongs to, and its settings."""
+"""Settings of the run that a checkpoint belongs to."""
 
 from argparse import ArgumentParser
 from pathlib import Path
@@ -22,11 +22,11 @@ def run_directory(checkpoint: Path) -> Path:
     return checkpoint.absolute().parent.parent
 
 
-def read_config(given: Path | None, run: Path) -> RunConfig:
-    """Return the settings. Raises CheckpointError where there are none, and ConfigError where they are not valid."""
-    file = given or run / CONFIG
+def read_config(path: Path | None, run: Path) -> RunConfig:
+    """Read the settings in `path`, by default the run's. Raises CheckpointError if missing, ConfigError if invalid."""
+    file = path or run / CONFIG
     if not file.is_file():
-        key = "--config" if given is None else f"--config={given}"
+        key = "--config" if path is None else f"--config={path}"
         raise CheckpointError(
             f"{key}: there is no {file}; give the run's settings as a file, which its own command writes with "
             "`--cfg job --resolve > FILE`"
@@ -39,14 +39,14 @@ def read_config(given: Path | None, run: Path) -> RunConfig:
 
 
 def averages(config: RunConfig) -> dict[str, str]:
-    """Return the names in checkpoints of the averages of the student's weights, by the teacher's name."""
-    return {each.name: str(i) for i, each in enumerate(config.active_teachers) if each.weights == "ema"}
+    """Return the names that the student's averages have in checkpoints, by the teacher's name."""
+    return {teacher.name: str(i) for i, teacher in enumerate(config.active_teachers) if teacher.weights == "ema"}
 
 
 def average_of(config: RunConfig, teacher: str) -> str:
-    """Return the name in checkpoints of a teacher's average. Raises CheckpointError where the teacher is none."""
-    if (found := averages(config).get(teacher)) is None:
-        there = ", ".join(averages(config))
-        known = f"those of the run are {there}; name one of them" if there else "the run has none; leave it out"
-        raise CheckpointError(f"--average={teacher}: this is no teacher with weights: ema; {known}")
-    return found
+    """Return the name that a teacher's average has in checkpoints. Raises CheckpointError if it has no average."""
+    if (average := averages(config).get(teacher)) is None:
+        names = ", ".join(averages(config))
+        way_out = f"the run has {names}; name one of them" if names else "the run has none; leave it out"
+        raise CheckpointError(f"--average={teacher}: not a teacher with weights: ema; {way_out}")
+    return average

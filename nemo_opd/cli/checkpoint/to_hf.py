@@ -1,4 +1,4 @@
-"""Makes of a run's checkpoint a Hugging Face folder, in one process and without a GPU."""
+"""Converts a run's checkpoint to a Hugging Face folder, in one process and without a GPU."""
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
@@ -14,10 +14,10 @@ from nemo_opd.logging.busy import busy
 
 _DTYPES = ("float32", "bfloat16", "float16")
 EPILOG = """\
-A checkpoint's `state` has the student's weights in fp32, cut over the ranks of the run. They are put together for
-AutoModelForCausalLM.from_pretrained, as the run does itself in the checkpoint's `student`; in another precision with
---dtype; with --average the moving average that a teacher computes with. Where a run learns adapters (student.lora),
-student.lora.export says what is written. The model is held in memory once, in the precision that is written.
+A checkpoint's `state` has the student's weights in fp32, sharded over the ranks of the run. They are merged for
+AutoModelForCausalLM.from_pretrained, like the checkpoint's own `student`; in another precision with --dtype; with
+--average, the moving average that a teacher uses. If the run trains adapters (student.lora), student.lora.export
+determines the form. The model is held in memory once, in the written precision.
 
 example:
   nemo-opd checkpoint to-hf --checkpoint RUN/checkpoints/step_000100 --output student_fp32 --dtype float32
@@ -29,8 +29,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--checkpoint", required=True, type=Path, metavar="FOLDER", help="such as RUN/checkpoints/step_000100"
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="a new folder, or an empty one")
-    parser.add_argument("--average", metavar="NAME", help="write the average of the teacher NAME, of weights: ema")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights written (default: that of student.model)")
+    parser.add_argument(
+        "--average", metavar="NAME", help="write the average of the teacher NAME, which has weights: ema"
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the written weights (default: student.model's)")
     add_config(parser)
 
 
@@ -61,9 +63,9 @@ def convert(arguments: Namespace, console: Console) -> None:
             "give a --config with student.lora.export: merged"
         )
     average = None if arguments.average is None else average_of(config, arguments.average)
-    what = "student" if average is None else f"average {arguments.average}"
+    label = "student" if average is None else f"average {arguments.average}"
     run, step = run_directory(checkpoint), progress.step
-    exported = Exported(output, f"The {what} after {step:,} steps", step, suffix=f" ({step:,} steps)")
+    exported = Exported(output, f"The {label} after {step:,} steps", step, suffix=f" ({step:,} steps)")
     if average is None and (run / "metrics.jsonl").is_file():
         exported = replace(exported, closing=closing_at(config, run, progress.bits_per_byte, step))
     written = to_hugging_face(
@@ -71,7 +73,7 @@ def convert(arguments: Namespace, console: Console) -> None:
     )
     write_card(run, exported, to_yaml(config))
     in_dtype = str(written).removeprefix("torch.")
-    print(f"wrote {output}: the {what} after step {step:,}, in {in_dtype}")
+    print(f"wrote {output}: the {label} after step {step:,}, in {in_dtype}")
 
 
 COMMAND = Command(__doc__, EPILOG, add_arguments, convert)

@@ -1,1 +1,1 @@
-"""Verbs about projections: all passes at once, each by itself, and a look at the result."""
+"""Verbs for projections: all passes at once, single passes, and inspection of the result."""

@@ -1,4 +1,4 @@
-"""Arguments that several verbs take."""
+"""Arguments that several verbs share."""
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from nemo_opd.errors import ProjectionError
 _SUFFIX = ".safetensors"
 
 
-def add_file(parser: ArgumentParser, help: str = "a projection that another pass made") -> None:
+def add_file(parser: ArgumentParser, help: str = "a projection written by another pass") -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help=help)
 
 
 def add_pair(parser: ArgumentParser, *, required: bool) -> None:
-    where = "" if required else "; needed where it is no longer where FILE says it was"
+    condition = "" if required else "; needed if it has moved since FILE was written"
     for side in ("student", "teacher"):
-        text = f"folder or hub name of the {side}'s tokenizer, or a demo: name{where}"
+        text = f"folder or hub name of the {side}'s tokenizer, or a demo: name{condition}"
         parser.add_argument(f"--{side}", required=required, metavar="TOKENIZER", help=text)
 
 
@@ -25,7 +25,7 @@ def add_output(parser: ArgumentParser) -> None:
 
 
 def add_top_k(parser: ArgumentParser, default: int | None = 4) -> None:
-    text = "teacher tokens kept for a student token" + (f" (default {default})" if default else "")
+    text = "teacher tokens kept per student token" + (f" (default {default})" if default else "")
     parser.add_argument("--top-k", type=int, default=default, required=default is None, metavar="K", help=text)
 
 
@@ -36,13 +36,13 @@ def add_roles(parser: ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="TOKEN=ROLE",
-        help="what special tokens of either side mean, where it is not known by itself: equal roles are paired. "
-        "Several roles are separated by commas, none (TOKEN=) leaves the token unpaired",
+        help="roles of special tokens of either side that are not detected; tokens with equal roles are paired. "
+        "Separate several roles by commas; no role (TOKEN=) leaves the token unpaired",
     )
 
 
 def roles_of(pairs: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return token → its roles. Raises ProjectionError for an argument without `=`."""
+    """Return token → roles. Raises ProjectionError for an argument without `=`."""
     roles = {}
     for pair in pairs:
         token, equals, names = pair.rpartition("=")  # tokens may hold `=`, roles do not
@@ -53,11 +53,11 @@ def roles_of(pairs: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def check_output(path: Path) -> None:
-    """Raise ProjectionError for what could not be written, before minutes are spent on it."""
+    """Raise ProjectionError if the file could not be written, before minutes are spent on it."""
     if path.suffix != _SUFFIX:
         raise ProjectionError(f"--output {path}: a projection is a {_SUFFIX} file; give it that suffix")
     if path.is_dir():
         raise ProjectionError(f"--output {path}: it is a folder; name a file in it")
     blocking = next((parent for parent in path.absolute().parents if parent.exists()), None)
     if blocking is not None and not blocking.is_dir():
-        raise ProjectionError(f"--output {path}: {blocking} is a file, so there can be no folder of that name")
+        raise ProjectionError(f"--output {path}: {blocking} is a file, so it cannot be a folder; name another path")

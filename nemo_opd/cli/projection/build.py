@@ -1,4 +1,4 @@
-"""Builds the projection of a student–teacher pair of tokenizers, all passes at once, and prints what it covers."""
+"""Builds the projection of a student–teacher pair of tokenizers, all passes at once, and prints its coverage."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -10,13 +10,13 @@ from nemo_opd.cli.projection.embedding import add_embeddings_arguments, read_sou
 from nemo_opd.cli.projection.steps import steps, write
 
 EPILOG = """\
-A projection says with which teacher tokens each student token is spelled. It is built once per pair, and is what
-cross-tokenizer losses such as p_kl compare vocabularies through. The two tokenizers are all it needs.
+A projection maps each student token to the teacher tokens that spell it. Cross-tokenizer losses such as p_kl compare
+vocabularies through it. It is built once per pair, from the two tokenizers alone.
 
-This command runs every pass. To look at the matrix between two of them, run them one by one instead:
-  exact-map      tokens of the same bytes, special tokens of the same role
-  multi-token    all others, spelled with the teacher's pieces; --reverse adds what teacher tokens are spelled with
-  embedding      teacher tokens of near embeddings (optional)
+This command runs every pass. To inspect the matrix between two passes, run them one by one:
+  exact-map      tokens with the same bytes, special tokens with the same role
+  multi-token    all other tokens, spelled with the teacher's; --reverse adds spellings of teacher tokens
+  embedding      teacher tokens with near embeddings (optional)
   sort-and-cut   the heaviest K entries of a row
   byte-prefix    the maps that the losses byte_prefix and shared_prefix read
 
@@ -30,8 +30,8 @@ examples:
   nemo-opd projection build --student meta-llama/Llama-3.2-1B --teacher Qwen/Qwen3-4B \\
       --roles '<|reserved_special_token_0|>=think_start' --output llama_qwen.safetensors
 
-Give the file to a teacher of a run with `projection: pair.safetensors`. With `projection: auto` a run builds and
-caches the matrix by itself, without the optional passes.
+A run uses the file if a teacher has `projection: pair.safetensors`. With `projection: auto` the run builds and caches
+the matrix itself, without the optional passes.
 """
 
 
@@ -43,8 +43,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--reverse",
         action="store_true",
-        help="also spell teacher tokens with the student and add the symmetric entries, so that more of the teacher's "
-        "vocabulary is reached",
+        help="also spell teacher tokens with student tokens and add the symmetric entries, to reach more of the "
+        "teacher's vocabulary",
     )
     add_embeddings_arguments(parser, required=False)
 
@@ -57,21 +57,21 @@ def build(arguments: Namespace, console: Console) -> None:
     from nemo_opd.projection.report import audit_table
 
     pair = load_pair(arguments.student, arguments.teacher)
-    with steps(console) as shown:
+    with steps(console) as progress:
         source = None
         if arguments.embeddings:
-            shown.begin("reading embeddings")
+            progress.begin("reading embeddings")
             source = read_source(arguments)
         matrix = build_projection(
             pair.student,
             pair.teacher,
             arguments.top_k,
-            shown.begin("building"),
+            progress.begin("building"),
             reverse=arguments.reverse,
             embeddings=source,
             roles=roles,
         )
-        shown.begin("auditing")
+        progress.begin("auditing")
         figures = audit(pair.student, pair.teacher, matrix)
     console.print(audit_table(figures))
     write(matrix, arguments.output, console)

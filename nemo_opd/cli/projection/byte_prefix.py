@@ -1,4 +1,4 @@
-"""The last step of a projection: the prefix maps that the losses byte_prefix and shared_prefix read."""
+"""Last step of a projection: the prefix maps for the losses byte_prefix and shared_prefix."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -9,12 +9,12 @@ from nemo_opd.cli.projection.arguments import add_file, add_output, add_pair, ch
 from nemo_opd.cli.projection.steps import steps, write
 
 EPILOG = """\
-Three maps are added to the file; the rows stay as they are.
+Adds three maps to the file; the rows are unchanged.
   byte prefix Φ       teacher token → the longest student token that its bytes begin with: 'recognition' → 'recogn'
   shared prefix Ψ     a token of either side → the longest token of both vocabularies that its bytes begin with
 
-Where a vocabulary has all single bytes, every token with bytes has such a prefix, so the whole mass of a distribution
-can be moved over. Special tokens go by role.
+If a vocabulary has all single bytes, every token with bytes has such a prefix, so all the mass of a distribution can be
+moved. Special tokens are mapped by role.
 
 example:
   nemo-opd projection byte-prefix cut.safetensors --output pair.safetensors
@@ -34,8 +34,8 @@ def build(arguments: Namespace, console: Console) -> None:
     from nemo_opd.projection import add_byte_prefix, add_shared_prefix
 
     matrix, pair = load_file(arguments)
-    with steps(console) as shown:
-        shown.begin("finding prefixes")
+    with steps(console) as progress:
+        progress.begin("finding prefixes")
         matrix = add_byte_prefix(matrix, pair.student, pair.teacher)
         matrix = add_shared_prefix(matrix, pair.student, pair.teacher)
     maps = (matrix.byte_prefix, matrix.student_shared_prefix, matrix.teacher_shared_prefix)

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from nemo_opd.projection import EmbeddingSource
 
 EPILOG = """\
-A token that the teacher does not have may have relatives it does have: 'Haus' and 'house'. Models place such tokens
-near each other. The two models' input embeddings are read from their safetensors files (the models are not loaded),
-turned into one space by the tokens that both vocabularies share, and each row that is not exact gets the teacher tokens
-of the highest cosine similarity, with --embedding-weight in all.
+The teacher may lack a token but have related ones: 'Haus' and 'house'. Models place such tokens near each other. The
+two models' input embeddings are read from their safetensors files (the models are not loaded) and rotated into one
+space by the tokens that both vocabularies share. Each row that is not exact gets the teacher tokens with the highest
+cosine similarity, with a total weight of --embedding-weight.
 
-Not needed where the multi-token pass spells everything, which is the usual case; of use where the teacher lacks whole
-scripts or bytes. Both models have to be trained: random embeddings have no neighbours.
+Usually not needed, as the multi-token pass spells every token; useful if the teacher lacks whole scripts or bytes. Both
+models must be trained: random embeddings have no meaningful neighbours.
 
 example:
   nemo-opd projection embedding spelled.safetensors --output near.safetensors \\
@@ -31,14 +31,14 @@ example:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    add_file(parser, "what exact-map or multi-token wrote")
+    add_file(parser, "a file written by exact-map or multi-token")
     add_output(parser)
     add_embeddings_arguments(parser, required=True)
     add_pair(parser, required=False)
 
 
 def add_embeddings_arguments(parser: ArgumentParser, *, required: bool) -> None:
-    """Add --embeddings and its settings, whose defaults are those of EmbeddingSource."""
+    """Add --embeddings and its settings, with the defaults of EmbeddingSource."""
     parser.add_argument(
         "--embeddings",
         nargs=2,
@@ -52,7 +52,7 @@ def add_embeddings_arguments(parser: ArgumentParser, *, required: bool) -> None:
         default=SUPPRESS,
         dest="weight",
         metavar="W",
-        help="mass of the near tokens in addition to the 1 that a row has already (default 0.1)",
+        help="total weight of the near tokens, besides the row's sum of 1 (default 0.1)",
     )
     parser.add_argument(
         "--embedding-temperature",
@@ -60,7 +60,7 @@ def add_embeddings_arguments(parser: ArgumentParser, *, required: bool) -> None:
         default=SUPPRESS,
         dest="temperature",
         metavar="T",
-        help="similarities are divided by it before the softmax: the smaller, the sharper (default 0.05)",
+        help="divisor of similarities before the softmax; smaller is sharper (default 0.05)",
     )
     parser.add_argument(
         "--embedding-width",
@@ -68,20 +68,20 @@ def add_embeddings_arguments(parser: ArgumentParser, *, required: bool) -> None:
         default=SUPPRESS,
         dest="width",
         metavar="N",
-        help="near tokens of a row (default 4)",
+        help="near tokens per row (default 4)",
     )
 
 
 def read_source(arguments: Namespace) -> EmbeddingSource:
-    """Read what --embeddings names. Raises ModelError for a model without readable input embeddings."""
+    """Read the models named by --embeddings. Raises ModelError for a model without readable input embeddings."""
     import torch
 
     from nemo_opd.models.embeddings import input_embeddings
     from nemo_opd.projection import EmbeddingSource
 
     student, teacher = (input_embeddings(model, key="--embeddings") for model in arguments.embeddings)
-    given = {name: value for name, value in vars(arguments).items() if name in ("weight", "temperature", "width")}
-    return EmbeddingSource(student, teacher, device="cuda" if torch.cuda.is_available() else "cpu", **given)
+    options = {name: value for name, value in vars(arguments).items() if name in ("weight", "temperature", "width")}
+    return EmbeddingSource(student, teacher, device="cuda" if torch.cuda.is_available() else "cpu", **options)
 
 
 def build(arguments: Namespace, console: Console) -> None:
@@ -90,8 +90,8 @@ def build(arguments: Namespace, console: Console) -> None:
     from nemo_opd.projection import add_embeddings
 
     matrix, pair = load_file(arguments)
-    with steps(console) as shown:
-        shown.begin("reading embeddings")
+    with steps(console) as progress:
+        progress.begin("reading embeddings")
         source = read_source(arguments)
         matrix = add_embeddings(
             matrix,
@@ -103,7 +103,7 @@ def build(arguments: Namespace, console: Console) -> None:
             temperature=source.temperature,
             width=source.width,
             device=source.device,
-            progress=shown.begin("finding near tokens"),
+            progress=progress.begin("finding near tokens"),
         )
     write(matrix, arguments.output, console)
 

@@ -1,4 +1,4 @@
-"""Step 1 of a projection: student tokens that have a partner of the same bytes, special tokens by role."""
+"""Step 1 of a projection: student tokens with a partner of the same bytes, special tokens by role."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -9,11 +9,11 @@ from nemo_opd.cli.projection.arguments import add_output, add_pair, add_roles, c
 from nemo_opd.cli.projection.steps import steps, write
 
 EPILOG = """\
-Two tokens are partners where they stand for the same bytes: 'Ġthe' of a byte-level vocabulary and '▁the' of a
-SentencePiece one are both ' the'. Each gets one partner at most. Special tokens have no bytes and are paired by what
-they mean: <|eot_id|> and <|im_end|> both end a turn. All other rows stay empty; multi-token fills them.
+Two tokens are partners if they stand for the same bytes: 'Ġthe' of a byte-level vocabulary and '▁the' of a
+SentencePiece one are both ' the'. Each token gets at most one partner. Special tokens have no bytes and are paired by
+role: <|eot_id|> and <|im_end|> both end a turn. All other rows stay empty; multi-token fills them.
 
-Stop here for a map that holds what both sides agree on and nothing else, as the loss strict compares it.
+Stop here for a map with only the tokens that both sides share, as the loss strict compares.
 
 example:
   nemo-opd projection exact-map --student demo:student --teacher demo:teacher_cross --output exact.safetensors
@@ -34,8 +34,8 @@ def build(arguments: Namespace, console: Console) -> None:
     from nemo_opd.projection import exact_map
 
     pair = load_pair(arguments.student, arguments.teacher)
-    with steps(console) as shown:
-        shown.begin("pairing tokens")
+    with steps(console) as progress:
+        progress.begin("pairing tokens")
         matrix = exact_map(pair.student, pair.teacher, roles=roles)
     write(matrix, arguments.output, console)
 

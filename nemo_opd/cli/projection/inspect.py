@@ -1,4 +1,4 @@
-"""Shows what a projection file holds: the coverage audit, special tokens by role, sample rows, a heat map."""
+"""Shows a projection file: the coverage audit, special tokens by role, sample rows, a heat map."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -11,12 +11,12 @@ from nemo_opd.config.loss import LossTerm
 from nemo_opd.config.problems import models_in
 
 EPILOG = """\
-What to look at:
-  overlap            how much of the vocabulary the two sides share; published pairs lie between 0.63 and 0.85
+Points to check:
+  overlap            share of the vocabulary that both sides have; published pairs are between 0.63 and 0.85
   N-digit numerals   exact pairs for all of them: h_kl works; for some lengths only: p_kl
   rows of 0          student tokens that learn nothing from this teacher (special tokens without a partner)
-  special tokens     the ends of text and turn must have a partner, else the student does not learn to stop
-  sample rows        a row leads to the pieces that spell its token and to nothing else
+  special tokens     the ends of text and turn need a partner, or the student does not learn to stop
+  sample rows        a row leads only to the pieces that spell its token
 
 examples:
   nemo-opd projection inspect pair.safetensors
@@ -46,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--loss",
         choices=[term.model_fields["type"].default for term in models_in(LossTerm)],
         metavar="TYPE",
-        help="say why a loss of this type, such as h_kl, fits the pair badly",
+        help="explain why a loss of this type, such as h_kl, fits the pair badly",
     )
 
 

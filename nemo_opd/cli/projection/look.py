@@ -46,7 +46,7 @@ def as_json(
     rows: list[Sample],
     reasons: list[str],
 ) -> dict[str, object]:
-    """Return the audit's figures by name, and the other values that are shown."""
+    """Return the audit's figures by name, with the other printed values."""
     return asdict(figures) | {
         "recommended_loss": figures.recommended_loss,
         "warnings": reasons,

@@ -1,4 +1,4 @@
-"""Step 2 of a projection: student tokens without a partner, spelled with the teacher's pieces of their bytes."""
+"""Step 2 of a projection: student tokens without a partner, spelled with teacher tokens."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -9,12 +9,12 @@ from nemo_opd.cli.projection.arguments import add_file, add_output, add_pair, ch
 from nemo_opd.cli.projection.steps import steps, write
 
 EPILOG = """\
-The teacher writes '885' as '8', '8', '5'. The row gets its pieces with weights falling by ten: 0.9, 0.09, 0.009, added
-up where a piece repeats and scaled to sum 1. The first piece weighs most, because it is the teacher's next token
-where the student says '885'.
+The teacher writes '885' as '8', '8', '5'. The row gets these pieces with weights falling by ten: 0.9, 0.09, 0.009,
+added up if a piece repeats and scaled to sum 1. The first piece weighs most, because it is the teacher's next token
+when the student writes '885'.
 
---reverse (step 3) also spells each teacher token that has no partner with the student, and adds the entry the other way
-round, to the rows of the student's pieces, most of it to the first: more teacher tokens are reached.
+--reverse (step 3) also spells each teacher token without a partner with student tokens, and adds the reversed entries
+to the rows of these student tokens, the first with the largest weight: more teacher tokens are reached.
 
 example:
   nemo-opd projection multi-token exact.safetensors --output spelled.safetensors
@@ -23,10 +23,10 @@ example:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    add_file(parser, "what exact-map wrote")
+    add_file(parser, "a file written by exact-map")
     add_output(parser)
     parser.add_argument(
-        "--width", type=int, default=8, metavar="N", help="entries kept in a row until sort-and-cut (default 8)"
+        "--width", type=int, default=8, metavar="N", help="entries kept per row until sort-and-cut (default 8)"
     )
     parser.add_argument("--reverse", action="store_true", help="also add the spellings of teacher tokens (step 3)")
     add_pair(parser, required=False)
@@ -38,14 +38,14 @@ def build(arguments: Namespace, console: Console) -> None:
     from nemo_opd.projection import add_multi_token
 
     matrix, pair = load_file(arguments)
-    with steps(console) as shown:
+    with steps(console) as progress:
         matrix = add_multi_token(
             matrix,
             pair.student,
             pair.teacher,
             width=arguments.width,
             reverse=arguments.reverse,
-            progress=shown.begin("spelling tokens"),
+            progress=progress.begin("spelling tokens"),
         )
     write(matrix, arguments.output, console)
 

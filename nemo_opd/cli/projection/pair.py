@@ -18,9 +18,9 @@ class Pair:
 
 
 def load_pair(student: str, teacher: str, *, keys: tuple[str, str] = ("--student", "--teacher")) -> Pair:
-    """Return both tokenizers, named as the user named them, which is what a file remembers.
+    """Return both tokenizers, with the user's names for them, which are stored in the file.
 
-    Raises ModelError for one that cannot be loaded, ProjectionError where both are the same.
+    Raises ModelError if one cannot be loaded, ProjectionError if both are the same.
     """
     pair = Pair(load_tokenizer(student, key=keys[0]), load_tokenizer(teacher, key=keys[1]))
     pair.student.name_or_path, pair.teacher.name_or_path = student, teacher
@@ -32,12 +32,12 @@ def load_pair(student: str, teacher: str, *, keys: tuple[str, str] = ("--student
 
 
 def load_file(arguments: Namespace) -> tuple[ProjectionMatrix, Pair]:
-    """Return FILE and its tokenizers: --student and --teacher, else those that the file names.
+    """Return FILE and its tokenizers: --student and --teacher, or the ones that the file names.
 
-    Raises ProjectionError for a file that is not readable, names no tokenizers or belongs to others.
+    Raises ProjectionError if the file is not readable, names no tokenizers, or belongs to other ones.
     """
-    names = ProjectionMatrix.load(arguments.file)
-    student, teacher = arguments.student or names.student_name, arguments.teacher or names.teacher_name
+    header = ProjectionMatrix.load(arguments.file)
+    student, teacher = arguments.student or header.student_name, arguments.teacher or header.teacher_name
     if not student or not teacher:
         side = "teacher" if student else "student"
         raise ProjectionError(f"{arguments.file} does not name its {side}'s tokenizer; give --{side}")

@@ -9,8 +9,8 @@ from nemo_opd.cli.projection.arguments import add_file, add_output, add_top_k, c
 from nemo_opd.cli.projection.steps import steps, write
 
 EPILOG = """\
-A loss pays for every column of the matrix, and four are enough: the i-th piece of a spelled token weighs 0.9 · 0.1^i,
-so what comes after the fourth is less than a ten-thousandth of the row. Empty rows stay empty.
+The cost of a loss grows with the columns of the matrix, and four are enough: the i-th piece of a spelled token weighs
+0.9 · 0.1^i, so all pieces after the fourth are less than a ten-thousandth of the row. Empty rows stay empty.
 
 example:
   nemo-opd projection sort-and-cut near.safetensors --top-k 4 --output cut.safetensors
@@ -28,8 +28,8 @@ def build(arguments: Namespace, console: Console) -> None:
     check_output(arguments.output)
     from nemo_opd.projection import ProjectionMatrix, sort_and_cut
 
-    with steps(console) as shown:
-        shown.begin("cutting rows")
+    with steps(console) as progress:
+        progress.begin("cutting rows")
         matrix = sort_and_cut(ProjectionMatrix.load(arguments.file), arguments.top_k)
     write(matrix, arguments.output, console)
 

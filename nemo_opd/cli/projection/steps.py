@@ -1,4 +1,4 @@
-"""Passes as they run, and the file that they make."""
+"""Progress of the passes, and writing of the projection file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 _Counter = Callable[[int, int], None]
-"""(done, in all)"""
+"""Called with (done, total)."""
 
 
 class Steps:
-    """A line a step, with a bar where the step counts."""
+    """A progress line for each step, with a bar if the step counts."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task: TaskID | None = None
 
     def begin(self, name: str) -> _Counter:
-        """End the step before and begin one."""
+        """End the previous step and begin one."""
         self.end()
         self._task = task = self._progress.add_task(name, total=None)
         return lambda done, total: self._progress.update(task, completed=done, total=total)
@@ -39,13 +39,13 @@ class Steps:
 def steps(console: Console) -> Iterator[Steps]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        shown = Steps(progress)
-        yield shown
-        shown.end()
+        display = Steps(progress)
+        yield display
+        display.end()
 
 
 def write(matrix: ProjectionMatrix, path: Path, console: Console) -> None:
-    """Write a whole file or none, and a line that says so."""
+    """Write the file, complete or not at all, and print a line about it."""
     matrix.save(path)
     rows = int((matrix.row_lengths > 0).sum())
     size = path.stat().st_size / 1e6

@@ -2,7 +2,7 @@
 
 import os
 
-# Read by Ray when it is imported. Its uv hook would build the environment again for every worker.
+# Ray reads these when it is imported. Its uv hook would rebuild the environment for every worker.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

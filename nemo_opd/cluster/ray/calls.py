@@ -1,4 +1,4 @@
-"""Calls to ranks, and the wait for them: which rank failed, in what, and why."""
+"""Calls to ranks, the wait for their results, and reports of failures: which rank, in which call, and why."""
 
 import re
 import time
@@ -15,9 +15,9 @@ from nemo_opd.cluster.ray.services import Services
 from nemo_opd.errors import ClusterError, WorkerError
 
 _CHECK_S = 1.0
-"""Seconds between two checks that Ray itself is alive."""
+"""Seconds between checks that Ray itself is alive."""
 _CAUSE_S = 5.0
-"""Seconds to wait for the rank that broke a collective, after another one has reported it."""
+"""Seconds to wait for the error of the rank that broke a collective, after another rank has reported it."""
 _MEMORY = "host memory may have run out: lower train.micro_batch_size or train.max_length, or use more nodes"
 
 
@@ -26,7 +26,7 @@ class RayCall(Call):
     """A call on the actors of a group."""
 
     references: list[Any]
-    """Ray's object references, by rank."""
+    """Ray's object reference for each rank."""
 
 
 def gather(
@@ -34,15 +34,15 @@ def gather(
     timeout_s: float,
     services: Services | None = None,
     monitors: Sequence[ProgressMonitor] = (),
-    others: Sequence[Call] = (),
+    pending: Sequence[Call] = (),
 ) -> list[list[Any]]:
-    """Return the results of several calls, by call and rank.
+    """Wait for calls; return each call's results, one per rank.
 
-    monitors: updated while nothing returns; others: further calls under way, where the cause of an error may lie.
-    Raises WorkerError for the first rank that fails, although others may then wait for it in a collective, and
-    ClusterError when a process or Ray has died, or when nothing finishes for `timeout_s`.
+    monitors: updated while nothing returns. pending: other calls in progress, which may reveal the cause of an error.
+    Raises WorkerError for the first rank that fails, even if other ranks still wait for it in a collective, and
+    ClusterError if a process or Ray has died, or if nothing finishes for `timeout_s`.
     """
-    waiting = _Waiting(calls, services or Services(), monitors, others)
+    waiting = _Waiting(calls, services or Services(), monitors, pending)
     try:
         while waiting.references:
             waiting.next(timeout_s)
@@ -58,21 +58,21 @@ def _references(call: Call) -> list[Any]:
 
 
 class _Waiting:
-    """Calls that have not all returned, and the results so far."""
+    """Calls whose results are awaited, and the results so far."""
 
     def __init__(
-        self, calls: Sequence[Call], services: Services, monitors: Sequence[ProgressMonitor], others: Sequence[Call]
+        self, calls: Sequence[Call], services: Services, monitors: Sequence[ProgressMonitor], pending: Sequence[Call]
     ) -> None:
         self._owner = {
-            reference: (call, rank) for call in (*calls, *others) for rank, reference in enumerate(_references(call))
+            reference: (call, rank) for call in (*calls, *pending) for rank, reference in enumerate(_references(call))
         }
         self._services, self._monitors = services, monitors
         self.references = [reference for call in calls for reference in _references(call)]
-        self._others = [reference for call in others for reference in _references(call)]
+        self._pending = [reference for call in pending for reference in _references(call)]
         self.results: dict[Any, Any] = {}
 
     def next(self, timeout_s: float) -> None:
-        """Store the next result. Raises what `gather` does."""
+        """Store the next result. Raises the same errors as `gather`."""
         reference = self._next_done(timeout_s)
         if reference is None:
             raise ClusterError(self._overdue(timeout_s))
@@ -85,7 +85,7 @@ class _Waiting:
             raise
 
     def _next_done(self, timeout_s: float) -> Any:
-        """Remove and return the next finished reference; None where none finishes in time."""
+        """Remove and return the next finished reference, or None if none finishes in time."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             done, self.references = ray.wait(self.references, num_returns=1, timeout=min(_CHECK_S, left_s))
@@ -97,11 +97,11 @@ class _Waiting:
         return None
 
     def _raise_cause(self, noticed: PeerError) -> None:
-        """Raise the error of the rank that broke a collective or a handoff, else `noticed`.
+        """Raise the error of the rank that broke a collective or handoff, or `noticed` if that does not appear.
 
-        Ray learns of a rank's death a moment later than the rank's peers do.
+        Ray notices the death of a rank a moment later than the rank's peers.
         """
-        self.references += self._others
+        self.references += self._pending
         deadline = time.monotonic() + _CAUSE_S
         while self.references and (left_s := deadline - time.monotonic()) > 0:
             reference = self._next_done(left_s)
@@ -114,7 +114,7 @@ class _Waiting:
         raise WorkerError(noticed.group, noticed.rank, noticed.error, noticed.traceback)
 
     def _wait_for_services_to_end(self) -> None:
-        """Raise ClusterError if Ray ends within `_CAUSE_S`: ranks become unreachable a moment before Ray has ended."""
+        """Raise ClusterError if Ray ends within `_CAUSE_S`: ranks become unreachable a moment before Ray ends."""
         deadline = time.monotonic() + _CAUSE_S
         while time.monotonic() < deadline:
             self._services.require_alive()
@@ -131,7 +131,7 @@ class _Waiting:
 
 
 class _UnreachableError(ClusterError):
-    """A rank whose process may or may not be alive."""
+    """Error of a rank that cannot be reached, whether or not its process is alive."""
 
 
 def _outcome(reference: Any, call: Call, rank: int) -> Any:
@@ -150,19 +150,19 @@ def _outcome(reference: Any, call: Call, rank: int) -> Any:
 
 
 def _import_error(text: str) -> str | None:
-    """Return why a rank's process could not import its code, and what to do; None for another error of Ray's."""
+    """Return why a rank's process could not import its code, and the remedy; None for any other Ray error."""
     if "failed to import on the worker" not in text:
         return None
     cause = text.strip().splitlines()[-1].strip()
     return (
         f"its process cannot import its code: {cause}; Ray's workers look for modules in the working directory "
-        "first: if a file there has the name of a package, rename it or start the run elsewhere; else install the "
+        "first: if a file there has the name of a package, rename it or start the run elsewhere; otherwise install the "
         "package on all nodes"
     )
 
 
 def death_message(error: Exception) -> str:
-    """Return why a rank's process has ended, in parentheses, and what to do."""
+    """Return why a rank's process ended, in parentheses, and the remedy."""
     text = " ".join(str(error).split())
     if (cause := _import_error(str(error))) is not None:
         return f"({cause})"

@@ -1,4 +1,4 @@
-"""Worker groups on Ray: a bundle for each device of a placement, an actor for each rank."""
+"""Worker groups on Ray, with a bundle for each device of a placement and an actor for each rank."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -23,28 +23,28 @@ from nemo_opd.distributed.process_group import connect_store
 from nemo_opd.errors import ClusterError
 
 _RESERVE_S = 120.0
-"""Longest wait for devices that other runs may still be releasing."""
+"""Limit of the wait for devices, which other runs may still be releasing."""
 LEAVE_S = 10.0
-"""Longest wait for ranks to leave; one that hangs in a collective never does."""
+"""Limit of the wait for ranks to leave; a rank that hangs in a collective never does."""
 
 
 class RayCluster(Cluster):
-    """The devices of a placement: a bundle for each, with room for an actor of each of its groups."""
+    """The devices of a placement, each a bundle with room for an actor of every group on it."""
 
     def __init__(self, settings: Settings, *, device: str, placement: Placement) -> None:
-        """Start or join Ray and reserve the devices. Raises ClusterError where they are not free in time."""
+        """Start or join Ray and reserve the devices. Raises ClusterError if they are not free in time."""
         self.device = device
         self.placement = placement
         self.timeout_s = settings.timeout_s
         self.threads = placement.num_threads(num_cores()) if device == "cpu" else 1
         self.host = LOOPBACK if placement.num_nodes == 1 else None
-        """Host of the groups' stores; None: the address of a node, which the other nodes can reach."""
+        """Host of the groups' stores; None stands for a node address that the other nodes can reach."""
         self.monitors: list[ProgressMonitor] = []
         """Progress of each group, for the display."""
         self.under_way: dict[int, RayCall] = {}
-        """Calls that nobody has gathered yet, by their `id`."""
+        """Calls that have not been gathered yet, keyed by their `id`."""
         self.is_broken = False
-        """Whether a call has failed, so that ranks may hang in a collective and never answer a request to leave."""
+        """Whether a call has failed, so that ranks may hang in a collective and never leave on request."""
         num_gpus = placement.devices_per_node if device == "cuda" else None
         self.session = RaySession(settings.address, num_cpus=placement.num_processes, num_gpus=num_gpus)
         self.services = self.session.services
@@ -55,7 +55,7 @@ class RayCluster(Cluster):
             raise
 
     def _reserve(self) -> Any:
-        """Reserve one placement group; with several nodes, each bundle on the node of its place."""
+        """Reserve one placement group; with several nodes, put each bundle on the node of its place."""
         per_device = self.placement.groups_per_device
         bundle: dict[str, float] = {"CPU": per_device}
         if self.device == "cuda":
@@ -64,8 +64,8 @@ class RayCluster(Cluster):
         nodes = None
         if self.placement.num_nodes > 1:
             per_node = {name: count * self.placement.devices_per_node for name, count in bundle.items()}
-            chosen = choose_nodes(self.placement.num_nodes, per_node, timeout_s)
-            nodes = [chosen[place.node] for place in self.placement.devices]
+            ids = choose_nodes(self.placement.num_nodes, per_node, timeout_s)
+            nodes = [ids[place.node] for place in self.placement.devices]
         reserved = reserve([bundle] * len(self.placement.devices), nodes, timeout_s)
         if reserved is None:
             raise ClusterError(
@@ -75,7 +75,7 @@ class RayCluster(Cluster):
         return reserved
 
     def options(self, place: Place) -> dict[str, Any]:
-        """Return Ray's options for an actor at this place; actors that share a device have equal shares of it."""
+        """Return Ray's options for an actor at this place; actors on one device get equal shares of it."""
         bundle = self.placement.devices.index(place)
         strategy = PlacementGroupSchedulingStrategy(self._placement_group, placement_group_bundle_index=bundle)
         gpus = int(10_000 / self.placement.groups_per_device) / 10_000 if self.device == "cuda" else 0.0
@@ -98,14 +98,14 @@ class RayCluster(Cluster):
 
 
 class RayGroup(Group):
-    """`worker` on every rank of a group, in one torch.distributed world."""
+    """A group whose ranks run a worker each, in one torch.distributed world."""
 
     cluster: RayCluster
 
     def __init__(
         self, cluster: RayCluster, name: str, worker: type, arguments: Mapping[str, Any], places: Places
     ) -> None:
-        """Start the processes, rank r at `places[r]`; `ready` returns when they have built their workers."""
+        """Start the processes, rank r at `places[r]`; `ready` returns when all have built their workers."""
         super().__init__(cluster, name, places)
         self.actors = [self._actor(rank, place) for rank, place in enumerate(places)]
         self._address = self.actors[0].serve.remote()
@@ -125,34 +125,35 @@ class RayGroup(Group):
     def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> RayCall:
         per_rank = [()] * self.size if arguments is None else arguments
         calls = zip(self.actors, per_rank, strict=True)
-        call = RayCall(self.name, method, about, [actor.call.remote(method, own) for actor, own in calls])
+        references = [actor.call.remote(method, rank_arguments) for actor, rank_arguments in calls]
+        call = RayCall(self.name, method, about, references)
         self.cluster.under_way[id(call)] = call
         return call
 
     def address(self) -> tuple[str, int]:
-        """Return host and port of the store, which rank 0 serves while it is alive."""
+        """Return host and port of the store, which rank 0 serves as long as it is alive."""
         host, port = ray.get(self._address)
         return host, port
 
     def _store(self) -> dist.Store | None:
-        """Connect to the store; None while there is none."""
-        is_there, _ = ray.wait([self._address], timeout=0)
-        return connect_store(*self.address(), ANSWER_S) if is_there else None
+        """Connect to the store; return None if it is not served yet."""
+        served, _ = ray.wait([self._address], timeout=0)
+        return connect_store(*self.address(), ANSWER_S) if served else None
 
     def whereabouts(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Return Ray's id of the node of each rank, and the names of its GPUs."""
-        found: list[tuple[str, tuple[str, ...]]] = ray.get([actor.whereabouts.remote() for actor in self.actors])
-        return found
+        """Return for each rank Ray's id of its node, and the names of its GPUs."""
+        locations: list[tuple[str, tuple[str, ...]]] = ray.get([actor.whereabouts.remote() for actor in self.actors])
+        return locations
 
     def close(self) -> None:
-        """End the processes, after they have released their resources unless some may wait for each other."""
+        """End the processes; unless a call has failed, let them release their resources first."""
         self._monitor.close()
         if not self.cluster.services.are_alive:
-            return  # workers end with Ray, and calls would wait for it
+            return  # workers have ended with Ray, and calls would hang
         try:
             if not self.cluster.is_broken:
-                left = [actor.leave.remote() for actor in self.actors]
-                ray.wait(left, num_returns=len(left), timeout=LEAVE_S)
+                leaving = [actor.leave.remote() for actor in self.actors]
+                ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
         finally:
             for actor in self.actors:
                 ray.kill(actor)

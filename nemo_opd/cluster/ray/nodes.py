@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster that a run uses."""
+"""Selection and reservation of a Ray cluster's nodes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,22 +9,22 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from nemo_opd.errors import ClusterError
 
 _NODE_ID = "ray.io/node-id"
-"""The label that Ray gives every node."""
+"""Label that Ray puts on every node."""
 
 
 def choose_nodes(num_nodes: int, need: dict[str, float], timeout_s: float) -> list[str]:
     """Return the ids of `num_nodes` nodes that each have `need` free, ordered by address.
 
-    Ray finds them by a reservation that is removed again. Raises ClusterError where there are fewer.
+    Ray finds them by a temporary reservation. Raises ClusterError if there are too few.
     """
-    whole = placement_group([need] * num_nodes, strategy="STRICT_SPREAD")
+    reservation = placement_group([need] * num_nodes, strategy="STRICT_SPREAD")
     try:
-        if not whole.wait(timeout_s):
+        if not reservation.wait(timeout_s):
             raise ClusterError(_too_few_nodes(num_nodes, need))
-        chosen = set(placement_group_table(whole)["bundles_to_node_id"].values())
+        ids = set(placement_group_table(reservation)["bundles_to_node_id"].values())
     finally:
-        remove_placement_group(whole)
-    return [node["NodeID"] for node in _living_nodes() if node["NodeID"] in chosen]
+        remove_placement_group(reservation)
+    return [node["NodeID"] for node in _living_nodes() if node["NodeID"] in ids]
 
 
 def _living_nodes() -> list[dict[str, Any]]:
@@ -34,9 +34,9 @@ def _living_nodes() -> list[dict[str, Any]]:
 
 
 def reserve(bundles: Sequence[dict[str, float]], nodes: Sequence[str] | None, timeout_s: float) -> Any:
-    """Return a placement group with bundle i on `nodes[i]`, or with all bundles on one node where `nodes` is None.
+    """Return a placement group with bundle i on `nodes[i]`, or with all bundles on one node if `nodes` is None.
 
-    Returns None where it is not free within `timeout_s`.
+    Returns None if it is not free within `timeout_s`.
     """
     if nodes is None:
         group = placement_group(list(bundles), strategy="STRICT_PACK")
@@ -53,7 +53,7 @@ def reserve(bundles: Sequence[dict[str, float]], nodes: Sequence[str] | None, ti
 def _too_few_nodes(num_nodes: int, need: dict[str, float]) -> str:
     nodes = _living_nodes()
     enough = [node for node in nodes if all(node["Resources"].get(name, 0) >= count for name, count in need.items())]
-    has = "; ".join(_described(node["NodeManagerAddress"], node["Resources"], need) for node in nodes)
+    has = "; ".join(_describe(node["NodeManagerAddress"], node["Resources"], need) for node in nodes)
     if len(enough) >= num_nodes:
         return (
             f"cluster.num_nodes={num_nodes} nodes with {_amount(need)} each: the Ray cluster has them ({has}), but "
@@ -66,10 +66,10 @@ def _too_few_nodes(num_nodes: int, need: dict[str, float]) -> str:
     )
 
 
-def _described(address: str, resources: dict[str, float], need: dict[str, float]) -> str:
+def _describe(address: str, resources: dict[str, float], need: dict[str, float]) -> str:
     return f"{address}: {_amount({name: resources.get(name, 0) for name in need})}"
 
 
 def _amount(resources: dict[str, float]) -> str:
-    """Return text such as `2 CPU, 1 GPU`."""
+    """Format resources, such as `2 CPU, 1 GPU`."""
     return ", ".join(f"{count:g} {name}" for name, count in resources.items())

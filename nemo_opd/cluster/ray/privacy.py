@@ -1,4 +1,4 @@
-"""A Ray cluster that only this run can use: a token for every call, and no port beyond this machine."""
+"""Isolation of a local Ray cluster for this run: a token for every call, and ports on loopback only."""
 
 import os
 import secrets
@@ -12,30 +12,30 @@ LOOPBACK = "127.0.0.1"
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 VARIABLES = (MODE, TOKEN, TOKEN_PATH)
 _ANSWER_S = 60.0
-"""Longest wait for a running cluster's answer."""
+"""Limit of the wait for a running cluster's answer."""
 
 
 @contextmanager
 def private_start() -> Iterator[None]:
-    """Make a cluster that `ray.init` starts inside listen on loopback alone and require a token.
+    """Make a cluster that `ray.init` starts in this context listen on loopback only and require a token.
 
-    RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH may give the token. Otherwise a new one exists in the memory of the cluster's
-    processes alone: Ray's default is a file in the home folder that others may read. RAY_AUTH_MODE=disabled is
-    respected.
+    RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH may provide the token. Otherwise a new token is held only in the memory of the
+    cluster's processes, because Ray's default is a file in the home folder that others may read. RAY_AUTH_MODE=disabled
+    is respected.
     """
-    before = {name: os.environ.get(name) for name in VARIABLES}
-    is_for_several = ray_constants.ENABLE_RAY_CLUSTER
-    if not before[TOKEN] and not before[TOKEN_PATH]:
+    environment = {name: os.environ.get(name) for name in VARIABLES}
+    is_cluster_enabled = ray_constants.ENABLE_RAY_CLUSTER
+    if not environment[TOKEN] and not environment[TOKEN_PATH]:
         os.environ[TOKEN] = secrets.token_hex(32)
     try:
-        # Ray replaces loopback by the machine's address unless clusters of several machines are disabled, and has no
-        # other setting that binds its ports to one address.
+        # Ray replaces loopback by the machine's address unless multi-machine clusters are disabled. It has no other
+        # setting that binds its ports to one address.
         ray_constants.ENABLE_RAY_CLUSTER = False
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = is_for_several
-        # Ray's processes have the token by now; other child processes need not know it.
-        for name, value in before.items():
+        ray_constants.ENABLE_RAY_CLUSTER = is_cluster_enabled
+        # Ray's processes have the token by now; other child processes do not need it.
+        for name, value in environment.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -43,14 +43,14 @@ def private_start() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Make Ray read mode and token again for the next cluster; call it after `ray.shutdown`."""
-    # In this order: threads that are still ending would otherwise look for a token that is gone.
+    """Make Ray read mode and token again for the next cluster. Call it after `ray.shutdown`."""
+    # In this order, because threads that are still ending would otherwise look for a deleted token.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def require_token(address: str) -> None:
-    """Raise AuthenticationError where the cluster at `host:port` refuses this process's token.
+    """Raise AuthenticationError if the cluster at `host:port` refuses this process's token.
 
     `ray.init` would retry for 20 seconds and then report that nothing answers.
     """

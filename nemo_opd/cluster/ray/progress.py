@@ -1,4 +1,4 @@
-"""Progress of workers for the driver's display, which rank 0 of a group writes into the group's store."""
+"""Progress of workers for the driver's display, passed through each group's store by its rank 0."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nemo_opd.progress import Work, announced, current
 KEY = "progress"
 _INTERVAL_S = 1.0
 ANSWER_S = 5.0
-"""Longest wait for the store."""
+"""Limit of the wait for the store."""
 
 
 class ProgressReporter:
     """A thread that writes the current work of this process into the store."""
 
     def __init__(self, connect: Callable[[], Store]) -> None:
-        """Start the thread. connect: opens a connection for this thread alone."""
+        """Start the thread. connect: opens a connection for this thread only."""
         self._connect = connect
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
@@ -30,11 +30,11 @@ class ProgressReporter:
 
     def _run(self) -> None:
         try:
-            store, before = self._connect(), encoded(None)
+            store, written = self._connect(), encoded(None)
             while not self._closed.wait(_INTERVAL_S):
-                if (now := encoded(current())) != before:
-                    store.set(KEY, now)
-                    before = now
+                if (work := encoded(current())) != written:
+                    store.set(KEY, work)
+                    written = work
         except RuntimeError:
             return  # the store has ended, so nobody reads
 
@@ -44,23 +44,23 @@ class ProgressReporter:
 
 
 class ProgressMonitor:
-    """The current work of one group, announced in the driver as long as it lasts.
+    """Display of one group's current work in the driver.
 
-    A thread reads the store, because a stopped process never answers, and a wait for it would block signals.
+    A thread reads the store, because a stopped process never answers, and waiting for it would block signals.
     """
 
     def __init__(self, group: str, connect: Callable[[], Store | None]) -> None:
-        """connect: the group's store, or None while there is none yet; called from the thread."""
+        """connect: returns the group's store, or None if it is not served yet; called from the thread."""
         self._group, self._connect = group, connect
         self._store: Store | None = None
         self._thread: threading.Thread | None = None
         self._is_active, self._is_closed = False, threading.Event()
         self._latest: Work | None = None
-        self._shown: Work | None = None
+        self._displayed: Work | None = None
         self._announced = ExitStack()
 
     def look(self) -> None:
-        """Show the group's latest known work, without waiting. After an error the store is not read again."""
+        """Show the group's latest work, without waiting. After an error the store is not read again."""
         self._is_active = True
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"progress of {self._group}", daemon=True)
@@ -82,18 +82,18 @@ class ProgressMonitor:
         return _decoded(store.get(KEY), self._group) if store.check([KEY]) else None
 
     def _show(self, work: Work | None) -> None:
-        shown = self._shown
-        if shown is not None and work is not None and (shown.name, shown.total) == (work.name, work.total):
-            shown.done, shown.started = work.done, work.started
+        old = self._displayed
+        if old is not None and work is not None and (old.name, old.total) == (work.name, work.total):
+            old.done, old.started = work.done, work.started
             return
         self._hide()
         if work is not None:
             self._announced.enter_context(announced(work))
-            self._shown = work
+            self._displayed = work
 
     def _hide(self) -> None:
         self._announced.close()
-        self._shown = None
+        self._displayed = None
 
     def clear(self) -> None:
         """Hide the work, and stop reading until the next look."""
@@ -101,18 +101,18 @@ class ProgressMonitor:
         self._hide()
 
     def close(self) -> None:
-        """End the thread, unless it waits for a store that never answers."""
+        """Tell the thread to end, without waiting for it: the store may never answer."""
         self._is_closed.set()
         self.clear()
 
 
 def encoded(work: Work | None) -> str:
-    """Return the work as JSON."""
+    """Encode the work as JSON."""
     return json.dumps(work and [work.name, work.total, work.unit, work.look(), round(work.elapsed_s, 1)])
 
 
 def _decoded(text: bytes, group: str) -> Work | None:
-    """Return the work of `encoded`, named after the group."""
+    """Decode the JSON of `encoded`; put the group's name before the work's."""
     fields = json.loads(text)
     if fields is None:
         return None

@@ -1,4 +1,4 @@
-"""The process of one rank: joins its group's world, holds a worker, runs its methods."""
+"""The process of one rank, which joins its group's world and runs its worker's methods."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from nemo_opd.distributed import process_group
 
 
 class RankActor:
-    """Ray actor of one rank."""
+    """The Ray actor of one rank."""
 
     def __init__(
         self,
@@ -25,11 +25,13 @@ class RankActor:
         host: str | None,
         secrets: Mapping[str, str],
     ) -> None:
-        """host: address of the store where all ranks are on this machine; None where they are on several. secrets:
-        environment variables of the driver.
+        """Set up the process.
+
+        host: address of the group's store if all ranks are on this machine, else None. secrets: environment variables
+        of the driver.
         """
         os.environ.update(secrets)
-        # Ray shows an actor its own GPU alone.
+        # Only the actor's own GPU is visible to it.
         os.environ["LOCAL_RANK"] = "0"
         if device == "cuda":
             torch.cuda.set_device(0)
@@ -52,7 +54,7 @@ class RankActor:
         return host, self.store.port
 
     def create(self, address: tuple[str, int], worker: type, arguments: dict[str, Any]) -> Failure | None:
-        """Join the world and build the worker; return what went wrong, if anything did."""
+        """Join the world and build the worker; return the failure, if any."""
         try:
             if self.index == 0:
                 self.reporter = ProgressReporter(lambda: process_group.connect_store(*address, ANSWER_S))

@@ -1,4 +1,4 @@
-"""Ray's own processes. Without them Ray ends this process after a minute, with no message."""
+"""Ray's own processes. If they end, Ray ends this process after a minute without a message."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from nemo_opd.errors import ClusterError
 _NAMES = ("gcs_server", "raylet")
 _CONNECT_S = 5.0
 _GONE_S = 30.0
-"""Longest wait for killed processes, whose memory the kernel frees first."""
+"""Limit of the wait for killed processes, whose memory the kernel frees first."""
 
 
 @contextmanager
 def in_new_session() -> Iterator[None]:
-    """Make Ray start its processes outside of this one's process group.
+    """Make Ray start its processes outside this process's group.
 
-    A closed terminal and timeout(1) send signals to the whole group; the driver handles them, and needs Ray until its
-    step is done.
+    A closed terminal and timeout(1) signal the whole process group; the driver handles the signals, and needs Ray until
+    its step is done.
     """
-    internal: Any = ray_services  # Ray has no setting for it
+    internal: Any = ray_services  # Ray has no setting for this
     popen = internal.ConsolePopen
     internal.ConsolePopen = partial(popen, start_new_session=True)
     try:
@@ -43,7 +43,10 @@ class Services:
     """The Ray processes that a run depends on."""
 
     def __init__(self, processes: Sequence[psutil.Process] = (), address: str | None = None) -> None:
-        """processes: of a cluster that this run has started. address: `host:port` of another cluster's head."""
+        """Store what to watch.
+
+        processes: services of a cluster that this run has started. address: `host:port` of another cluster's head.
+        """
         self._processes = {process: process.name() for process in processes}
         self._address = address
 
@@ -62,12 +65,12 @@ class Services:
         return not self._ended()
 
     def require_alive(self) -> None:
-        """Raise ClusterError where a service has ended, so that no call waits for an answer."""
+        """Raise ClusterError if a service has ended, so that no call waits for an answer."""
         if ended := self._ended():
             raise ClusterError(
-                f"{' and '.join(ended)} ended, and the workers with it. If that was a signal to all of the run's "
-                "processes, send it to the first one alone, which then saves a checkpoint; else memory may have run "
-                f"out, or /dev/shm ({_shared_memory_left()}). {CONTINUE}"
+                f"{' and '.join(ended)} ended, and the workers with it. If you sent a signal to all of the run's "
+                "processes, send it to the first one only, which then saves a checkpoint; otherwise memory may have "
+                f"run out, or /dev/shm ({_free_shared_memory()}). {CONTINUE}"
             )
 
     def _ended(self) -> list[str]:
@@ -78,7 +81,7 @@ class Services:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Return whether a process has ended; a zombie has."""
+    """Return whether a process has ended; zombies count as ended."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -87,22 +90,22 @@ def has_ended(process: psutil.Process) -> bool:
 
 def processes_of_sessions(leaders: Collection[int]) -> list[psutil.Process]:
     """Return all processes in the sessions with these leaders."""
-    found = []
+    members = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError):
             if os.getsid(process.pid) in leaders and not has_ended(process):
-                found.append(process)
-    return found
+                members.append(process)
+    return members
 
 
 def end(processes: Sequence[psutil.Process]) -> None:
-    """Kill the processes that are alive, and return when they are gone, or after `_GONE_S`."""
+    """Kill processes, and return when they are gone, or after `_GONE_S`."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     # psutil.wait_procs counts a zombie that nobody reaps, as in some containers, as alive.
-    limit = time.monotonic() + _GONE_S
-    while not all(has_ended(process) for process in processes) and time.monotonic() < limit:
+    deadline = time.monotonic() + _GONE_S
+    while not all(has_ended(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -116,7 +119,7 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _shared_memory_left() -> str:
+def _free_shared_memory() -> str:
     try:
         return f"{psutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free"
     except OSError:

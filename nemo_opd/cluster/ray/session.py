@@ -1,4 +1,4 @@
-"""A Ray session: one that is started on this machine and ended with the run, or a running cluster that is joined."""
+"""A Ray session, either started on this machine for the run or joined on a running cluster."""
 
 import logging
 import os
@@ -18,25 +18,25 @@ from nemo_opd.cluster.ray.session_folder import SessionFolder
 from nemo_opd.errors import ClusterError
 
 _OBJECT_STORE_BYTES = 200 * 2**20
-"""Size of a local cluster's object store: ids, masks and handles of a few batches."""
+"""Size of a local cluster's object store, for the ids, masks and handles of a few batches."""
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 _SYSTEM = {
     # Each actor gets a new process, so prestarted ones would only idle.
     "prestart_worker_first_driver": False,
-    # By default Ray gives workers a lower priority than all other processes of the machine.
+    # By default Ray gives workers a lower priority than the machine's other processes.
     "worker_niceness": 0,
-    # Records of calls are for a dashboard, which does not run, and would grow over the whole run.
+    # Records of calls are for a dashboard, which does not run here, and would grow without limit.
     "task_events_report_interval_ms": 0,
 }
 STARTS = 2
-"""Attempts to start a local cluster: Ray waits for half a minute, which is too short on a very busy machine."""
+"""Attempts to start a local cluster: Ray gives up after half a minute, too early on a very busy machine."""
 
 
 def probe(address: str) -> None:
-    """Check a cluster's address, for which `ray.init` would retry for long.
+    """Check a cluster's address before `ray.init`, which would retry for a long time.
 
-    Raises OSError where nothing listens at `host:port`, AuthenticationError where the cluster refuses this process's
-    token, and RayError where it is not a Ray cluster.
+    Raises OSError if nothing listens at `host:port`, AuthenticationError if the cluster refuses this process's token,
+    and RayError if it is not a Ray cluster.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
@@ -47,33 +47,33 @@ def probe(address: str) -> None:
 
 @contextmanager
 def _keep_signal_handlers() -> Iterator[None]:
-    """Restore the handler of SIGTERM, which Ray replaces by one that ends the process at once.
+    """Restore the SIGTERM handler, which Ray replaces by one that ends the process immediately.
 
-    Raises KeyboardInterrupt for a signal that arrives inside.
+    Raises KeyboardInterrupt if the signal arrives in this context.
     """
-    before = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
-    except SystemExit as end:  # what Ray's handler raises
-        raise KeyboardInterrupt from end
+    except SystemExit as exit_signal:  # raised by Ray's handler
+        raise KeyboardInterrupt from exit_signal
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 class RaySession:
-    """This process's connection to Ray, and Ray's own processes where this process has started them."""
+    """This process's connection to Ray, and Ray's own processes if this process has started them."""
 
     def __init__(self, address: str | None, *, num_cpus: int, num_gpus: int | None = None) -> None:
-        """Join the cluster at `address`, or start one on this machine for `num_cpus` workers where it is None.
+        """Join the cluster at `address`, or if that is None start one on this machine for `num_cpus` workers.
 
-        num_gpus: the first of this machine's GPUs that the workers may use; by default all. Raises ClusterError where
-        Ray does not start, or does not answer.
+        num_gpus: number of this machine's GPUs for the workers, counted from the first; by default all. Raises
+        ClusterError if Ray does not start or does not answer.
         """
         self.services = Services()
         self._is_connected = False
         self._folder: SessionFolder | None = None
         self._sessions: set[int] = set()
-        """Session ids of Ray's processes, which also find processes that a killed one has just started."""
+        """Session ids of Ray's processes, which also reveal the children that a killed process has just started."""
         try:
             if address:
                 self._join(address)
@@ -91,7 +91,7 @@ class RaySession:
                 ray.init(address=address, runtime_env={"env_vars": forwarded(os.environ)}, **_QUIET)
         except AuthenticationError as error:
             raise ClusterError(
-                f"cluster.address={address}: the cluster asks for a token that this process does not have; set "
+                f"cluster.address={address}: the cluster requires a token that this process does not have; set "
                 "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token that the cluster was started "
                 "with"
             ) from error
@@ -113,8 +113,8 @@ class RaySession:
                 self.close()
                 if start == STARTS:
                     raise ClusterError(
-                        f"Ray did not start on this machine in {STARTS} tries ({error}); end what keeps its processors "
-                        "or memory busy, start Ray with `ray start --head` and give cluster.address, or write "
+                        f"Ray did not start on this machine in {STARTS} attempts ({error}); free processors and "
+                        "memory, start Ray with `ray start --head` and give cluster.address, or write "
                         "cluster.launcher=local"
                     ) from error
 
@@ -138,7 +138,7 @@ class RaySession:
         self.services = Services.among(started)
 
     def close(self) -> None:
-        """Disconnect, which ends actors and placement groups, and end a cluster that was started here."""
+        """Disconnect, which ends actors and placement groups, and end the cluster if it was started here."""
         started = self._folder.processes() if self._folder else []
         self._sessions |= {process.pid for process in started}
         try:

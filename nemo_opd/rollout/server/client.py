@@ -1,4 +1,4 @@
-"""Concurrent requests to servers, each with its retries."""
+"""Concurrent requests to servers, with retries."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
 
 _CHECK_S = 0.2
 _TRY_AGAIN = {408, 409, 425, 429}
-"""Statuses below 500 after which the same request may succeed."""
+"""Statuses below 500 that are worth a retry."""
 
 _Answer = TypeVar("_Answer")
 _Body = dict[str, Any]
 
 
 class _RefusedError(Exception):
-    """A request that the server calls wrong, so that sending it again is of no use."""
+    """A request that the server rejects, so that retrying cannot help."""
 
 
 @dataclass(kw_only=True)
 class Client(Generic[_Answer]):
-    """Requests to servers of one model; each goes to the one that has fewest, and after a failure to another."""
+    """A client of several servers of one model. A request goes to the least loaded server, a retry to another one."""
 
     urls: Sequence[str]
-    """Addresses to which requests are sent."""
+    """Addresses that requests are sent to."""
     concurrency: int
     """Largest number of requests in flight."""
     timeout_s: float
-    """Limit of one try of one request."""
+    """Limit per try of a request."""
     retries: int
     trust_env: bool
     """Whether the environment's proxies are used."""
     key: str = "rollout"
-    """Section of the settings, for messages."""
+    """Section of the settings, for error messages."""
     error: type[OPDError] = RolloutError
     headers: Mapping[str, str] = field(default_factory=dict)
     max_bytes: int | None = None
-    """Limit of an answer's size; None: `http.MAX_BYTES`."""
+    """Size limit of an answer; `http.MAX_BYTES` if None."""
     retried: int = 0
     """Requests sent again, so far."""
     _spread: Spread = field(init=False)
@@ -56,12 +56,12 @@ class Client(Generic[_Answer]):
     def complete(
         self, bodies: Sequence[_Body], read: Callable[[int, Any], _Answer], check: Callable[[], None] = lambda: None
     ) -> list[_Answer]:
-        """Return one answer for each body, in order.
+        """Return one answer per body, in order.
 
-        read: makes one of a request's number and its reply; raises UnusableError, KeyError, TypeError, IndexError,
-        AttributeError or ValueError for a reply that it cannot use. check: called regularly meanwhile; what it raises
-        ends all requests. Raises `error` for a request whose tries all failed, from what the last one met; no request
-        is in flight afterwards.
+        read: turns a request's number and reply into an answer; raises UnusableError, KeyError, TypeError, IndexError,
+        AttributeError or ValueError for an unusable reply. check: called regularly meanwhile; an exception in it ends
+        all requests. Raises `error`, caused by the last failure, if all tries of a request fail; no request is in
+        flight afterwards.
         """
         try:
             return asyncio.run(self._complete(bodies, read, check))
@@ -110,12 +110,12 @@ class Client(Generic[_Answer]):
                 await asyncio.sleep(pause_s(attempt))
             address = self._spread.next(is_retry=attempt > 0)
             try:
-                with address.asked():
+                with address.track_request():
                     return await self._try(http, address, number, body, read)
             except _RefusedError as error:
                 raise self.error(f"{address.url} refused prompt {number}: {error}") from error
             except UnusableError as error:
-                check()  # a server that has died is the better explanation
+                check()  # the server's death is the better explanation
                 last = error
         tries = f"{self.retries + 1} tries ({self.key}.retries={self.retries})" if self.retries else "1 try"
         raise self.error(f"{address.url} gave no completion of prompt {number} in {tries}: {last}") from last
@@ -139,6 +139,6 @@ class Client(Generic[_Answer]):
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the group's first exception, which is why the other tasks were ended."""
+    """Return the group's first exception, which ended the other tasks."""
     first = group.exceptions[0]
     return _first_of(first) if isinstance(first, BaseExceptionGroup) else first

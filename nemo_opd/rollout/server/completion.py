@@ -1,4 +1,4 @@
-"""Answers of a server, checked and made completions."""
+"""Checks of server answers, and their conversion to completions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from nemo_opd.rollout.server.http import UnusableError
 from nemo_opd.users_code import is_finite, shown
 
 ROUNDING = 1e-3
-"""Largest log-probability that is taken for 0: servers compute in 32 bits."""
+"""Largest positive log-probability that counts as rounding: servers compute in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,36 +21,36 @@ class Answer:
 
     ids: object
     logprobs: object
-    """Log-probabilities by the policy that sampled, after the temperature and, where the program `sees_cuts`, top-k and
+    """Log-probabilities under the sampling policy: with temperature and, if the program `sees_cuts`, with top-k and
     top-p.
     """
     finish_reason: str | None
     model: str | None
-    """Name of the model; None where the program does not report it."""
+    """Name of the model; None if the program does not report it."""
     raw_logprobs: object = None
-    """Log-probabilities by the model, at temperature 1; None where they take another request."""
+    """Log-probabilities under the model, at temperature 1; None if they need another request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Facts that requests by one version of the weights share, and that answers must fit."""
+    """Properties of the served model that requests use and answers are checked against."""
 
     model: str
-    """Name that the server gives the model."""
+    """The model's name on the server."""
     end_ids: frozenset[int]
     vocab_size: int
-    """Rows of the head that are tokens; later ones must not be sampled."""
+    """Head rows that are tokens; later rows must not be sampled."""
     head_size: int
-    """Rows of the head; `vocab_size` where it is not known."""
+    """Head rows; `vocab_size` if unknown."""
 
     @property
     def bias(self) -> dict[str, Any]:
-        """OpenAI's `logit_bias` against rows that are no tokens; empty where all are tokens."""
-        no_tokens = range(self.vocab_size, self.head_size)
-        return {"logit_bias": {str(each): -100.0 for each in no_tokens}} if no_tokens else {}
+        """OpenAI's `logit_bias` that suppresses head rows without a token; empty if all rows are tokens."""
+        unused_rows = range(self.vocab_size, self.head_size)
+        return {"logit_bias": {str(row): -100.0 for row in unused_rows}} if unused_rows else {}
 
     def completion(self, request: Request, answer: Answer, version: int) -> Completion:
-        """Return the answer as a completion by weights of `version`. Raises UnusableError."""
+        """Convert an answer to a completion by weights of `version`. Raises UnusableError."""
         if answer.model not in (None, self.model):
             raise UnusableError(f"it is by the model {answer.model!r} and not by {self.model!r}")
         ids = self._checked_ids(answer.ids, request.max_new_tokens)
@@ -64,14 +64,14 @@ class Terms:
         )
 
     def _checked_ids(self, ids: object, max_new_tokens: int) -> list[int]:
-        if not isinstance(ids, list) or not ids or not all(isinstance(each, int) for each in ids):
+        if not isinstance(ids, list) or not ids or not all(isinstance(token, int) for token in ids):
             raise UnusableError("it has no token ids")
         if len(ids) > max_new_tokens:
-            raise UnusableError(f"it has {len(ids)} tokens where at most {max_new_tokens} were asked for")
-        if wrong := [each for each in ids if not 0 <= each < self.vocab_size]:
+            raise UnusableError(f"it has {len(ids)} tokens, and at most {max_new_tokens} were requested")
+        if wrong := [token for token in ids if not 0 <= token < self.vocab_size]:
             raise UnusableError(f"token id {shown(wrong[0])} is outside the vocabulary of {self.vocab_size}")
-        if any(each in self.end_ids for each in ids[:-1]):
-            raise UnusableError("it goes on after a token that ends the turn")
+        if any(token in self.end_ids for token in ids[:-1]):
+            raise UnusableError("it continues after a token that ends the turn")
         return ids
 
     def _finish_reason(self, ids: list[int], reason: str | None, request: Request) -> FinishReason:
@@ -79,8 +79,8 @@ class Terms:
             return "stop"
         if reason != "length":
             raise UnusableError(
-                f"it ended ({reason}) with token {ids[-1]}, which does not end a turn (these do: "
-                f"{sorted(self.end_ids)}); the server has other stop tokens"
+                f"it ended ({reason}) with token {ids[-1]}, which is not an end token ({sorted(self.end_ids)}); the "
+                "server uses other stop tokens"
             )
         if len(ids) < request.max_new_tokens:
             raise UnusableError(
@@ -91,11 +91,11 @@ class Terms:
 
 
 def checked_logprobs(logprobs: object, count: int) -> NDArray[np.float32]:
-    """Return log-probabilities as an array [count]. Raises UnusableError where they are not `count` finite ones."""
-    if not isinstance(logprobs, list) or not all(isinstance(each, int | float) for each in logprobs):
+    """Return log-probabilities as an array [count]. Raises UnusableError unless they are `count` finite numbers ≤ 0."""
+    if not isinstance(logprobs, list) or not all(isinstance(value, int | float) for value in logprobs):
         raise UnusableError("it has no log-probabilities of its tokens")
     if len(logprobs) != count:
         raise UnusableError(f"it has {count} tokens and {len(logprobs)} log-probabilities")
-    if wrong := [each for each in logprobs if not is_finite(each) or each > ROUNDING]:
-        raise UnusableError(f"{shown(wrong[0])} is no log-probability")
+    if wrong := [value for value in logprobs if not is_finite(value) or value > ROUNDING]:
+        raise UnusableError(f"{shown(wrong[0])} is not a log-probability")
     return np.array(logprobs, np.float32)

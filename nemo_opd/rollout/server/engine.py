@@ -28,27 +28,27 @@ from nemo_opd.rollout.server.transformers import Transformers
 from nemo_opd.rollout.server.vllm import VLLM
 
 PROGRAMS: dict[str, type[Program]] = {"vllm": VLLM, "sglang": SGLang, "transformers": Transformers}
-"""`rollout.program` → program. A test holds that every one is here."""
+"""`rollout.program` → program. A test checks that none is missing."""
 _POLL_S = 0.2
 
 
 class ServerEngine(Generator):
-    """A server, started here or found at `rollout.url`.
+    """An engine on a server that is started here or runs at `rollout.url`.
 
-    A server that is started here has its own session, an environment without any launcher's variables, and a log in
-    `workdir/server.log`; all of its processes and temporary files are gone after `close`, and also when this process is
-    killed. One at an address needs the program's options (`Program.hint`); `close` leaves it running, with the last
+    A server started here has its own session, an environment without launcher variables, and a log in
+    `workdir/server.log`. Its processes and temporary files are removed by `close`, and also if this process is killed.
+    A server at `rollout.url` needs the program's options (`Program.hint`); `close` leaves it running with the last
     weights.
 
-    Calls from several threads wait for each other: no request is in flight while weights change, so a completion's
-    version is that of the weights that sampled it.
+    Calls from several threads are serialized. No request is in flight while weights change, so a completion's `version`
+    is exact.
     """
 
     def __init__(self, settings: ServerRollout, spec: EngineSpec, model: str | Path, version: int = 0) -> None:
         """Start or find the server, and return once it has answered a request.
 
-        model: the first to sample with, a folder or a hub name. Raises RolloutError after `rollout.start_timeout_s` at
-        most where it does not answer; nothing is left behind then.
+        model: folder or hub name of the first weights. Raises RolloutError, after cleaning up, if the server does not
+        answer within `rollout.start_timeout_s`.
         """
         self._settings, self._version = settings, version
         self._program = PROGRAMS[settings.program]()
@@ -94,25 +94,26 @@ class ServerEngine(Generator):
         return self._client.retried
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Return one completion for each request, in order.
+        """Return one completion per request, in order.
 
-        Where sampling is warped, most programs get a second request, for the raw log-probabilities of what they
-        sampled. Raises RolloutError for a request the server refuses, one whose tries all failed, and a server that
-        died.
+        If sampling is warped, most programs get a second request for the raw log-probabilities of the sampled tokens.
+        Raises RolloutError if the server rejects a request, all tries of a request fail, or the server dies.
         """
         check_lengths(requests, self._max_length)
         with self._lock:
             self._check_usable()
             self._wake()
             completions = self._client.complete(
-                [self._program.body(each, sampling, self._terms) for each in requests],
+                [self._program.body(request, sampling, self._terms) for request in requests],
                 lambda i, reply: self._terms.completion(requests[i], self._program.answer(reply), self._version),
                 self._check_process,
             )
-            return self._with_raw(requests, completions) if sampling.is_warped and sampling.needs_raw else completions
+            if sampling.is_warped and sampling.needs_raw:
+                return self._add_raw_logprobs(requests, completions)
+            return completions
 
-    def _with_raw(self, requests: Sequence[Request], completions: list[Completion]) -> list[Completion]:
-        """Return the completions with raw log-probabilities, which the first answers may have."""
+    def _add_raw_logprobs(self, requests: Sequence[Request], completions: list[Completion]) -> list[Completion]:
+        """Request the raw log-probabilities, unless the first answers have them."""
         pairs = zip(requests, completions, strict=True)
         bodies = [body for body in (self._program.raw_body(*pair, self._terms) for pair in pairs) if body is not None]
 
@@ -123,13 +124,13 @@ class ServerEngine(Generator):
         return self._client.complete(bodies, read, self._check_process) if bodies else completions
 
     def update_weights(self, folder: Path, version: int) -> None:
-        """Sample from now on with the model in a Hugging Face folder, which the server must see under the same path.
+        """Load the weights in a Hugging Face folder, which the server must see under the same path.
 
-        Waits for requests in flight. Raises RolloutError: for a folder without the whole of this model, with the
-        weights as before; where the server does not load it, and the engine is of no use any more.
+        Waits for requests in flight. Raises RolloutError if the folder does not hold this complete model, which keeps
+        the old weights, or if the server fails to load it, which makes the engine unusable.
         """
         folder = folder.resolve()
-        # Some servers die of a folder they cannot read.
+        # Some servers crash on a folder that they cannot read.
         self._check_same_model(ModelFolder.read(folder).shapes, folder)
         with self._lock:
             name = self._load(self._terms.model, folder, version)
@@ -137,14 +138,14 @@ class ServerEngine(Generator):
 
     @property
     def takes_memory(self) -> bool:
-        """Whether it can load weights that a process of this machine holds in memory."""
+        """Whether the server can load weights from the memory of another process on this machine."""
         return self._process is not None and self._program.loads_files
 
     def update_from_memory(self, file: FileDescriptor, version: int) -> bool:
-        """Sample from now on with a safetensors file that a process holds in memory.
+        """Load the weights in a safetensors file that a process holds in memory.
 
-        Returns False, with the weights as before, where the process is on another machine, or the server cannot see it,
-        as in a container. Raises RolloutError as `update_weights` does.
+        Returns False and keeps the old weights if the process is on another machine, or the server cannot access it, as
+        in a container. Raises RolloutError as `update_weights` does.
         """
         try:
             file.check()
@@ -152,14 +153,14 @@ class ServerEngine(Generator):
         except (OSError, SafetensorError):
             return False
         self._check_same_model(shapes, "the student's process")
-        with self._lock, self._replacing(version):
+        with self._lock, self._weight_update(version):
             is_loaded = self._program.load_files(self._http, [file.path], version)
             if is_loaded:
                 self._version = version
         return is_loaded
 
     def rest(self) -> None:
-        """Have the server give its GPU memory back until the next call, where it is to. Raises RolloutError."""
+        """Let the server release its GPU memory until the next call, if it is set to sleep. Raises RolloutError."""
         if not self._sleeps:
             return
         with self._lock:
@@ -169,7 +170,7 @@ class ServerEngine(Generator):
                     self._program.sleep(self._http)
                 except RolloutError as error:
                     raise RolloutError(
-                        f"the rollout server cannot give its memory back: {error}; write rollout.sleep=false"
+                        f"the rollout server cannot release its memory: {error}; set rollout.sleep=false"
                     ) from error
                 self._is_asleep = True
 
@@ -180,7 +181,7 @@ class ServerEngine(Generator):
             self._program.wake(self._http)
         except RolloutError as error:
             raise RolloutError(
-                f"the rollout server cannot take its memory back: {error}; lower rollout.memory_share, or write "
+                f"the rollout server cannot get its memory back: {error}; lower rollout.memory_share, or set "
                 "rollout.sleep=false"
             ) from error
         self._is_asleep = False
@@ -209,13 +210,13 @@ class ServerEngine(Generator):
         return f"http://{HOST}:{port}"
 
     def _first_name(self, model: str) -> str:
-        """Wait for the server, have it load the model where it may have another, and return the model's name."""
+        """Wait for the server, load the model if the server may hold other weights, and return the model's name."""
         self._wait()
         served = self._program.served(self._http)
         if self._process is not None:
             name, is_loaded = self._program.name(model), served is not None
         else:
-            # The weights that it was started with are not known.
+            # The server may have been started with other weights.
             name = model if served is None else _name_among(served, model, self.url)
             is_loaded = self._first is None
         return name if is_loaded else self._load(name, Path(model), self._version)
@@ -236,16 +237,16 @@ class ServerEngine(Generator):
             time.sleep(_POLL_S)
 
     def _probe(self) -> None:
-        """Raise RolloutError where the server returns no token ids or not the log-probabilities that are needed."""
-        # The only token that can be sampled has probability 1 by the policy that samples it.
+        """Raise RolloutError if the server does not return token ids and the required log-probabilities."""
+        # With top-k 1, the sampled token has probability 1 under the sampling policy.
         settings = self._settings
-        wanted = Sampling(settings.temperature, settings.top_p, settings.top_k)
-        sampling = Sampling(top_k=1 if self._program.sees_cuts else None, needs_raw=wanted.is_warped)
+        configured = Sampling(settings.temperature, settings.top_p, settings.top_k)
+        sampling = Sampling(top_k=1 if self._program.sees_cuts else None, needs_raw=configured.is_warped)
         try:
             (probe,) = self.generate([Request(np.zeros(1, np.int32), max_new_tokens=1, seed=0)], sampling)
             if self._program.sees_cuts and probe.behaviour_logprobs[0] < -ROUNDING:
                 raise RolloutError(
-                    "its log-probabilities are not those of the policy that samples, after temperature, top-k and top-p"
+                    "its log-probabilities are not those of the sampling policy, after temperature, top-k and top-p"
                 )
         except RolloutError as error:
             hint = f"; {self._program.hint}" if self._process is None or settings.command else ""
@@ -256,12 +257,12 @@ class ServerEngine(Generator):
             self._first.check_same_model(shapes, where)
 
     def _load(self, name: str, folder: Path, version: int) -> str:
-        with self._replacing(version):
+        with self._weight_update(version):
             return self._program.load(self._http, name, folder, version)
 
     @contextmanager
-    def _replacing(self, version: int) -> Iterator[None]:
-        """Change weights inside; after a failure the engine is of no use, since its weights are not known."""
+    def _weight_update(self, version: int) -> Iterator[None]:
+        """Wrap a change of the weights. After a failure the weights are unknown, so the engine becomes unusable."""
         self._check_usable()
         self._wake()
         self._failure = f"version {version} of the weights was not loaded"
@@ -290,13 +291,13 @@ def _free_port() -> int:
 
 
 def _name_among(served: dict[str, str], model: str, url: str) -> str:
-    """Return the name under which a server serves the model; a folder may be loaded into its only model.
+    """Return the server's name for the model; a folder can be loaded into a server's only model.
 
-    Raises RolloutError where it serves others.
+    Raises RolloutError if the server serves other models.
     """
-    fitting = [name for name, source in served.items() if model in (name, source)]
-    if not fitting and len(served) == 1 and Path(model).is_dir():
+    names = [name for name, source in served.items() if model in (name, source)]
+    if not names and len(served) == 1 and Path(model).is_dir():
         return next(iter(served))
-    if not fitting:
+    if not names:
         raise RolloutError(f"rollout.url={url} serves {', '.join(served) or 'nothing'} and not {model}")
-    return fitting[0]
+    return names[0]

@@ -1,4 +1,4 @@
-"""GPUs that a rollout server has for itself."""
+"""GPUs reserved for a rollout server."""
 
 import os
 
@@ -8,9 +8,9 @@ from nemo_opd.config.rollout import RolloutBase, ServerRollout
 
 
 def server_gpus(rollout: RolloutBase) -> tuple[str, ...]:
-    """Return the names of the last GPUs that this process sees, as many as `rollout.gpus`."""
+    """Return the names of the last `rollout.gpus` GPUs that this process sees."""
     if not isinstance(rollout, ServerRollout) or rollout.gpus is None:
         return ()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = names.split(",") if names else [str(i) for i in range(torch.cuda.device_count())]
     return tuple(visible[-rollout.gpus :])

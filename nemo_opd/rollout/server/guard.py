@@ -1,11 +1,11 @@
-"""Parent process of a server, which ends it and all its processes when the run ends: run as a script.
+"""Parent process of a server, run as a script; it ends the server and all its processes when the run ends.
 
     python guard.py COMMAND …
 
-The server's temporary files, sockets among them, are in a folder that is removed with it.
+The server's temporary files, including sockets, are in a folder that is removed with it.
 
-Standard input is a pipe that nobody writes to: it is closed when the run ends, however it ends.
-Exits with the server's code. Imports nothing of this package, so that it starts in a moment.
+Standard input is a pipe that nobody writes to; it closes when the run ends, however it ends.
+Exits with the server's code. Imports nothing from this package, so that it starts quickly.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_S = 0.2
 GRACE_S = 5.0
-"""Time between the request to end and the kill."""
+"""Time between SIGTERM and SIGKILL."""
 
 
 def main(command: list[str]) -> int:
-    # Processes whose parent died become children of this one, so that none is lost.
+    # Orphaned processes become children of this one, so that none is lost.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     run = os.getppid()
-    # A signal ends the server, as the closed pipe does.
+    # A signal ends the server, like the closed pipe.
     for number in _SIGNALS:
         signal.signal(number, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="opd_server_", ignore_cleanup_errors=True) as folder:
@@ -50,30 +50,30 @@ def main(command: list[str]) -> int:
 
 
 def _is_closed() -> bool:
-    """Return whether the run has closed the pipe; waits a moment for it."""
+    """Return whether the run has closed the pipe, after waiting briefly for it."""
     readable, _, _ = select.select([0], [], [], _POLL_S)
     return bool(readable) and not os.read(0, 1)
 
 
 def _end_descendants() -> None:
-    """Ask all processes below this one to end, and kill those that are left after a while."""
+    """Terminate all processes below this one, and kill those that remain after `GRACE_S`."""
     deadline = time.monotonic() + GRACE_S
     for process in _descendants():
         _send(process, signal.SIGTERM)
-    while left := _descendants():
+    while remaining := _descendants():
         if time.monotonic() > deadline:
-            for process in left:
+            for process in remaining:
                 _send(process, signal.SIGKILL)
-        psutil.wait_procs(left, timeout=_POLL_S)
+        psutil.wait_procs(remaining, timeout=_POLL_S)
 
 
 def _descendants() -> list[psutil.Process]:
-    found = []
+    running = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                running.append(process)
+    return running
 
 
 def _send(process: psutil.Process, number: int) -> None:

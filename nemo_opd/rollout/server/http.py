@@ -1,7 +1,7 @@
 """HTTP calls to a server: JSON in, JSON out, with limits of time and size.
 
-The only file that knows httpx2, which comes with the extra `serve`: every run imports this file, so the library is
-imported when a request is made.
+This is the only file that uses httpx2, from the extra `serve`. Every run imports this file, so httpx2 is imported only
+when a request is made.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
 MAX_BYTES = 1 << 27
-"""Unpacked size of an answer: several times that of 128k tokens with their log-probabilities and the prompt's."""
+"""Decompressed size of an answer: several times as much as 128k tokens and their prompt with log-probabilities need."""
 HEALTH_S = 5.0
-"""Limit for the answer whether a server is healthy."""
+"""Limit of a health check."""
 _SHOWN = 500
 """Characters of a server's own message in errors."""
 
@@ -30,12 +30,12 @@ class UnusableError(Exception):
 
 
 class UnansweredError(UnusableError):
-    """No answer in time, or one by which the server cannot answer now, whatever it was asked."""
+    """No answer in time, or a failure that does not depend on the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """A whole answer."""
+    """A complete answer."""
 
     status: int
     content: bytes
@@ -50,7 +50,7 @@ class _Reply:
         return " ".join(self.content[: 4 * _SHOWN].decode(errors="replace").split())[:_SHOWN]
 
     def json(self) -> Any:
-        """Parse the content. Raises ValueError for what is no JSON, also where its nesting is too deep."""
+        """Parse the content. Raises ValueError for invalid or too deeply nested JSON."""
         try:
             return json.loads(self.content)
         except RecursionError:
@@ -58,9 +58,9 @@ class _Reply:
 
 
 def open_client(*, trust_env: bool, headers: Mapping[str, str], connections: int | None = None) -> AsyncClient:
-    """Return a client without time limits: httpx2's are for each part of an answer, of which there may be any number.
+    """Return a client without time limits: httpx2's limits apply to each part of an answer, not to the whole.
 
-    connections: the most that are open at a time, by default the library's limit.
+    connections: largest number of open connections, by default the library's limit.
     """
     from httpx2 import AsyncClient, Limits
 
@@ -92,16 +92,16 @@ async def fetch(client: AsyncClient, method: str, url: str, body: Any, max_bytes
 
 @dataclass(frozen=True, slots=True)
 class Http:
-    """Single calls to one server; every failure is an `error` that names the address."""
+    """Single calls to one server. Every failure raises an `error` that names the address."""
 
     url: str
-    """Address without a slash at the end."""
+    """Address without trailing slash."""
     timeout_s: float
-    """Limit of a whole call, however slowly it is answered."""
+    """Limit of an entire call, even if the answer arrives slowly."""
     trust_env: bool
     """Whether the environment's proxies are used."""
     hint: str = ""
-    """End of the message about a call that is answered with an error."""
+    """End of the message if a call is answered with an error."""
     error: type[OPDError] = RolloutError
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -110,7 +110,7 @@ class Http:
         return self._call("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the content of the answer: None where it is empty, its text where it is no JSON.
+        """Return the content of the answer: None if it is empty, its text if it is not JSON.
 
         Raises `error`.
         """
@@ -126,7 +126,7 @@ class Http:
         try:
             reply = asyncio.run(self._fetch(method, path, body, self.timeout_s))
         except TimeoutError as error:
-            raise self.error(f"{self.url}{path}: no whole answer in {self.timeout_s:g} s") from error
+            raise self.error(f"{self.url}{path}: no complete answer in {self.timeout_s:g} s") from error
         except UnusableError as error:
             raise self.error(f"{self.url}{path}: {error}") from error
         if not reply.is_success:

@@ -15,9 +15,9 @@ _LAUNCHER_VARIABLES = {
     *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
     *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
 }
-"""Variables by which launchers describe this process.
+"""Variables that launchers set to describe this process.
 
-torchrun sets one OpenMP thread for each process, which does not suit a server.
+torchrun sets one OpenMP thread per process, which does not suit a server.
 """
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "RAY_", "SLURM_", "PMI_", "OMPI_")
 _CLOSE_S = guard.GRACE_S + 10.0
@@ -29,14 +29,14 @@ _CAUSE_LENGTH = 400
 """Characters of the cause in errors."""
 
 
-def _clean_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment, without what launchers set in it, and with `own` on top."""
-    kept = {name for name in os.environ.keys() - _LAUNCHER_VARIABLES if not name.startswith(_LAUNCHER_PREFIXES)}
-    return {name: os.environ[name] for name in kept} | dict(own)
+def _server_environment(overrides: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment without launcher variables, updated with `overrides`."""
+    names = {name for name in os.environ.keys() - _LAUNCHER_VARIABLES if not name.startswith(_LAUNCHER_PREFIXES)}
+    return {name: os.environ[name] for name in names} | dict(overrides)
 
 
 def cause(log: Sequence[str]) -> str:
-    """Return the first error in a log, such as `ValueError: …`, or its last line where there is none."""
+    """Return the first error in a log, such as `ValueError: …`, else its last line."""
     errors = (_CAUSE.search(line) for line in log if not _WARNING.search(line))
     first = next((match.group(1) for match in errors if match is not None), None)
     last = next((line.strip() for line in reversed(log) if line.strip()), "it logged nothing")
@@ -44,25 +44,25 @@ def cause(log: Sequence[str]) -> str:
 
 
 class ServerProcess:
-    """A command in its own session, logging into a file; it ends with this process, however this one ends."""
+    """A command in its own session that logs to a file and ends with this process, however this process ends."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """Start the command. Raises RolloutError where the log cannot be written."""
+        """Start the command. Raises RolloutError if the log cannot be written."""
         self.command, self.log = tuple(command), log
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("wb") as stream:
                 self._guard = subprocess.Popen(
-                    # -P: modules in the guard's folder have names of other modules.
+                    # -P: modules in the guard's folder would shadow others.
                     [sys.executable, "-P", guard.__file__, *self.command],
                     stdin=subprocess.PIPE,
                     stdout=stream,
                     stderr=subprocess.STDOUT,
-                    env=_clean_environment(environment),
+                    env=_server_environment(environment),
                     start_new_session=True,
                 )
         except OSError as error:
-            raise RolloutError(f"cannot start {self.command[0]}, which logs into {log}: {error}") from error
+            raise RolloutError(f"cannot start {self.command[0]}, which logs to {log}: {error}") from error
 
     def check(self) -> None:
         """Raise RolloutError if the server has died."""
@@ -74,7 +74,7 @@ class ServerProcess:
     def error(self, message: str) -> RolloutError:
         """Return an error with its cause from the log, and the log's last lines as a note.
 
-        The log of several processes ends with consequences of the error, so its first error counts as the cause.
+        With several processes, the log ends with consequences of the error, so the first error counts as the cause.
         """
         lines = self.log.read_text(errors="replace").splitlines()
         error = RolloutError(f"{message}: {cause(lines)}; its log is {self.log}")
@@ -82,7 +82,7 @@ class ServerProcess:
         return error
 
     def close(self) -> None:
-        """End all of its processes, in bounded time; may be called twice."""
+        """End all of the server's processes in bounded time; may be called twice."""
         stdin = self._guard.stdin
         if stdin is not None and not stdin.closed:
             stdin.close()

@@ -1,4 +1,4 @@
-"""The interface of programs that serve a model, with what they have in common."""
+"""The interface of programs that serve a model, and their shared code."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,36 +15,36 @@ from nemo_opd.rollout.server.http import Http
 Json = dict[str, Any]
 HOST = "127.0.0.1"
 NAME = "student"
-"""Name under which a server serves the model."""
+"""The model's name on a server that is started here."""
 _SEED_BITS = 31
-"""Some programs' generators drop higher bits, and would draw the same for seeds that differ only there."""
+"""Seed bits that all programs use; some programs' random generators drop higher ones."""
 
 
 class Program(ABC):
-    """A serving program: its command line, its requests and answers, and how it loads new weights."""
+    """A serving program: its command line, its requests and answers, and its way to load new weights."""
 
     command: ClassVar[tuple[str, ...]]
-    """Command that starts it where the user names no other."""
+    """Default command that starts the program."""
     environment: ClassVar[Mapping[str, str]] = {}
     path: ClassVar[str] = "/v1/completions"
-    """Path of requests for completions."""
+    """URL path of requests for completions."""
     max_concurrency: ClassVar[int | None] = None
     sees_cuts: ClassVar[bool] = True
-    """Whether its log-probabilities are those after top-k and top-p, and not only after the temperature."""
+    """Whether its log-probabilities include top-k and top-p, and not only the temperature."""
     loads_files: ClassVar[bool] = False
     """Whether it implements `load_files`."""
     hint: ClassVar[str]
-    """Options that a server which the user started needs, for errors."""
+    """Options that a user-started server needs, for error messages."""
 
     def name(self, model: str) -> str:
-        """Return the name it gives the model when started here."""
+        """Return the model's name on a server that is started here."""
         return NAME
 
     @abstractmethod
     def arguments(self, model: str, spec: EngineSpec, port: int, memory_share: float) -> list[str]:
         """Return the arguments that follow the command.
 
-        memory_share: share of each GPU's memory, or of the machine's on CPUs, for everything the server holds.
+        memory_share: share of each GPU's memory, or of the machine's memory on CPUs, that the server may use in total.
         """
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Program(ABC):
         """Return the body of a request for a completion."""
 
     def answer(self, reply: Json) -> Answer:
-        """Read the reply to `body`. Raises KeyError, TypeError or IndexError where it has another form."""
+        """Read the reply to `body`. Raises KeyError, TypeError or IndexError if it has another form."""
         choice = reply["choices"][0]
         logprobs = choice.get("logprobs") or {}
         return Answer(
@@ -64,23 +64,23 @@ class Program(ABC):
         )
 
     def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json | None:
-        """Return the body of a request for raw log-probabilities; None where the first answer has them.
+        """Return the body of a request for raw log-probabilities; None if the first answer has them.
 
-        The model reads the sampled sequence once, and does not sample it again.
+        The model reads the sampled sequence once, without sampling it again.
         """
         return None
 
     def raw_logprobs(self, reply: Json, completion: Completion) -> object:
-        """Read the reply to `raw_body`. Raises KeyError, TypeError or IndexError where it has another form."""
+        """Read the reply to `raw_body`. Raises KeyError, TypeError or IndexError if it has another form."""
         raise NotImplementedError
 
     def served(self, http: Http) -> dict[str, str] | None:
-        """Return name → model source of what it serves; None where it loads whatever a request names."""
+        """Return name → source of the served models; None if the server loads any model that a request names."""
         return openai_models(http)
 
     @abstractmethod
     def load(self, http: Http, name: str, folder: Path, version: int) -> str:
-        """Load the weights in a folder, and drop all caches of the old ones.
+        """Load the weights in a folder, and drop all caches of the old weights.
 
         Returns the model's name from now on. Raises RolloutError.
         """
@@ -88,12 +88,12 @@ class Program(ABC):
     def load_files(self, http: Http, files: Sequence[str], version: int) -> bool:
         """Load weights from safetensors files, which may be in a process's memory (/proc/PID/fd/NUMBER).
 
-        Returns False, with the weights as before, where the server cannot read them. Raises RolloutError.
+        Returns False and keeps the old weights if the server cannot read the files. Raises RolloutError.
         """
         raise NotImplementedError
 
     def sleep(self, http: Http) -> None:
-        """Give the GPUs' memory back, with the weights in main memory and no cache. Raises RolloutError."""
+        """Release GPU memory: keep the weights in main memory, and drop the cache. Raises RolloutError."""
         raise NotImplementedError
 
     def wake(self, http: Http) -> None:
@@ -102,16 +102,16 @@ class Program(ABC):
 
 
 def openai_models(http: Http) -> dict[str, str]:
-    """Return what `/v1/models` lists."""
+    """Return name → source of the models that `/v1/models` lists. Raises RolloutError."""
     try:
-        listed = http.get("/v1/models").get("data", [])
-        return {str(each["id"]): str(each.get("root") or each["id"]) for each in listed}
+        cards = http.get("/v1/models").get("data", [])
+        return {str(card["id"]): str(card.get("root") or card["id"]) for card in cards}
     except (AttributeError, KeyError, TypeError) as error:
         raise RolloutError(
-            f"{http.url}/v1/models does not list models as OpenAI's does; give another rollout.url"
+            f"{http.url}/v1/models does not list models as OpenAI's does; set another rollout.url"
         ) from error
 
 
 def short_seed(seed: int) -> int:
-    """Hash all bits of a seed to 31."""
+    """Hash all bits of a seed to 31 bits."""
     return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> (32 - _SEED_BITS)

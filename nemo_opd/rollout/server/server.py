@@ -1,4 +1,4 @@
-"""The student, or a model that is evaluated, on a server."""
+"""Engines on a server, for the student or an evaluated model."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,10 @@ from nemo_opd.rollout.server.engine import ServerEngine
 
 
 class _StudentServer(Engine):
-    """A server that reads the student's weights from memory where it can, else from a folder."""
+    """A server that reads the student's weights from memory if it can, else from a folder."""
 
     def __init__(self, server: ServerEngine, student: StudentModel, folder: Path, dtype: str) -> None:
-        """folder: for the weights of two versions at most. dtype: name of the dtype of the server's weights."""
+        """folder: holds the weights of at most two versions. dtype: name of the dtype of the server's weights."""
         self._server, self._student, self._folder, self._dtype = server, student, folder, dtype
         self._reads_memory = server.takes_memory
 
@@ -30,7 +30,7 @@ class _StudentServer(Engine):
     def follow(self, version: int) -> None:
         if version == self.version:
             return
-        former = _version_folder(self._folder, self.version)
+        previous = _version_folder(self._folder, self.version)
         if self._reads_memory:
             with self._student.held_weights(self._dtype) as file:
                 self._reads_memory = self._server.update_from_memory(file, version)
@@ -38,7 +38,7 @@ class _StudentServer(Engine):
             folder = _version_folder(self._folder, version)
             self._student.export(folder, self._dtype)
             self._server.update_weights(folder, version)
-        shutil.rmtree(former, ignore_errors=True)
+        shutil.rmtree(previous, ignore_errors=True)
 
     def rest(self) -> None:
         self._server.rest()
@@ -49,7 +49,7 @@ class _StudentServer(Engine):
 
 @contextmanager
 def for_student(settings: ServerRollout, spec: EngineSpec, student: StudentModel, version: int) -> Iterator[Engine]:
-    """Open the engine of a run. Raises RolloutError where the server does not start."""
+    """Open the engine of a run. Raises RolloutError if the server does not start."""
     # A subfolder, so that nothing else is removed with it.
     folder = (settings.weights_folder or spec.workdir) / "rollout_weights"
     first = _version_folder(folder, version)
@@ -64,7 +64,7 @@ def for_student(settings: ServerRollout, spec: EngineSpec, student: StudentModel
 
 @contextmanager
 def for_model(settings: ServerRollout, spec: EngineSpec, model: str, _: str) -> Iterator[Generator]:
-    """Open the engine of a model that is evaluated. Raises RolloutError where the server does not start."""
+    """Open the engine of an evaluated model. Raises RolloutError if the server does not start."""
     with ServerEngine(settings, spec, resolve(model)) as server:
         yield server
 

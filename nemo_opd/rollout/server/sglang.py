@@ -13,21 +13,21 @@ from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_see
 from nemo_opd.users_code import shown
 
 UNUSED_POSITIONS = 6
-"""Last positions of its context, which neither a prompt nor the token after it may take."""
+"""Positions at the end of SGLang's context that prompts and sampled tokens cannot use."""
 
 
 class SGLang(Program):
-    """SGLang by its native `/generate`, which takes and returns token ids; weights from a folder.
+    """SGLang with its native `/generate`, which takes and returns token ids, and weights from a folder.
 
-    Its log-probabilities are those after the temperature, unless the environment says otherwise, and before top-k and
-    top-p in any case. Those of a prompt are raw, so raw ones are requested with the sampled tokens as a prompt. Seeds
-    count only with deterministic inference, which is switched on at its start.
+    Log-probabilities of sampled tokens are computed after temperature, unless the environment says otherwise, and
+    always before top-k and top-p. Log-probabilities of prompts are raw, so raw ones are requested with the sampled
+    tokens as a prompt. Seeds have an effect only with deterministic inference, which `arguments` switches on.
     """
 
     command = (sys.executable, "-m", "sglang.launch_server")
     environment: ClassVar = {
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-        # Its context is longer than the model's, by positions that no request uses.
+        # The context is longer than the model's, by the unused positions.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
     path = "/generate"
@@ -60,7 +60,7 @@ class SGLang(Program):
                 "top_k": -1 if sampling.top_k is None else sampling.top_k,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
-                # With ignore_eos it would go on after these as well.
+                # ignore_eos would ignore these as well.
                 "stop_token_ids": sorted(terms.end_ids),
                 "stop": list(request.stop),
                 "skip_special_tokens": False,
@@ -73,17 +73,17 @@ class SGLang(Program):
         # A list of (log-probability, id, text or None).
         sampled = info.get("output_token_logprobs")
         return Answer(
-            ids=None if sampled is None else [each[1] for each in sampled],
-            logprobs=None if sampled is None else [each[0] for each in sampled],
+            ids=None if sampled is None else [entry[1] for entry in sampled],
+            logprobs=None if sampled is None else [entry[0] for entry in sampled],
             finish_reason=(info.get("finish_reason") or {}).get("type"),
             model=None,
         )
 
     def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json:
-        # The last token is sampled and not in the prompt: a prompt of `max_length` would be refused.
-        *before, last = completion.ids.tolist()
+        # Without the last token, since a prompt of `max_length` would be rejected.
+        *first, last = completion.ids.tolist()
         return {
-            "input_ids": [*request.prompt_ids.tolist(), *before],
+            "input_ids": [*request.prompt_ids.tolist(), *first],
             "return_logprob": True,
             "logprob_start_len": 0,
             "token_ids_logprob": [last],
@@ -92,14 +92,14 @@ class SGLang(Program):
 
     def raw_logprobs(self, reply: Json, completion: Completion) -> object:
         info = reply["meta_info"]
-        *before, last = completion.ids.tolist()
+        *first, last = completion.ids.tolist()
         # Lists of (log-probability, id, text or None).
-        known = info["input_token_logprobs"]
-        known = known[len(known) - len(before) :]
-        of_last = info["output_token_ids_logprobs"][0]
-        if [*echoed_ids(known, before), *(each[1] for each in of_last)] != [*before, last]:
-            raise UnusableError("it has log-probabilities of other tokens than were asked about")
-        return [each[0] for each in (*known, *of_last)]
+        prompt = info["input_token_logprobs"]
+        first_entries = prompt[len(prompt) - len(first) :]
+        last_entries = info["output_token_ids_logprobs"][0]
+        if [*echoed_ids(first_entries, first), *(entry[1] for entry in last_entries)] != [*first, last]:
+            raise UnusableError("it has log-probabilities of other tokens than requested")
+        return [entry[0] for entry in (*first_entries, *last_entries)]
 
     def load(self, http: Http, name: str, folder: Path, version: int) -> str:
         body = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
@@ -111,12 +111,12 @@ class SGLang(Program):
 
 
 def echoed_ids(entries: Sequence[Sequence[Any]], sent: Sequence[int]) -> list[Any]:
-    """Return the ids that a prompt's log-probabilities are about.
+    """Return the ids of a prompt's log-probability entries.
 
-    SGLang calls the last id of a vocabulary 0, next to its own log-probability: a 0 counts as the highest id of `sent`
-    in that id's places.
+    SGLang reports the last id of the vocabulary as 0, with the right log-probability. At positions of the highest id of
+    `sent`, a 0 therefore counts as that id.
     """
-    found = [each[1] for each in entries]
+    ids = [entry[1] for entry in entries]
     highest = max(sent, default=0)
-    named = zip(found, sent, strict=False)
-    return [*(at if at == highest and each == 0 else each for each, at in named), *found[len(sent) :]]
+    pairs = zip(ids, sent, strict=False)
+    return [*(expected if expected == highest and id_ == 0 else id_ for id_, expected in pairs), *ids[len(sent) :]]

@@ -16,20 +16,21 @@ _EXTENSION_FOLDER = Path(__file__).parent / "vllm_extension"
 _EXTENSION = "nemo_opd_weights.Extension"
 _TRANSFER = json.dumps({"backend": "nemo_opd"})
 _FP32_HEAD = json.dumps({"head_dtype": "float32"})
-"""Versions that read it only for pooling still round."""
+"""vLLM versions that read this only for pooling models still round."""
 
 
 class VLLM(Program):
-    """vLLM: token ids on request, log-probabilities as configured at its start, weights by its weight transfer.
+    """vLLM with its weight transfer.
 
-    It returns one kind of log-probability, that of the policy that samples. Those of a prompt are always raw, so raw
-    ones are requested with the sampled tokens as a prompt. Generators are seeded by request, so batches do not matter.
+    Log-probabilities of sampled tokens are the sampling policy's, as configured at its start. Log-probabilities of
+    prompts are always raw, so raw ones are requested with the sampled tokens as a prompt. Random generators are seeded
+    per request, so batching does not matter.
 
-    The transfer's engine is ours (`vllm_extension`): each of vLLM's own needs CUDA, or vLLM in the trainer.
+    The transfer engine is ours (`vllm_extension`): vLLM's own engines need CUDA, or vLLM in the trainer.
     """
 
     command = ("vllm", "serve")
-    # Calls for new weights and for sleep exist in development mode only.
+    # The calls for weight updates and sleep exist only in development mode.
     environment: ClassVar = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -43,10 +44,10 @@ class VLLM(Program):
     )
 
     def arguments(self, model: str, spec: EngineSpec, port: int, memory_share: float) -> list[str]:
-        # Else the model's own generation settings would fill what a request leaves open.
+        # --generation-config vllm: the model's generation config must not fill in a request's unset options.
         options = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--dtype", spec.dtype]
         options += ["--worker-extension-cls", _EXTENSION, "--weight-transfer-config", _TRANSFER]
-        # It is the share of CPUs' memory too, in spite of its name.
+        # In spite of its name, this is also the share of a CPU's memory.
         options += ["--gpu-memory-utilization", str(memory_share)]
         if spec.max_length is not None:
             options += ["--max-model-len", str(spec.max_length)]
@@ -67,7 +68,7 @@ class VLLM(Program):
             **sampled_with(sampling),
             "logprobs": 0,
             "return_token_ids": True,
-            # The request's ends count, and not those of the folder's files.
+            # Only the request's end tokens count, not the model folder's.
             "ignore_eos": True,
             "stop_token_ids": sorted(terms.end_ids),
             "stop": list(request.stop),
@@ -75,11 +76,11 @@ class VLLM(Program):
         }
 
     def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json:
-        # The last token is sampled and not in the prompt: a prompt of the model's full length would be refused.
-        *before, last = completion.ids.tolist()
+        # Without the last token, since a prompt of the model's full length would be rejected.
+        *first, last = completion.ids.tolist()
         return {
             "model": terms.model,
-            "prompt": [*request.prompt_ids.tolist(), *before],
+            "prompt": [*request.prompt_ids.tolist(), *first],
             "max_tokens": 1,
             **sampled_with(Sampling()),
             "prompt_logprobs": 0,
@@ -91,11 +92,11 @@ class VLLM(Program):
 
     def raw_logprobs(self, reply: Json, completion: Completion) -> object:
         choice = reply["choices"][0]
-        *before, last = completion.ids.tolist()
+        *first, last = completion.ids.tolist()
         # For each position but the first: token → log-probability.
-        known = choice["prompt_logprobs"][len(choice["prompt_logprobs"]) - len(before) :]
-        of_prompt = [of_position[str(each)]["logprob"] for each, of_position in zip(before, known, strict=True)]
-        return [*of_prompt, choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]]
+        entries = choice["prompt_logprobs"][len(choice["prompt_logprobs"]) - len(first) :]
+        first_logprobs = [entry[str(token)]["logprob"] for token, entry in zip(first, entries, strict=True)]
+        return [*first_logprobs, choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]]
 
     def load(self, http: Http, name: str, folder: Path, version: int) -> str:
         files = [str(file) for file in weight_files(folder)]
@@ -112,7 +113,7 @@ class VLLM(Program):
         return True
 
     def sleep(self, http: Http) -> None:
-        # Level 2 would leave no weights, which are needed where the next samples come from the same ones.
+        # Level 2 would drop the weights, which are needed if the next samples come from the same version.
         http.post("/sleep?level=1")
 
     def wake(self, http: Http) -> None:
@@ -120,7 +121,7 @@ class VLLM(Program):
 
 
 def sampled_with(sampling: Sampling) -> Json:
-    """Return the keys of a request that samples so, whatever the server's defaults are."""
+    """Return a request's sampling options, independent of the server's defaults."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -133,12 +134,12 @@ def sampled_with(sampling: Sampling) -> Json:
 
 
 def _prepare(http: Http, files: Sequence[str]) -> None:
-    """Raise RolloutError, with the weights as before, where its workers cannot read the files."""
+    """Let the workers open the files. Raises RolloutError if they cannot; the old weights stay."""
     http.post("/init_weight_transfer_engine", {"init_info": {"files": files}})
 
 
 def _transfer(http: Http, files: Sequence[str], version: int) -> None:
-    """Replace the weights. The pause ends abandoned requests, and drops all caches of the old weights."""
+    """Replace the weights. The pause ends abandoned requests and drops all caches of the old weights."""
     http.post("/pause")
     http.post("/start_weight_update")
     http.post("/update_weights", {"update_info": {"files": files}})

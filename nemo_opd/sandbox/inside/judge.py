@@ -1,8 +1,7 @@
-"""Tests of a program that runs elsewhere: `judge.py DESCRIPTOR`, with the tests' JSON on the standard input.
+"""Tests of a program in another process: `judge.py DESCRIPTOR`, with the tests as JSON on standard input.
 
-The tests run as a script does; what they print is lost. Prints `passed` when they have run to their end without an
-error, or exit with status 0. The program has no part in this process: what it returns arrives as plain values, and
-comparisons are made here.
+The tests run as a script; their output is discarded. Prints `passed` if they finish without an error or exit with
+status 0. No code of the program runs in this process: its results arrive as plain values and are compared here.
 """
 
 import ast
@@ -23,11 +22,11 @@ del sys.path[0]
 
 
 class _EndedError(BaseException):
-    """The program has ended or broken down; no Exception, so that tests which expect one do not take it for that."""
+    """The program has ended or broken down. Not an Exception, so that tests that expect one do not catch it."""
 
 
 class Program:
-    """The names of the program."""
+    """A proxy of the program's module."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -35,7 +34,7 @@ class Program:
         self._value(line.receive)
 
     def find(self, name: str) -> Any:
-        """Return what the program calls `name`. Raises NameError where it has no such name."""
+        """Return the program's object `name`. Raises NameError if it does not define this name."""
         return self.ask({"name": name})
 
     def ask(self, request: dict[str, Any]) -> Any:
@@ -70,9 +69,9 @@ class Program:
 
 
 class Remote:
-    """An object of the program that is no plain value: to be called, asked for attributes and handed back.
+    """A proxy of a program's object that is not a plain value. It can be called, has attributes and can be passed back.
 
-    It equals nothing and has no operators, so that the program's own methods cannot decide a test.
+    It equals nothing else and has no operators, so that the program's methods cannot decide a test.
     """
 
     def __init__(self, program: Program, reference: dict[str, Any]) -> None:
@@ -82,19 +81,19 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.__program.ask({"of": self.__reference, "attribute": name})
+        return self.__program.ask({"object": self.__reference, "attribute": name})
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         def reference(value: Any) -> Any:
             if isinstance(value, Remote):
                 return value.__reference
-            raise TypeError(f"a {type(value).__name__} cannot be given to the program")
+            raise TypeError(f"a {type(value).__name__} cannot be passed to the program")
 
-        given = [encoded(each, reference) for each in arguments]
-        names = {"dict": [[name, encoded(each, reference)] for name, each in named.items()]}
-        value, after = self.__program.ask({"of": self.__reference, "arguments": given, "named": names})
-        for own, changed in zip(arguments, after, strict=True):
-            _change(own, changed)
+        positional = [encoded(argument, reference) for argument in arguments]
+        keywords = {"dict": [[name, encoded(argument, reference)] for name, argument in named.items()]}
+        value, changed = self.__program.ask({"object": self.__reference, "arguments": positional, "named": keywords})
+        for argument, after in zip(arguments, changed, strict=True):
+            _update(argument, after)
         return value
 
     def __eq__(self, other: object) -> bool:
@@ -108,23 +107,23 @@ class Remote:
         raise TypeError("an object of the program is neither true nor false")
 
 
-def _change(own: Any, changed: Any) -> None:
-    """Do to an argument what the program did to its copy."""
-    if type(own) is not type(changed) or isinstance(own, Remote) or own == changed:
+def _update(argument: Any, changed: Any) -> None:
+    """Apply the program's changes of its copy to an argument."""
+    if type(argument) is not type(changed) or isinstance(argument, Remote) or argument == changed:
         return
-    if isinstance(own, list | bytearray):
-        own[:] = changed
-    elif isinstance(own, dict | set):
-        own.clear()
-        own.update(changed)
+    if isinstance(argument, list | bytearray):
+        argument[:] = changed
+    elif isinstance(argument, dict | set):
+        argument.clear()
+        argument.update(changed)
 
 
 def _error(classes: list[str], text: str) -> Exception:
     for name in classes:
-        found = getattr(builtins, name, None)
-        if isinstance(found, type) and issubclass(found, Exception):
-            with contextlib.suppress(TypeError):  # of one that takes more, such as UnicodeDecodeError
-                return found(text)
+        error_class = getattr(builtins, name, None)
+        if isinstance(error_class, type) and issubclass(error_class, Exception):
+            with contextlib.suppress(TypeError):  # UnicodeDecodeError, for example, needs more arguments
+                return error_class(text)
     return Exception(text)
 
 
@@ -139,7 +138,7 @@ def _called(source: str) -> set[str]:
 
 
 def _candidate(program: Program, entry_point: str) -> Any:
-    """Return the function, which may be a method of a class Solution, as LeetCode has it."""
+    """Return the function, which may be a method of a class Solution, as on LeetCode."""
     code = compile(entry_point, "entry_point", "eval")
     try:
         return eval(code, {name: program.find(name) for name in code.co_names[:1]})
@@ -148,16 +147,16 @@ def _candidate(program: Program, entry_point: str) -> Any:
 
 
 def main() -> None:
-    given = json.load(sys.stdin)
-    code = compile(given["tests"], "tests.py", "exec")
+    request = json.load(sys.stdin)
+    code = compile(request["tests"], "tests.py", "exec")
     program = Program(Line(int(sys.argv[1])))
     sys.argv = ["tests.py"]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        _add_names(vars(module), program, given["entry_point"], _names(code), _called(given["tests"]))
+        _add_names(vars(module), program, request["entry_point"], _names(code), _called(request["tests"]))
         try:
             exec(code, vars(module))
-        except SystemExit as ending:  # no program can raise it here
+        except SystemExit as ending:  # raised by the tests; the program cannot raise it here
             if ending.code not in (None, 0):
                 raise
     if program.is_sound:
@@ -167,13 +166,13 @@ def main() -> None:
 def _add_names(
     namespace: dict[str, Any], program: Program, entry_point: str | None, names: set[str], called: set[str]
 ) -> None:
-    """Give the tests what they name: modules of the standard library, and all else that the program has."""
+    """Define the names that the tests use: standard library modules and the program's objects."""
     if entry_point:
         namespace["candidate"] = _candidate(program, entry_point)
     for name in sorted(names - {*dir(builtins), *namespace}):
-        # A module of the tests is not the program's: it would decide what they compare with. What is called is none.
+        # Modules are not taken from the program, which could forge comparisons. A name that is called is not a module.
         if name in sys.stdlib_module_names and name not in called:
-            with contextlib.suppress(ImportError):  # of another operating system
+            with contextlib.suppress(ImportError):  # a module for another operating system
                 namespace[name] = importlib.import_module(name)
             continue
         with contextlib.suppress(NameError):

@@ -1,4 +1,4 @@
-"""Separate namespaces and a separate file system for a program, made by this process as bubblewrap makes them."""
+"""Separate namespaces and file system for a program, set up as by bubblewrap."""
 
 import ctypes
 import os
@@ -18,34 +18,35 @@ _CAPABILITY_VERSION = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def enter(shown: Sequence[str], links: Sequence[Sequence[str]], scratch_bytes: int) -> None:
-    """Continue as the first process of a new namespace; the caller's process waits for it and exits with its status.
+def enter(readable: Sequence[str], links: Sequence[Sequence[str]], scratch_bytes: int) -> None:
+    """Continue as the first process of new namespaces; the calling process waits for it and exits with its status.
 
-    shown: folders and files that can be read there, all else is absent. links: symbolic links, each with its target.
-    scratch_bytes: size of /tmp. Raises OSError where the kernel refuses.
+    readable: folders and files that are visible there; the machine's other files are not. links: symbolic links, each
+    with its target. scratch_bytes: size of /tmp. Raises OSError if the kernel refuses.
     """
     uid, gid = os.getuid(), os.getgid()
     _do("unshare", _NEWUSER | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS | _NEWCGROUP | _NEWNS)
     for name, value in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(value)
-    _wait_for_the_first_process()
-    _make_root(shown, links, scratch_bytes)
+    _fork_and_wait()
+    _make_root(readable, links, scratch_bytes)
     _drop_capabilities()
 
 
-def _wait_for_the_first_process() -> None:
+def _fork_and_wait() -> None:
+    """Return in the child, the first process of the PID namespace; the parent waits for it and exits."""
     outside = os.getpid()
     if not (child := os.fork()):
         _do("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() not in (0, outside):  # 0: a parent outside of the namespace
+        if os.getppid() not in (0, outside):  # 0: the parent is outside of the namespace
             os._exit(1)
         return
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os._exit(status if status >= 0 else 128 - status)
 
 
-def _make_root(shown: Sequence[str], links: Sequence[Sequence[str]], scratch_bytes: int) -> None:
+def _make_root(readable: Sequence[str], links: Sequence[Sequence[str]], scratch_bytes: int) -> None:
     _mount("none", "/", None, _REC | _PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/root")
@@ -53,8 +54,8 @@ def _make_root(shown: Sequence[str], links: Sequence[Sequence[str]], scratch_byt
     os.mkdir("/tmp/root/old")
     _do("syscall", _PIVOT_ROOT[os.uname().machine], b"/tmp/root", b"/tmp/root/old")
     os.chdir("/")
-    _do("umount2", b"/old/tmp", _DETACH)  # what is shown may lie in /tmp
-    for path in shown:
+    _do("umount2", b"/old/tmp", _DETACH)  # uncovers readable paths in /tmp
+    for path in readable:
         _bind(f"/old{path}", path)
     for name in ("null", "zero", "full", "random", "urandom"):
         _bind(f"/old/dev/{name}", f"/dev/{name}", _NOSUID)
@@ -63,7 +64,7 @@ def _make_root(shown: Sequence[str], links: Sequence[Sequence[str]], scratch_byt
         os.symlink(target, path)
     os.mkdir("/proc")
     _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
-    _set_flags("/proc", _RDONLY, recursive=False)  # the owner of a machine could write to /proc/sys
+    _set_flags("/proc", _RDONLY, recursive=False)  # root on the machine could write to /proc/sys
     _do("umount2", b"/old", _DETACH)
     os.rmdir("/old")
     os.mkdir("/tmp")
@@ -72,7 +73,7 @@ def _make_root(shown: Sequence[str], links: Sequence[Sequence[str]], scratch_byt
 
 
 def _bind(source: str, path: str, flags: int = _RDONLY | _NOSUID | _NODEV) -> None:
-    """Mount a folder or file at another path, with all that is mounted in it."""
+    """Bind-mount a folder or file at another path, with all mounts below it."""
     if stat.S_ISDIR(os.stat(source).st_mode):
         os.makedirs(path, exist_ok=True)
     elif not os.path.exists(path):
@@ -96,12 +97,12 @@ def _drop_capabilities() -> None:
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    what = kind.encode() if kind else None
-    _do("mount", source.encode(), target.encode(), what, ctypes.c_ulong(flags), options.encode())
+    file_system = kind.encode() if kind else None
+    _do("mount", source.encode(), target.encode(), file_system, ctypes.c_ulong(flags), options.encode())
 
 
 def _do(call: str, *arguments: object) -> None:
     if getattr(_libc, call)(*arguments) < 0:
         number = ctypes.get_errno()
-        shown = " ".join(each.decode() for each in arguments if isinstance(each, bytes))
-        raise OSError(number, f"{call} {shown}: {os.strerror(number)}")
+        texts = " ".join(argument.decode() for argument in arguments if isinstance(argument, bytes))
+        raise OSError(number, f"{call} {texts}: {os.strerror(number)}")

@@ -1,4 +1,4 @@
-"""A program as a script with its own standard input and output: `script.py DESCRIPTOR`, of its text."""
+"""A program run as a script with its own standard input and output: `script.py DESCRIPTOR_OF_ITS_SOURCE`."""
 
 import os
 import sys

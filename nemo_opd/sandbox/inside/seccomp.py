@@ -1,8 +1,8 @@
-"""A filter of system calls: no sockets (pairs aside), no memory but that of processes, no other process's memory.
+"""A system call filter: no sockets except pairs, no shared memory, no access to other processes' memory.
 
-Namespaces and limits of resources leave these open: a virtual machine's sockets to its host (AF_VSOCK) belong to no
-network namespace, shared memory (`shmget`, `memfd_create`) counts for no process, and a namespace in a namespace is
-root in it.
+Namespaces and resource limits do not cover these: a virtual machine's sockets to its host (AF_VSOCK) are outside of any
+network namespace, shared memory (`shmget`, `memfd_create`) does not count for any process, and a process is root in a
+nested namespace.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _SESSION = {"x86_64": {"setpgid": 109, "setsid": 112}, "aarch64": {"setpgid": 15
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _X32 = 0x40000000
-"""First number of the calls of another ABI, which the numbers above do not name."""
+"""First call number of the x32 ABI, whose calls are not in the tables above."""
 
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENT_AT = 0, 4, 16
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -40,10 +40,10 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 
 
 def restrict(*, keeps_session: bool) -> None:
-    """Filter the calls of this process and all that it starts. Does nothing on another machine than the two above.
+    """Filter the system calls of this process and its children. On other machines than the two above, set no filter.
 
-    keeps_session: they cannot leave their process group, so that all of them can be killed at once. Raises OSError
-    where the kernel refuses.
+    keeps_session: forbid leaving the process group, so that all processes can be killed at once. Raises OSError if the
+    kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
@@ -59,7 +59,7 @@ def restrict(*, keeps_session: bool) -> None:
 
 
 def _program(machine: str, *, keeps_session: bool) -> bytes:
-    """Return the filter as instructions of classic BPF, whose jumps count the instructions that they skip."""
+    """Return the filter in classic BPF, whose jumps count the instructions to skip."""
     denied = _ERRNO | errno.EPERM
     steps = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
@@ -72,7 +72,7 @@ def _program(machine: str, *, keeps_session: bool) -> bytes:
     forbidden = {**_FORBIDDEN[machine], **(_SESSION[machine] if keeps_session else {})}
     for number in forbidden.values():
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, denied)]
-    # The flags of clone3 are in memory, where a filter cannot read; the C library falls back to clone.
+    # The flags of clone3 are in memory, which a filter cannot read. The C library falls back to clone.
     steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     steps += [
         (_EQUAL, 0, 4, _CLONE[machine]),

@@ -1,7 +1,7 @@
-"""The first process of a sandbox: limits itself, starts the program, watches it, and ends all that it started.
+"""The first process of a sandbox: it sets limits, starts the program, watches it, and ends all its processes.
 
-Run as a script, with the standard library alone: `supervise.py ORDER PROGRAM ARGUMENT …`, of which ORDER is the JSON of
-the fields of `_Order`. What happened is written to its `report_to`: `started`, then JSON once the program has ended.
+Run as a script with only the standard library: `supervise.py ORDER PROGRAM ARGUMENT …`. ORDER holds the fields of
+`_Order` as JSON. The report goes to descriptor `report_to`: `started`, then JSON once the program has ended.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ import namespaces
 import seccomp
 
 _INTERVAL_S = 0.02
-"""Longest time between two looks at the program's processes."""
+"""Longest time between two checks of the program's processes."""
 _LEAVING_S = 1.0
-"""Time for what the program started to end after it."""
+"""Time for the program's children to end after it."""
 _AWAITED = (signal.SIGCHLD, signal.SIGTERM)
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -32,25 +32,25 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Order:
-    """Limits, and what the program sees and gets; written by nemo_opd.sandbox.process."""
+    """Limits, visible files and descriptors of the program, as written by nemo_opd.sandbox.process."""
 
     isolation: str
     parent: int
-    """Process that waits."""
+    """Process that started the sandbox."""
     cpu_s: float
     """Processor time of all processes together."""
     wall_s: float
     memory_bytes: int
-    """Resident memory of all processes together, and address space of each."""
+    """Resident memory of all processes together, and address space per process."""
     processes: int
-    shown: Sequence[str]
+    readable: Sequence[str]
     links: Sequence[Sequence[str]]
     scratch: str
     scratch_bytes: int
     report_to: int
-    """Descriptor."""
-    kept: Sequence[int]
-    """Descriptors that the program gets too."""
+    """Descriptor of the report."""
+    inherited: Sequence[int]
+    """Descriptors that the program inherits."""
 
     def __init__(self, text: str) -> None:
         vars(self).update(json.loads(text))
@@ -59,35 +59,35 @@ class _Order:
 def main() -> None:
     order, command = _Order(sys.argv[1]), sys.argv[2:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-    # Where the kernel does not end what this process has started, this process does.
+    # With isolation=process, this process must end the program's processes itself, so it gets a signal to catch.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM if order.isolation == "process" else signal.SIGKILL, 0, 0, 0)
     if order.isolation != "bubblewrap" and os.getppid() != order.parent:
         return
-    for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, order.report_to, *order.kept}:
+    for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, order.report_to, *order.inherited}:
         with contextlib.suppress(OSError):
             os.set_inheritable(descriptor, False)
     os.set_inheritable(order.report_to, False)
     if order.isolation == "namespaces":
-        namespaces.enter(order.shown, order.links, order.scratch_bytes)
+        namespaces.enter(order.readable, order.links, order.scratch_bytes)
     else:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Not readable and not traceable for the program, which has the same owner.
+    # The program, which has the same owner, must not read or trace this process.
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     os.write(order.report_to, b"started\n")
     child = os.fork()
     if not child:
-        _become(order, command)
-    for descriptor in (0, 1, 2, *order.kept):  # whoever reads what the program writes sees its end
+        _exec_program(order, command)
+    for descriptor in (0, 1, 2, *order.inherited):  # so that readers of the program's output see its end
         os.close(descriptor)
     report = _watch(child, order)
-    if order.isolation == "process":  # elsewhere the kernel does it when this process ends
+    if order.isolation == "process":  # otherwise the kernel does it when this process ends
         _end_all(child)
     os.write(order.report_to, json.dumps(report).encode())
     os._exit(0)
 
 
-def _become(order: _Order, command: list[str]) -> None:
-    """Turn this process into the program. A limit that cannot be set is reported as `broken`."""
+def _exec_program(order: _Order, command: list[str]) -> None:
+    """Replace this process by the program. A limit that cannot be set is reported as `broken`."""
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.setsid()
@@ -102,10 +102,10 @@ def _become(order: _Order, command: list[str]) -> None:
             (resource.RLIMIT_MEMLOCK, 0),
         ):
             _limit(limit, value)
-        if order.isolation != "process":  # elsewhere the processes of the whole user count
+        if order.isolation != "process":  # without a namespace, all of the user's processes would count
             _limit(resource.RLIMIT_NPROC, order.processes + 1)
         if order.isolation == "process" and landlock.version():
-            landlock.restrict(order.shown, [order.scratch, "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"])
+            landlock.restrict(order.readable, [order.scratch, "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"])
         seccomp.restrict(keeps_session=order.isolation == "process")
         os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
@@ -123,13 +123,13 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _watch(child: int, order: _Order) -> dict[str, object]:
-    """Return how the program ended: by itself, with a status, or by one of its limits."""
+    """Return how the program ended: by itself, with a status, or at one of its limits."""
     start, ended = time.monotonic(), None
     while True:
-        found, status = _reaped(child)
-        if found:
+        has_ended, status = _reap(child)
+        if has_ended:
             ended = time.monotonic(), status
-        cpu_s, memory, number = _used()
+        cpu_s, memory, number = _usage()
         if ended is not None and not number:
             return {"ended": "itself", "status": ended[1]}
         if ended is not None and time.monotonic() - ended[0] > _LEAVING_S:
@@ -147,21 +147,21 @@ def _watch(child: int, order: _Order) -> dict[str, object]:
             return {"ended": "order"}
 
 
-def _reaped(child: int) -> tuple[bool, int]:
-    """Reap all that have ended; return whether `child` is among them, and its status."""
-    found, its_status = False, 0
+def _reap(child: int) -> tuple[bool, int]:
+    """Reap all ended processes; return whether `child` is one of them, and its status."""
+    has_ended, child_status = False, 0
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
             if pid == child:
-                found, its_status = True, os.waitstatus_to_exitcode(status)
-    return found, its_status
+                has_ended, child_status = True, os.waitstatus_to_exitcode(status)
+    return has_ended, child_status
 
 
-def _used() -> tuple[float, int, int]:
-    """Return processor seconds, resident bytes and the number of the program's processes and threads."""
+def _usage() -> tuple[float, int, int]:
+    """Return the program's processor seconds, resident bytes, and number of threads of all processes."""
     ticks = pages = number = 0
     for fields in _descendants():
         ticks += sum(map(int, fields[11:15]))
@@ -171,7 +171,7 @@ def _used() -> tuple[float, int, int]:
 
 
 def _descendants() -> Iterator[list[str]]:
-    """Yield the fields of /proc/PID/stat after the name of each process below this one, from the state (field 3) on."""
+    """Yield /proc/PID/stat of each process below this one, from the state (field 3) on, with the PID appended."""
     by_parent: dict[int, list[tuple[int, list[str]]]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
@@ -185,14 +185,14 @@ def _descendants() -> Iterator[list[str]]:
 
 
 def _end_all(child: int) -> None:
-    """Kill the program's process group at once, then whatever is left below this process."""
+    """Kill the program's process group at once, then the remaining processes below this one."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     while pids := [int(fields[-1]) for fields in _descendants()]:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        _reaped(0)
+        _reap(0)
 
 
 if __name__ == "__main__":

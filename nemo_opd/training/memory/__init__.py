@@ -1,4 +1,4 @@
-"""An estimate of each rank's memory from the models' configurations, and what is offloaded because of it."""
+"""Estimate of each rank's memory from the models' configurations, and the offloading it decides."""
 
 from nemo_opd.training.memory.estimate import estimate, server_share
 from nemo_opd.training.memory.formulas import state_bytes

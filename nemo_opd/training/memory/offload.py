@@ -1,4 +1,4 @@
-"""Models that are offloaded because of the estimate, and settings that would lower it."""
+"""Decision which models to offload, and advice on settings that lower the estimate."""
 
 from __future__ import annotations
 
@@ -22,82 +22,83 @@ from nemo_opd.training.sampling_batches import student_batch
 
 _Model = TypeVar("_Model", Student, Teacher)
 _STUDENT = -1
-"""Index of the student among the teachers' indices."""
+"""Stands for the student among indices of teachers."""
 _SMALLEST_SAVING = 0.01
-"""Smallest saving that is advised, as a share of the peak."""
+"""Smallest saving worth advising, as a share of the peak."""
 
 
 def settle_memory(config: RunConfig, situation: Situation) -> tuple[RunConfig, MemoryEstimate]:
     """Return the settings with every `offload: auto` decided, and their estimate.
 
-    The smallest set that fits: none, then teachers, the largest first, then the student's parameters and optimizer. On
-    CPU, with separate devices and where the GPU's memory is unknown: none. Small blocks of logits come before anything
-    is offloaded. Raises ConfigError where nothing fits and an `auto` was left to decide, unless the run is a dry one;
-    explicit settings are not overruled.
+    Takes the smallest set that fits: none, then teachers, the largest first, then the student's parameters and
+    optimizer. Small blocks of logits are tried before more is offloaded. On CPU, with separate devices and if the
+    GPU's memory is unknown, nothing is offloaded. Raises ConfigError if nothing fits, an `auto` had to be decided and
+    the run is not a dry run; explicit settings are not overruled.
     """
-    undecided = [i for i, teacher in enumerate(config.active_teachers) if _may_leave(teacher)]
+    undecided = [i for i, teacher in enumerate(config.active_teachers) if _is_undecided(teacher)]
     undecided.sort(key=lambda i: -situation.teachers[i].size.parameters)
-    undecided += [_STUDENT] if _may_leave(config.student) else []
-    frugal = replace(situation, small_blocks=True)
+    undecided += [_STUDENT] if _is_undecided(config.student) else []
+    small_blocks = replace(situation, small_blocks=True)
     is_shared = situation.device == "cuda" and config.cluster.placement == "colocated"
     for number in range(1 + (len(undecided) if is_shared else 0)):
-        chosen = _with_offload(config, frozenset(undecided[:number]))
-        for around in (situation, frugal):
-            estimated = estimate(chosen, around)
+        decided = _decide_offload(config, frozenset(undecided[:number]))
+        for inputs in (situation, small_blocks):
+            estimated = estimate(decided, inputs)
             if estimated.fits:
-                return chosen, estimated
-    estimated = replace(estimated, advice=tuple(advice(chosen, frugal)))
+                return decided, estimated
+    estimated = replace(estimated, advice=tuple(advice(decided, small_blocks)))
     if undecided and situation.device == "cuda" and not config.run.dry_run:
-        raise ConfigError(_complaint(estimated, "with everything offloaded " if is_shared else ""))
-    return chosen, estimated
+        raise ConfigError(_does_not_fit(estimated, "with everything offloaded " if is_shared else ""))
+    return decided, estimated
 
 
-def _with_offload(config: RunConfig, offloaded: frozenset[int]) -> RunConfig:
-    """Decide `auto`: yes for these models and no for all others, including teachers that are not active."""
+def _decide_offload(config: RunConfig, offloaded: frozenset[int]) -> RunConfig:
+    """Set `offload: auto` to true for these models and to false for any other, also for inactive teachers."""
 
-    def decided(model: _Model, index: int) -> _Model:
-        return model.model_copy(update={"offload": index in offloaded}) if _may_leave(model) else model
+    def decide(model: _Model, index: int) -> _Model:
+        return model.model_copy(update={"offload": index in offloaded}) if _is_undecided(model) else model
 
-    teachers = tuple(decided(teacher, i) for i, teacher in enumerate(config.teachers))
-    return config.model_copy(update={"teachers": teachers, "student": decided(config.student, _STUDENT)})
+    teachers = tuple(decide(teacher, i) for i, teacher in enumerate(config.teachers))
+    return config.model_copy(update={"teachers": teachers, "student": decide(config.student, _STUDENT)})
 
 
-def _may_leave(model: Student | Teacher) -> bool:
-    """Return whether the estimate decides if a model's weights leave the device, where it has weights."""
+def _is_undecided(model: Student | Teacher) -> bool:
+    """Return whether the model has weights and `offload: auto`."""
     has_weights = isinstance(model, Student) or (model.weights != "student" and model.is_computed)
     return model.offload == "auto" and has_weights
 
 
-def _complaint(estimated: MemoryEstimate, condition: str) -> str:
+def _does_not_fit(estimated: MemoryEstimate, condition: str) -> str:
+    """Return the error message: the peak, the capacity and settings that help."""
     memory = estimated.shortest
-    helps = [f"{each.setting} saves {gib(each.saved_bytes)}" for each in estimated.advice]
-    if sum(each.saved_bytes for each in estimated.advice) < memory.shortage:
-        helps.append("use more GPUs")
+    remedies = [f"{change.setting} saves {gib(change.saved_bytes)}" for change in estimated.advice]
+    if sum(change.saved_bytes for change in estimated.advice) < memory.shortage:
+        remedies.append("use more GPUs")
     assert memory.capacity is not None
     return (
         f"student.offload=auto, teachers.*.offload=auto: {condition}{memory.name} would have to hold "
-        f"{gib(memory.peak)} in the phase {memory.peak_phase.value!r} ({largest_parts(memory)}), and there are "
-        f"{gib(memory.capacity)}; {'; '.join(helps)}; or set every offload to true or false, which starts the "
+        f"{gib(memory.peak)} in the phase {memory.peak_phase.value!r} ({largest_parts(memory)}), but has "
+        f"{gib(memory.capacity)}; {'; '.join(remedies)}; or set every offload to true or false, which starts the "
         "run without this check. run.dry_run=true prints the whole estimate"
     )
 
 
 def advice(config: RunConfig, situation: Situation) -> list[Advice]:
-    """Return changes that lower the peak of the memory that is short, each alone, largest saving first."""
-    short, found = estimate(config, situation).shortest, []
-    for setting, changed, around in variants(config, situation):
-        peaks = {memory.name: memory.peak for memory in estimate(changed, around).memories}
-        found.append(Advice(setting, short.peak - peaks[short.name]))
-    worth = [each for each in found if each.saved_bytes > _SMALLEST_SAVING * short.peak]
-    return sorted(worth, key=lambda each: each.saved_bytes, reverse=True)
+    """Return single changes that lower the peak of the memory that is short, largest saving first."""
+    short, changes = estimate(config, situation).shortest, []
+    for setting, changed, inputs in variants(config, situation):
+        peaks = {memory.name: memory.peak for memory in estimate(changed, inputs).memories}
+        changes.append(Advice(setting, short.peak - peaks[short.name]))
+    worthwhile = [change for change in changes if change.saved_bytes > _SMALLEST_SAVING * short.peak]
+    return sorted(worthwhile, key=lambda change: change.saved_bytes, reverse=True)
 
 
 def variants(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
-    """Yield settings to write, and the run with each."""
-    alone = ((key, value, situation) for key, value in _changes(config, situation))
-    for key, value, around in chain(alone, _other_layouts(config, situation)):
-        if (run := _changed(config, key, value)) not in (None, config):
-            yield f"{key}={'null' if value is None else str(value).lower()}", run, around
+    """Yield single changes as `key=value`, each with the settings and the inputs of the estimate it leads to."""
+    same_layouts = ((key, value, situation) for key, value in _changes(config, situation))
+    for key, value, inputs in chain(same_layouts, _other_layouts(config, situation)):
+        if (changed := _change(config, key, value)) not in (None, config):
+            yield f"{key}={'null' if value is None else str(value).lower()}", changed, inputs
 
 
 def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, object]]:
@@ -113,7 +114,7 @@ def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, obj
     else:
         yield "train.micro_batch_tokens", max(2, train.micro_batch_tokens // 2)
     yield "train.max_length", max(2, train.max_length // 2)
-    # Ranks and prompts have the same number of sequences each.
+    # Each rank has the same number of sequences, and so has each prompt.
     ranks = (setup.layout.dp for setup in (situation.student, *situation.teachers))
     unit = lcm(*ranks, 1 if rollout is None else rollout.n)
     yield "train.global_batch_size", max(unit, train.global_batch_size // 2 // unit * unit)
@@ -129,13 +130,13 @@ def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, obj
         yield f"teachers.{i}.dtype", "bfloat16"
 
 
-def _changed(config: RunConfig, key: str, value: object) -> RunConfig | None:
-    """Return the settings with another value; None where a rule refuses it."""
+def _change(config: RunConfig, key: str, value: object) -> RunConfig | None:
+    """Return the settings with another value of one key; None if a validation rule rejects it."""
     *path, name = key.split(".")
-    found: Any = (settings := config.model_dump(exclude_unset=True))
-    for each in path:
-        found = found[int(each)] if isinstance(found, tuple) else found.setdefault(each, {})
-    found[name] = value
+    section: Any = (settings := config.model_dump(exclude_unset=True))
+    for part in path:
+        section = section[int(part)] if isinstance(section, tuple) else section.setdefault(part, {})
+    section[name] = value
     try:
         return from_dict(settings)
     except ConfigError:
@@ -143,15 +144,15 @@ def _changed(config: RunConfig, key: str, value: object) -> RunConfig | None:
 
 
 def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, object, Situation]]:
-    """Yield a single copy of each model, and twice its tensor parallelism where ranks and the model divide into it."""
+    """Yield `replicas=1` for each model, and twice its `tp` if that divides its ranks and the model."""
     for i, setup in enumerate((situation.student, *situation.teachers)):
         if i and not config.active_teachers[i - 1].has_model:
             continue
-        layout, found = setup.layout, {}
+        layout, changed = setup.layout, {}
         if layout.replicas > 1:
-            found["replicas"] = replace(layout, replicas=1)
+            changed["replicas"] = replace(layout, replicas=1)
         if layout.dp // layout.replicas % 2 == 0 and setup.size.tensor_parts % (2 * layout.tp) == 0:
-            found["tp"] = replace(layout, dp=layout.dp // 2, tp=2 * layout.tp)
-        for name, other in found.items():
+            changed["tp"] = replace(layout, dp=layout.dp // 2, tp=2 * layout.tp)
+        for name, new_layout in changed.items():
             key = f"{f'teachers.{i - 1}' if i else 'student'}.parallelism.{name}"
-            yield key, getattr(other, name), situation.with_layouts({i: other}, config)
+            yield key, getattr(new_layout, name), situation.with_layouts({i: new_layout}, config)

@@ -1,4 +1,4 @@
-"""The estimate: bytes on a rank by part and phase."""
+"""Data classes of the estimate: bytes on a rank by part and phase."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 USABLE = 0.95
-"""Share of a memory that a plan may use: allocators leave gaps, and libraries have buffers."""
+"""Share of a memory that a plan may use: allocators fragment it, and libraries have buffers."""
 SLACK = 1.25
-"""Room for what need not be, as a multiple of the estimate, which is right within 20 %."""
+"""Factor on the estimate, which is right within 20 %, before spending memory on optional things."""
 
 
 class Phase(StrEnum):
@@ -33,17 +33,17 @@ STEP: tuple[Phase, ...] = (Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Memory of one purpose in one worker."""
+    """Memory for one purpose in one worker."""
 
     owner: str
     """`student` or a teacher's name."""
     name: str
     num_bytes: Mapping[Phase, int]
-    """Bytes by phase; a missing phase has none."""
+    """Bytes by phase; 0 in a missing phase."""
     on_host: bool = False
-    """Whether it is in main memory, whatever the device."""
+    """Whether it is in main memory even if the device is a GPU."""
     in_turn: bool = False
-    """Whether a teacher has it only while it works: where several share a device, one at a time has such parts."""
+    """Whether a teacher has it only while it computes; teachers on the same device take turns."""
 
     def __str__(self) -> str:
         return f"{self.owner}: {self.name}"
@@ -52,21 +52,23 @@ class Part:
         return self.num_bytes.get(phase, 0)
 
 
-def part(owner: str, name: str, num_bytes: int, *phases: Phase, on_host: bool = False, in_turn: bool = False) -> Part:
-    """Return a part that is equally large in these phases."""
+def constant_part(
+    owner: str, name: str, num_bytes: int, *phases: Phase, on_host: bool = False, in_turn: bool = False
+) -> Part:
+    """Return a part of the same size in each of `phases`."""
     return Part(owner, name, dict.fromkeys(phases, num_bytes), on_host, in_turn)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One memory of a rank: its share of a GPU, or of a machine's main memory."""
+    """One memory of a rank: a GPU, or a share of a node's main memory."""
 
     name: str
     parts: tuple[Part, ...]
     capacity: int | None
     """Bytes available to a rank; None if unknown."""
     phases: tuple[Phase, ...] = tuple(Phase)
-    """Phases of the run."""
+    """Phases that the run has."""
 
     def total(self, phase: Phase) -> int:
         return sum(part.at(phase) for part in self.parts)
@@ -81,13 +83,13 @@ class Memory:
 
     @property
     def shortage(self) -> int:
-        """Bytes by which the peak exceeds the usable capacity; 0 where it fits or the capacity is unknown."""
+        """Peak minus usable capacity in bytes; 0 if it fits or the capacity is unknown."""
         return 0 if self.capacity is None else max(0, self.peak - int(USABLE * self.capacity))
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A setting that lowers the peak of the memory that is short."""
+    """Change of a setting that lowers the peak of the memory that is short."""
 
     setting: str
     saved_bytes: int
@@ -95,20 +97,20 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """All memories of a rank."""
+    """Estimate for all memories of a rank."""
 
     memories: tuple[Memory, ...]
-    """Memories of devices, then of the host."""
+    """Devices first, then main memory."""
     block_bytes: int
-    """Budget that they count for a block of the student's logits, and for the temporaries of a loss."""
+    """Byte budget assumed for a block of the student's logits, and for a loss's temporaries."""
     caches_fit: bool = False
-    """Whether all processes of a GPU may keep what PyTorch caches at their peaks."""
+    """Whether a GPU has room for the PyTorch caches of all its processes at their peaks."""
     advice: tuple[Advice, ...] = ()
-    """Settings that save memory where the run does not fit, largest saving first."""
+    """Changes that save memory if the run does not fit, largest saving first."""
 
     @property
     def shortest(self) -> Memory:
-        """The memory with the largest shortage, or else the largest peak."""
+        """The memory with the largest shortage; ties go to the largest peak."""
         return max(self.memories, key=lambda memory: (memory.shortage, memory.peak))
 
     @property
@@ -117,5 +119,7 @@ class MemoryEstimate:
 
     @property
     def fits_easily(self) -> bool:
-        """Whether it fits where the estimate is too low."""
-        return all(each.capacity is None or SLACK * each.peak <= USABLE * each.capacity for each in self.memories)
+        """Whether it still fits if the estimate is too low by the factor SLACK."""
+        return all(
+            memory.capacity is None or SLACK * memory.peak <= USABLE * memory.capacity for memory in self.memories
+        )

@@ -1,4 +1,4 @@
-"""The estimate as text: parts by phase, the available memory, and settings that would help."""
+"""Memory estimate as text: parts by phase, the available memory, and settings that would help."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def _mib(num_bytes: int) -> str:
 
 
 def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table | Text]:
-    """Yield each memory's peak and largest parts, what is offloaded, what is not counted, and advice.
+    """Yield each memory's peak and largest parts, the offloaded models, uncounted processes, and advice.
 
-    The table part by phase comes with `logging.console.memory_table`. config: the one that the estimate has settled.
+    With `logging.console.memory_table`, also a table of parts and phases. config: settings with every `offload`
+    decided, as `settle_memory` returns them.
     """
     for memory in estimate.memories:
         if memory.peak:
@@ -44,8 +45,8 @@ def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table
     is_counted = any(part.owner == SERVER for memory in estimate.memories for part in memory.parts)
     if isinstance(config.rollout, ServerRollout) and config.rollout.shares_devices and not is_counted:
         yield Text(_SERVER)
-    for one in estimate.advice:
-        yield Text(f"  {one.setting} would save {gib(one.saved_bytes)}", "yellow")
+    for change in estimate.advice:
+        yield Text(f"  {change.setting} would save {gib(change.saved_bytes)}", "yellow")
 
 
 def largest_parts(memory: Memory) -> str:
@@ -56,7 +57,7 @@ def largest_parts(memory: Memory) -> str:
 
 
 def _table(memory: Memory) -> Table:
-    """Return parts by phases in MiB, the phase of the peak in bold."""
+    """Return a table of parts by phase in MiB, with the peak phase in bold."""
     title = f"Memory estimate, {memory.name} (MiB)"
     table = Table("part", title=title, title_justify="left")
     for phase in memory.phases:
@@ -72,9 +73,9 @@ def _table(memory: Memory) -> Table:
 def _verdict(memory: Memory) -> Text:
     peak = f"{memory.name}: {gib(memory.peak)} at the peak ({memory.peak_phase.value})"
     if memory.capacity is None:
-        return Text(f"{peak}; how much there is is not known here")
-    there = f"{peak}, of {gib(memory.capacity)}"
+        return Text(f"{peak}; the available memory is unknown here")
+    usage = f"{peak}, of {gib(memory.capacity)}"
     if not memory.shortage:
-        return Text(there)
-    over = f"{gib(memory.shortage)} more than the {USABLE:.0%} of it that can be planned with"
-    return Text(f"warning: {there}: {over}", "yellow")
+        return Text(usage)
+    over = f"{gib(memory.shortage)} more than the usable {USABLE:.0%}"
+    return Text(f"warning: {usage}: {over}", "yellow")

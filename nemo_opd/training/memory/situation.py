@@ -22,7 +22,7 @@ from nemo_opd.training.model_size import ModelSize, cut_numel, shard_numel
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device and memories of a rank."""
+    """Device and memories of a rank."""
 
     device: str
     device_bytes: int | None
@@ -30,13 +30,13 @@ class Machine:
     host_bytes: int | None
     """Main memory of a node; None if unknown."""
     ranks_per_node: int
-    """Number of GPUs in use, or on CPU of the student's ranks."""
+    """GPUs in use on a node; on CPU, the student's ranks on it."""
 
     @staticmethod
     def of_this_node(device: str, ranks_per_node: int, *, is_remote: bool) -> Machine:
-        """Return this machine. is_remote: the run is on other machines, which count as having the same GPUs, if any."""
+        """Return this machine. is_remote: the run is on other machines, assumed to have this one's GPUs, if any."""
         sees_gpu = device == "cuda" and torch.cuda.is_available()
-        # Reading the free memory would open a CUDA context, which the driver's process does not need otherwise.
+        # The free memory would be more exact, but reading it opens a CUDA context in the driver.
         device_bytes = torch.cuda.get_device_properties(0).total_memory if sees_gpu else None
         return Machine(device, device_bytes, None if is_remote else psutil.virtual_memory().total, ranks_per_node)
 
@@ -47,11 +47,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """A model and its layout, and how much of it a rank holds."""
+    """Model with its layout, and the amounts that a rank holds of it."""
 
     size: ModelSize
     vocab_size: int
-    """Number of its tokenizer's ids; losses and buffers leave out further rows of the head."""
+    """Number of ids of its tokenizer; losses and buffers ignore further rows of the head."""
     layout: Layout
     stretch: Fraction = Fraction(1)
     """Tokens of its longest sequence divided by `train.max_length`."""
@@ -60,34 +60,37 @@ class ModelSetup:
 
     @property
     def shard(self) -> int:
-        """Number of parameters that a rank keeps, without adapters."""
+        """Number of parameters in a rank's FSDP2 shard, without adapters."""
         return shard_numel(self.size.shapes, self.layout)
 
     @property
     def trained(self) -> int:
-        """Number of trained parameters that a rank keeps."""
+        """Number of trained parameters in a rank's FSDP2 shard."""
         return shard_numel(self.size.trained_shapes, self.layout)
 
     def student_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the student's weights on a rank: in fp32, or frozen, with adapters in fp32."""
+        """Return the bytes of the student's weights on a rank: fp32, or with adapters frozen weights and fp32 adapters.
+
+        itemsize: bytes per element of frozen weights.
+        """
         return itemsize * self.shard + FP32 * self.trained if self.size.adapters else FP32 * self.shard
 
     @property
     def whole(self) -> int:
-        """Number of all parameters of a tensor-parallel rank."""
+        """Number of parameters on a tensor-parallel rank when all are gathered, with adapters."""
         return cut_numel((*self.size.shapes, *self.size.adapters), self.layout.tp)
 
     @property
     def rest(self) -> int:
-        """Number of those outside the layers, which FSDP2 gathers together."""
+        """Number of gathered parameters outside the layers, which FSDP2 gathers together."""
         return cut_numel(self.size.rest, self.layout.tp)
 
     def is_sharded(self, model: Student | Teacher, itemsize: int) -> bool:
-        """Return whether FSDP2 holds the parameters; on one rank only where they are kept in a higher precision."""
+        """Return whether FSDP2 manages the parameters; on one rank, only if it casts the student's from fp32."""
         return self.layout.size > 1 or (isinstance(model, Student) and itemsize < FP32)
 
     def gathered(self, model: Student | Teacher, itemsize: int) -> tuple[int, int]:
-        """Return the bytes of weights that stay gathered, and of the layer at work and the next."""
+        """Return the bytes of weights that stay gathered, and of the current layer and the prefetched one."""
         if not self.is_sharded(model, itemsize):
             return 0, 0
         if not model.parallelism.frees_gathered:
@@ -96,11 +99,11 @@ class ModelSetup:
         return itemsize * self.rest, 2 * itemsize * layers
 
     def columns(self, vocab_size: int) -> int:
-        """Return the columns of a tensor-parallel rank."""
+        """Return the number of columns of the vocabulary on a tensor-parallel rank."""
         return -(-vocab_size // self.layout.tp)
 
     def work(self, model: Student | Teacher, rows: int, length: int, device: str) -> Work:
-        """Return a microbatch of `rows` sequences; all ranks of a context-parallel group share it."""
+        """Return a rank's work on `rows` sequences of `length` positions, divided over context-parallel ranks."""
         dtype, layout = compute_dtype(model.dtype, device), self.layout
         return Work(
             rows * -(-length // layout.cp),
@@ -114,23 +117,23 @@ class ModelSetup:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Models and machine of a run."""
+    """Inputs of the estimate: models and machine of a run."""
 
     student: ModelSetup
     teachers: tuple[ModelSetup, ...]
     """One per active teacher."""
     machine: Machine
     arriving: int = 0
-    """Bytes of output from other nodes that a rank of the student keeps."""
+    """Bytes of teacher output from other nodes that a student rank keeps."""
     through_host: bool = False
-    """Teachers' output is handed over in main memory, and the student copies what it reads to its device."""
+    """Whether teacher output is handed over in main memory and copied to the student's device."""
     num_learned: int = 0
-    """Numbers of the projections that are learned, of which each rank of the student has all."""
+    """Elements of all learned projections, replicated on every student rank."""
     small_blocks: bool = False
-    """Blocks of logits are as small as on a GPU with little memory."""
+    """Whether blocks of logits are as small as on a GPU with little memory."""
 
     def with_layouts(self, layouts: Mapping[int, Layout], config: RunConfig) -> Situation:
-        """Return the situation with other layouts of the student (0) and of teachers (from 1 on).
+        """Return the situation with other layouts, keyed by 0 for the student and 1 + i for teacher i.
 
         A teacher with the student's weights has the student's layout.
         """
@@ -147,5 +150,5 @@ class Situation:
 
     @property
     def block_bytes(self) -> int:
-        """Budget for a block of the student's logits, and for the temporaries of a loss."""
+        """Byte budget for a block of the student's logits, and for a loss's temporaries."""
         return block_bytes(self.device, None if self.small_blocks else self.machine.device_bytes)

@@ -68,5 +68,5 @@ def test_what_an_orphan_makes_again_is_removed_later(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"Ray needs a folder for its sockets under .*none, which cannot be made"):
+    with pytest.raises(ClusterError, match=r"Ray needs a folder for its sockets under .*none, which cannot be created"):
         SessionFolder(tmp_path / "none")

@@ -37,7 +37,7 @@ def test_ctrl_c_is_for_the_driver_and_the_second_ends_all(tmp_path: Path) -> Non
     run = at_work(tmp_path)
     alive = {process.pid for process in run.processes()}
     run.interrupt()
-    wait_until(lambda: "once more: now" in run.output, "answer")
+    wait_until(lambda: "interrupt again to end now" in run.output, "answer")
     time.sleep(ECHO_S)
     assert run.process.returncode is None, "the first one waits for the step to end"
     assert {process.pid for process in run.processes()} >= alive

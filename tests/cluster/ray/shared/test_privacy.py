@@ -71,7 +71,7 @@ def test_a_client_without_the_token_is_refused(home: Path, other: dict[str, str]
     refused = client({"HOME": str(home), **other})
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1].startswith(
-        f"nemo_opd.errors.ClusterError: cluster.address={address()}: the cluster asks for a token that this process "
+        f"nemo_opd.errors.ClusterError: cluster.address={address()}: the cluster requires a token that this process "
         f"does not have; set {MODE}=token, and {TOKEN_PATH} to the file"
     ), refused.stderr
 
