@@ -86,7 +86,7 @@ def room(path: Path, needed: int | None) -> str:
     free = f"{decimal(free_bytes(path))} free"
     files = os.statvfs(existing(path))
     if files.f_files and not files.f_favail:
-        free += " but no further file can be made"
+        free += " but no more files can be created"
     return free if needed is None else f"{decimal(needed)} needed, {free}"
 
 

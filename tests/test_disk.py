@@ -132,7 +132,7 @@ def test_a_disk_with_room_and_no_further_file(tmp_path: Path, monkeypatch: pytes
     """Bug: no space left on device, with gigabytes free."""
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_files=9, f_favail=0, f_bavail=9, f_frsize=1000))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=9000))
-    with pytest.raises(StorageError, match=r"device; 9\.0 kB free but no further file can be made\)"):  # noqa: SIM117
+    with pytest.raises(StorageError, match=r"device; 9\.0 kB free but no more files can be created\)"):  # noqa: SIM117
         with storage_errors(tmp_path):
             raise OSError(errno.ENOSPC, "full")
 

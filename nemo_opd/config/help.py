@@ -43,7 +43,7 @@ def _usage(model: type[BaseModel], config_dir: Path, program: str, all_sections:
     yield from (f"{program} [--config FILE] [GROUP=OPTION …] [KEY=VALUE …]", "")
     yield from ("--config FILE      start from your own file, or from one of the recipes", "")
     yield from (_entry("recipes:", ", ".join(recipes(config_dir))), "")
-    yield from ("--help SECTION     show one section alone", "--cfg job          print the settings and end")
+    yield from ("--help SECTION     show one section", "--cfg job          print the settings and end")
     yield "--multirun KEY=1,2 a run with each value"
     if model is RunConfig:
         yield "run.dry_run=true   check everything and end"

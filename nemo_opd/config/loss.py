@@ -229,8 +229,8 @@ class BytePrefixTerm(ChunkTerm):
     the rest cell, as in BPM, which is biased.
     """
     pieces: Literal["spelling", "longest_prefix"] = "spelling"
-    """How a teacher token is split into student tokens. spelling: by the student's tokenizer; longest_prefix: greedily,
-    the longest student token first.
+    """Split of a teacher token into student tokens. spelling: by the student's tokenizer; longest_prefix: greedily, the
+    longest student token first.
     """
 
     @field_validator("positions")

@@ -43,7 +43,7 @@ def _check_sets(config: RunFields) -> None:
             section = f"evaluation.sets.{name}" if name else "evaluation"
             raise ValueError(f"{section}: answers are scored by the reward; set {key}, such as reward=numeric")
         if reward is not None and config.environment is None and is_paid_by_environment(reward):
-            raise ValueError(f"evaluation.sets.{name}.reward: there is no environment to pay it; name another type")
+            raise ValueError(f"evaluation.sets.{name}.reward: there is no environment that gives it; name another type")
         if name and config.environment is not None and evaluation.sets[name].data.text_key is not None:
             raise ValueError(
                 f"evaluation.sets.{name}.data.text_key={evaluation.sets[name].data.text_key}: an environment needs "

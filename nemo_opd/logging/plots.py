@@ -210,9 +210,9 @@ PLOTS = (
     _Plot("loss", "Training loss", tuple(_TERMS), draw_loss),
     _Plot("validation", "Validation", ("val/bits_per_byte",), _draw_validation),
     _Plot("teachers", "Distillation loss by teacher", (_TEACHER,), _draw_teachers, least=2),
-    _Plot("rollouts", "What the student samples", ("rollout/response_length",), _draw_rollouts, height=5.2),
+    _Plot("rollouts", "The student's samples", ("rollout/response_length",), _draw_rollouts, height=5.2),
     _Plot("contexts", "Contexts of teachers", (_LEAKAGE,), _draw_contexts, height=4.4),
     _Plot("optimizer", "Optimizer", ("train/lr", "train/grad_norm"), _draw_optimizer, height=4.4),
     _Plot("speed", "Speed", ("perf/tokens_per_s",), _draw_speed, height=2.8),
-    _Plot("step_time", "Where the time of a step goes", (STEP,), draw_step_time, height=5.2),
+    _Plot("step_time", "Parts of the step time", (STEP,), draw_step_time, height=5.2),
 )

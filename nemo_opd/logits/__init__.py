@@ -1,4 +1,4 @@
-"""Rows of logits: where they come from, how they are cut into blocks, and how terms are summed over them."""
+"""Rows of logits: their sources, their division into blocks, and the sums of terms over them."""
 
 from nemo_opd.logits.combined import AveragedLogits, SideBySideLogits
 from nemo_opd.logits.head import Head, HeadLogits

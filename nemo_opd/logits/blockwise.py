@@ -1,4 +1,4 @@
-"""Losses over large rows without keeping them: the gradient is formed inside forward (methods.md §8.1)."""
+"""Losses over large rows that are not kept: the gradient is computed in forward (methods.md §8.1)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class BlockwiseSum:
     total: Tensor
     """Scalar with a gradient: Σ coefficient · term."""
     of_terms: Tensor
-    """[terms, 2], without a gradient: with the weights of units, and without."""
+    """[terms, 2], without a gradient: each term's sum with the weights of units, and without."""
 
 
 def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float]) -> BlockwiseSum:
     """Compute Σ coefficient · term over terms (methods.md §8.1).
 
-    The leaves of `source` and what terms learn get a gradient. Rows that several terms need are made once, and their
-    gradients with respect to the rows are added before they are led on: from hidden states, the products with the head
-    are formed once for all terms. All that is saved for backward are the gradients, of the type and shape of the
-    leaves; backward scales them where they are, and copies them only if the graph is retained. Without a gradient to
-    form (validation) not even they are made. No units give a zero that is still connected to the leaves.
+    The leaves of `source` and the terms' `learned` tensors get a gradient. Rows that several terms need are computed
+    once, and the terms' gradients with respect to them are added before they are propagated: with hidden states, the
+    products with the head run once for all terms. Only the gradients, in the dtype and shape of the leaves, are saved
+    for backward, which scales them in place and copies them only if the graph is retained. In validation no gradient
+    is computed. Without units the result is a zero that is still connected to the leaves.
     """
     _share_readings(terms)
     learned = [term.learned for term in terms if term.learned is not None]
@@ -48,13 +48,13 @@ def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Se
             logits = _read(source, terms, block)
             for step in block.steps:
                 for i, (part, places) in enumerate(step):
-                    own = logits[places].narrow(1, 0, terms[i].width)
-                    sums[i] += terms[i].sums(own.to(compute_dtype(source)), part)
+                    term_logits = logits[places].narrow(1, 0, terms[i].width)
+                    sums[i] += terms[i].sums(term_logits.to(compute_dtype(source)), part)
         return BlockwiseSum(*_totals(source, sums, coefficients))
 
 
 def _share_readings(terms: Sequence[Term]) -> None:
-    """Let terms that read the same rows of a teacher, such as a loss and a metric, read them once."""
+    """Make terms that read the same rows of a teacher, such as a loss and a metric, read them once."""
     aheads = [ahead for term in terms for ahead in term.aheads if ahead.is_worth_while]
     for i, ahead in enumerate(aheads):
         for earlier in aheads[:i]:
@@ -67,7 +67,7 @@ def compute_dtype(source: LogitRows) -> torch.dtype:
 
 
 class _BlockwiseSum(torch.autograd.Function):
-    """Saves the gradients, formed in forward."""
+    """Autograd function that computes its gradients in forward and saves them."""
 
     @staticmethod
     def forward(
@@ -77,7 +77,7 @@ class _BlockwiseSum(torch.autograd.Function):
             sums, saved = _sums_and_gradients(source, terms, coefficients)
         except KernelError as error:
             if source.share != (0, 1):
-                # Others of the share have gone on, and wait for what this process would send in the next block.
+                # The other processes of the share have gone on, and wait for this one's part of the next block.
                 raise
             give_up(error)
             sums, saved = _sums_and_gradients(source, terms, coefficients)
@@ -100,15 +100,16 @@ def _zeros(source: LogitRows, terms: Sequence[Term]) -> Tensor:
 
 
 def _read(source: LogitRows, terms: Sequence[Term], block: Block) -> Tensor:
-    """Return the logits of a block [R, X], and announce the block to what is read ahead.
+    """Return the logits of a block [R, X], and announce the block to the rows that are read ahead.
 
-    A last step may exceed the rows of a block; as many rows of a teacher are then read at once, not a few more alone.
+    A block's last step may exceed the usual number of rows. Teacher rows are then read in equal parts, rather than the
+    few extra rows by themselves.
     """
     num_rows = len(block.rows)
-    pieces = max(num_rows // rows_at_once(source, terms), 1)
+    num_parts = max(num_rows // rows_at_once(source, terms), 1)
     for i, term in enumerate(terms):
         for ahead in term.aheads:
-            ahead.begin(block.units(i), -(-num_rows // pieces))
+            ahead.begin(block.units(i), -(-num_rows // num_parts))
     return source.read(block.rows, width_of(terms))
 
 
@@ -119,17 +120,17 @@ def _sums_and_gradients(
     joint = JointTerms(source, terms, gradients)
     learned = {i: torch.zeros_like(term.learned) for i, term in enumerate(terms) if term.learned is not None}
     for block in blocks(source, terms):
-        of_block = _BlockGradient(terms, block, gradients, compute_dtype(source), joint, learned)
+        block_gradient = _BlockGradient(terms, block, gradients, compute_dtype(source), joint, learned)
         logits = _read(source, terms, block)
         for step in block.steps:
-            for i, found in of_block.add_step(coefficients, step, logits):
-                sums[i] += found
-        gradients.add(block.rows, of_block.total(), onto=block.overlaps)
+            for i, term_sums in block_gradient.add_step(coefficients, step, logits):
+                sums[i] += term_sums
+        gradients.add(block.rows, block_gradient.total(), onto=block.overlaps)
     return sums, (*gradients.sums(), *learned.values())
 
 
 class _BlockGradient:
-    """Gradient with respect to the rows of a block [R, X], while it is put together."""
+    """Accumulator of the gradient with respect to the rows of a block [R, X]."""
 
     def __init__(
         self,
@@ -140,29 +141,32 @@ class _BlockGradient:
         joint: JointTerms,
         learned: Mapping[int, Tensor],
     ) -> None:
-        """Start with nothing. dtype: for computing gradients. learned: sums of gradients, by term, to be added to."""
+        """Start empty.
+
+        dtype: of the computation. learned: gradient of each term's `learned` tensor, keyed by term, to be added to.
+        """
         self._shape, self._gradients, self._dtype = (len(block.rows), width_of(terms)), gradients, dtype
         self._terms, self._joint, self._learned = terms, joint, learned
         is_alone = len(terms) == 1
         self._first = terms[0] if not joint and (is_alone or _first_covers(terms, block)) else None
-        """Term that puts what others add to, so that no zeros are needed."""
+        """Term that writes before any other term adds, so that the total need not be zeroed."""
         self._is_one = len(terms) == len(block.steps) == 1
-        # Rounded at once where nothing is added to it.
-        is_put_once = joint.are_all or (is_alone and self._is_direct(terms[0]))
-        self._total_dtype = gradients.dtype if is_put_once else dtype
+        # Rounded immediately if nothing is added to it later.
+        is_written_once = joint.are_all or (is_alone and self._is_direct(terms[0]))
+        self._total_dtype = gradients.dtype if is_written_once else dtype
         self._total: Tensor | None = None
 
     def add_step(self, coefficients: Sequence[float], step: Step, logits: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Add the gradient of Σ coefficient · a term's units, and yield each term with the sums [2] of its units."""
+        """Add the gradient of Σ coefficient · term over a step's units, and yield each term's index and sums [2]."""
         if self._joint:
-            yield from self._joint.add(coefficients, step, logits, self._whole(logits.device))
+            yield from self._joint.add(coefficients, step, logits, self._full_total(logits.device))
         for i, (part, places) in enumerate(step):
             if i not in self._joint:
-                own = logits.narrow(1, 0, self._terms[i].width)
-                yield i, self._add_alone(i, coefficients[i], part, places, own)
+                term_logits = logits.narrow(1, 0, self._terms[i].width)
+                yield i, self._add_term(i, coefficients[i], part, places, term_logits)
 
-    def _add_alone(self, i: int, coefficient: float, part: slice, places: slice | Tensor, logits: Tensor) -> Tensor:
-        """Add the gradient of coefficient · a term's units, and return their sums [2]."""
+    def _add_term(self, i: int, coefficient: float, part: slice, places: slice | Tensor, logits: Tensor) -> Tensor:
+        """Add the gradient of coefficient · term over a part's units, and return the term's sums [2]."""
         term = self._terms[i]
         is_first = term is self._first
         if self._is_direct(term):
@@ -172,14 +176,15 @@ class _BlockGradient:
             else:
                 rows = UnitRows(logits, places)
             return term.add_gradient(rows, part, coefficient, columns, is_first=is_first)
-        own = logits[places].to(self._dtype)
-        sums, gradient, of_learned = term.sums_and_gradients(own, part, coefficient)
-        if of_learned is not None:
-            self._learned[i].add_(of_learned)
-        self._add(places, self._gradients.pull_back(own, gradient), is_first=is_first)
+        unit_logits = logits[places].to(self._dtype)
+        sums, gradient, learned_gradient = term.sums_and_gradients(unit_logits, part, coefficient)
+        if learned_gradient is not None:
+            self._learned[i].add_(learned_gradient)
+        self._add(places, self._gradients.pull_back(unit_logits, gradient), is_first=is_first)
         return sums
 
     def _is_direct(self, term: Term) -> bool:
+        """Return whether the term's closed form adds its gradient to the total."""
         return term.closed_form is not None and not self._gradients.pulls_back
 
     def _add(self, places: slice | Tensor, gradient: Tensor, *, is_first: bool) -> None:
@@ -193,17 +198,18 @@ class _BlockGradient:
             self._columns(gradient)[places] += gradient
 
     def _columns(self, like: Tensor) -> Tensor:
-        """Return as many columns of the total as a tensor [·, width] has."""
-        return self._whole(like.device).narrow(1, 0, like.shape[1])
+        """Return the leading columns of the total, as many as `like` has."""
+        return self._full_total(like.device).narrow(1, 0, like.shape[1])
 
-    def _whole(self, device: torch.device) -> Tensor:
+    def _full_total(self, device: torch.device) -> Tensor:
+        """Return the total with all columns that `Gradients.add` takes; allocate it first if needed."""
         if self._total is None:
             num_rows, width = self._shape
             columns = self._gradients.columns(width)
             self._total = empty_rows(num_rows, columns, self._total_dtype, device)
-            num_put = columns if self._joint.are_all else width if self._first is not None else 0
-            if num_put < columns:
-                self._total[:, num_put:] = 0
+            num_written = columns if self._joint.are_all else width if self._first is not None else 0
+            if num_written < columns:
+                self._total[:, num_written:] = 0
         return self._total
 
     def total(self) -> Tensor:
@@ -212,13 +218,13 @@ class _BlockGradient:
 
 
 def _first_covers(terms: Sequence[Term], block: Block) -> bool:
-    """Return whether the first term has all rows and columns of a block, each row before another term has it."""
-    first = terms[0]
+    """Return whether the first term covers all rows and columns of a block, each row before any other term does."""
+    first, units = terms[0], block.units(0)
     return (
         all(term.begins is None for term in terms)
         and first.width == width_of(terms)
         and first.num_units > 0
-        and first.span(block.units(0)).stop - first.span(block.units(0)).start == len(block.rows)
+        and units.stop - units.start == len(block.rows)
     )
 
 

@@ -1,4 +1,4 @@
-"""Logits made of those of several sources: side by side, or as their mean."""
+"""Logits combined from several sources: side by side, or averaged."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from nemo_opd.logits.rows import LogitRows, logit_rows
 
 
 class SideBySideLogits(LogitRows):
-    """Logits whose columns several sources have, one after another: shards of a head or of logits, maybe uneven."""
+    """Logits whose columns are split over several sources: shards of a head or of logits, maybe uneven."""
 
     def __init__(self, sources: Sequence[LogitRows]) -> None:
-        """Raise ConfigError unless all are of the same positions, in one dtype, and each is read by this process."""
+        """Raise ConfigError unless the sources have the same positions and dtype and none has a `share`."""
         shapes = [source.shape for source in sources]
         kinds = {(source.shape[:2], source.dtype, source.share) for source in sources}
         if len(kinds) != 1 or sources[0].share != (0, 1):
             raise ConfigError(
-                f"columns to be read side by side are of logits {shapes} in {sorted({str(s.dtype) for s in sources})}; "
-                "sequences, positions and dtype must be the same, and none may lie on the ranks of a group"
+                f"logits to be read side by side are {shapes} in {sorted({str(s.dtype) for s in sources})}; sequences, "
+                "positions and dtype must be the same, and none may be spread over the ranks of a group"
             )
         self.sources = list(sources)
         self.shape = (*shapes[0][:2], sum(shape[2] for shape in shapes))
@@ -36,7 +36,7 @@ class SideBySideLogits(LogitRows):
         widths = (
             min(max(0, width - begin), source.shape[2]) for begin, source in zip(begins, self.sources, strict=False)
         )
-        parts = [source.read(rows, own) for source, own in zip(self.sources, widths, strict=True)]
+        parts = [source.read(rows, columns) for source, columns in zip(self.sources, widths, strict=True)]
         return torch.cat(parts, 1, out=empty_rows(len(rows), width, self.dtype, self.device))
 
 
@@ -44,14 +44,13 @@ class AveragedLogits(LogitRows):
     """Σ weights[i] · z_i / Σ weights of several teachers with one vocabulary (methods.md §6.2)."""
 
     def __init__(self, sources: Sequence[Tensor | LogitRows], weights: Sequence[float]) -> None:
-        """Raise ConfigError unless there is one weight ≥ 0 a source, not all 0, and all cover the same positions.
+        """Raise ConfigError unless each source has a weight ≥ 0, not all 0, and all cover the same positions.
 
-        Some may be whole and others on the ranks of a group, but not on several.
+        Some sources may be spread over the ranks of a group, but all of them over the same group.
         """
         if len(sources) != len(weights) or min(weights, default=-1.0) < 0 or not sum(weights):
             raise ConfigError(
-                f"{len(sources)} logits with weights {list(weights)}: "
-                "a mean takes one weight each, 0 or more and not all 0"
+                f"{len(sources)} logits with weights {list(weights)}: give one weight each, 0 or more and not all 0"
             )
         self.sources = [logit_rows(source) for source in sources]
         self.weights = [weight / sum(weights) for weight in weights]
@@ -61,8 +60,8 @@ class AveragedLogits(LogitRows):
         shares = {source.share for source in self.sources} - {(0, 1)}
         if len(shares) > 1:
             raise ConfigError(
-                f"logits to be averaged lie on groups of {sorted(processes for _, processes in shares)} ranks; "
-                "give all over one group, or whole"
+                f"logits to be averaged are spread over groups of {sorted(ranks for _, ranks in shares)} ranks; "
+                "spread them over one group, or give them whole"
             )
         self.shape = (*shapes[0][:2], min(shape[2] for shape in shapes))
         self._shared = max(self.sources, key=lambda source: source.share[1])

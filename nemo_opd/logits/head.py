@@ -1,4 +1,4 @@
-"""Logits that a head makes from hidden states (methods.md §8.2, §9)."""
+"""Logits computed from hidden states and a head (methods.md §8.2, §9)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nemo_opd.logits.product import add_product, linear, product, product_dtype
 from nemo_opd.logits.rows import Gradients, TrainableRows, kept_dtype, new_leaf
 
 _LARGEST_FP16_EXPONENT = 14
-"""Exponent that a gradient's largest entry is scaled to before it is rounded to fp16."""
+"""Exponent of a gradient's largest entry after scaling, before it is rounded to fp16."""
 _SMALLEST_EXPONENT = -100
-"""Exponent of a gradient that is still scaled up in full: the factor itself must be a normal fp32 number."""
+"""Exponent below which a gradient is not scaled up in full: the factor must stay a normal fp32 number."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -28,7 +28,6 @@ class Head:
     """[X]"""
     scale: float = 1.0
     soft_cap: float | None = None
-    """None: none."""
 
     def __post_init__(self) -> None:
         if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
@@ -40,11 +39,11 @@ class Head:
             raise ConfigError(f"soft_cap={self.soft_cap}: logits are divided by it; give a number above 0, or none")
 
     def columns(self, width: int) -> int:
-        """Return how many columns products take for `width` of them: on a GPU some more, so that rows are aligned."""
+        """Return how many columns to compute for `width` of them: on a GPU rounded up, so that rows are aligned."""
         return min(len(self.weight), row_distance(width, self.weight.device))
 
     def after_linear(self, linear: Tensor) -> Tensor:
-        """Apply scale and soft-cap to W h + bias [..., X]; in fp32 at least, where there is something to apply."""
+        """Apply scale and soft-cap to W h + bias [..., X] in at least fp32; return it unchanged if there is neither."""
         if self.scale == 1 and self.soft_cap is None:
             return linear
         logits = linear.to(torch.promote_types(linear.dtype, torch.float32)) * self.scale
@@ -52,14 +51,14 @@ class Head:
 
 
 class HeadLogits(TrainableRows):
-    """Logits that a head makes from hidden states [B, S, D], a chunk at a time, so that they are never all there.
+    """Logits computed by a head from hidden states [B, S, D] in chunks, so that they are never all in memory.
 
-    Logits are in fp32 at least, whatever the dtypes of hidden states and head. Hidden states, weight and bias each get
-    a gradient where they take one; the weight's is summed over chunks in fp32.
+    Logits are in at least fp32, whatever the dtypes of hidden states and head. Hidden states, weight and bias each get
+    a gradient if they require one; the weight's is summed over chunks in fp32.
     """
 
     def __init__(self, hidden: Tensor, head: Head) -> None:
-        """Raise ConfigError where the widths of hidden states and head differ."""
+        """Raise ConfigError if the widths of hidden states and head differ."""
         if hidden.shape[-1] != head.weight.shape[1]:
             raise ConfigError(
                 f"hidden states are {list(hidden.shape)}, the head's weight {list(head.weight.shape)}; the last sizes "
@@ -82,73 +81,75 @@ class HeadLogits(TrainableRows):
         return _HeadGradients(self.hidden, self.head)
 
     def cut_off(self) -> HeadLogits:
-        """Return these logits as a new leaf, which gathers gradients before they go back through a model."""
+        """Return these logits as a new leaf, which accumulates gradients before they go back through a model."""
         return HeadLogits(new_leaf(self.hidden), self.head)
 
 
 class _HeadGradients(Gradients):
-    """A gradient with respect to logits is rounded to the dtype of hidden states and head, where they have one.
+    """Gradients of hidden states, weight and bias.
 
-    Each of its numbers then has a separate relative error, which products with head and hidden states average out:
-    unlike logits, it is not a small difference of large numbers.
+    The gradient with respect to logits is rounded to the dtype of hidden states and head if it is the same for both.
+    The products with head and hidden states average the independent relative errors out: unlike logits, the gradient
+    is not a small difference of large numbers.
     """
 
     def __init__(self, hidden: Tensor, head: Head) -> None:
         self._head, self._hidden = head, hidden.detach().flatten(0, 1)
         self.pulls_back = head.soft_cap is not None or head.scale != 1
         self._shape = hidden.shape
-        is_one = hidden.dtype == head.weight.dtype
-        self._operand = hidden.dtype if is_one else product_dtype(hidden.dtype, head.weight.dtype)
-        self.dtype = kept_dtype(self._operand)
-        of_hidden = self._hidden.to(kept_dtype(hidden.dtype))
-        self._of_hidden = torch.zeros_like(of_hidden) if hidden.requires_grad else None
-        self._of_weight: Tensor | None = None
-        """fp32 [X, D]; None: nothing has been added."""
-        self._of_bias = None if head.bias is None or not head.bias.requires_grad else _fp32_zeros(head.bias)
+        is_same_dtype = hidden.dtype == head.weight.dtype
+        self._operand_dtype = hidden.dtype if is_same_dtype else product_dtype(hidden.dtype, head.weight.dtype)
+        self.dtype = kept_dtype(self._operand_dtype)
+        self._hidden_gradient = (
+            torch.zeros_like(self._hidden, dtype=kept_dtype(hidden.dtype)) if hidden.requires_grad else None
+        )
+        self._weight_gradient: Tensor | None = None
+        """fp32 [X, D]; None until something is added."""
+        self._bias_gradient = None if head.bias is None or not head.bias.requires_grad else _fp32_zeros(head.bias)
 
     def columns(self, width: int) -> int:
         return self._head.columns(width)
 
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
-        if self._of_bias is not None:
-            self._of_bias[: gradient.shape[1]] += gradient.sum(0, dtype=self._of_bias.dtype)
+        if self._bias_gradient is not None:
+            self._bias_gradient[: gradient.shape[1]] += gradient.sum(0, dtype=self._bias_gradient.dtype)
         factor = None
-        if self._operand == torch.float16:
-            gradient, factor = _within_fp16(gradient)
+        if self._operand_dtype == torch.float16:
+            gradient, factor = _scale_to_fp16(gradient)
         gradient = self._as_operand(gradient)
         weight = self._head.weight.detach()[: gradient.shape[1]]
-        if self._of_hidden is not None:
-            of_rows = _product(gradient, weight, factor).to(self._of_hidden.dtype)
-            put = self._of_hidden.index_add_ if onto else self._of_hidden.index_copy_
-            put(0, rows, of_rows)
+        if self._hidden_gradient is not None:
+            row_gradient = _product(gradient, weight, factor).to(self._hidden_gradient.dtype)
+            write = self._hidden_gradient.index_add_ if onto else self._hidden_gradient.index_copy_
+            write(0, rows, row_gradient)
         if self._head.weight.requires_grad:
-            self._add_of_weight(gradient.t(), self._hidden.index_select(0, rows), factor)
+            self._add_to_weight(gradient.t(), self._hidden.index_select(0, rows), factor)
 
     def _as_operand(self, gradient: Tensor) -> Tensor:
-        """Return the gradient in the dtype and with the columns that products take."""
+        """Return the gradient in the products' dtype, padded with zero columns to their width."""
         width = gradient.shape[1]
         columns = self.columns(width)
-        if gradient.dtype == self._operand and width == columns:
+        if gradient.dtype == self._operand_dtype and width == columns:
             return gradient
-        operand = empty_rows(len(gradient), columns, self._operand, gradient.device)
+        operand = empty_rows(len(gradient), columns, self._operand_dtype, gradient.device)
         operand[:, :width] = gradient
         if width < columns:
             operand[:, width:] = 0
         return operand
 
-    def _add_of_weight(self, gradient: Tensor, hidden: Tensor, factor: Tensor | None) -> None:
-        """Add the product [width, R] @ [R, D] to the leading rows."""
-        width, is_whole = len(gradient), len(gradient) == len(self._head.weight)
-        if self._of_weight is None and not is_whole:
-            self._of_weight = _fp32_zeros(self._head.weight)
-        total = None if self._of_weight is None else self._of_weight[:width]
+    def _add_to_weight(self, gradient: Tensor, hidden: Tensor, factor: Tensor | None) -> None:
+        """Add the product [width, R] @ [R, D] to the leading rows of the weight's gradient."""
+        width = len(gradient)
+        if self._weight_gradient is None and width < len(self._head.weight):
+            self._weight_gradient = _fp32_zeros(self._head.weight)
+        total = None if self._weight_gradient is None else self._weight_gradient[:width]
         if factor is None:
-            made = add_product(total, gradient, hidden)
+            total = add_product(total, gradient, hidden)
         else:
-            made = _product(gradient, hidden, factor)
-            made = made if total is None else total.add_(made)
-        if self._of_weight is None:
-            self._of_weight = made
+            added = _product(gradient, hidden, factor)
+            total = added if total is None else total.add_(added)
+        if self._weight_gradient is None:
+            self._weight_gradient = total
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
         if self._head.soft_cap is not None:
@@ -156,29 +157,30 @@ class _HeadGradients(Gradients):
         return gradient if self._head.scale == 1 else gradient * self._head.scale
 
     def sums(self) -> tuple[Tensor | None, ...]:
-        hidden = None if self._of_hidden is None else self._of_hidden.view(self._shape)
+        hidden = None if self._hidden_gradient is None else self._hidden_gradient.view(self._shape)
         weight = None
         if self._head.weight.requires_grad:
-            of_weight = _fp32_zeros(self._head.weight) if self._of_weight is None else self._of_weight
-            weight = of_weight.to(kept_dtype(self._head.weight.dtype))
+            weight = _fp32_zeros(self._head.weight) if self._weight_gradient is None else self._weight_gradient
+            weight = weight.to(kept_dtype(self._head.weight.dtype))
         if self._head.bias is None:
             return hidden, weight
-        return hidden, weight, None if self._of_bias is None else self._of_bias.to(kept_dtype(self._head.bias.dtype))
+        bias = None if self._bias_gradient is None else self._bias_gradient.to(kept_dtype(self._head.bias.dtype))
+        return hidden, weight, bias
 
 
-def _within_fp16(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale a gradient into the range of fp16, and return it with the power of two to multiply it with, a scalar."""
+def _scale_to_fp16(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale a gradient into the range of fp16; return it and the scalar power of two that undoes the scaling."""
     exponent = gradient.abs().amax().frexp().exponent if gradient.numel() else gradient.new_zeros((), dtype=torch.int32)
     factor = torch.ldexp(gradient.new_ones(()), exponent.clamp(min=_SMALLEST_EXPONENT) - _LARGEST_FP16_EXPONENT)
     return gradient / factor, factor
 
 
-def _product(left: Tensor, right: Tensor, factor: Tensor | None) -> Tensor:
-    """Compute left @ right · factor; in bf16 for bf16, as it is rounded to bf16 anyway."""
-    if factor is None and left.dtype == right.dtype:
-        return left @ right
-    made = product(left, right)
-    return made if factor is None else made.mul_(factor)
+def _product(a: Tensor, b: Tensor, factor: Tensor | None) -> Tensor:
+    """Compute a @ b · factor; in bf16 for bf16 operands, since the result is rounded to bf16 anyway."""
+    if factor is None and a.dtype == b.dtype:
+        return a @ b
+    result = product(a, b)
+    return result if factor is None else result.mul_(factor)
 
 
 def _fp32_zeros(leaf: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Terms that kernels compute together, so that rows are read and their gradient is written as few times as can be."""
+"""Terms that kernels compute together, to read rows and write their gradient as few times as possible."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nemo_opd.logits.term import Term
 
 
 class JointTerms:
-    """Terms that have a form for kernels, in groups of one of each form."""
+    """Terms that kernels can compute, in groups with at most one term of each form."""
 
     def __init__(self, source: LogitRows, terms: Sequence[Term], gradients: Gradients) -> None:
         self._terms = terms
         are_used = launch.are_used(source.device, source.dtype) and not gradients.pulls_back
         self._groups = _groups(terms) if are_used else []
         self.are_all = len(self._groups) == 1 and len(self._groups[0]) == len(terms)
-        """They are all terms, and each row of a block is in the one step of its units."""
+        """One group holds all terms, so that each row of a block is computed once, in a single step."""
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -33,16 +33,16 @@ class JointTerms:
     def add(
         self, coefficients: Sequence[float], step: Step, logits: Tensor, total: Tensor
     ) -> Iterable[tuple[int, Tensor]]:
-        """Yield each term with the sums [2] of its units, and add their gradients to that of the block [R, X].
+        """Yield each joint term's index and sums [2] over a step; add the gradients to `total`, the block's [R, X].
 
         Raises KernelError.
         """
         for group in self._groups:
-            parts = [self._placed(i, coefficients[i], *step[i]) for i in group]
-            kept = [(i, part) for i, part in zip(group, parts, strict=True) if len(part)]
-            losses = add_losses(logits, [part for _, part in kept], total, is_first=self.are_all) if kept else []
-            for (i, _), of_units in zip(kept, losses, strict=True):
-                yield i, self._terms[i].sums_of(of_units, step[i][0])
+            placed = {i: self._placed(i, coefficients[i], *step[i]) for i in group}
+            placed = {i: form for i, form in placed.items() if len(form)}
+            losses = add_losses(logits, list(placed.values()), total, is_first=self.are_all) if placed else []
+            for i, unit_losses in zip(placed, losses, strict=True):
+                yield i, self._terms[i].sums_of(unit_losses, step[i][0])
 
     def _placed(self, i: int, coefficient: float, units: slice, places: slice | Tensor) -> Placed:
         term = self._terms[i]
@@ -52,7 +52,7 @@ class JointTerms:
 
 def _groups(terms: Sequence[Term]) -> list[list[int]]:
     groups: list[dict[type, int]] = []
-    """Index of the term of each kind."""
+    """Index of the term, keyed by kind."""
     for i, term in enumerate(terms):
         if term.row_loss is None:
             continue

@@ -1,4 +1,4 @@
-"""Sequences packed into one row, without padding, and logits with a row for each of their tokens (methods.md §8.4)."""
+"""Sequences packed into one row without padding, and their logits (methods.md §8.4)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from nemo_opd.types import TokenRows
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Places of right-padded sequences [B, S] in one row [N] that holds their tokens one after another."""
+    """Places of right-padded sequences [B, S] in one row [N] of their concatenated tokens."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence in the row, 1 at least."""
+    """Number of tokens of each sequence in the row, at least 1."""
     places: Tensor
-    """int64 [B, S]: place in the row, as `places_in_row` returns it."""
+    """int64 [B, S]: place in the row, from `places_in_row`."""
     tokens: Tensor
     """int64 [N]: index of each token in [B·S]."""
     positions: Tensor
     """int64 [N]: position of each token in its sequence."""
     bounds: Tensor
-    """int32 [B + 1]: where each sequence begins in the row, and where the last ends."""
+    """int32 [B + 1]: first place of each sequence in the row, then the end of the last."""
 
     @classmethod
     def of(cls, tokens: TokenRows) -> Packing:
@@ -50,10 +50,10 @@ class Packing:
 
 
 def places_in_row(lengths: Sequence[int], width: int, moved_by: Tensor | None = None) -> Tensor:
-    """Return int64 [B, width]: the place of each position in a row that holds sequences of `lengths`.
+    """Return the place of each position in a row that holds sequences of `lengths`, int64 [B, width].
 
-    moved_by: int64 [B], on the host, is added to the positions of each sequence first. Those before a sequence have the
-    place of its first token, those after it that of its last.
+    moved_by: int64 [B] on the host, added to the positions of each sequence first. Positions before a sequence are
+    clamped to its first token, positions after it to its last.
     """
     sizes = torch.tensor(lengths).unsqueeze(1)
     positions = torch.arange(width).unsqueeze(0)
@@ -63,18 +63,18 @@ def places_in_row(lengths: Sequence[int], width: int, moved_by: Tensor | None = 
 
 
 def token_bounds(lengths: Sequence[int]) -> list[int]:
-    """Return where each packed sequence begins, and where the last ends."""
+    """Return the first place of each packed sequence, followed by the end of the last."""
     return list(accumulate(lengths, initial=0))
 
 
 class PackedLogits(TrainableRows):
-    """Logits [B, S, X] of padded sequences, from a source [1, N, X] that has a row for each token.
+    """Logits [B, S, X] of padded sequences, from a source [1, N, X] with a row for each token.
 
-    Losses read no rows of padding; they would be those of the sequence's last token.
+    Losses do not read padding rows; they would be the row of the sequence's last token.
     """
 
     def __init__(self, source: TrainableRows, places: Tensor, block_bytes: int | None = None) -> None:
-        """Keep the source. places: int64 [B, S], from `places_in_row`, on its device."""
+        """Wrap a source. places: int64 [B, S] on its device, from `places_in_row`."""
         self.source, self._places, self.block_bytes = source, places.flatten(), block_bytes
         self.leaves, self.share = source.leaves, source.share
         self.shape = (*places.shape, source.shape[2])
@@ -85,7 +85,7 @@ class PackedLogits(TrainableRows):
 
     def begin(self, rows: Sequence[Tensor]) -> None:
         if self.share != (0, 1):
-            self.source.begin([self._places[each] for each in rows])
+            self.source.begin([self._places[process_rows] for process_rows in rows])
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         return self.source.reduce(tensor, op)
@@ -95,18 +95,18 @@ class PackedLogits(TrainableRows):
 
 
 class _PackedGradients(Gradients):
-    def __init__(self, of_source: Gradients, places: Tensor) -> None:
-        self._of_source, self._places = of_source, places
-        self.dtype, self.pulls_back = of_source.dtype, of_source.pulls_back
+    def __init__(self, source_gradients: Gradients, places: Tensor) -> None:
+        self._source_gradients, self._places = source_gradients, places
+        self.dtype, self.pulls_back = source_gradients.dtype, source_gradients.pulls_back
 
     def columns(self, width: int) -> int:
-        return self._of_source.columns(width)
+        return self._source_gradients.columns(width)
 
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
-        self._of_source.add(self._places[rows], gradient, onto=onto)
+        self._source_gradients.add(self._places[rows], gradient, onto=onto)
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        return self._of_source.pull_back(logits, gradient)
+        return self._source_gradients.pull_back(logits, gradient)
 
     def sums(self) -> tuple[Tensor | None, ...]:
-        return self._of_source.sums()
+        return self._source_gradients.sums()

@@ -1,4 +1,4 @@
-"""Logits that the ranks of a group have together: each some of the columns, or all of the same."""
+"""Logits of a group of ranks: each rank has a shard of the columns, or all have the same logits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nemo_opd.logits.rows import Gradients, TensorLogits, TrainableRows
 
 
 class VocabParallelLogits(TrainableRows):
-    """Logits whose columns lie on the ranks of a group: each reads whole rows, those of its share of the parts.
+    """Logits whose columns are sharded over the ranks of a group; a rank reads whole rows, for its share of the blocks.
 
-    Hidden states are the same on every rank and get the whole gradient on each; a shard of logits or of a head gets
-    its own.
+    Each read and each gradient is an exchange between rows and column shards. Hidden states are the same on every rank
+    and get the full gradient on each; a shard of logits or of a head gets the gradient of its columns.
     """
 
     def __init__(self, local: TensorLogits | HeadLogits, shards: VocabularyShards) -> None:
-        """Take this rank's columns. local: those of its shard."""
+        """Wrap the local shard. local: this rank's columns."""
         self.local = local
         self.leaves = local.leaves
         self.device, self.dtype, self.is_product = local.device, local.dtype, local.is_product
@@ -32,10 +32,10 @@ class VocabParallelLogits(TrainableRows):
         self._announced: tuple[Tensor, list[int]] | None = None
 
     def begin(self, rows: Sequence[Tensor]) -> None:
-        self._announced = (torch.cat(list(rows)), [len(each) for each in rows]) if rows else None
+        self._announced = (torch.cat(list(rows)), [len(rank_rows) for rank_rows in rows]) if rows else None
 
-    def of_all(self, rows: Tensor) -> tuple[Tensor, list[int]]:
-        """Return the rows of every rank in rank order, and their counts. Communicates where they are not announced."""
+    def all_ranks_rows(self, rows: Tensor) -> tuple[Tensor, list[int]]:
+        """Return the rows of all ranks in rank order, and their counts. Collective unless they were announced."""
         if self._announced is None:
             return self.shards.gather_rows(rows)
         assert self._announced[1][self.shards.rank] == len(rows)
@@ -43,8 +43,8 @@ class VocabParallelLogits(TrainableRows):
 
     def read(self, rows: Tensor, width: int) -> Tensor:
         widths = self.shards.widths(width)
-        every, counts = self.of_all(rows)
-        columns = self.local.read(every, widths[self.shards.rank])
+        all_rows, counts = self.all_ranks_rows(rows)
+        columns = self.local.read(all_rows, widths[self.shards.rank])
         return self.shards.to_rows(columns, counts, widths, empty_rows(len(rows), width, self.dtype, self.device))
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -61,9 +61,9 @@ class _VocabParallelGradients(Gradients):
 
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         shards = self._source.shards
-        every, counts = self._source.of_all(rows)
+        all_rows, counts = self._source.all_ranks_rows(rows)
         gradient = gradient.to(self.dtype)
-        self._local.add(every, shards.to_columns(gradient, counts, shards.widths(gradient.shape[1])), onto=onto)
+        self._local.add(all_rows, shards.to_columns(gradient, counts, shards.widths(gradient.shape[1])), onto=onto)
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
         return self._local.pull_back(logits, gradient)
@@ -76,28 +76,28 @@ class _VocabParallelGradients(Gradients):
 
 
 class ContextParallelLogits(TrainableRows):
-    """Logits that every rank of a group has: each computes a share of the units, and has its share of the gradient."""
+    """Logits that every rank of a group has: each computes a share of the units, and gets that share's gradient."""
 
-    def __init__(self, every: TrainableRows, group: dist.ProcessGroup) -> None:
-        """Take logits of all positions. every: may have its own share, among ranks with the same place in `group`."""
-        self.every, self.group = every, group
-        self.leaves, self.shape = every.leaves, every.shape
-        self.device, self.dtype, self.is_product = every.device, every.dtype, every.is_product
-        index, processes = every.share
+    def __init__(self, source: TrainableRows, group: dist.ProcessGroup) -> None:
+        """Wrap logits of all positions. source: may have a share itself, over ranks with the same rank in `group`."""
+        self.source, self.group = source, group
+        self.leaves, self.shape = source.leaves, source.shape
+        self.device, self.dtype, self.is_product = source.device, source.dtype, source.is_product
+        index, processes = source.share
         self.share = (dist.get_rank(group) * processes + index, dist.get_world_size(group) * processes)
 
     def begin(self, rows: Sequence[Tensor]) -> None:
-        _, processes = self.every.share
+        _, processes = self.source.share
         first = dist.get_rank(self.group) * processes
-        self.every.begin(rows[first : first + processes])
+        self.source.begin(rows[first : first + processes])
 
     def read(self, rows: Tensor, width: int) -> Tensor:
-        return self.every.read(rows, width)
+        return self.source.read(rows, width)
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        tensor = self.every.reduce(tensor, op)
+        tensor = self.source.reduce(tensor, op)
         dist.all_reduce(tensor, op, group=self.group)
         return tensor
 
     def gradients(self) -> Gradients:
-        return self.every.gradients()
+        return self.source.gradients()

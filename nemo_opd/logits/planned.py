@@ -1,13 +1,13 @@
-"""A loss that is not computed yet, so that several can share the student's logits.
+"""Losses that are planned first and computed together, so that they share the student's logits.
 
 From the hidden states of a microbatch to gradients, in seven steps:
 
 1. `StudentWorker._accumulate` runs the model without its head.
 2. `Parts.plan` asks the loss of each teacher for a plan.
-3. `TermLoss.plan` picks what that loss reads of the batch.
-4. The loss returns a `PlannedLoss`: terms, each with the rows it needs and their formula.
-5. `compute_together` joins the plans, so that each row of logits is made once; `blocks` cuts the rows.
-6. `blockwise_sum` makes a block's logits, sums each term, and adds up the gradients of hidden states and head.
+3. `TermLoss.plan` selects that loss's inputs from the batch.
+4. The loss returns a `PlannedLoss`: terms, each with its rows and their formula.
+5. `compute_together` joins the plans, so that each row of logits is computed once; `blocks` cuts the rows.
+6. `blockwise_sum` computes a block's logits, sums each term, and accumulates the gradients of hidden states and head.
 7. The model's backward pass runs once, from the finished gradient.
 """
 
@@ -39,21 +39,21 @@ class PlannedLoss:
     terms: Sequence[Term]
     coefficient: float
     metrics_of: Callable[[Tensor, Tensor], _Metrics]
-    """Function from the sum of the terms, with the weights of units and without, to metrics."""
+    """Function from the sums of the terms, weighted and unweighted, to metrics."""
 
     @staticmethod
     def of(
         name: str, source: TrainableRows, terms: Sequence[Term], num_units: int, normalizer: float | None
     ) -> PlannedLoss:
-        """Plan Σ terms / normalizer, and the unweighted mean over units as the metric `name` (methods.md §7.1).
+        """Plan Σ terms / normalizer, with the unweighted mean over units as the metric `name` (methods.md §7.1).
 
-        normalizer: units of the global batch, by default those of this call; 0 of them make a loss of 0.
+        normalizer: number of units in the global batch, by default `num_units`; with 0 units the loss is 0.
         """
         divisor = (num_units if normalizer is None else normalizer) or 1
         return PlannedLoss(source, terms, 1 / divisor, lambda weighted, unweighted: {name: Mean(unweighted, num_units)})
 
     def times(self, factor: float) -> PlannedLoss:
-        """Multiply the loss by a weight; the metrics stay as they are."""
+        """Return the loss multiplied by a weight, with the same metrics."""
         return replace(self, coefficient=self.coefficient * factor)
 
     def compute(self) -> LossOutput:
@@ -61,22 +61,22 @@ class PlannedLoss:
 
 
 def compute_together(losses: Sequence[PlannedLoss]) -> LossOutput:
-    """Compute the sum of losses of one student, and the metrics of all.
+    """Compute the sum of a student's losses, and the metrics of each.
 
-    Their rows are made once, and one gradient is saved for all of them; from hidden states, the products with the head
-    are formed once.
+    Each row is computed once and one gradient is saved for all losses; with hidden states, the products with the head
+    run once.
     """
     terms = [term for loss in losses for term in loss.terms]
     coefficients = [loss.coefficient for loss in losses for _ in loss.terms]
-    found = blockwise_sum(losses[0].source, terms, coefficients)
+    result = blockwise_sum(losses[0].source, terms, coefficients)
     metrics: _Metrics = {}
-    for loss, sums in zip(losses, found.of_terms.split([len(loss.terms) for loss in losses]), strict=True):
+    for loss, sums in zip(losses, result.of_terms.split([len(loss.terms) for loss in losses]), strict=True):
         metrics |= loss.metrics_of(*sums.sum(0))
-    return LossOutput(found.total, metrics)
+    return LossOutput(result.total, metrics)
 
 
 class Loss(Generic[_Parameters]):
-    """A function from tensors to a loss; `plan` takes the same arguments and leaves it to be computed later."""
+    """Function from tensors to a loss. `plan` takes the same arguments and returns a `PlannedLoss`."""
 
     def __init__(self, plan: Callable[_Parameters, PlannedLoss]) -> None:
         self.plan = plan
@@ -92,7 +92,7 @@ class Loss(Generic[_Parameters]):
 
 
 def _signature(plan: Callable[..., object]) -> inspect.Signature:
-    """Return the signature of the loss, in which `**shared: Unpack[…]` is written out."""
+    """Return the signature of the loss, with `**shared: Unpack[…]` expanded into its keywords."""
     parameters = []
     for parameter in inspect.signature(plan).parameters.values():
         if parameter.kind is not parameter.VAR_KEYWORD:

@@ -1,4 +1,4 @@
-"""Readings of rows of logits that are taken while losses are computed, and train nothing."""
+"""Values read off rows of logits while losses are computed, without a gradient."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from nemo_opd.logits.term import Term
 from nemo_opd.types import Metric
 
 _Read = Callable[[Tensor, slice], Tensor]
-"""(logits [u, X] in the compute dtype, which units they are) → what is read off each, [u, k]."""
+"""(logits [u, X] in the compute dtype, slice of units) → values of each unit, [u, k]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """A place for what is read off each unit, so that nothing depends on how units are cut or in which order."""
+    """Values of each unit, stored by unit so that results do not depend on how units are cut or ordered."""
 
     source: LogitRows
     places: Tensor
-    """[U, k]: of the units that this process computes; 0 elsewhere."""
+    """[U, k]: values of the units that this process computes; 0 for all other units."""
 
     @staticmethod
     def of(source: LogitRows, num_units: int, num_values: int) -> Readings:
         return Readings(source, torch.zeros(num_units, num_values, dtype=compute_dtype(source), device=source.device))
 
     def put(self, part: slice, values: Tensor) -> None:
-        """Store the readings [u, k] of a slice of units."""
+        """Store the values [u, k] of a slice of units."""
         self.places[part] = values.detach()
 
     def found(self) -> Tensor:
-        """Gather the readings of all processes of a share, float64 [k, U]. Collective; call when all units are done."""
+        """Gather the values from all processes of a share, float64 [k, U]. Collective; call when all units are done."""
         return self.source.reduce(self.places.to(torch.float64, copy=True)).t()
 
 
@@ -54,26 +54,26 @@ def plan_readings(
     chunk_size: int | None = None,
     ahead: ReadAhead | None = None,
 ) -> PlannedLoss:
-    """Plan metrics of what is read off rows [U] of the student's [B·S, V], with a loss and gradient of 0.
+    """Plan metrics of values read off rows [U] of the student's [B·S, V], with a loss and gradient of 0.
 
-    metrics_of: from float64 [k, U]. cells, width, chunk_size, ahead: as of a `Term`.
+    metrics_of: function of the values, float64 [k, U]. cells, width, chunk_size, ahead: as in `Term`.
     """
     readings = Readings.of(source, len(rows), num_values)
 
-    def nothing_of(logits: Tensor, part: slice) -> Tensor:
+    def read_values(logits: Tensor, part: slice) -> Tensor:
         with torch.no_grad():
             readings.put(part, read(logits, part))
-        return _Nothing.apply(logits)
+        return _Zero.apply(logits)
 
-    def found(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+    def metrics_of_sums(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
         return metrics_of(readings.found())
 
-    term = Term(rows, nothing_of, cells, width, chunk_size=chunk_size, ahead=ahead)
-    return PlannedLoss(source, [term], 0.0, found)
+    term = Term(rows, read_values, cells, width, chunk_size=chunk_size, ahead=ahead)
+    return PlannedLoss(source, [term], 0.0, metrics_of_sums)
 
 
-class _Nothing(torch.autograd.Function):
-    """0 of each row [R, X] → [R], with a gradient of 0, which takes no memory."""
+class _Zero(torch.autograd.Function):
+    """Zero loss of each row [R, X] → [R], with a zero gradient that takes no memory."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:

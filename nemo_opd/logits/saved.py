@@ -1,4 +1,4 @@
-"""Gradients that forward has formed and saved."""
+"""Gradients that were computed in forward and saved."""
 
 from functools import cache
 
@@ -9,13 +9,13 @@ from nemo_opd.distributed.transfer import on_host, together
 
 
 def backward(loss: Tensor) -> None:
-    """Go backward from a scalar, by a 1 that is known on the host, so that `scaled` multiplies nothing."""
+    """Run backward from a scalar with a 1 whose value the host knows, so that `scaled` need not multiply."""
     loss.backward(_one(loss.device, loss.dtype))
 
 
 def scaled(saved: Tensor, factor: Tensor) -> Tensor:
-    """Compute saved · factor in backward: in place, and as a copy only if the graph is retained."""
-    # Asked as PyTorch's own compiled functions ask before they give their buffers away.
+    """Compute saved · factor in backward, in place unless the graph is retained."""
+    # PyTorch's own compiled functions check the same before they donate buffers.
     is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
     if is_retained:
         return saved * factor
@@ -29,6 +29,6 @@ def _one(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _is_one(factor: Tensor) -> bool:
-    """Return whether it is known at once to be 1: without waiting for a device."""
-    known = on_host(factor)
-    return known is not None and known.numel() == 1 and known.item() == 1
+    """Return whether the host knows, without waiting for the device, that a factor is 1."""
+    host_factor = on_host(factor)
+    return host_factor is not None and host_factor.numel() == 1 and host_factor.item() == 1

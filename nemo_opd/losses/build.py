@@ -252,7 +252,7 @@ def _count_positions(arguments: _Arguments, projection: ProjectionMatrix, *, pie
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """How a loss reads and counts its units."""
+    """Reader of a loss's arguments and counters of its units."""
 
     arguments: Callable[[str, TokenRows, TeacherRows, SampledRows | None], _Arguments]
     """Keyword arguments of the loss from a batch. The first parameter is the term's type, for error messages."""

@@ -51,7 +51,7 @@ class ChunkArguments(TypedDict, total=False):
     student_vocab_size: int | None
     """Leading columns of the logits that belong to the vocabulary; by default the projection's size, or all."""
     teacher_vocab_size: int | None
-    """As `student_vocab_size`, for the teacher."""
+    """The same for the teacher."""
     chunk_size: int | None
     """Units computed at a time; by default as many as fit a byte budget."""
 

@@ -33,7 +33,7 @@ from nemo_opd.paths import cache_dir
 from nemo_opd.progress import working
 
 _VERSION = 1
-"""Raised when the same adapter is merged in another way than before."""
+"""Part of the cache key; increase it if merging the same adapter gives another result."""
 _ADAPTER = ("adapter_*",)
 _MODEL = ("config.json", "generation_config.json", "model*", "pytorch_model*")
 _TOKENIZER = (
@@ -50,10 +50,10 @@ _log = logging.getLogger(__name__)
 
 
 def resolve(reference: str, *, key: str = "model") -> str:
-    """Return the folder or hub name of a whole model, which transformers loads.
+    """Return the folder or hub name of a complete model that transformers can load.
 
-    A folder or hub name is returned as it is, `demo:NAME` as its folder in the package. For an adapter it is the folder
-    in the cache with the adapter merged into its base model, written at the first call. key: setting to be named in
+    A folder or hub name is returned unchanged, `demo:NAME` as its folder in the package. An adapter is merged into its
+    base model at the first call, and the merged model's folder in the cache is returned. key: setting to name in
     messages. Raises ModelError if the adapter does not fit its base model, or one of them cannot be read.
     """
     source = demo_folder(reference)
@@ -62,7 +62,7 @@ def resolve(reference: str, *, key: str = "model") -> str:
 
 
 def resolve_tokenizer(reference: str, *, key: str) -> str:
-    """Return the folder or hub name that a model's tokenizer is loaded from; an adapter is not merged for it.
+    """Return the folder or hub name to load a model's tokenizer from, without merging an adapter.
 
     Raises ModelError as `adapter_base` does.
     """
@@ -76,7 +76,7 @@ def resolve_tokenizer(reference: str, *, key: str) -> str:
 
 
 def _adapter_folder(source: str) -> Path | None:
-    """Return the folder of an adapter, which is downloaded if `source` is a hub name; None for a whole model."""
+    """Return an adapter's folder, downloaded if `source` is a hub name, or None if it is a complete model."""
     if Path(source).exists():
         return Path(source) if is_adapter(Path(source)) else None
     return _downloaded_adapter(source)
@@ -84,7 +84,7 @@ def _adapter_folder(source: str) -> Path | None:
 
 @lru_cache
 def _downloaded_adapter(name: str) -> Path | None:
-    """Download an adapter. Returns None for another model, and for a name whose model cannot be loaded either."""
+    """Download an adapter. Returns None if the name is not an adapter's or cannot be read from the hub."""
     try:
         if find_adapter_config_file(name) is None:
             return None
@@ -94,7 +94,7 @@ def _downloaded_adapter(name: str) -> Path | None:
 
 
 def _merged(adapter: Path, *, named: str) -> Path:
-    """Return the folder in the cache with an adapter merged into its base model; write it if it is not there."""
+    """Return the cache folder with an adapter merged into its base model; write it if it does not exist."""
     base = adapter_base(adapter, named=named)
     source = resolve(base, key=f"{named}: base_model_name_or_path")
     try:
@@ -113,15 +113,15 @@ def _merged(adapter: Path, *, named: str) -> Path:
     except Exception as error:
         raise ModelError(
             f"{named}: the folder has an adapter of the model {base}, and the two cannot be merged ({reason(error)}); "
-            f"check that the adapter was trained on this model, and that both are whole"
+            f"check that the adapter was trained on this model, and that both are complete"
         ) from error
     return merged
 
 
 def _identity(adapter: Path, base: Path, *, is_local: bool) -> str:
-    """Return a hash of an adapter's files and of its base model. A model's large files count by size and time.
+    """Return a hash of an adapter's files and its base model; a local base model's files count by size and time.
 
-    is_local: False for a download from the hub, whose folder is named after its revision.
+    is_local: False for a download from the hub, which is identified by its folder, named after the revision.
     """
     digest = hashlib.sha256(repr((_VERSION, str(base))).encode())
     for path in _files(adapter, *_ADAPTER, *_TOKENIZER, *_CARD):
@@ -138,7 +138,7 @@ def _files(folder: Path, *patterns: str) -> list[Path]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Wait until no other process is inside. A file system without locks has none."""
+    """Hold an exclusive lock on a file. Has no effect on file systems without locks."""
     with path.open("a") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -157,7 +157,7 @@ def _write_merged(adapter: Path, base: Path, source: str, folder: Path) -> None:
 def _load_merged(adapter: Path, source: str) -> PreTrainedModel:
     """Load a model on the CPU, in the precision of its files, and merge an adapter into it.
 
-    Raises ValueError if the model or the adapter lacks weights of the other.
+    Raises ValueError if the adapter lacks weights or has weights that the model does not expect.
     """
     from peft import PeftConfig, PeftModel  # takes seconds
 
@@ -166,15 +166,15 @@ def _load_merged(adapter: Path, source: str) -> PreTrainedModel:
     _resize(model, adapter)
     is_tied = _are_tied(model)
     if is_tied and not getattr(config, "ensure_weight_tying", False):
-        # An adapter of the embeddings alone must not change the head, nor the other way round.
+        # An adapter of the embeddings must not change the head, and vice versa.
         head = model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach().clone())
     adapted = PeftModel(model, config)
     result = adapted.load_adapter(str(adapter), "default")
-    # peft lists modules that are stored whole as unexpected, and loads them.
+    # peft reports modules that are stored in full as unexpected, although it loads them.
     unexpected = [name for name in result.unexpected_keys if ".modules_to_save." not in name]
     if names := [*result.missing_keys, *unexpected]:
-        raise ValueError(f"{len(names)} weights are in one of them alone, such as {names[0]}")
+        raise ValueError(f"{len(names)} weights are in only one of them, such as {names[0]}")
     model = adapted.merge_and_unload()
     is_tied = is_tied and _are_tied(model)
     model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = is_tied
@@ -183,7 +183,7 @@ def _load_merged(adapter: Path, source: str) -> PreTrainedModel:
 
 
 def _are_tied(model: PreTrainedModel) -> bool:
-    """Return whether the head has the weights of the embeddings."""
+    """Return whether the head's weights equal the embeddings'."""
     embeddings: Any
     head: Any
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -191,7 +191,7 @@ def _are_tied(model: PreTrainedModel) -> bool:
 
 
 def _load_base(source: str) -> PreTrainedModel:
-    """Load a whole model, also if it reads more than text. Raises ValueError if weights are missing."""
+    """Load a complete model, text-only or multimodal. Raises ValueError if weights are missing."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if quantisation(config) is not None:
@@ -211,7 +211,7 @@ def _load_base(source: str) -> PreTrainedModel:
 
 
 def _resize(model: PreTrainedModel, adapter: Path) -> None:
-    """Give a model as many token embeddings as an adapter has that was trained with added tokens."""
+    """Resize a model's token embeddings to an adapter's, which may have been trained with added tokens."""
     from peft.utils import load_peft_weights
 
     embeddings: Any = model.get_input_embeddings()

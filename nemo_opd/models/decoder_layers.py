@@ -1,11 +1,11 @@
-"""The layers of a model, which are sharded, cut, compiled and moved one by one."""
+"""A model's decoder layers, the units of sharding, compilation and offload."""
 
 from torch import nn
 from transformers import PreTrainedModel
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers in order; none where the model does not say which they are."""
+    """Return the decoder layers in order; an empty list if the model does not declare them."""
     names = set(model._no_split_modules or ())
-    # FSDP2 makes a layer's class a subclass with another name.
-    return [module for module in model.modules() if names & {each.__name__ for each in type(module).__mro__}]
+    # FSDP2 changes a layer's class to a subclass with another name.
+    return [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]

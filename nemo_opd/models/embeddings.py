@@ -1,4 +1,4 @@
-"""Input embeddings, read from a folder's files without loading the model."""
+"""Input embeddings read from a folder's files, without loading the model."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from nemo_opd.models.load import load_config
 
 
 def input_embeddings(reference: str, *, key: str) -> Tensor:
-    """Return [vocabulary, hidden width] from a model folder's safetensors files. Raises ModelError naming `key`."""
+    """Read the embeddings [vocabulary, hidden width] from a folder's safetensors. Raises ModelError naming `key`."""
     config = load_config(reference, key=key)
     folder = Path(resolve(reference))
     if not folder.is_dir():
@@ -24,15 +24,15 @@ def input_embeddings(reference: str, *, key: str) -> Tensor:
         raise ModelError(f"{key}={reference}: the folder has no safetensors files; save the weights in that format")
     name = _embedding_name(config)
     try:
-        found = {tensor: file for file in files for tensor in _tensors_like(file, name)}
-        chosen = name if name in found else min(found, key=len, default=None)
-        if chosen is None:
+        file_of = {tensor: file for file in files for tensor in _tensors_like(file, name)}
+        stored_name = name if name in file_of else min(file_of, key=len, default=None)
+        if stored_name is None:
             raise ModelError(
                 f"{key}={reference}: none of {', '.join(file.name for file in files)} holds the input embeddings "
                 f"{name} or a tensor whose name ends with {_tail(name)}; name a folder with all weights"
             )
-        with safe_open(found[chosen], framework="pt") as weights:
-            return weights.get_tensor(chosen)
+        with safe_open(file_of[stored_name], framework="pt") as weights:
+            return weights.get_tensor(stored_name)
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"{key}={reference}: the weights are damaged ({first_line(error)}); copy them again"
@@ -40,7 +40,7 @@ def input_embeddings(reference: str, *, key: str) -> Tensor:
 
 
 def _embedding_name(config: PretrainedConfig) -> str:
-    """Return the input embeddings' name in a model of this architecture, built without memory for its weights."""
+    """Return the input embeddings' name in a model of this architecture, built on meta."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     embeddings = model.get_input_embeddings()
@@ -48,7 +48,7 @@ def _embedding_name(config: PretrainedConfig) -> str:
 
 
 def _tensors_like(file: Path, name: str) -> list[str]:
-    """Return tensors with the last two parts of that name: base and larger models' checkpoints differ before them."""
+    """Return the tensors that share the last two parts of the name: base models' checkpoints have other prefixes."""
     with safe_open(file, framework="pt") as weights:
         return [key for key in weights.keys() if f".{key}".endswith(f".{_tail(name)}")]  # noqa: SIM118
 

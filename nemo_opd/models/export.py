@@ -1,4 +1,4 @@
-"""Export of sharded models as Hugging Face folders or whole weights."""
+"""Export of sharded models as Hugging Face folders or full state dicts."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -23,12 +23,12 @@ def save_pretrained(
 ) -> None:
     """Write model and tokenizer so that `from_pretrained(folder)` loads them.
 
-    Communicates an all-gather of the parameters to rank 0, which alone writes; returns on all ranks afterwards.
+    Communicates an all-gather of the parameters; only rank 0 writes, and all ranks return afterwards.
     """
     state = _gathered(model, dtype)
     if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=state)
-        # save_pretrained has written the dtype that the model is trained in.
+        # save_pretrained has written the dtype of training.
         config = deepcopy(model.config)
         config.dtype = dtype
         config.save_pretrained(folder)
@@ -46,10 +46,10 @@ def save_adapted(
 ) -> None:
     """Write adapters in one of the forms of `student.lora.export`, and the tokenizer.
 
-    merged: a whole model in `dtype`, from the weights in the base model's files, which have not been rounded for
-    computing. adapter: a folder that `peft` loads onto the base model, in fp32. Communicates an all-gather of the
-    adapters to rank 0, which alone reads and writes; returns on all ranks afterwards. Raises ModelError where the base
-    model can no longer be read.
+    merged: a complete model in `dtype`, from the base model's files, since weights in memory may be rounded to the
+    compute dtype. adapter: a folder that `peft` loads onto the base model, in fp32. Communicates an all-gather of the
+    adapters; only rank 0 reads and writes, and all ranks return afterwards. Raises ModelError if the base model can no
+    longer be read.
     """
     state = _gathered(model, torch.float32)
     if dist.get_rank() == 0:
@@ -62,9 +62,9 @@ def save_adapted(
 
 
 def whole_state(model: PreTrainedModel, adapters: Adapters | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return, on rank 0's host, the tensors that a folder of the whole model has, with adapters merged; {} elsewhere.
+    """Return the full state dict as a model folder has it, adapters merged, on rank 0's host; {} on other ranks.
 
-    Communicates an all-gather of what is trained to rank 0. Raises ModelError as `save_adapted` does.
+    Communicates an all-gather of the trained parameters. Raises ModelError as `save_adapted` does.
     """
     state = _gathered(model, dtype if adapters is None else torch.float32)
     if dist.get_rank() != 0:
@@ -77,42 +77,42 @@ def whole_state(model: PreTrainedModel, adapters: Adapters | None, dtype: torch.
 
 
 def _merged(adapters: Adapters, state: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
-    """Load the base model in `dtype` and merge adapters. Raises NotFiniteError, on this rank, where a sum overflows."""
-    whole = load_model(adapters.base, dtype, key="student.model")
-    adapters.merge(state, whole)
-    if (found := find_not_finite_here(dict(whole.named_parameters()))) is not None:
-        raise _not_exported(found, dtype)
-    return whole
+    """Load the base model in `dtype` and merge adapters. Raises NotFiniteError on this rank if a sum overflows."""
+    model = load_model(adapters.base, dtype, key="student.model")
+    adapters.merge(state, model)
+    if (not_finite := find_not_finite_here(dict(model.named_parameters()))) is not None:
+        raise _not_exported(not_finite, dtype)
+    return model
 
 
 def _gathered(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the model's whole state in `dtype`, tied weights once, on rank 0's host; {} on other ranks.
+    """Return the model's full state in `dtype`, with tied weights once, on rank 0's host; {} on other ranks.
 
-    Raises NotFiniteError on all ranks, before anything is sent, where a value in `dtype` is NaN or infinite.
+    Raises NotFiniteError on all ranks, before anything is sent, if a value in `dtype` is NaN or infinite.
     """
-    state = _untied(model, get_model_state_dict(model))
-    if (found := find_not_finite(state, device=next(iter(state.values())).device, dtype=dtype)) is not None:
-        raise _not_exported(found, dtype)
-    whole = {}
-    for name, value in state.items():
-        # Converted before it is sent, which is less to send.
+    sharded = _untied(model, get_model_state_dict(model))
+    if (not_finite := find_not_finite(sharded, device=next(iter(sharded.values())).device, dtype=dtype)) is not None:
+        raise _not_exported(not_finite, dtype)
+    state = {}
+    for name, value in sharded.items():
+        # Converted first, so that less is sent.
         value = gathered(stored(value, dtype))
         if dist.get_rank() == 0:
-            whole[name] = value.cpu()
-    return whole
+            state[name] = value.cpu()
+    return state
 
 
-def _not_exported(found: NotFinite, dtype: torch.dtype) -> NotFiniteError:
+def _not_exported(not_finite: NotFinite, dtype: torch.dtype) -> NotFiniteError:
     name = str(dtype).removeprefix("torch.")
-    rounded = "; float16 overflows at 65,504, so give a model in bfloat16 as student.model"
+    fp16_hint = "; float16 overflows at 65,504, so give a model in bfloat16 as student.model"
     return NotFiniteError(
-        f"the student's weights are not finite in {name}, so they are not exported: {found}; lower "
-        f"student.optimizer.lr, or set train.gradient_clip{rounded if dtype == torch.float16 else ''}"
+        f"the student's weights are not finite in {name}, so they are not exported: {not_finite}; lower "
+        f"student.optimizer.lr, or set train.gradient_clip{fp16_hint if dtype == torch.float16 else ''}"
     )
 
 
 def _untied(model: PreTrainedModel, state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a state, tied ones once."""
+    """Return the tensors of a state, with tied weights once."""
     return {
         name: value
         for name, value in state.items()

@@ -1,4 +1,4 @@
-"""Which weights a model has, by their bytes."""
+"""Hash of a model's weights."""
 
 import hashlib
 from pathlib import Path
@@ -13,8 +13,9 @@ from nemo_opd.progress import tracked
 
 
 def weights_fingerprint(reference: str, *, key: str) -> str:
-    """Return a hash of a model's weights and configuration. Reads all of its files, those of a hub name after they are
-    downloaded. Raises ModelError naming `key`.
+    """Return a hash of a model's weights and configuration. Downloads a hub model and reads all of its weight files.
+
+    Raises ModelError naming `key`.
     """
     try:
         config = Path(str(cached_file(resolve(reference), "config.json")))

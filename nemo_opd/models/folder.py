@@ -25,7 +25,7 @@ _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def demo_folder(reference: str) -> str:
-    """Return a folder or hub name as it is, and for `demo:NAME` the folder in the package."""
+    """Return a folder or hub name unchanged, and for `demo:NAME` the folder in the package."""
     return str(model_path(reference.removeprefix(DEMO_PREFIX))) if is_demo(reference) else reference
 
 
@@ -44,21 +44,21 @@ def check_tokenizer(reference: str, *, key: str) -> None:
         if not has_tokenizer(folder):
             raise ModelError(
                 f"{key}={reference}: the folder has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); name one "
-                f"that has, or leave out {key} to take the model's own"
+                f"that has, or leave out {key} to use the model's"
             )
     elif folder.is_absolute() or reference.startswith("."):
         raise ModelError(
-            f"{key}={reference}: there is no such folder; correct the path, or leave out {key} to take the model's own"
+            f"{key}={reference}: there is no such folder; correct the path, or leave out {key} to use the model's"
         )
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has a file that a tokenizer is loaded from."""
+    """Return whether a folder has a tokenizer file."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def needs_sentencepiece(folder: Path) -> bool:
-    """Return whether the only tokenizer in a folder is a SentencePiece model, and the package for it is missing."""
+    """Return whether a folder's only tokenizer is a SentencePiece model, and the package for it is not installed."""
     if not (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file():
         return False
     with (folder / "tokenizer.model").open("rb") as file:
@@ -67,15 +67,15 @@ def needs_sentencepiece(folder: Path) -> bool:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder has an adapter (PEFT) and no weights of a whole model."""
+    """Return whether a folder has an adapter (PEFT) and not the weights of a complete model."""
     return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).is_file() for name in _WEIGHT_FILES)
 
 
 def adapter_base(folder: Path, *, named: str) -> str:
     """Return the folder or hub name of the model that an adapter in `folder` was trained on.
 
-    A relative path in the adapter's configuration counts from the working directory, then from the adapter's folder.
-    named: the key and value that name the adapter, for messages. Raises ModelError if there is no such folder.
+    A relative path in the adapter's configuration is tried from the working directory, then from the adapter's folder.
+    named: setting and value of the adapter, for messages. Raises ModelError if the base model's folder does not exist.
     """
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -90,7 +90,7 @@ def adapter_base(folder: Path, *, named: str) -> str:
     if is_demo(base):
         return demo_folder(base)
     path = Path(base).expanduser()
-    base_folder = next((each.absolute() for each in (path, folder / path) if each.is_dir()), None)
+    base_folder = next((candidate.absolute() for candidate in (path, folder / path) if candidate.is_dir()), None)
     if base_folder is None:
         if not path.is_absolute() and not base.startswith("."):
             return base  # a hub name
@@ -107,7 +107,7 @@ def adapter_base(folder: Path, *, named: str) -> str:
 
 
 def _check_adapter(folder: Path, reference: str, *, key: str) -> None:
-    """Raise ModelError, naming `key`, if an adapter cannot be read, or the model that it was trained on."""
+    """Raise ModelError, naming `key`, if an adapter or its base model cannot be read."""
     weights = next((folder / name for name in _ADAPTER_WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise ModelError(
@@ -125,9 +125,9 @@ def _kind_of_file(file: Path) -> str:
 
 
 def check_folder(reference: str, *, key: str) -> None:
-    """Raise ModelError, naming `key`, for a path without a whole model or an adapter of one.
+    """Raise ModelError, naming `key`, for a path without a complete model or adapter.
 
-    A hub name passes, and a teacher cache, which has all but the weights.
+    A hub name passes, and so does a teacher cache, which has no weights.
     """
     folder = Path(demo_folder(reference))
     if folder.is_file():
@@ -157,12 +157,12 @@ def check_folder(reference: str, *, key: str) -> None:
         except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{key}={reference}: {name} is damaged ({reason(error)}); copy it there again") from error
     for file in safetensors_files(folder):
-        if (found := damage(file)) is not None:
-            raise ModelError(f"{key}={reference}: {file.name} is missing or damaged ({found}); copy it there again")
+        if (why := damage(file)) is not None:
+            raise ModelError(f"{key}={reference}: {file.name} is missing or damaged ({why}); copy it there again")
 
 
 def damage(file: Path) -> str | None:
-    """Return why a safetensors file cannot be read, by its header and length; None where it can."""
+    """Return why a safetensors file cannot be read, judged by its header and length; None if it can be read."""
     try:
         with safe_open(file, framework="numpy"):  # reads the header, and compares the file's length with it
             return None
@@ -177,21 +177,21 @@ def num_tensors(file: Path) -> int:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the files that the weights are read from; none where they are in another format."""
+    """Return a folder's safetensors weight files; an empty list if the weights are in another format."""
     return files_in(folder, *_WEIGHT_FILES[:2])
 
 
 def files_in(folder: Path, single: str, index: str) -> list[Path]:
-    """Return a file of that name, or those that an index names; none without either."""
+    """Return the file `single`, or the files listed in `index`; an empty list if both are missing."""
     if (folder / single).is_file():
         return [folder / single]
     return shards_in(folder / index) if (folder / index).is_file() else []
 
 
 def shards_in(index: Path) -> list[Path]:
-    """Return the files that an index names, which are in its folder.
+    """Return the files that an index lists, all in its folder.
 
-    Raises OSError, and ValueError or RecursionError for what is no index, or names a file elsewhere.
+    Raises OSError, and ValueError or RecursionError for a file that is not an index or lists a file elsewhere.
     """
     content = json.loads(index.read_text(encoding="utf-8"))
     names = content.get("weight_map") if isinstance(content, dict) else None
@@ -199,17 +199,17 @@ def shards_in(index: Path) -> list[Path]:
         raise ValueError("it has no weight_map")
     for name in names.values():
         if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
-            raise ValueError(f"it names {name!r}, which is no file of the model's folder")
+            raise ValueError(f"it names {name!r}, which is not a file of the model's folder")
     return [index.parent / name for name in sorted(set(names.values()))]
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def reason(error: BaseException) -> str:
-    """Return the part of a library's error that fits into one line."""
+    """Return a one-line summary of a library's error."""
     if "trust_remote_code" in str(error):
         return "it needs Python code that comes with it, which is never run"
     lines = [line.strip() for line in str(error).strip().splitlines()]

@@ -1,4 +1,4 @@
-"""Generation with a model that is being trained."""
+"""Generation with the model that is being trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.models.tensor_styles import whole_positions
 
 _WHOLE_SEQUENCES = "sdpa"
-"""Name in transformers of an attention with mask and cache, in place of ring attention."""
+"""transformers' name of an attention with mask and cache, which replaces ring attention."""
 
 
 @contextmanager
@@ -31,19 +31,19 @@ def generating(
     rounds_logits: bool = False,
     reshard_after_forward: bool = True,
 ) -> Iterator[None]:
-    """Let each rank call the model's `generate` inside; afterwards modes and shards are restored.
+    """Prepare the model so that each rank can call its `generate` inside; restore modes and shards afterwards.
 
     The model is from `load_sharded` over `mesh`, possibly with adapters, checkpointed activations and compiled layers,
-    or a plain one, with None. Inside it is in eval mode, records no gradients, runs layers uncompiled, and computes in
-    FSDP2's `param_dtype`. Parameters must not change. Its logits have the precision of those that losses compute from
-    hidden states, since ratios of probabilities are taken between the two; rounds_logits: the precision of the
-    model's own, which losses read with handoff=logits. reshard_after_forward: that of the model.
+    or a plain model if `mesh` is None. Inside it is in eval mode, records no gradients, runs layers uncompiled, and
+    computes in FSDP2's `param_dtype`. Parameters must not change. By default logits have the precision of the logits
+    that losses compute from hidden states, since losses take probability ratios between the two; rounds_logits: they
+    have the model's precision, as with handoff=logits. reshard_after_forward: the model's setting, to restore it.
 
-    Communicates an all-gather of all parameters on entering, which each rank then holds whole in `param_dtype`;
-    tensor-parallel ones stay cut over their group. Inside, data- and context-parallel ranks run independently, each
-    with its own sequences. The ranks of a tensor-parallel group must be given the same sequences, and get the same
-    whole rows of logits, for which they gather columns at every step. All ranks have all positions, since one new
-    position cannot be shared. Nothing is sent on leaving.
+    Communicates an all-gather of all parameters on entering; each rank then holds them in full in `param_dtype`, except
+    that tensor-parallel parameters stay sharded over their group. Inside, data- and context-parallel ranks run
+    independently, each with its own sequences. The ranks of a tensor-parallel group must get the same sequences, and
+    get the same full rows of logits, for which they gather columns at every step. All ranks have all positions, since
+    one new position cannot be sharded. Nothing is sent on leaving.
     """
     with torch.no_grad(), ExitStack() as inside:
         inside.callback(model.train, model.training)
@@ -62,7 +62,7 @@ def generating(
 
 
 def _disable_compilation(model: PreTrainedModel, until: ExitStack) -> None:
-    """Run layers uncompiled: with a growing cache they would be recompiled again and again."""
+    """Run layers uncompiled: a growing cache would recompile them again and again."""
     for module in model.modules():
         if (compiled := module._compiled_call_impl) is not None:
             until.callback(setattr, module, "_compiled_call_impl", compiled)
@@ -71,7 +71,7 @@ def _disable_compilation(model: PreTrainedModel, until: ExitStack) -> None:
 
 @contextmanager
 def _gathered_parameters(model: PreTrainedModel, reshard_after_forward: bool) -> Iterator[None]:
-    """Hold FSDP2's parameters whole inside, so that forward passes communicate none."""
+    """Keep FSDP2's parameters gathered inside, so that forward passes communicate none."""
     units = sharded_units(model)
     try:
         for unit in units:
@@ -86,7 +86,7 @@ def _gathered_parameters(model: PreTrainedModel, reshard_after_forward: bool) ->
 
 @contextmanager
 def _fp32_logits(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the output of a linear head from being rounded to bf16 or fp16 inside."""
+    """Compute a linear head's output in at least fp32 inside, instead of rounding it to bf16 or fp16."""
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         yield
@@ -102,17 +102,18 @@ def _fp32_logits(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _whole_logits(model: PreTrainedModel, tensor: DeviceMesh) -> Iterator[None]:
-    """Gather the columns of a sharded head on each rank inside. Communicates [B, S, V] a call."""
+    """Gather the columns of a sharded head on each rank inside. Communicates [B, S, V] per call."""
     head: Any = model.get_output_embeddings()
-    of_shard, width = head.forward, head.weight.shape[0]
+    local_forward, width = head.forward, head.weight.shape[0]
 
     def gathered(hidden: Tensor) -> Tensor:
-        own: Tensor = of_shard(hidden)
-        shape = torch.Size((*own.shape[:-1], width))
-        # Unequal parts do not determine shape and stride.
+        logits: Tensor = local_forward(hidden)
+        shape = torch.Size((*logits.shape[:-1], width))
+        # Uneven shards do not determine the full shape and stride.
         stride = torch.empty(shape, device="meta").stride()
-        cut = DTensor.from_local(own, tensor, [Shard(own.ndim - 1)], run_check=False, shape=shape, stride=stride)
-        return cut.full_tensor()
+        placements = [Shard(logits.ndim - 1)]
+        sharded = DTensor.from_local(logits, tensor, placements, run_check=False, shape=shape, stride=stride)
+        return sharded.full_tensor()
 
     with replaced_forward(head, gathered):
         yield

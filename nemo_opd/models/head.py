@@ -1,4 +1,4 @@
-"""A causal language model called for its logits or, before its head, for its hidden states (methods.md §9)."""
+"""Causal language models that are called for their logits, or for hidden states and head (methods.md §9)."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ from nemo_opd.logits.rows import TensorLogits, TrainableRows
 from nemo_opd.models.context_parallel import RingAttention, gather_positions
 from nemo_opd.models.packed_attention import bounds, is_packable, packed_attention
 from nemo_opd.models.parallelize import is_compiled_in_place
-from nemo_opd.models.tensor_styles import own_part
+from nemo_opd.models.tensor_styles import local_range
 from nemo_opd.rotary import RotaryLimit, rotary_limit
 
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Names of the soft-cap in configurations."""
 
-_OwnLogits = TensorLogits | HeadLogits
+_LocalLogits = TensorLogits | HeadLogits
 """Logits [1, N, ·] of this rank's columns, with a row for each token."""
 
 
 class _LogitSource(ABC):
-    """Model that is called for its logits, or for hidden states and the head that logits are computed from.
+    """Model that is called for its logits, or for its hidden states and head.
 
-    However the model is cut, each rank of its context- and tensor-parallel groups gets all positions of its texts, and
-    its own `columns` of the vocabulary. Sequences are packed into one row without padding where the model allows it;
-    what a call returns is packed either way.
+    However the model is sharded, each rank of its context- and tensor-parallel groups gets all positions of its texts,
+    and its `columns` of the vocabulary. Sequences are packed into one row without padding if the model supports it; the
+    result of a call is packed in any case.
 
-    To train: compute losses from `whole` of a call's result, `cut_off`; go backward from their sum, and then call
+    To train: `cut_off` a call's result, compute losses from its `whole`, run backward from their sum, and then call
     `backward` once with the gradient of the new leaf.
     """
 
     columns: range
     """Columns of the vocabulary that this rank computes."""
     reads_packed: bool
-    """Whether the model reads the sequences of a call in one row, without padding."""
+    """Whether the model reads the sequences of a call packed into one row, without padding."""
     rotary: RotaryLimit | None
     """Limit of rotary factors that depend on the longest sequence of a call."""
     block_bytes: int | None = None
-    """Budget for a block of the logits, the same on all ranks; None: the least of the device."""
+    """Budget for a block of logits, the same on all ranks; by default the device's minimum."""
 
     def __init__(
         self, model: PreTrainedModel, width: int, *, mesh: DeviceMesh | None, parallelism: Parallelism | None
     ) -> None:
-        """width: columns of the whole head. mesh, parallelism: those that the model was cut with."""
+        """Wrap a model. width: columns of the full head. mesh, parallelism: as in `parallelize`."""
         self._model: Any = model
         self._tensor, self._context = (None, None) if mesh is None else (tensor_axis(mesh), context_axis(mesh))
         self._shards: VocabularyShards | None = None
@@ -66,87 +66,86 @@ class _LogitSource(ABC):
         self._multiple = 1 if self._ring is None else self._ring.multiple
         if parallelism is not None and parallelism.sequence_parallel:
             self._multiple *= parallelism.tp
-        # Compiled code for a CPU cannot loop over sequences.
+        # Compiled code for CPUs cannot loop over sequences.
         is_compiled = mesh is not None and mesh.device_type == "cpu" and is_compiled_in_place(model)
         self.reads_packed = self._ring is None and not is_compiled and is_packable(model)
         self.rotary = rotary_limit(model.config.get_text_config().to_dict())
-        self.columns = range(width) if self._tensor is None else range(*own_part(width, self._tensor))
+        self.columns = range(width) if self._tensor is None else range(*local_range(width, self._tensor))
 
     @abstractmethod
-    def __call__(self, ids: Tensor, packing: Packing) -> _OwnLogits:
-        """Map ids [B, S] to logits [1, N, own columns] of their tokens. Collective over all of the model's ranks.
+    def __call__(self, ids: Tensor, packing: Packing) -> _LocalLogits:
+        """Map ids [B, S] to logits [1, N, len(columns)] of their tokens. Collective over all of the model's ranks.
 
-        packing: of these sequences, on the device.
+        packing: the sequences' packing, on the device.
         """
 
     def _run(self, ids: Tensor, packing: Packing, result: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `result` to the model's logits for ids [B, S], and return what it makes of each token [1, N, ·]."""
+        """Run the model on ids [B, S], apply `result` to its logits, and return the rows of all tokens [1, N, ·]."""
         if self.reads_packed:
             return self._run_packed(ids, packing, result)
-        # Later positions have no effect on earlier ones, so any id will do.
-        ids = F.pad(ids, (0, self._missing(ids.shape[1])))
+        # Any id will do as padding: later positions have no effect on earlier ones.
+        ids = F.pad(ids, (0, self._padding(ids.shape[1])))
         if self._ring is None:
-            made = result(self._model(input_ids=ids, use_cache=False).logits)
+            rows = result(self._model(input_ids=ids, use_cache=False).logits)
         else:
-            with self._ring.positions(ids.shape[1], ids.device) as own:
-                positions = own.unsqueeze(0).expand(len(ids), -1)
-                output = self._model(input_ids=ids[:, own], position_ids=positions, use_cache=False)
-                made = gather_positions(result(output.logits), own, self._ring.axis)
-        return made[:, : packing.places.shape[1]].flatten(0, 1).index_select(0, packing.tokens).unsqueeze(0)
+            with self._ring.positions(ids.shape[1], ids.device) as local_positions:
+                positions = local_positions.unsqueeze(0).expand(len(ids), -1)
+                output = self._model(input_ids=ids[:, local_positions], position_ids=positions, use_cache=False)
+                rows = gather_positions(result(output.logits), local_positions, self._ring.axis)
+        return rows[:, : packing.places.shape[1]].flatten(0, 1).index_select(0, packing.tokens).unsqueeze(0)
 
     def _run_packed(self, ids: Tensor, packing: Packing, result: Callable[[Tensor], Tensor]) -> Tensor:
         num_tokens = len(packing.tokens)
-        # What the layout needs in addition is one more sequence.
-        missing = self._missing(num_tokens)
-        ends, longest = packing.bounds, max(*packing.lengths, missing)
-        if missing:
-            ends = F.pad(ends, (0, 1), value=num_tokens + missing)
-        row = F.pad(ids.flatten()[packing.tokens], (0, missing)).unsqueeze(0)
-        positions = F.pad(packing.positions, (0, missing)).unsqueeze(0)
+        # Padding is one more sequence.
+        padding = self._padding(num_tokens)
+        ends, longest = packing.bounds, max(*packing.lengths, padding)
+        if padding:
+            ends = F.pad(ends, (0, 1), value=num_tokens + padding)
+        row = F.pad(ids.flatten()[packing.tokens], (0, padding)).unsqueeze(0)
+        positions = F.pad(packing.positions, (0, padding)).unsqueeze(0)
         with packed_attention(self._model):
             output = self._model(input_ids=row, position_ids=positions, use_cache=False, **bounds(ends, longest))
-        made = result(output.logits)
-        return made[:, :num_tokens] if missing else made
+        rows = result(output.logits)
+        return rows[:, :num_tokens] if padding else rows
 
     def num_positions(self, packing: Packing) -> int:
-        """Return the positions, padding included, that the model reads of these sequences."""
+        """Return the number of positions, including padding, that the model reads for these sequences."""
         rows, width = (1, len(packing.tokens)) if self.reads_packed else packing.places.shape
-        return rows * (width + self._missing(width))
+        return rows * (width + self._padding(width))
 
-    def _missing(self, length: int) -> int:
-        """Return the positions by which a length must grow for the layout."""
+    def _padding(self, length: int) -> int:
+        """Return the number of positions to add, as context and sequence parallelism need equal parts."""
         return -length % self._multiple
 
-    def whole(self, made: _OwnLogits, packing: Packing) -> PackedLogits:
-        """Return the logits [B, S, V] that losses and scores read, which all ranks with these texts compute together.
+    def whole(self, logits: _LocalLogits, packing: Packing) -> PackedLogits:
+        """Return the logits [B, S, V] for losses and scores, computed by all ranks with these texts together.
 
-        Collective over the tensor-parallel group. The gradient that losses leave on hidden states is the same on every
-        rank of that group, and each rank has that of its columns. Over a context-parallel group both are each
-        rank's share.
+        Collective over the tensor-parallel group. On each of its ranks, losses leave the full gradient of hidden
+        states and the gradient of the rank's columns; over a context-parallel group both are the rank's share.
         """
-        source: TrainableRows = made
+        source: TrainableRows = logits
         if self._tensor is not None:
             if self._shards is None:
-                self._shards = VocabularyShards(self._tensor.get_group(), made.shape[2], made.device)
-            source = VocabParallelLogits(made, self._shards)
+                self._shards = VocabularyShards(self._tensor.get_group(), logits.shape[2], logits.device)
+            source = VocabParallelLogits(logits, self._shards)
         if self._context is not None:
             source = ContextParallelLogits(source, self._context.get_group())
         return PackedLogits(source, packing.places, self.block_bytes)
 
-    def backward(self, made: _OwnLogits, gradient: Tensor, packing: Packing) -> None:
-        """Go backward from the gradient of the first leaf of `made` to those of all parameters.
+    def backward(self, logits: _LocalLogits, gradient: Tensor, packing: Packing) -> None:
+        """Run backward from the gradient of the first leaf of `logits` to all parameters.
 
-        Over a context-parallel group gradients are summed: each rank gives that of its share of the loss. Collective
-        over all of the model's ranks.
+        Over a context-parallel group gradients are summed: each rank passes the gradient of its share of the loss.
+        Collective over all of the model's ranks.
         """
-        (leaf, *_) = made.leaves
+        (leaf, *_) = logits.leaves
         with self._attention(packing, leaf.device):
             leaf.backward(gradient)
 
     def _attention(self, packing: Packing, device: torch.device) -> AbstractContextManager[object]:
-        """Return the context in which layers that are run again in the backward pass attend as in the forward pass."""
+        """Return a context that makes recomputed layers attend in backward as they did in forward."""
         if self._ring is not None:
-            return self._ring.positions(packing.places.shape[1] + self._missing(packing.places.shape[1]), device)
+            return self._ring.positions(packing.places.shape[1] + self._padding(packing.places.shape[1]), device)
         return packed_attention(self._model) if self.reads_packed else nullcontext()
 
 
@@ -163,14 +162,14 @@ class WithHead(_LogitSource):
 
 
 class Headless(_LogitSource):
-    """Model that is called for its final hidden states and its head, from which losses compute logits.
+    """Model that is called for its final hidden states and its head; losses compute logits from them.
 
-    Between calls the model is unchanged, and so is what it exports. Hidden states are the same on every rank of a
-    tensor-parallel group; each rank has its `columns` of the head.
+    The model and its exports do not change. Hidden states are the same on every rank of a tensor-parallel group; each
+    rank has its `columns` of the head.
 
-    Under FSDP2 the head is gathered with the model's other outer parameters, and stays so until `backward` or the next
-    reshard; logits must be computed before. Losses leave gradients on the head, which FSDP2 reduces in `backward`
-    together with those of a tied embedding.
+    Under FSDP2 the head is gathered with the model's other outer parameters, and stays gathered until `backward` or the
+    next reshard; logits must be computed before. Losses leave gradients on the head, which FSDP2 reduces in `backward`
+    together with the gradients of a tied embedding.
     """
 
     def __init__(
@@ -181,9 +180,9 @@ class Headless(_LogitSource):
         mesh: DeviceMesh | None = None,
         parallelism: Parallelism | None = None,
     ) -> None:
-        """mesh, parallelism: those that the model was cut with.
+        """Wrap a model. mesh, parallelism: as in `parallelize`.
 
-        Raises ModelError, naming `key`, for a head that is not one plain linear layer.
+        Raises ModelError, naming `key`, for a head that is not a single plain linear layer.
         """
         head: Any = model.get_output_embeddings()
         if type(head) is not nn.Linear:
@@ -208,7 +207,7 @@ class Headless(_LogitSource):
     def __call__(self, ids: Tensor, packing: Packing) -> HeadLogits:
         """Return logits that are computed when they are read.
 
-        Raises ModelError at the first call where the model does more to logits than `Head` does.
+        Raises ModelError at the first call if the model does more to logits than `Head` does.
         """
         captured: list[Tensor] = []
         heads: list[Head] = []
@@ -229,11 +228,11 @@ class Headless(_LogitSource):
         return HeadLogits(hidden, heads[0])
 
     def _check(self, captured: list[Tensor], heads: list[Head], output: Tensor) -> None:
-        """Compare what the model did to hidden states, which its head returned in place of logits, with `Head`."""
+        """Compare the model's operations after its head with `Head`'s, on hidden states in place of logits."""
         if len(captured) == 1:
             expected = heads[0].after_linear(captured[0].detach())
             if expected.isnan().any():
-                return  # NaN shows nothing; the next text may.
+                return  # NaN proves nothing; check the next text.
             if output.shape == expected.shape and torch.allclose(
                 output.detach().to(expected.dtype), expected, 1e-2, 1e-2
             ):
@@ -246,7 +245,7 @@ class Headless(_LogitSource):
 
 
 ReadingModel = Headless | WithHead
-"""Map from ids [B, T] to logits [1, N, own columns] of their tokens, for handoff=hidden_states or logits."""
+"""Map from ids [B, T] to logits [1, N, len(columns)] of their tokens, for handoff=hidden_states or logits."""
 
 
 def reading_model(
@@ -257,7 +256,7 @@ def reading_model(
     mesh: DeviceMesh,
     parallelism: Parallelism,
 ) -> ReadingModel:
-    """Return the model as losses read it in this form of handoff. Raises ModelError as `Headless` does."""
+    """Wrap a model for a form of handoff. Raises ModelError as `Headless` does."""
     if handoff == "hidden_states":
         return Headless(model, key=key, mesh=mesh, parallelism=parallelism)
     return WithHead(model, mesh=mesh, parallelism=parallelism)
@@ -265,12 +264,12 @@ def reading_model(
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's forward inside; afterwards restore the one before, which may be a replacement too."""
-    before = vars(module).get("forward")
+    """Replace a module's forward inside; afterwards restore the previous one, which may be a replacement too."""
+    previous = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
-        if before is not None:
-            module.forward = before
+        if previous is not None:
+            module.forward = previous

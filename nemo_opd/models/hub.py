@@ -8,7 +8,7 @@ from nemo_opd.models.folder import first_line
 
 
 def require_hub(key: str) -> None:
-    """Raise ConfigError, naming `key`, where nothing can be pushed from here: without a token, or offline."""
+    """Raise ConfigError, naming `key`, if nothing can be pushed: without a token, or offline."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -17,13 +17,13 @@ def require_hub(key: str) -> None:
             "this out and push later with `nemo-opd checkpoint push`"
         )
     if get_token() is None:
-        raise ConfigError(f"{key}: there is no token of the hub; set HF_TOKEN, or run `hf auth login`")
+        raise ConfigError(f"{key}: no token for the hub; set HF_TOKEN, or run `hf auth login`")
 
 
 def push(folder: Path, repo: str, *, private: bool) -> str:
-    """Upload a folder as one commit and return the address of the repository, which is made where it does not exist.
+    """Upload a folder as one commit and return the repository's address. Creates the repository if it does not exist.
 
-    private: of a new repository. Raises HubError, with the command that pushes later, where it does not succeed.
+    private: whether a new repository is private. Raises HubError, with the command to push later, if the upload fails.
     """
     from huggingface_hub import HfApi
 
@@ -31,9 +31,9 @@ def push(folder: Path, repo: str, *, private: bool) -> str:
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload of a model trained with nemo_opd")
-    # Of the network, of the hub, of what it thinks of the files: the library has a class for each.
+    # The library raises many types: for the network, the hub, and rejected files.
     except Exception as error:
-        again = [
+        command = [
             "nemo-opd",
             "checkpoint",
             "push",
@@ -44,7 +44,7 @@ def push(folder: Path, repo: str, *, private: bool) -> str:
             *["--public"] * (not private),
         ]
         raise HubError(
-            f"{folder} was not pushed to {repo} ({first_line(error)}); the folder is whole, so push it later with "
-            f"`{shlex.join(again)}`"
+            f"{folder} was not pushed to {repo} ({first_line(error)}); the folder is complete, so push it later with "
+            f"`{shlex.join(command)}`"
         ) from error
     return str(url)

@@ -1,4 +1,4 @@
-"""Trials of the kernels of layers on a device, before a model relies on them."""
+"""Trials of the layer kernels on a device, before a model relies on them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from nemo_opd.kernels.layers import RMSNorm, Rotary, SwiGLU
 
 _EPS = 1e-6
 _ROUNDINGS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 64}
-"""Largest differences, in units of the last digit of the largest number: exp and 1/√ of a GPU are rough in fp32."""
+"""Maximum error, in machine epsilons of the largest number: a GPU's exp and 1/√ are inaccurate in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A function by kernels and by PyTorch, of a tensor in which its arguments are together."""
+    """Function computed by kernels and by PyTorch, whose arguments are slices of one tensor."""
 
     name: str
     by_kernels: Callable[[Tensor], Tensor]
@@ -26,14 +26,14 @@ class Trial:
     shape: tuple[int, ...]
 
     def run(self, dtype: torch.dtype, device: str) -> None:
-        """Compare results and gradients. Raises KernelError where they differ by more than roundings."""
+        """Compare results and gradients. Raises KernelError if they differ by more than rounding errors."""
         x, weights = (torch.linspace(begin, 2, _numel(self.shape), device=device).sin() for begin in (-30, -50))
-        given = x.view(self.shape).to(dtype)
-        found, expected = (_values(each, given, weights) for each in (self.by_kernels, self.by_pytorch))
+        x = x.view(self.shape).to(dtype)
+        results, expected = (_results(function, x, weights) for function in (self.by_kernels, self.by_pytorch))
         allowed = _ROUNDINGS[dtype] * torch.finfo(dtype).eps
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(results, expected, strict=True):
             error = float((ours - theirs).abs().max() / theirs.abs().max())
-            if not error <= allowed:  # also where it is NaN
+            if not error <= allowed:  # also if it is NaN
                 raise KernelError(
                     f"{self.name} by Triton's kernels differs from PyTorch's by {error:.1g} of the largest number"
                 )
@@ -44,32 +44,33 @@ def norm_of(width: int) -> Trial:
 
 
 def try_kernels(trials: Iterable[Trial], dtype: torch.dtype, device: str) -> None:
-    """Raise KernelError where a kernel cannot be used there, or is wrong."""
+    """Raise KernelError if a kernel fails on the device or gives wrong results."""
     for trial in trials:
         try:
             trial.run(dtype, device)
         except KernelError:
             raise
-        except Exception as error:  # whatever a Triton raises that does not fit the machine or PyTorch
+        except Exception as error:  # a Triton that does not fit the machine or PyTorch may raise anything
             raise KernelError(f"{trial.name} by Triton's kernels fails: {type(error).__name__}: {error}") from error
 
 
-def _values(function: Callable[[Tensor], Tensor], given: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    leaf = given.clone().requires_grad_()
-    made = function(leaf)
-    factors = weights[: made.numel()].view(made.shape).to(made.dtype)
-    (gradient,) = torch.autograd.grad(made, leaf, factors)
-    return made.detach().float(), gradient.float()
+def _results(function: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the function's result, and the gradient of its sum weighted with `weights`, in fp32."""
+    leaf = x.clone().requires_grad_()
+    result = function(leaf)
+    factors = weights[: result.numel()].view(result.shape).to(result.dtype)
+    (gradient,) = torch.autograd.grad(result, leaf, factors)
+    return result.detach().float(), gradient.float()
 
 
 def _norm(x: Tensor) -> Tensor:
-    made: Tensor = RMSNorm.apply(x, x[0], _EPS)
-    return made
+    result: Tensor = RMSNorm.apply(x, x[0], _EPS)
+    return result
 
 
 def _gated(x: Tensor) -> Tensor:
-    made: Tensor = SwiGLU.apply(x)
-    return made
+    result: Tensor = SwiGLU.apply(x)
+    return result
 
 
 def _gated_by_pytorch(x: Tensor) -> Tensor:

@@ -30,11 +30,11 @@ from nemo_opd.models.quantised import dequantised, quantisation
 from nemo_opd.models.text_part import NAMES, text_part
 
 _SOME_LAYERS = 512
-"""Number of layers that no model exceeds and that can be built quickly."""
+"""Number of layers that no real model exceeds and that can be built quickly."""
 
 
 def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
-    """Load a tokenizer. Raises ModelError, naming `key`, where there is none or it has no fast backend."""
+    """Load a tokenizer. Raises ModelError, naming `key`, if it cannot be loaded or has no fast backend."""
     source = resolve_tokenizer(reference, key=key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -58,7 +58,7 @@ def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_of(settings: Model, *, key: str) -> PreTrainedTokenizerFast:
-    """Load a model's tokenizer with the chat template of the settings. Raises ModelError naming what is under `key`."""
+    """Load a model's tokenizer with the chat template of the settings. Raises ModelError naming a key below `key`."""
     name, source = settings.tokenizer_source
     tokenizer = load_tokenizer(source, key=f"{key}.{name}")
     if settings.chat_template is not None:
@@ -67,51 +67,51 @@ def tokenizer_of(settings: Model, *, key: str) -> PreTrainedTokenizerFast:
 
 
 def load_config(reference: str, *, key: str) -> PretrainedConfig:
-    """Load the configuration of a causal language model and check its folder. Raises ModelError naming `key`.
+    """Load the configuration of a causal language model, or of a multimodal model's text part, and check its folder.
 
-    Of a model that reads more than text it is that of its text part.
+    Raises ModelError naming `key`.
     """
     return _read_config(reference, key=key)[0]
 
 
 def _read_config(reference: str, *, key: str) -> tuple[PretrainedConfig, bool]:
-    """Return what `load_config` does, and whether it is that of a part of the model."""
+    """Return the configuration as `load_config` does, and whether it is a multimodal model's text part."""
     check_folder(reference, key=key)
     source = resolve(reference, key=key)
     try:
-        whole: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        full_config: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the hub and transformers each raise their own
         raise ModelError(
             f"{key}={reference}: no model configuration could be read ({reason(error)}); give a folder in Hugging Face "
             "form, of an architecture that transformers has, or a hub name that this machine can reach"
         ) from error
-    config = text_part(whole)
+    config = text_part(full_config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"{key}={reference}: {config.model_type} is no causal language model; name a model that continues text"
+            f"{key}={reference}: {config.model_type} is not a causal language model; name a model that continues text"
         )
-    if config is not whole and getattr(config, "quantization_config", None) is not None:
+    if config is not full_config and getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            f"{key}={reference}: {whole.model_type} reads more than text and is quantised, so its text part cannot be "
-            "loaded alone; name the unquantised model"
+            f"{key}={reference}: {full_config.model_type} reads more than text and is quantised, so its text part "
+            "cannot be loaded alone; name the unquantised model"
         )
-    if "/" in str(config._attn_implementation):  # transformers would fetch it from the hub, and run it
+    if "/" in str(config._attn_implementation):  # transformers would fetch the code from the hub and run it
         raise ModelError(
             f"{key}={reference}: its config.json asks for the attention {config._attn_implementation!r}, which is code "
             "from the hub; take attn_implementation out of the file"
         )
     _check_depth(config, reference, key=key)
-    return config, config is not whole
+    return config, config is not full_config
 
 
 def stored_dtype(reference: str, *, key: str) -> torch.dtype:
-    """Return the dtype of a model's weights as far as its configuration says, else fp32. Raises ModelError."""
+    """Return the weights' dtype from a model's configuration, by default fp32. Raises ModelError."""
     dtype = load_config(reference, key=key).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def compute_dtype(name: str, device: str) -> torch.dtype:
-    """Return the dtype of a name in the settings; `auto` is bfloat16 on CUDA and float32 on CPU."""
+    """Return the torch dtype of a setting; `auto` is bfloat16 on CUDA and float32 on CPU."""
     if name == "auto":
         return torch.bfloat16 if device == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
@@ -119,33 +119,33 @@ def compute_dtype(name: str, device: str) -> torch.dtype:
 
 
 def _check_depth(config: PretrainedConfig, reference: str, *, key: str) -> None:
-    """Raise ModelError for more layers than the files have tensors, which would take for ever to build."""
+    """Raise ModelError for more layers than the files have tensors, which would take too long to build."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     folder = Path(resolve(reference))
     if not isinstance(layers, int) or layers <= _SOME_LAYERS or not folder.is_dir():
         return
     tensors = sum(map(num_tensors, safetensors_files(folder)))
     if layers > (tensors or _SOME_LAYERS):
-        most = f"its weights are {tensors} tensors" if tensors else "no model has that many"
+        why = f"its weights are {tensors} tensors" if tensors else "no model has that many"
         raise ModelError(
-            f"{key}={reference}: its config.json says {layers} layers, but {most}; copy the file there again"
+            f"{key}={reference}: its config.json says {layers} layers, but {why}; copy the file there again"
         )
 
 
 def build_on_meta(
     config: PretrainedConfig, reference: str, *, key: str, attn_implementation: str | None = None, **options: Any
 ) -> PreTrainedModel:
-    """Build the model without its weights. Raises ModelError, naming `key`, where that is impossible."""
+    """Build the model on meta, without its weights. Raises ModelError, naming `key`, if it cannot be built."""
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-    except Exception as error:  # whatever each architecture's own code raises for numbers that do not fit
-        chosen = "" if attn_implementation is None else f" and with attn_implementation={attn_implementation}"
+    except Exception as error:  # architectures raise their own errors for sizes that do not fit
+        attention = "" if attn_implementation is None else f" and with attn_implementation={attn_implementation}"
         raise ModelError(
-            f"{key}={reference}: no model can be built as its config.json says{chosen} ({reason(error)}); copy the "
-            f"file there again, {'leave attn_implementation out, ' if chosen else ''}or name another model"
+            f"{key}={reference}: no model can be built as its config.json says{attention} ({reason(error)}); copy the "
+            f"file there again, {'leave attn_implementation out, ' if attention else ''}or name another model"
         ) from error
     return model
 
@@ -158,10 +158,11 @@ def load_model(
     attn_implementation: str | None = None,
     quantised_on: str | None = None,
 ) -> PreTrainedModel:
-    """Load a whole causal language model on the CPU in `dtype`, with an attention of transformers or its default.
+    """Load a complete causal language model on the CPU in `dtype`.
 
-    quantised_on: the device on which quantised weights stay so; None: they are dequantised. Raises ModelError naming
-    `key` where weights are unreadable, or missing, which transformers would draw at random.
+    attn_implementation: a name of transformers, by default the model's. quantised_on: device on which quantised weights
+    stay quantised; by default they are dequantised. Raises ModelError naming `key` if weights are unreadable or
+    missing; transformers would initialise missing weights at random.
     """
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     config, is_part = _read_config(reference, key=key)
@@ -180,10 +181,10 @@ def load_model(
     except Exception as error:  # safetensors, pickle and transformers each raise their own
         raise unreadable(reference, error, key=key) from error
     model: PreTrainedModel = loaded[0]
-    if is_part:  # so that names are not changed back when it is saved
+    if is_part:  # so that names are not converted back when the model is saved
         model._weight_conversions = None  # type: ignore[assignment]
     check_nothing_missing(reference, sorted(loaded[1]["missing_keys"]), key=key)
-    if is_quantised and quantisation(model.config) is None:  # dequantised in the precision of its scales
+    if is_quantised and quantisation(model.config) is None:  # was dequantised in the precision of its scales
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     return model
@@ -197,7 +198,7 @@ def unreadable(reference: str, error: BaseException, *, key: str) -> ModelError:
 
 
 def check_nothing_missing(reference: str, missing: list[str], *, key: str) -> None:
-    """Raise ModelError, naming `key`, where weights of the model are missing in its folder."""
+    """Raise ModelError, naming `key`, if any of the model's weights are missing in its folder."""
     if missing:
         raise ModelError(
             f"{key}={reference}: {len(missing)} weights are missing ({', '.join(missing[:3])}); name a folder with all "
@@ -205,10 +206,10 @@ def check_nothing_missing(reference: str, missing: list[str], *, key: str) -> No
         )
 
 
-def not_finite(reference: str, found: NotFinite, dtype: torch.dtype, *, key: str) -> ModelError:
+def not_finite(reference: str, values: NotFinite, dtype: torch.dtype, *, key: str) -> ModelError:
     name = str(dtype).removeprefix("torch.")
-    rounded = f"; {name} overflows at 65,504, so try {key.removesuffix('.model')}.dtype=bfloat16"
+    fp16_hint = f"; {name} overflows at 65,504, so try {key.removesuffix('.model')}.dtype=bfloat16"
     return ModelError(
-        f"{key}={reference}: {found} in {name}, and a model computes nothing with them; copy the weights there again, "
-        f"or name another model{rounded if dtype == torch.float16 else ''}"
+        f"{key}={reference}: {values} in {name}, and a model computes nothing with them; copy the weights there again, "
+        f"or name another model{fp16_hint if dtype == torch.float16 else ''}"
     )

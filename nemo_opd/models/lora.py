@@ -1,4 +1,4 @@
-"""Low-rank adapters on a model's linear layers (Hu et al. 2021), through `peft`."""
+"""Low-rank adapters on a model's linear layers (Hu et al. 2021), with `peft`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.head import replaced_forward
 
 NAME = "default"
-"""Name of the adapter in the names of its parameters."""
+"""The adapter's name within parameter names."""
 PEFT_PREFIX = "base_model.model."
-"""Prefix of the parameters' names in an adapter's file."""
+"""Prefix of parameter names in an adapter file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Low-rank adapters that are trained in place of the weights of `base`."""
+    """Low-rank adapters that are trained instead of the weights of `base`."""
 
     settings: Lora
     base: str
@@ -38,17 +38,17 @@ class Adapters:
     """Seed of the initial values."""
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Add adapters to the target layers of a whole model, which may be on meta, and freeze everything else.
+        """Add fp32 adapters to the target layers of an unsharded model, which may be on meta, and freeze other weights.
 
-        They are fp32 whatever the model is. A target's own weights are named `base_name` from then on. Raises
-        ModelError for a quantised model and for targets that it does not have.
+        The names of the target layers' weights change to `base_name`. Raises ModelError for a quantised model and for
+        targets that the model does not have.
         """
         if getattr(model.config, "quantization_config", None) is not None:
             raise ModelError(
                 f"student.lora is set and student.model={self.base} is quantised: adapters need plain weights, "
                 "into which they are merged; name the unquantised model"
             )
-        # Imported here, since it takes seconds in every process.
+        # Imported here, since the import takes seconds in every process.
         from peft import LoraConfig, inject_adapter_in_model
 
         base = resolve(self.base)
@@ -61,29 +61,29 @@ class Adapters:
             task_type="CAUSAL_LM",
         )
         device = next(model.parameters()).device
-        # What peft draws is replaced, and must not move the generators of the run's dropout where an export merges.
+        # peft's random values are replaced later; drawing them must not advance the run's generators (dropout).
         with device, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             inject_adapter_in_model(config, model, adapter_name=NAME)
         for _, parameter in adapter_parameters(model):
             parameter.data = parameter.data.float()  # peft takes the precision of weights that are not on meta
 
     def _targets(self, names: Sequence[str]) -> list[str]:
-        """Return the ends of the names of the layers, out of `names`, that get an adapter."""
-        wanted, there = self.settings.target_modules, sorted({name.rpartition(".")[2] for name in names})
-        if wanted == ALL_LINEAR:
-            return there
-        for target in wanted:
+        """Return suffixes of the layer names, out of `names`, that get an adapter."""
+        targets, suffixes = self.settings.target_modules, sorted({name.rpartition(".")[2] for name in names})
+        if targets == ALL_LINEAR:
+            return suffixes
+        for target in targets:
             if not any(f".{name}".endswith(f".{target}") for name in names):
                 raise ModelError(
-                    f"student.lora.target_modules={list(wanted)}: {self.base} has no linear layer {target} that can "
-                    f"take an adapter; choose of {', '.join(there)}, or all-linear"
+                    f"student.lora.target_modules={list(targets)}: {self.base} has no linear layer {target} that can "
+                    f"take an adapter; choose from {', '.join(suffixes)}, or all-linear"
                 )
-        return list(wanted)
+        return list(targets)
 
     def initial_values(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and whole value, on the CPU, of each adapter's parameters: A as of a linear layer, B zero.
+        """Yield name and full initial value, on the CPU, of each adapter parameter: A like a linear layer, B zero.
 
-        They do not depend on how the model is cut.
+        The values do not depend on how the model is sharded.
         """
         generator = torch.Generator().manual_seed(self.seed)
         for name, parameter in adapter_parameters(model):
@@ -93,7 +93,7 @@ class Adapters:
             yield name, value
 
     def save(self, state: Mapping[str, Tensor], model: PreTrainedModel, folder: Path) -> None:
-        """Write a folder for `peft`. state: the whole adapters by their names in `model`, which has them attached."""
+        """Write a folder for `peft`. state: full adapter tensors, keyed by name in `model`, which has them attached."""
         from peft import get_peft_model_state_dict
 
         tensors = get_peft_model_state_dict(model, dict(state), NAME)
@@ -103,14 +103,14 @@ class Adapters:
             folder / "adapter_model.safetensors",
             {"format": "pt"},
         )
-        own: Any = model
-        config = copy(own.peft_config[NAME])
+        adapted: Any = model
+        config = copy(adapted.peft_config[NAME])
         config.inference_mode = True
         config.save_pretrained(str(folder))
 
     @torch.no_grad()
     def merge(self, state: Mapping[str, Tensor], model: PreTrainedModel) -> None:
-        """Add adapters to the weights of a whole `model` that has none attached. state: as for `save`."""
+        """Merge adapters into the weights of an unsharded `model` without adapters. state: as in `save`."""
         self.attach(model)
         for name, parameter in adapter_parameters(model):
             parameter.copy_(state[name])
@@ -121,7 +121,7 @@ class Adapters:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of layers that can take an adapter: all but the head, which losses read as a plain matrix."""
+    """Return the names of layers that can take an adapter: not the head, which losses read as a plain matrix."""
     head = model.get_output_embeddings()
     return [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
@@ -129,7 +129,7 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers with adapters, by name."""
+    """Yield name and module of the layers with adapters."""
     return ((name, module) for name, module in model.named_modules() if _has_adapter(module))
 
 
@@ -138,7 +138,7 @@ def _has_adapter(module: nn.Module) -> bool:
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the adapters' parameters by name, in the model's order."""
+    """Yield name and parameter of the adapters, in the model's order."""
     for owner, layer in lora_layers(model):
         for name, parameter in layer.named_parameters():
             if name.startswith("lora_"):
@@ -147,30 +147,30 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Compute with the base model alone inside; what is trained stays so."""
+    """Compute with the base model only inside; requires_grad stays unchanged."""
     with ExitStack() as inside:
         for _, layer in lora_layers(model):
-            # peft's own switch also sets requires_grad, which FSDP2 reads at the first gathering.
+            # peft's switch also sets requires_grad, which FSDP2 reads at the first all-gather.
             inside.enter_context(replaced_forward(layer, layer.get_base_layer().forward))
         yield
 
 
 def base_name(model: nn.Module, name: str) -> str:
-    """Return the name, in a model with adapters, of the parameter or buffer that was `name` without them."""
-    owner, _, own = name.rpartition(".")
-    return f"{owner}.base_layer.{own}" if _has_adapter(model.get_submodule(owner)) else name
+    """Return the name, in a model with adapters, of the parameter or buffer that is `name` in the base model."""
+    owner, _, attribute = name.rpartition(".")
+    return f"{owner}.base_layer.{attribute}" if _has_adapter(model.get_submodule(owner)) else name
 
 
 def keep_adapters_only(model: nn.Module) -> None:
-    """Restrict the model's state to its adapters: the rest is loaded with the base model."""
-    own = {name for name, _ in adapter_parameters(model)}
+    """Restrict the model's state dict to its adapters; base weights are loaded with the base model."""
+    adapter_names = {name for name, _ in adapter_parameters(model)}
 
-    def drop_others(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        for name in [name for name in state if name.removeprefix(prefix) not in own]:
+    def drop_base_weights(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for name in [name for name in state if name.removeprefix(prefix) not in adapter_names]:
             del state[name]
 
-    def others_are_there(_: nn.Module, incompatible: Any) -> None:
-        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in own]
+    def ignore_missing_base_weights(_: nn.Module, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in adapter_names]
 
-    model.register_state_dict_post_hook(drop_others)
-    model.register_load_state_dict_post_hook(others_are_there)
+    model.register_state_dict_post_hook(drop_base_weights)
+    model.register_load_state_dict_post_hook(ignore_missing_base_weights)

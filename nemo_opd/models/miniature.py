@@ -1,4 +1,4 @@
-"""A narrow model with another model's configuration and random weights, to try how its tokens depend on each other."""
+"""Small random models with another model's architecture, to test how its tokens depend on each other."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,41 +8,41 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 VOCABULARY = 256
-"""Tokens of a miniature."""
+"""Maximum vocabulary size of a miniature."""
 FIRST_ORDINARY = 16
 """First id that is not a special token in a miniature."""
 _FACTORS = (32, 16, 8, 4, 2, 1)
 """Divisors of all widths, tried in turn."""
 _NARROWEST = 16
-"""Smallest width of hidden states; a norm of very few numbers leaves nothing of them."""
+"""Minimum width of hidden states; a norm over very few numbers leaves no information."""
 _LAYERS = 8
-"""Layers of a miniature: the longest period in which families repeat kinds of layers."""
+"""Maximum layers of a miniature: the longest period of repeating kinds of layers in any model family."""
 _WINDOW = 8
-"""Tokens of windows and chunks, so that a short text has several."""
+"""Maximum tokens of windows and chunks, so that a short text has several."""
 _MAX_PARAMETERS = 30_000_000
-_DRAWN, _SHIFTED = 1.0, 0.2
-"""Standard deviation of a product of a matrix with a unit vector, and of vectors about their initial values."""
+_MATRIX_STD, _VECTOR_STD = 1.0, 0.2
+"""Standard deviations: of a matrix's product with a unit vector, and of vectors around their initial values."""
 
 _SPECIAL = re.compile(r"_(id|ids|index)$")
 _DEPTH = re.compile(r"^(num_hidden_layers|(num_)?(decoder_|encoder_)?layers|n_layers?)$")
 _WINDOWS = re.compile(r"window(_size|_len)?$|^local_attention$|chunk_size$")
 _EXPERTS = re.compile(r"^(n_routed|num_local|moe_num|num)_experts$")
-_CHOSEN = re.compile(r"experts_per_tok(en)?$|^(moe_k|moe_topk|moe_top_k|top_k_experts)$")
+_EXPERTS_PER_TOKEN = re.compile(r"experts_per_tok(en)?$|^(moe_k|moe_topk|moe_top_k|top_k_experts)$")
 _GROUPS = re.compile(r"^(n_group|num_expert_group)$")
 _COUNTS = re.compile(
     r"(^|_)(num|n)_(?!embd)|ngroups|layers?$|(^|_)heads|experts?$|top_?k|groups?$|position|length|seq_len|max_|ctx"
     r"|window|chunk|block|kernel|conv|cycles|interval|period|offset|freq|floor|scal|bucket|expan|seed|extent|patch"
     r"|pattern|limit"
 )
-"""Names of numbers that are not widths."""
+"""Names of numbers other than widths."""
 
 
 def miniatures(config: PretrainedConfig, seed: int) -> Iterator[PreTrainedModel]:
-    """Yield models of the class and kinds of layers that `config` describes, on the CPU in fp32, the narrowest first.
+    """Yield models with the class and kinds of layers in `config`, on the CPU in fp32, narrowest first.
 
-    Sizes that do not fit together are passed over, so there may be none. A miniature that can be built may still fail
-    when it is called; the next one may not. Widths are divided by one number, and counts of heads stay, so that
-    products and sums of widths fit as in the original.
+    Skips sizes that do not fit together, so it may yield none. A miniature that can be built may still fail when it is
+    called; then try the next. All widths are divided by the same number and head counts stay, so that products and sums
+    of widths fit as in the original.
     """
     values = config.to_dict()
     for name in ("quantization_config", "dtype", "torch_dtype"):
@@ -52,48 +52,49 @@ def miniatures(config: PretrainedConfig, seed: int) -> Iterator[PreTrainedModel]
     for layers in (_LAYERS, None):
         for factor in factors:
             try:
-                yield _built(type(config), values, factor, layers, seed)
-            except Exception:  # whatever each architecture's own code raises for numbers that do not fit
+                yield _build(type(config), values, factor, layers, seed)
+            except Exception:  # architectures raise their own errors for sizes that do not fit
                 continue
 
 
-def _built(
-    kind: type[PretrainedConfig], values: Mapping[str, Any], factor: int, layers: int | None, seed: int
+def _build(
+    config_class: type[PretrainedConfig], values: Mapping[str, Any], factor: int, layers: int | None, seed: int
 ) -> PreTrainedModel:
-    """Build a miniature. Raises ValueError if it is not small, and what the architecture raises."""
-    scaled = _Scale(values, factor, layers)
+    """Build a miniature. Raises ValueError if it is too large; the architecture may raise its own errors."""
+    scale = _Scale(values, factor, layers)
     with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(kind.from_dict(scaled.dictionary(values)))
-    if sum(parameter.numel() for parameter in outline.parameters()) > _MAX_PARAMETERS:
+        on_meta = AutoModelForCausalLM.from_config(config_class.from_dict(scale.dictionary(values)))
+    if sum(parameter.numel() for parameter in on_meta.parameters()) > _MAX_PARAMETERS:
         raise ValueError("too large")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed GPUs, too
-        config = kind.from_dict(scaled.dictionary(values))  # models change their configuration
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also seed GPUs
+        config = config_class.from_dict(scale.dictionary(values))  # again, since models change their configuration
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # Initial weights hide what they are zero for.
+        # Weights that are initialised to zero would hide dependencies.
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=_DRAWN / parameter.shape[-1] ** 0.5)
+                parameter.normal_(std=_MATRIX_STD / parameter.shape[-1] ** 0.5)
             else:
-                parameter.add_(torch.randn_like(parameter), alpha=_SHIFTED)
+                parameter.add_(torch.randn_like(parameter), alpha=_VECTOR_STD)
     return model.eval()
 
 
 class _Scale:
-    """Reduction of a configuration's numbers, each by its name."""
+    """Reduction of a configuration's numbers, according to their names."""
 
     def __init__(self, values: Mapping[str, Any], factor: int, layers: int | None) -> None:
-        """layers: largest number of layers; None: all."""
+        """layers: maximum number of layers; by default all."""
         self._factor, self._layers = factor, layers
         numbers = {name: value for name, value in values.items() if type(value) is int}
         self._depth = max((n for name, n in numbers.items() if _DEPTH.search(name)), default=0)
-        chosen, groups = (
-            max((n for name, n in numbers.items() if pattern.search(name)), default=1) for pattern in (_CHOSEN, _GROUPS)
+        experts_per_token, groups = (
+            max((n for name, n in numbers.items() if pattern.search(name)), default=1)
+            for pattern in (_EXPERTS_PER_TOKEN, _GROUPS)
         )
-        self._experts = groups * max(2, chosen)
+        self._experts = groups * max(2, experts_per_token)
 
     def dictionary(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a new dictionary with the reduced numbers."""
+        """Return a copy with reduced numbers."""
         return {name: self._value(name, value) for name, value in values.items()}
 
     def _value(self, name: str, value: Any) -> Any:
@@ -122,4 +123,4 @@ class _Scale:
             return value[: len(value) // self._factor]
         if self._layers is not None and len(value) == self._depth:
             value = value[: self._layers]
-        return [self._value(name, each) for each in value]
+        return [self._value(name, item) for item in value]

@@ -1,4 +1,4 @@
-"""The licence and the languages that a model's own card names."""
+"""Licence and languages from a model's card."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _CARD = "README.md"
 
 @dataclass(frozen=True, slots=True)
 class OwnCard:
-    """Fields of a model's card as the hub has them; None where the card does not say."""
+    """Fields of a model's card as on the hub; None or empty if the card does not state them."""
 
     license: str | None = None
-    """Identifier such as apache-2.0; `other` where the licence has another name."""
+    """Identifier such as apache-2.0; `other` for a licence that has only a `license_name`."""
     license_name: str | None = None
     license_link: str | None = None
     language: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """Return what the card says, as the card of a model made of this one says it."""
+        """Return the stated fields, in the form of a card's metadata."""
         return {key: list(value) if key == "language" else value for key, value in asdict(self).items() if value}
 
     @property
     def terms(self) -> str | None:
-        """Name of the licence, with its address where the card has one."""
+        """Name of the licence, with its link if the card has one."""
         name = self.license_name or self.license
         return f"{name}, {self.license_link}" if name and self.license_link else name
 
 
 def read_own_card(reference: str) -> OwnCard:
-    """Return the fields of the card of a folder or hub name; none where there is no card, or no way to read it.
+    """Read the card of a folder or hub name; empty if it does not exist or cannot be read.
 
-    An adapter without a licence has the card of its base model.
+    For an adapter without a licence, read its base model's card.
     """
     folder = Path(demo_folder(reference))
     card = _read_card(folder, reference)
@@ -51,22 +51,21 @@ def read_own_card(reference: str) -> OwnCard:
 def _read_card(folder: Path, reference: str) -> OwnCard:
     try:
         file = folder / _CARD if folder.is_dir() else Path(hf_hub_download(reference, _CARD, etag_timeout=5))
-        found = metadata_load(file) or {}
+        metadata = metadata_load(file) or {}
     except (OSError, ValueError, yaml.YAMLError):
         return OwnCard()
     return OwnCard(
-        license=_text(found.get("license")),
-        license_name=_text(found.get("license_name")),
-        license_link=_text(found.get("license_link")),
-        language=tuple(each for each in _listed(found.get("language")) if isinstance(each, str)),
+        license=_text(metadata.get("license")),
+        license_name=_text(metadata.get("license_name")),
+        license_link=_text(metadata.get("license_link")),
+        language=tuple(language for language in _as_list(metadata.get("language")) if isinstance(language, str)),
     )
 
 
 def _text(value: Any) -> str | None:
-    """Return a value of a card, of which some have a list where one text is meant."""
-    listed = [str(each) for each in _listed(value)]
-    return ", ".join(listed) or None
+    """Return a value as text; some cards have a list instead."""
+    return ", ".join(str(item) for item in _as_list(value)) or None
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,4 +1,4 @@
-"""Attention within each of the sequences of a packed row, never across (methods.md §8.4)."""
+"""Attention within each sequence of a packed row, never across sequences (methods.md §8.4)."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from transformers import AttentionInterface, PreTrainedModel
 from nemo_opd.distributed.transfer import on_host
 
 _PACKED, _PROBE = "nemo_opd_packed", "nemo_opd_probe"
-"""Names in transformers of attention within sequences, and of one that only notes how it is called."""
+"""Names registered in transformers for attention within sequences, and for a probe that only records calls."""
 _REPLACED = "sdpa"
-"""Name in transformers of the attention that it stands for."""
-_KNOW_SEQUENCES = {"flash_attention_2", "flash_attention_3"}
-"""Names of those that take the bounds of sequences themselves."""
+"""transformers' name of the attention that is replaced."""
+_TAKE_BOUNDS = {"flash_attention_2", "flash_attention_3"}
+"""transformers' names of attentions that take sequence bounds themselves."""
 _KINDS = {"full_attention", "sliding_attention"}
-"""Kinds of layers in which tokens see each other by attention alone."""
+"""Kinds of layers that mix tokens by attention only."""
 _WITHOUT_EFFECT = {"position_ids", "cu_seq_lens_k", "max_length_k"}
-"""Arguments of attention that add nothing here."""
+"""Arguments of attention that have no effect here."""
 _FLASH_HEAD_DIM = 256
-"""Largest width of a head that flash attention takes."""
+"""Maximum head width of flash attention."""
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Argument for fewer heads of keys than of queries; versions of torch that lack it take them as they are."""
+"""Argument to allow fewer key heads than query heads; versions of torch without it always allow that."""
 
 
 def is_packable(model: PreTrainedModel) -> bool:
-    """Return whether the model reads packed sequences as it reads each alone.
+    """Return whether the model gives packed sequences the same logits as each sequence by itself.
 
-    It must take positions, counted from 0. Its layers must pass the bounds of sequences on to an attention that takes
-    them or can be replaced, and that has nothing but a scale, dropout and a sliding window, and mix tokens in no other
-    way. A copy without weights is called once.
+    It must take positions that count from 0. Its layers must pass the sequence bounds on to an attention that takes
+    them or can be replaced, with only a scale, dropout and a sliding window, and must not mix tokens in other ways. A
+    copy without weights is called once.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters or _counts_from_padding(model):
         return False
     config = model.config.get_text_config()
     kinds: list[str] | None = getattr(config, "layer_types", None)
     window: int | None = getattr(config, "sliding_window", None)
-    if model.config._attn_implementation not in {_REPLACED, *_KNOW_SEQUENCES} or not _KINDS.issuperset(kinds or ()):
+    if model.config._attn_implementation not in {_REPLACED, *_TAKE_BOUNDS} or not _KINDS.issuperset(kinds or ()):
         return False
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
         return False
@@ -54,24 +54,24 @@ def is_packable(model: PreTrainedModel) -> bool:
         windows = [window if kind == "sliding_attention" else None for kind in kinds]
     try:
         return _windows_of_calls(model) == windows
-    except Exception:  # families raise their own for arguments or a device unknown to them
+    except Exception:  # architectures raise their own errors for unknown arguments or the meta device
         return False
 
 
 def _counts_from_padding(model: PreTrainedModel) -> bool:
-    """Return whether positions begin after the id of padding, as those of RoBERTa do."""
+    """Return whether positions begin after the padding id, as in RoBERTa."""
     tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
     return any(isinstance(table, nn.Embedding) and table.padding_idx is not None for table in tables)
 
 
 def _windows_of_calls(model: PreTrainedModel) -> list[int | None]:
-    """Return the sliding window of each call of attention in a forward pass.
+    """Return the sliding window of each attention call in a forward pass.
 
-    Raises ValueError for a call that packed attention could not stand for.
+    Raises ValueError for a call that packed attention cannot replace.
     """
     windows: list[int | None] = []
 
-    def note(
+    def record(
         module: nn.Module,
         query: Tensor,
         _: Tensor,
@@ -85,18 +85,18 @@ def _windows_of_calls(model: PreTrainedModel) -> list[int | None]:
         sliding_window: int | None = None,
         **more: object,
     ) -> tuple[Tensor, None]:
-        given = {name for name, value in more.items() if value is not None and value is not False}
-        unknown = given - _WITHOUT_EFFECT
-        if unknown or mask is not None or not getattr(module, "is_causal", True):
-            raise ValueError(f"attention with {sorted(unknown)}, with a mask, or not causal")
+        arguments = {name for name, value in more.items() if value is not None and value is not False}
+        unsupported = arguments - _WITHOUT_EFFECT
+        if unsupported or mask is not None or not getattr(module, "is_causal", True):
+            raise ValueError(f"attention with {sorted(unsupported)}, with a mask, or not causal")
         windows.append(sliding_window)
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    AttentionInterface.register(_PROBE, note)
+    AttentionInterface.register(_PROBE, record)
     config = deepcopy(model.config)
     config._attn_implementation = _PROBE
     with torch.device("meta"):
-        # In bfloat16 experts of mixtures can be called on meta.
+        # Experts of mixtures can only be called on meta in bfloat16.
         copy: Any = type(model)(config).eval()
         copy.to(torch.bfloat16)
         ids = torch.zeros(1, 3, dtype=torch.int64)
@@ -106,29 +106,23 @@ def _windows_of_calls(model: PreTrainedModel) -> list[int | None]:
 
 
 def bounds(ends: Tensor, longest: int) -> dict[str, Any]:
-    """Return the bounds of packed sequences, under the names that models in transformers pass on to attention.
+    """Return the bounds of packed sequences as keyword arguments that transformers' models pass on to attention.
 
-    ends: int32 [B + 1], where each begins and the last ends. longest: tokens of the longest.
+    ends: int32 [B + 1], as in `Packing.bounds`. longest: number of tokens of the longest sequence.
     """
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 @contextmanager
 def packed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a packable model attend within the sequences of `bounds` inside, forward and backward."""
-    own = model.config._attn_implementation
-    with _attention(model, own if own in _KNOW_SEQUENCES else _PACKED):
-        yield
-
-
-@contextmanager
-def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.config._attn_implementation = name
+    """Make a packable model attend within the sequences of `bounds` inside, forward and backward."""
+    attention = model.config._attn_implementation
+    if attention not in _TAKE_BOUNDS:
+        model.config._attn_implementation = _PACKED
     try:
         yield
     finally:
-        model.config._attn_implementation = before
+        model.config._attn_implementation = attention
 
 
 def _within_sequences(
@@ -147,7 +141,7 @@ def _within_sequences(
 ) -> tuple[Tensor, None]:
     """Compute causal attention: queries [1, H, N, d], keys and values [1, H/n, N, ·] → [1, N, H, ·].
 
-    sliding_window: positions that a token sees, itself included.
+    sliding_window: number of positions that a token sees, including itself.
     """
     attend: Callable[..., Tensor] = _flash if _has_flash(query, value, dropout) else _by_length
     return attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window), None
@@ -157,7 +151,7 @@ AttentionInterface.register(_PACKED, _within_sequences)
 
 
 def _has_flash(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Return whether torch's flash attention takes these: not in fp32, not with dropout, not on older GPUs."""
+    """Return whether torch's flash attention supports the call: not in fp32, with dropout, or on older GPUs."""
     width = query.shape[3]
     return (
         query.is_cuda
@@ -180,10 +174,12 @@ def _flash(
     window: int | None,
 ) -> Tensor:
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    seen = (-1 if window is None else window - 1, 0)
+    window_size = (-1 if window is None else window - 1, 0)
     attend: Any = varlen_attn
-    made: Tensor = attend(query, key, value, ends, ends, longest, longest, scale=scale, window_size=seen, **_GROUPED)
-    return made.unsqueeze(0)
+    output: Tensor = attend(
+        query, key, value, ends, ends, longest, longest, scale=scale, window_size=window_size, **_GROUPED
+    )
+    return output.unsqueeze(0)
 
 
 @torch.compiler.disable
@@ -197,24 +193,23 @@ def _by_length(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """Compute the attention of consecutive sequences of one length at a time."""
+    """Compute attention with one call for each run of consecutive sequences of equal length."""
     if (repeated := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(repeated, 1), value.repeat_interleave(repeated, 1)
-    known = on_host(ends)
-    lengths = (ends if known is None else known).diff().tolist()
+    host_ends = on_host(ends)
+    lengths = (ends if host_ends is None else host_ends).diff().tolist()
     runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
     sizes = [length * number for length, number in runs]
     parts = zip(*(tensor.squeeze(0).split(sizes, 1) for tensor in (query, key, value)), strict=True)
-    made = []
+    outputs = []
     for (length, _), part in zip(runs, parts, strict=True):
         q, k, v = (tensor.unflatten(1, (-1, length)).transpose(0, 1) for tensor in part)
-        seen = None if window is None or length <= window else _band(length, window, q.device)
-        own = F.scaled_dot_product_attention(q, k, v, seen, dropout, is_causal=seen is None, scale=scale)
-        made.append(own.transpose(1, 2).flatten(0, 1))
-    return torch.cat(made).unsqueeze(0)
+        mask = None if window is None or length <= window else _band(length, window, q.device)
+        output = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, scale=scale)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).unsqueeze(0)
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Return which positions each position sees (methods.md §8.4, formula 8.1)."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return seen.triu(1 - window)
+    """Return the mask [length, length] of positions that each position sees (methods.md §8.4, formula 8.1)."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)

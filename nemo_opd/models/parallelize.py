@@ -1,4 +1,4 @@
-"""Parallelism of a model over the ranks of its group: context and tensor parallel, then FSDP2."""
+"""Parallelism of a model over its ranks: context and tensor parallelism, then FSDP2."""
 
 import warnings
 
@@ -17,7 +17,7 @@ from nemo_opd.models.tensor_plan import tensor_plan
 
 
 def check_parallelism(config: PretrainedConfig, parallelism: Parallelism, device: str, *, key: str) -> None:
-    """Raise what `parallelize` would for a model of this configuration."""
+    """Raise the errors of `parallelize` for a model of this configuration."""
     if parallelism.tp == parallelism.cp == 1:
         return
     check_context_parallel(parallelism.cp, device, key=f"{key}.cp")
@@ -26,66 +26,65 @@ def check_parallelism(config: PretrainedConfig, parallelism: Parallelism, device
     if parallelism.cp > 1:
         use_ring_attention(model, parallelism.cp, key=f"{key}.cp")
     if parallelism.tp > 1:
-        shared = parallelism.sequence_parallel
-        tensor_plan(model, parallelism.tp, sequence_parallel=shared, key=f"{key}.tp")
+        tensor_plan(model, parallelism.tp, sequence_parallel=parallelism.sequence_parallel, key=f"{key}.tp")
 
 
 def parallelize(
     model: PreTrainedModel, mesh: DeviceMesh, parallelism: Parallelism, *, compute_dtype: torch.dtype, key: str
 ) -> None:
-    """Cut a model in place over `mesh`, from `build_mesh`; it may be on meta.
+    """Shard a model in place over `mesh`, from `build_mesh`; it may be on meta.
 
-    On one rank a model that computes in the dtype of its parameters stays as it is: FSDP2 would copy all of them before
-    they are used, and each gradient after.
+    On one rank, a model that computes in its parameters' dtype stays unchanged: FSDP2 would copy all parameters before
+    use, and each gradient after.
 
-    Communicates what `cut_over_ranks`, `RingAttention` and `shard` do. Raises ModelError, naming what is under `key`
-    (`student`, `teachers.0`), for a model that cannot be cut, and ConfigError for a device that has no ring attention.
+    Communicates as `cut_over_ranks`, `RingAttention` and `shard` do. Raises ModelError, naming a setting below `key`
+    (`student`, `teachers.0`), for a model that cannot be sharded, and ConfigError for a device without ring attention.
     """
     if context_axis(mesh) is not None:
         check_context_parallel(parallelism.cp, mesh.device_type, key=f"{key}.parallelism.cp")
         use_ring_attention(model, parallelism.cp, key=f"{key}.parallelism.cp")
     tensor = tensor_axis(mesh)
     if tensor is not None:
-        shared = parallelism.sequence_parallel
-        cut_over_ranks(model, tensor, sequence_parallel=shared, key=f"{key}.parallelism.tp")
+        sequence_parallel = parallelism.sequence_parallel
+        cut_over_ranks(model, tensor, sequence_parallel=sequence_parallel, key=f"{key}.parallelism.tp")
     if mesh.size() > 1 or any(parameter.dtype != compute_dtype for parameter in model.parameters()):
-        reshards = parallelism.frees_gathered
-        shard(model, fsdp_axis(mesh), compute_dtype=compute_dtype, reshard_after_forward=reshards)
+        reshard = parallelism.frees_gathered
+        shard(model, fsdp_axis(mesh), compute_dtype=compute_dtype, reshard_after_forward=reshard)
 
 
 def shard(
     model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool = True
 ) -> None:
-    """Shard parameters, gradients and optimizer state over the last axis of `mesh`, a decoder layer at a time.
+    """Shard parameters, gradients and optimizer state over the last axis of `mesh`, one decoder layer at a time.
 
     Communicates an all-gather of one layer's parameters before its forward and, with reshard_after_forward, before its
-    backward, and a reduce-scatter (fp32, mean over ranks) of its gradients; where `mesh` has an axis of copies before
-    that, an all-reduce over it of the shard's gradients.
+    backward, and a reduce-scatter (fp32, mean over ranks) of its gradients; if `mesh` has an axis of replicas, also an
+    all-reduce of the shard's gradients over it.
     """
-    # Only in-place operations on what a module returns would be wrong, and there are none.
+    # The warning is about in-place operations on a module's output, which we do not use.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # Inputs of layers keep their dtype: some models keep rotary angles in fp32.
+    # Layer inputs keep their dtype: some models keep rotary angles in fp32.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    # What is outside of the layers is needed first in backward, so it stays whole until then.
+    # Parameters outside the layers are needed first in backward, so they stay gathered until then.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 def sharded_units(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules whose parameters FSDP2 gathers together, the outermost first; none where it shards nothing."""
+    """Return the modules whose parameters FSDP2 gathers together, outermost first; an empty list without FSDP2."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Let the model keep only its layers' inputs for backward."""
+    """Make the model keep only its layers' inputs for backward."""
     # The name differs between versions of transformers.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def compile_in_place(model: PreTrainedModel) -> None:
-    """Compile decoder layers at their first call, once for all equal layers and for any length."""
+    """Compile decoder layers at their first call, once for all equal layers and any length."""
     for layer in decoder_layers(model):
         layer.compile(dynamic=True)
 

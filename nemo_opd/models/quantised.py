@@ -1,4 +1,4 @@
-"""Quantised models: which are dequantised when they are loaded, and which stay as they are or are refused."""
+"""Quantised models: whether they are dequantised when loaded, stay quantised, or are rejected."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from transformers import PretrainedConfig
 from nemo_opd.errors import ModelError
 
 _UNDONE_IN_LOADING = ("fp8", "mxfp4", "compressed-tensors")
-"""Ways of quantising that transformers can undo while it loads."""
+"""Quantisation methods that transformers can dequantise while loading."""
 _NEVER_KEPT = "compressed-tensors"
-"""It would be dequantised in the first forward pass."""
+"""Method that would be dequantised in the first forward pass."""
 
 
 def quantisation(config: PretrainedConfig) -> str | None:
-    """Return the way in which a model's weights are quantised, by transformers' name; None for plain weights."""
+    """Return transformers' name of the quantisation method, or None if the weights are not quantised."""
     settings: Any = getattr(config, "quantization_config", None)
     if settings is None:
         return None
@@ -25,7 +25,7 @@ def quantisation(config: PretrainedConfig) -> str | None:
 
 
 def stays_quantised(config: PretrainedConfig) -> str | None:
-    """Return the way in which weights are quantised that cannot be dequantised in loading; None for others."""
+    """Return the quantisation method if it cannot be dequantised while loading, else None."""
     method = quantisation(config)
     return None if method in _UNDONE_IN_LOADING else method
 
@@ -33,10 +33,10 @@ def stays_quantised(config: PretrainedConfig) -> str | None:
 def is_kept(
     config: PretrainedConfig, mesh: DeviceMesh, device: str, *, key: str, reference: str, trainable: bool
 ) -> bool:
-    """Return whether weights stay quantised: those of a model on one rank that is not trained.
+    """Return whether weights stay quantised: only if the model is on one rank and not trained.
 
-    device: where they are. Raises ModelError, naming `key`, where they would have to be dequantised and cannot be, or
-    would have to move.
+    device: location of the weights. Raises ModelError, naming `key`, if they would have to be dequantised and cannot
+    be, or would have to be moved.
     """
     if (method := quantisation(config)) is None:
         return False
@@ -59,7 +59,7 @@ def is_kept(
 
 
 def dequantised(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration with which transformers loads plain weights."""
+    """Change a configuration so that transformers loads plain weights, and return it."""
     settings: Any = config.quantization_config
     config.quantization_config = {
         **(settings if isinstance(settings, dict) else settings.to_dict()),

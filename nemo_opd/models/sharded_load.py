@@ -57,21 +57,21 @@ def load_sharded(
     adapters: Adapters | None = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """Load a causal language model with weights in `dtype`, cut over `mesh`, with this rank's shard on `device`.
+    """Load a causal language model with weights in `dtype`, sharded over `mesh`, with this rank's shard on `device`.
 
-    The model is built and cut on meta; then each tensor's part is read from its file, so that a rank holds no more than
-    its shard and the part being read. Communicates only whether weights are finite. Every rank loads weights whole,
-    before they are cut, where they are quantised, not in safetensors, or made by transformers of stored ones in another
-    way than by stacking (experts) or joining them.
+    The model is built and sharded on meta; then each rank reads its part of each tensor, so that it holds only its
+    shard and the part being read. Communicates only whether weights are finite. Every rank loads the full weights first
+    if they are quantised, not in safetensors, or converted by transformers in other ways than stacking (experts) or
+    concatenating stored tensors.
 
-    key: `student.model` or `teachers.i.model`. trainable: False for a teacher. adapters: trained in place of the
-    weights, to which `dtype` then applies; the model's state has adapters alone. fused_layers: see `fuse_layers`.
-    attn_implementation: of transformers, whose default is None. Raises ModelError naming `key` where weights are
-    unreadable or missing, on all ranks where one of them is NaN or infinite, where they are quantised in a way that
-    does not allow this, and `….parallelism.tp` where the model cannot be cut.
+    key: `student.model` or `teachers.i.model`. trainable: False for a teacher. adapters: trained instead of the
+    weights, to which `dtype` applies; the model's state dict then has only adapters. fused_layers: see `fuse_layers`.
+    attn_implementation: a name of transformers, by default the model's. Raises ModelError naming `key` if weights are
+    unreadable or missing, are quantised in a way that does not allow this, or (on all ranks) one is NaN or infinite,
+    and naming `….parallelism.tp` if the model cannot be sharded.
     """
 
-    def cut(model: PreTrainedModel, *, stays_whole: bool = False) -> None:
+    def prepare(model: PreTrainedModel, *, stays_whole: bool = False) -> None:
         model.eval().requires_grad_(trainable)
         if adapters is not None:
             adapters.attach(model)
@@ -86,39 +86,42 @@ def load_sharded(
             parallelize(model, mesh, parallelism, compute_dtype=compute_dtype, key=key.removesuffix(".model"))
 
     try:
-        model = _streamed(reference, dtype, cut, device, key, attn_implementation)
+        model = _load_by_pieces(reference, dtype, prepare, device, key, attn_implementation)
     except NotPiecewiseError:
         config = load_config(reference, key=key)
-        stays = is_kept(config, mesh, device, key=key, reference=reference, trainable=trainable)
-        on = device if stays else None
-        model = load_model(reference, dtype, key=key, attn_implementation=attn_implementation, quantised_on=on)
-        cut(model, stays_whole=stays)
-        if not stays:
+        stays_quantised = is_kept(config, mesh, device, key=key, reference=reference, trainable=trainable)
+        quantised_on = device if stays_quantised else None
+        model = load_model(
+            reference, dtype, key=key, attn_implementation=attn_implementation, quantised_on=quantised_on
+        )
+        prepare(model, stays_whole=stays_quantised)
+        if not stays_quantised:
             model.to(device)  # type: ignore[arg-type]
     if adapters is not None:
-        _put(model, adapters.initial_values(model))
-    # With offload shards are in host memory, but collectives are on the device.
-    if (found := find_not_finite(dict(model.named_parameters()), device=mesh.device_type)) is not None:
-        raise not_finite(reference, found, dtype, key=key)
+        _copy_shards(model, adapters.initial_values(model))
+    # With offload shards are in host memory, but collectives run on the device.
+    if (values := find_not_finite(dict(model.named_parameters()), device=mesh.device_type)) is not None:
+        raise not_finite(reference, values, dtype, key=key)
     return model
 
 
-def _streamed(
+def _load_by_pieces(
     reference: str,
     dtype: torch.dtype,
-    cut: Callable[[PreTrainedModel], None],
+    prepare: Callable[[PreTrainedModel], None],
     device: str,
     key: str,
     attn_implementation: str | None,
 ) -> PreTrainedModel:
+    """Build a model on meta, shard it with `prepare`, and read its weights. Raises NotPiecewiseError and ModelError."""
     config = load_config(reference, key=key)
     model = build_on_meta(config, reference, key=key, attn_implementation=attn_implementation, dtype=dtype)
     require_piecewise(model, dtype)
     pieces = find_pieces(model, reference, key=key)
     require_equal_ties(model, pieces)
-    cut(model)
+    prepare(model)
     model.to_empty(device=device)
-    if not sharded_units(model):  # FSDP2 keeps tied weights tied, plain parameters are now different ones
+    if not sharded_units(model):  # FSDP2 keeps weights tied, but `to_empty` unties plain parameters
         model.tie_weights()
     try:
         _fill(model, pieces)
@@ -127,37 +130,37 @@ def _streamed(
     except Exception as error:  # safetensors and torch each raise their own
         raise unreadable(reference, error, key=key) from error
     _compute_buffers(model)
-    with suppress(OSError):  # so that what is exported generates as what was loaded
+    with suppress(OSError):  # so that an export has the generation settings of the loaded model
         model.generation_config = GenerationConfig.from_pretrained(resolve(reference))
     return model
 
 
 @torch.no_grad()
 def _fill(model: nn.Module, pieces: dict[str, list[Piece]]) -> None:
-    """Read this rank's part of each parameter and buffer of a model that is already cut; shapes are known to fit."""
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    each_piece = [(name, piece) for name, parts in pieces.items() for piece in parts]
-    each_piece.sort(key=lambda pair: pair[1].stored.file)
-    reading = tracked(each_piece, "reading weights", "tensors")
+    """Read this rank's part of each parameter and buffer of a sharded model, whose shapes were checked before."""
+    state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    named_pieces = [(name, piece) for name, parts in pieces.items() for piece in parts]
+    named_pieces.sort(key=lambda pair: pair[1].stored.file)
+    reading = tracked(named_pieces, "reading weights", "tensors")
     for file, in_file in groupby(reading, key=lambda pair: pair[1].stored.file):
         with safe_open(file, framework="pt") as tensors:
             for name, piece in in_file:
-                tensor = own[base_name(model, name)]
-                if (overlap := piece.overlap(_own_region(tensor))) is not None:
+                tensor = state[base_name(model, name)]
+                if (overlap := piece.overlap(_local_region(tensor))) is not None:
                     target, source = overlap
                     local(tensor)[target].copy_(piece.stored.read(tensors, source))
 
 
 @torch.no_grad()
-def _put(model: nn.Module, values: Iterator[tuple[str, Tensor]]) -> None:
-    """Copy this rank's part of whole parameters into the model, by name."""
-    own = dict(model.named_parameters())
-    for name, whole in values:
-        local(own[name]).copy_(whole[_own_region(own[name])])
+def _copy_shards(model: nn.Module, values: Iterator[tuple[str, Tensor]]) -> None:
+    """Copy this rank's part of full parameter values into the model."""
+    parameters = dict(model.named_parameters())
+    for name, value in values:
+        local(parameters[name]).copy_(value[_local_region(parameters[name])])
 
 
-def _own_region(tensor: Tensor) -> tuple[slice, ...]:
-    """Return which part of the whole tensor this rank has: one slice a dimension."""
+def _local_region(tensor: Tensor) -> tuple[slice, ...]:
+    """Return this rank's region of the full tensor, one slice per dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -165,9 +168,9 @@ def _own_region(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no checkpoint has, such as rotary frequencies, as transformers does after loading.
+    """Compute the buffers that checkpoints do not store, such as rotary frequencies, as transformers does.
 
-    Raises ModelError for a model without code for that.
+    Raises ModelError for a model without code to compute them.
     """
     computed = dict(_computed_buffers(model))
     owners = {name.rpartition(".")[0] for name in computed}
@@ -190,6 +193,6 @@ def _compute_buffers(model: PreTrainedModel) -> None:
 
 def _computed_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
-        owner, _, own = name.rpartition(".")
-        if own in model.get_submodule(owner)._non_persistent_buffers_set:
+        owner, _, attribute = name.rpartition(".")
+        if attribute in model.get_submodule(owner)._non_persistent_buffers_set:
             yield name, buffer

@@ -1,4 +1,4 @@
-"""Output of a cache or of servers in the place of a model that is called (methods.md §9.1)."""
+"""Teacher output from a cache or servers, with the interface of a model (methods.md §9.1)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from nemo_opd.teacher_cache.shard import Segment, id_bytes
 
 _HEAD = "head.safetensors"
 _CHECKSUM = "checksum"
-"""Key in the metadata of that file."""
+"""Key in the head file's metadata."""
 
 
 def sparse_layout(manifest: CacheManifest) -> SparseLayout:
-    """Return the layout of a cache's rows of likeliest tokens. Raises ConfigError for numbers that cannot be."""
+    """Return the layout of a cache's rows of likeliest tokens. Raises ConfigError for impossible numbers."""
     size = manifest.vocab_size
     return SparseLayout(manifest.top_k, size, manifest.value_bytes, id_bytes(size))
 
@@ -45,7 +45,7 @@ def save_head(folder: Path, head: Head) -> None:
 
 
 def lacks_head(reader: CacheReader) -> bool:
-    """Return whether a cache has hidden states, and not the head as it was written, without which they say nothing."""
+    """Return whether a cache has hidden states without an intact head, which makes them useless."""
     try:
         require_head(reader)
     except DataError:
@@ -54,45 +54,44 @@ def lacks_head(reader: CacheReader) -> bool:
 
 
 def require_head(reader: CacheReader) -> None:
-    """Raise DataError where a cache has hidden states, and its head is missing or damaged."""
+    """Raise DataError if a cache has hidden states and its head is missing or damaged."""
     if reader.manifest.form == "hidden_states":
         load_head(reader.folder, "cpu")
 
 
 def load_head(folder: Path, device: str) -> Head:
-    """Read the head. Raises DataError where it is missing or damaged."""
+    """Read the head. Raises DataError if it is missing or damaged."""
     path = folder / _HEAD
     way_out = "run nemo-opd cache build again, which writes it anew"
     try:
         with safe_open(path, framework="pt") as file:
-            written = (file.metadata() or {}).get(_CHECKSUM)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            checksum = (file.metadata() or {}).get(_CHECKSUM)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read ({error}); {way_out}") from error
-    if written != _checksum(tensors):
+    if checksum != _checksum(tensors):
         raise DataError(f"{path} is damaged (its bytes are not as written); {way_out}")
     scale, soft_cap = tensors.pop("numbers").tolist()
-    weight, bias = (None if (each := tensors.get(name)) is None else each.to(device) for name in ("weight", "bias"))
-    assert weight is not None
-    return Head(weight, bias, scale, soft_cap or None)
+    bias = tensors["bias"].to(device) if "bias" in tensors else None
+    return Head(tensors["weight"].to(device), bias, scale, soft_cap or None)
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    found = 0
+    checksum = 0
     for name in sorted(tensors):
-        found = zlib.crc32(tensors[name].view(torch.uint8).numpy().data, zlib.crc32(name.encode(), found))
-    return str(found)
+        checksum = zlib.crc32(tensors[name].view(torch.uint8).numpy().data, zlib.crc32(name.encode(), checksum))
+    return str(checksum)
 
 
 class Answers(Protocol):
-    """Output of a teacher for sequences of its tokens, from a cache or servers."""
+    """Source of a teacher's output for sequences of its tokens: a cache or servers."""
 
     def segments(self, sequences: Sequence[NDArray[np.integer[Any]]]) -> Iterable[Segment]:
-        """Return what is known of each sequence, in order. Raises an OPDError where it is not known."""
+        """Return the output for each sequence, in order. Raises an OPDError if it is not available."""
 
 
 class StoredOutput(ABC):
-    """Rows of a cache or of servers, by the ids that the teacher reads; called as a model is (`Headless`)."""
+    """Rows from a cache or servers, looked up by the teacher's ids; called like a model (`Headless`)."""
 
     reads_packed = True
     rotary = None
@@ -102,31 +101,31 @@ class StoredOutput(ABC):
         self._answers, self._device = answers, device
 
     def num_positions(self, packing: Packing) -> int:
-        """Return the positions that are read of these sequences."""
+        """Return the number of positions that are read for these sequences."""
         return len(packing.tokens)
 
     def _rows(self, ids: Tensor, packing: Packing, num_bytes: int) -> Tensor:
         """Return the bytes of each token of sequences [B, S], uint8 [N, num_bytes], on the device.
 
-        They are copied once, of a cache from the mapped file. Raises what `Answers.segments` does. Of a sequence of one
-        token nothing is asked: it has none to predict.
+        They are copied once, from the mapped file if they are cached. Sequences of one token predict nothing and are
+        not looked up. Raises what `Answers.segments` does.
         """
-        every = ids.cpu().numpy()
-        made = np.zeros((len(packing.tokens), num_bytes), np.uint8)
-        own = np.split(made, np.cumsum(packing.lengths)[:-1])
-        asked = [row for row, length in enumerate(packing.lengths) if length > 1]
-        segments = self._answers.segments([every[row, : packing.lengths[row]] for row in asked])
-        for row, segment in zip(asked, segments, strict=True):
-            self._put(own[row], segment)
-        return torch.from_numpy(made).to(self._device)
+        host_ids = ids.cpu().numpy()
+        rows = np.zeros((len(packing.tokens), num_bytes), np.uint8)
+        sequence_rows = np.split(rows, np.cumsum(packing.lengths)[:-1])
+        looked_up = [i for i, length in enumerate(packing.lengths) if length > 1]
+        segments = self._answers.segments([host_ids[i, : packing.lengths[i]] for i in looked_up])
+        for i, segment in zip(looked_up, segments, strict=True):
+            self._copy_rows(sequence_rows[i], segment)
+        return torch.from_numpy(rows).to(self._device)
 
     @abstractmethod
-    def _put(self, made: NDArray[np.uint8], segment: Segment) -> None:
-        """Copy a segment's rows."""
+    def _copy_rows(self, target: NDArray[np.uint8], segment: Segment) -> None:
+        """Copy a segment's rows to `target`, [tokens, num_bytes]."""
 
 
 class StoredHiddenStates(StoredOutput):
-    """Hidden states, and the head that makes logits of them."""
+    """Stored hidden states, and the head that computes logits from them."""
 
     def __init__(self, reader: CacheReader, device: str) -> None:
         """Load the head."""
@@ -141,16 +140,16 @@ class StoredHiddenStates(StoredOutput):
         rows = self._rows(ids, packing, self.hidden_size * self.dtype.itemsize)
         return HeadLogits(rows.view(self.dtype).unsqueeze(0), self._head)
 
-    def whole(self, made: HeadLogits, packing: Packing) -> PackedLogits:
+    def whole(self, logits: HeadLogits, packing: Packing) -> PackedLogits:
         """Return the logits [B, S, W]."""
-        return PackedLogits(made, packing.places)
+        return PackedLogits(logits, packing.places)
 
-    def _put(self, made: NDArray[np.uint8], segment: Segment) -> None:
-        made[:] = segment.rows
+    def _copy_rows(self, target: NDArray[np.uint8], segment: Segment) -> None:
+        target[:] = segment.rows
 
 
 class StoredTopK(StoredOutput):
-    """The likeliest tokens of each position."""
+    """Stored likeliest tokens of each position."""
 
     def __init__(self, answers: Answers, layout: SparseLayout, device: str) -> None:
         super().__init__(answers, device)
@@ -158,22 +157,22 @@ class StoredTopK(StoredOutput):
         self.columns = range(layout.vocab_size)
 
     def __call__(self, ids: Tensor, packing: Packing) -> SparseLogits:
-        """Map ids [B, S] to the logits of their tokens, [B, S, W] and one column more. Raises DataError."""
+        """Map ids [B, S] to logits [B, S, W], with an additional column if truncated. Raises DataError."""
         return SparseLogits(self._rows(ids, packing, self.layout.handed_bytes), self.layout, packing.places)
 
-    def whole(self, made: SparseLogits, packing: Packing) -> SparseLogits:
-        """Return the same."""
-        return made
+    def whole(self, logits: SparseLogits, packing: Packing) -> SparseLogits:
+        """Return the logits unchanged."""
+        return logits
 
-    def _put(self, made: NDArray[np.uint8], segment: Segment) -> None:
-        stored = self.layout.row_bytes
-        made[:, :stored] = segment.rows
-        made[:-1, stored:] = segment.tokens[1:]
-        made[-1, stored:] = 0xFF  # no token
+    def _copy_rows(self, target: NDArray[np.uint8], segment: Segment) -> None:
+        row_bytes = self.layout.row_bytes
+        target[:, :row_bytes] = segment.rows
+        target[:-1, row_bytes:] = segment.tokens[1:]
+        target[-1, row_bytes:] = 0xFF  # no token
 
 
 def stored_output(reader: CacheReader, device: str) -> StoredHiddenStates | StoredTopK:
-    """Open what a cache stores."""
+    """Open a cache's output in the form that it stores."""
     if reader.manifest.form == "top_k":
         return StoredTopK(reader, sparse_layout(reader.manifest), device)
     return StoredHiddenStates(reader, device)

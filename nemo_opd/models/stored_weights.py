@@ -1,4 +1,4 @@
-"""A model's weights in safetensors files: which tensor is which part of which parameter, by transformers' rules."""
+"""A model's weights in safetensors files: maps stored tensors to parts of parameters by transformers' rules."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from nemo_opd.models.text_part import text_name
 
 _COMPARED_ROWS = 1024
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-"""Types, as named by safetensors, of weights that are not quantised."""
-_AS_IT_IS = ""
-"""Key of a tensor that no converter takes, among the patterns of converters."""
+"""safetensors' names of the types of unquantised weights."""
+_UNCONVERTED = ""
+"""Key, in place of a converter's pattern, of tensors without a converter."""
 
 
 class NotPiecewiseError(Exception):
@@ -67,13 +67,13 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Block of a parameter that a stored tensor is; the whole one but where transformers stacks or joins tensors."""
+    """Block of a parameter from one stored tensor: the full parameter unless transformers stacks or joins tensors."""
 
     stored: Stored
     begins: tuple[int, ...]
     """Index in the parameter of the block's first value."""
     stacked: int | None = None
-    """Dimension of the parameter that the stored tensor lacks, as one of those that are stacked there."""
+    """Dimension of the parameter along which stored tensors are stacked, if they are."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,28 +84,28 @@ class Piece:
         return tuple(shape)
 
     def overlap(self, region: tuple[slice, ...]) -> tuple[tuple[slice | int, ...], tuple[slice, ...]] | None:
-        """Return what of the parameter's `region` is stored here: where in the region, and where in the stored tensor.
+        """Return the overlap with the parameter's `region`, as indices into the region and into the stored tensor.
 
-        None where they do not overlap.
+        Returns None if they do not overlap.
         """
         target: list[slice | int] = []
         source = []
-        for dim, (begin, size, wanted) in enumerate(zip(self.begins, self.shape, region, strict=True)):
-            first, last = max(begin, wanted.start), min(begin + size, wanted.stop)
+        for dim, (begin, size, part) in enumerate(zip(self.begins, self.shape, region, strict=True)):
+            first, last = max(begin, part.start), min(begin + size, part.stop)
             if first >= last:
                 return None
             if dim == self.stacked:
-                target.append(first - wanted.start)
+                target.append(first - part.start)
             else:
-                target.append(slice(first - wanted.start, last - wanted.start))
+                target.append(slice(first - part.start, last - part.start))
                 source.append(slice(first - begin, last - begin))
         return tuple(target), tuple(source)
 
 
 def check_weights(model: PreTrainedModel, reference: str, *, key: str) -> None:
-    """Compare a model on meta with the headers of its files, where they are on this machine.
+    """Compare a model on meta with the headers of its files, if `reference` is a folder.
 
-    Raises ModelError, naming `key`, for tensors that are missing, or of another shape or kind than the model's.
+    Raises ModelError, naming `key`, for tensors that are missing or have another shape or kind than the model's.
     """
     if Path(resolve(reference)).is_dir():
         with suppress(NotPiecewiseError):
@@ -114,30 +114,31 @@ def check_weights(model: PreTrainedModel, reference: str, *, key: str) -> None:
 
 
 def require_piecewise(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Raise NotPiecewiseError for a model on meta that transformers' own loading in `dtype` would change.
+    """Raise NotPiecewiseError for a model on meta that transformers' loading in `dtype` would change.
 
-    Buffers that it keeps in float32 become that here, parameters would be several of a kind.
+    Buffers that transformers keeps in float32 are converted here; parameters that it keeps in float32 are not
+    supported, as the model would have parameters of two dtypes.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise NotPiecewiseError
-    kept = kept_in_fp32(model, dtype)
-    if any(kept(name) for name, _ in model.named_parameters()):
+    is_kept = kept_in_fp32(model, dtype)
+    if any(is_kept(name) for name, _ in model.named_parameters()):
         raise NotPiecewiseError
     for name, buffer in model.named_buffers():
-        if kept(name):
-            owner, _, own = name.rpartition(".")
-            model.get_submodule(owner)._buffers[own] = buffer.float()
+        if is_kept(name):
+            owner, _, attribute = name.rpartition(".")
+            model.get_submodule(owner)._buffers[attribute] = buffer.float()
     buffers = {id(buffer) for buffer in model.buffers()}
     for module in model.modules():
-        # Tensors that are neither parameters nor buffers would stay on meta.
+        # Tensors other than parameters and buffers would stay on meta.
         if any(isinstance(value, Tensor) and id(value) not in buffers for value in vars(module).values()):
             raise NotPiecewiseError
 
 
 def kept_in_fp32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Return the predicate, by name, of tensors that transformers keeps in float32 in a model of `dtype`.
+    """Return a predicate on tensor names that is true if transformers keeps the tensor in float32 in a `dtype` model.
 
-    Its rule is of parts of names, one kind of which counts for float16 only.
+    transformers lists parts of names; one of its two lists applies to float16 only.
     """
     parts: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
@@ -149,10 +150,10 @@ def kept_in_fp32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
 
 
 def find_pieces(model: PreTrainedModel, reference: str, *, key: str) -> dict[str, list[Piece]]:
-    """Find in its files the pieces of all parameters and stored buffers of a model on meta, by name.
+    """Find the stored pieces of all parameters and persistent buffers of a model on meta, keyed by name.
 
-    Raises ModelError naming `key`, and NotPiecewiseError where there are no safetensors or transformers does more than
-    rename, stack and join tensors.
+    Raises ModelError naming `key`, and NotPiecewiseError without safetensors or if transformers does more than rename,
+    stack and join tensors.
     """
     try:
         pieces = _pieces(model, weight_files(reference))
@@ -165,23 +166,23 @@ def find_pieces(model: PreTrainedModel, reference: str, *, key: str) -> dict[str
 
 
 def require_equal_ties(model: PreTrainedModel, pieces: dict[str, list[Piece]]) -> None:
-    """Raise NotPiecewiseError where tied weights differ, which transformers would then leave untied."""
+    """Raise NotPiecewiseError if tied weights differ in the files: transformers would then leave them untied."""
     for target, source in model.all_tied_weights_keys.items():
         if target in pieces and source in pieces and not _are_equal(pieces[target][0].stored, pieces[source][0].stored):
             raise NotPiecewiseError
 
 
 def weight_files(reference: str) -> list[Path]:
-    """Return the safetensors files of a model's weights. Raises NotPiecewiseError where there are none."""
+    """Return the safetensors files of a model's weights. Raises NotPiecewiseError if the model has none."""
     if not (files := _files(resolve(reference), SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
         raise NotPiecewiseError
     return files
 
 
 def all_weight_files(reference: str) -> list[Path]:
-    """Return the files of a model's weights in either format; safetensors where there are both.
+    """Return the files of a model's weights in either format, preferably safetensors.
 
-    Raises OSError where there are none, or the hub is out of reach.
+    Raises OSError if the model has neither, or the hub cannot be reached.
     """
     source = resolve(reference)
     for names in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
@@ -191,61 +192,62 @@ def all_weight_files(reference: str) -> list[Path]:
 
 
 def _files(source: str, single: str, index: str) -> list[Path]:
-    """Return the files of a folder's or hub name's weights in one format, downloaded where they are not yet; none
-    without such.
+    """Return the weight files of a folder or hub name in one format, downloaded if needed.
+
+    Returns an empty list if the model has none in this format.
     """
     if Path(source).is_dir():
         return files_in(Path(source), single, index)
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-    if (whole := cached_file(source, single, **options)) is not None:
-        return [Path(whole)]
-    if (listed := cached_file(source, index, **options)) is None:
+    if (single_path := cached_file(source, single, **options)) is not None:
+        return [Path(single_path)]
+    if (index_path := cached_file(source, index, **options)) is None:
         return []
-    shards_in(Path(listed))  # refuses names of files elsewhere
-    files, _ = get_checkpoint_shard_files(source, listed)
+    shards_in(Path(index_path))  # rejects names of files elsewhere
+    files, _ = get_checkpoint_shard_files(source, index_path)
     return [Path(file) for file in files]
 
 
 def _pieces(model: PreTrainedModel, files: list[Path]) -> dict[str, list[Piece]]:
-    """Find pieces by parameter; tensors that the model has not are ignored.
+    """Return the pieces of each parameter; tensors that the model does not have are ignored.
 
     Raises NotPiecewiseError, and ValueError for a tensor of another shape or kind.
     """
     mapping = get_model_conversion_mapping(model)
     expected = model.state_dict()
-    found: dict[str, dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
-    for stored in _stored(files):
+    sources: dict[str, dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
+    for stored in _read_headers(files):
         target, pattern = _target(text_name(stored.name), mapping, model.base_model_prefix, expected)
         if target in expected:
-            found[target][pattern or _AS_IT_IS].append(stored)
+            sources[target][pattern or _UNCONVERTED].append(stored)
     # Renamed weights get their old names in exports. Older versions of transformers do not have `was_used`.
-    used: Any = [each for each in mapping if not hasattr(each, "was_used") or each.was_used()]
+    used: Any = [entry for entry in mapping if not hasattr(entry, "was_used") or entry.was_used()]
     model._weight_conversions = used
     converters = {
-        pattern: each for each in mapping if isinstance(each, WeightConverter) for pattern in each.source_patterns
+        pattern: entry for entry in mapping if isinstance(entry, WeightConverter) for pattern in entry.source_patterns
     }
     pieces = {}
-    for name, parts in found.items():
-        if as_it_is := parts.get(_AS_IT_IS):
-            pieces[name] = [Piece(as_it_is[-1], (0,) * len(as_it_is[-1].shape))]
+    for name, parts in sources.items():
+        if unconverted := parts.get(_UNCONVERTED):
+            pieces[name] = [Piece(unconverted[-1], (0,) * len(unconverted[-1].shape))]
         else:
             pieces[name] = list(_joined(converters[next(iter(parts))], parts, expected[name].dim()))
         _check(pieces[name], expected[name])
     return pieces
 
 
-def _stored(files: list[Path]) -> Iterator[Stored]:
+def _read_headers(files: list[Path]) -> Iterator[Stored]:
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no dict)
-                about = tensors.get_slice(name)
-                yield Stored(file, name, torch.Size(about.get_shape()), about.get_dtype())
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                header = tensors.get_slice(name)
+                yield Stored(file, name, torch.Size(header.get_shape()), header.get_dtype())
 
 
 def _target(name: str, mapping: list[Any], prefix: str, expected: dict[str, Tensor]) -> tuple[str, str | None]:
-    """Return the name in the model of a file's tensor, and the pattern of the converter that takes it, if one does."""
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    """Return a stored tensor's name in the model, and the pattern of its converter, if it has one."""
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
     if target not in expected and name in expected:
         target, pattern = rename_source_key(name, [], [], prefix, expected)
@@ -253,14 +255,15 @@ def _target(name: str, mapping: list[Any], prefix: str, expected: dict[str, Tens
 
 
 def _joined(converter: Any, parts: dict[str, list[Stored]], num_dims: int) -> Iterator[Piece]:
-    """Yield the pieces of a parameter that transformers makes of several tensors. Raises NotPiecewiseError."""
+    """Yield the pieces of a parameter that transformers combines from several tensors. Raises NotPiecewiseError."""
     stacked, joined = _dims(converter.operations)
     if len(converter.target_patterns) > 1:
         raise NotPiecewiseError
     begin = 0
     for pattern in converter.source_patterns:
         piece = None
-        for index, stored in enumerate(sorted(parts.get(pattern, ()), key=lambda each: dot_natural_key(each.name))):
+        in_order = sorted(parts.get(pattern, ()), key=lambda stored: dot_natural_key(stored.name))
+        for index, stored in enumerate(in_order):
             begins = [0] * num_dims
             if joined is not None:
                 begins[joined] = begin
@@ -273,7 +276,10 @@ def _joined(converter: Any, parts: dict[str, list[Stored]], num_dims: int) -> It
 
 
 def _dims(operations: list[Any]) -> tuple[int | None, int | None]:
-    """Return along which dimensions tensors are stacked, and then joined. Raises NotPiecewiseError for other work."""
+    """Return the dimensions along which tensors are stacked and then joined, each None if they are not.
+
+    Raises NotPiecewiseError for other operations.
+    """
     match operations:
         case [MergeModulelist(dim=stacked)]:
             return stacked, None
@@ -285,34 +291,39 @@ def _dims(operations: list[Any]) -> tuple[int | None, int | None]:
 
 
 def _check(pieces: list[Piece], expected: Tensor) -> None:
-    """Raise ValueError for a piece that lies beyond the parameter, is too small, or has codes for values."""
-    for each in pieces:
-        ends = [begin + size for begin, size in zip(each.begins, each.shape, strict=False)]
-        is_inside = len(each.shape) == expected.dim() and all(map(int.__le__, ends, expected.shape))
-        if not is_inside or (len(pieces) == 1 and each.shape != expected.shape and each.stacked is None):
-            raise ValueError(f"{each.stored.name} is {list(each.stored.shape)}, the model has {list(expected.shape)}")
-        if expected.is_floating_point() and each.stored.dtype not in _FLOATS:
+    """Raise ValueError for a piece that exceeds the parameter, is too small, or has quantised values."""
+    for piece in pieces:
+        ends = [begin + size for begin, size in zip(piece.begins, piece.shape, strict=False)]
+        is_inside = len(piece.shape) == expected.dim() and all(map(int.__le__, ends, expected.shape))
+        stored = piece.stored
+        if not is_inside or (len(pieces) == 1 and piece.shape != expected.shape and piece.stacked is None):
+            raise ValueError(f"{stored.name} is {list(stored.shape)}, the model has {list(expected.shape)}")
+        if expected.is_floating_point() and stored.dtype not in _FLOATS:
             raise ValueError(
-                f"{each.stored.name} is of type {each.stored.dtype}, and config.json has no quantization_config for it"
+                f"{stored.name} is of type {stored.dtype}, and config.json has no quantization_config for it"
             )
 
 
-def _are_equal(left: Stored, right: Stored) -> bool:
-    rows = left.shape[0]
+def _are_equal(a: Stored, b: Stored) -> bool:
+    rows = a.shape[0]
     parts = ((slice(start, min(start + _COMPARED_ROWS, rows)),) for start in range(0, rows, _COMPARED_ROWS))
-    with safe_open(left.file, framework="pt") as own, safe_open(right.file, framework="pt") as other:
-        return all(torch.equal(left.read(own, part), right.read(other, part)) for part in parts)
+    with safe_open(a.file, framework="pt") as a_tensors, safe_open(b.file, framework="pt") as b_tensors:
+        return all(torch.equal(a.read(a_tensors, part), b.read(b_tensors, part)) for part in parts)
 
 
 def _missing(model: PreTrainedModel, pieces: dict[str, list[Piece]]) -> list[str]:
-    """Return names that no file has whole, except those tied to stored ones and those that the model does not need."""
+    """Return the names that are not completely stored, except tied names and names that the model does not need."""
     tied: dict[str, str] = model.all_tied_weights_keys
     state = model.state_dict()
-    whole = {name for name, parts in pieces.items() if sum(prod(each.shape) for each in parts) == state[name].numel()}
-    sources = {tied[name] for name in whole if name in tied} | whole
+    complete = {
+        name for name, parts in pieces.items() if sum(prod(piece.shape) for piece in parts) == state[name].numel()
+    }
+    sources = {tied[name] for name in complete if name in tied} | complete
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     return sorted(
         name
         for name in state
-        if name not in sources and tied.get(name) not in sources and not any(each.search(name) for each in ignored)
+        if name not in sources
+        and tied.get(name) not in sources
+        and not any(expression.search(name) for expression in ignored)
     )

@@ -1,4 +1,4 @@
-"""Tensor parallelism by torch's styles, chosen from transformers' plans, so that it composes with FSDP2."""
+"""Tensor parallelism with torch's styles, selected by transformers' plans, so that it composes with FSDP2."""
 
 from typing import Any
 
@@ -24,13 +24,13 @@ from nemo_opd.models.tensor_styles import (
 
 
 def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh, *, sequence_parallel: bool, key: str) -> None:
-    """Cut every matrix in place over the one-dimensional `mesh`; all parameters become DTensors on it.
+    """Shard every matrix in place over the one-dimensional `mesh`; all parameters become DTensors on it.
 
-    The model may be on meta; otherwise every rank must have the same values. Embedding and head are cut along the
-    vocabulary, and stay one parameter where they are tied; the model's logits are each rank's own columns.
+    The model may be on meta; otherwise every rank must have the same values. Embedding and head are sharded along the
+    vocabulary, and stay one parameter if they are tied; the model then returns each rank's columns of the logits.
     Communicates, for each block of a layer, an all-reduce of hidden states [B, S, D] forward and one backward; with
     `sequence_parallel`, an all-gather and a reduce-scatter instead. S must then be a multiple of the mesh's size,
-    except within `whole_positions`. Raises ModelError naming `key`, which is that of tp.
+    except within `whole_positions`. key: setting of tp. Raises ModelError naming it.
     """
     plan = tensor_plan(model, mesh.size(), sequence_parallel=sequence_parallel, key=key)
     _cut_vocabulary(model, mesh, f"{key}={mesh.size()}")
@@ -63,9 +63,9 @@ def _cut_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, value: str) -> Non
 
 
 def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Residual) -> ParallelStyle | None:
-    """Return the style of a module that has own parameters which are not cut yet; None for others."""
-    own = list(module.parameters(recurse=False))
-    if not own or isinstance(own[0], DTensor):
+    """Return the style of a module with direct parameters that are not sharded yet, else None."""
+    parameters = list(module.parameters(recurse=False))
+    if not parameters or isinstance(parameters[0], DTensor):
         return None
     style = plan.styles.get(name)
     if name in plan.experts:
@@ -81,16 +81,16 @@ def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Residual) -
             return RowParallel(residual)
         case Style.ROWS_SPLIT:
             return RowParallel(residual, input_layouts=Replicate())
-        case Style.OF_HEADS:
+        case Style.PER_HEAD:
             return Local(Replicate(), Partial())
     in_layer = any(inside(name, layer) or name == layer for layer in plan.layers)
     in_block = any(inside(name, block) for block in plan.blocks)
-    # Between blocks a rank may have a part of the positions only.
+    # Between blocks a rank may have only some of the positions.
     return Local(Replicate(), Partial() if residual.is_shared and in_layer and not in_block else Replicate())
 
 
 def _in_mixture(style: Style | None) -> ParallelStyle:
-    """Return the style of a shared expert's linear layer, or of a router, whose gradient is a part of the sum."""
+    """Return the style of a shared expert's linear layer, or of a router, whose gradients are partial sums."""
     match style:
         case Style.COLUMNS:
             return Local(Shard(0), Shard(0))

@@ -1,4 +1,4 @@
-"""Tensor-parallel plan of a model's modules, from transformers' own plan."""
+"""Tensor-parallel plan of a model's modules, derived from transformers' plan."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,18 +16,18 @@ from nemo_opd.models.quantised import stays_quantised
 
 
 class Style(Enum):
-    """Way to cut a module. Unplanned modules are whole on every rank, with the same input there."""
+    """Way to shard a module. Modules without a style are replicated, with the same input on every rank."""
 
     COLUMNS = auto()
-    """Linear layer with a part of the output features, which stay sharded."""
+    """Linear layer with sharded output features, which stay sharded."""
     COLUMNS_GATHERED = auto()
-    """Linear layer with a part of the output features, which are gathered."""
+    """Linear layer with sharded output features, which are gathered."""
     ROWS = auto()
-    """Linear layer with a part of the input features, whose input is sharded; the outputs are summed."""
+    """Linear layer with sharded input features and a sharded input; outputs are summed."""
     ROWS_SPLIT = auto()
-    """Linear layer with a part of the input features, whose input is whole; the outputs are summed."""
-    OF_HEADS = auto()
-    """Module that is whole on every rank and computes on each rank's own heads: its gradients are summed."""
+    """Linear layer with sharded input features and a replicated input; outputs are summed."""
+    PER_HEAD = auto()
+    """Replicated module that computes on each rank's heads: its gradients are summed."""
 
 
 _STYLES: dict[str, Style | None] = {
@@ -37,40 +37,40 @@ _STYLES: dict[str, Style | None] = {
     "rowwise": Style.ROWS,
     "rowwise_split_input": Style.ROWS_SPLIT,
     "rowwise_rep": Style.ROWS_SPLIT,
-    "replicated_with_grad_allreduce": Style.OF_HEADS,
+    "replicated_with_grad_allreduce": Style.PER_HEAD,
     "replicated": None,
     "replicate": None,
-    # For norms. Where positions are shared follows from the layers' blocks, not from the plan.
+    # For norms. Positions are sharded according to the layers' blocks, not the plan.
     "sequence_parallel": None,
 }
-"""Styles by transformers' names, including older ones; None: the module is left whole."""
+"""Styles keyed by transformers' names, including older names. Modules with None are replicated."""
 _LINEAR = {Style.COLUMNS, Style.COLUMNS_GATHERED, Style.ROWS, Style.ROWS_SPLIT}
 _INTO_BLOCK = {Style.COLUMNS, Style.COLUMNS_GATHERED}
 _OUT_OF_BLOCK = {Style.ROWS, Style.ROWS_SPLIT}
 _HEAD_NORM = re.compile(r"[qk]_(layer)?norm")
 _ROUTER = re.compile(r"(\w+_)?(gate|router)")
-_PART_OF_THE_EXPERTS = "grouped_gemm"
-"""transformers' name, in plans for expert parallelism, of a parameter of which a rank has that of some experts."""
+_SHARDED_BY_EXPERT = "grouped_gemm"
+"""transformers' name, in plans for expert parallelism, of the style that gives each rank some of the experts."""
 _HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Plan by names of modules, without embedding and head, which are always cut along the vocabulary."""
+    """Plan in terms of module names, without embedding and head, which are always sharded along the vocabulary."""
 
     styles: dict[str, Style]
     layers: tuple[str, ...]
     """Decoder layers in order."""
     blocks: tuple[str, ...]
-    """Parts of layers with whole hidden states as input and a sum over ranks as output: attention, feed-forward."""
+    """Parts of layers that take replicated hidden states and output a sum over ranks: attention, feed-forward."""
     experts: tuple[str, ...] = ()
-    """Modules with the weights of all experts of a layer, of which each rank has some whole."""
+    """Modules with the weights of all experts of a layer; each rank gets some complete experts."""
     mixtures: tuple[str, ...] = ()
-    """Parts of layers, not among `blocks`, with experts and the router that sends tokens to them."""
+    """Parts of layers, not in `blocks`, with experts and the router that sends tokens to them."""
 
 
 def tensor_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool, key: str) -> TensorPlan:
-    """Return the plan. Raises ModelError, naming `key` and the size, for a model that cannot be cut into `tp` parts."""
+    """Return the plan. Raises ModelError, naming `key` and `tp`, for a model that cannot be cut into `tp` parts."""
     named = dict(model.named_modules())
     if (method := stays_quantised(model.config)) is not None:
         raise ModelError(
@@ -78,8 +78,8 @@ def tensor_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool, key
         )
     experts = _experts(model)
     styles = _styles(model, named, experts, f"{key}={tp}")
-    found = set(decoder_layers(model))
-    layers = [name for name, module in named.items() if module in found]
+    layer_modules = set(decoder_layers(model))
+    layers = [name for name, module in named.items() if module in layer_modules]
     layers = [layer for layer in layers if any(inside(name, layer) for name in (*styles, *experts))]
     mixtures = _parts_of_layers(layers, experts)
     blocks = _parts_of_layers(layers, [name for name, style in styles.items() if style in _INTO_BLOCK]) - mixtures
@@ -90,9 +90,7 @@ def tensor_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool, key
 
 
 def tensor_parts(model: PreTrainedModel) -> int:
-    """Return the largest number of ranks that can share a model, which every possible `tp` divides; 1 for a model that
-    cannot be cut.
-    """
+    """Return the largest possible `tp`, which every possible `tp` divides; 1 for a model that cannot be cut."""
     try:
         plan = tensor_plan(model, 1, sequence_parallel=False, key="tp")
     except ModelError:
@@ -101,12 +99,12 @@ def tensor_parts(model: PreTrainedModel) -> int:
 
 
 def inside(name: str, module: str) -> bool:
-    """Return whether `name` is a part of `module`."""
+    """Return whether the module `name` is inside `module`."""
     return name.startswith(f"{module}.")
 
 
 def _parts_of_layers(layers: Sequence[str], names: Sequence[str]) -> set[str]:
-    """Return the children of layers that have these modules inside."""
+    """Return the children of layers that contain these modules."""
     return {
         f"{layer}.{name.removeprefix(layer + '.').split('.')[0]}"
         for layer in layers
@@ -116,15 +114,15 @@ def _parts_of_layers(layers: Sequence[str], names: Sequence[str]) -> set[str]:
 
 
 def _experts(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the modules that transformers' plan for expert parallelism cuts, each into whole experts."""
+    """Return the modules that transformers' plan for expert parallelism shards by expert."""
     parameters = [name for name, _ in model.named_parameters()]
     planned = _matched(getattr(model, "_ep_plan", None) or {}, parameters)
-    found = (name.rpartition(".")[0] for name, style in planned.items() if style == _PART_OF_THE_EXPERTS)
-    return tuple(dict.fromkeys(found))
+    modules = (name.rpartition(".")[0] for name, style in planned.items() if style == _SHARDED_BY_EXPERT)
+    return tuple(dict.fromkeys(modules))
 
 
 def _matched(plan: dict[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return the style of each name that a pattern of the plan matches."""
+    """Return the planned style of each name that matches a pattern."""
     matched: dict[str, str] = {}
     names = list(names)
     for pattern, style in plan.items():
@@ -140,25 +138,25 @@ def _styles(
     parameters = [name for name, _ in model.named_parameters()]
     planned = _matched(model._tp_plan or {}, (*named, *parameters))
     planned = {name: style for name, style in planned.items() if named.get(name) not in vocabulary}
-    of_experts = {name for name in planned for each in experts if name == each or inside(name, each)}
-    planned = {name: style for name, style in planned.items() if name not in of_experts}
+    in_experts = {name for name in planned for module in experts if name == module or inside(name, module)}
+    planned = {name: style for name, style in planned.items() if name not in in_experts}
     if unknown := next(((name, style) for name, style in planned.items() if style not in _STYLES), None):
         raise ModelError(
             f"{value}: transformers cuts {unknown[0]} of {type(model).__name__} in the way '{unknown[1]}', which is "
             "not supported; set it to 1"
         )
     styles = {name: kind for name, style in planned.items() if (kind := _STYLES[style]) is not None}
-    styles |= dict.fromkeys(_norms_of_heads(named, styles), Style.OF_HEADS)
+    styles |= dict.fromkeys(_norms_of_heads(named, styles), Style.PER_HEAD)
     if not experts and not _LINEAR & set(styles.values()):
         raise ModelError(f"{value}: transformers has no tensor-parallel plan for {type(model).__name__}; set it to 1")
     return styles
 
 
 def _norms_of_heads(named: dict[str, nn.Module], styles: dict[str, Style]) -> Iterator[str]:
-    """Yield norms of queries and keys that the plan does not name, as older plans and that of Phi do not."""
+    """Yield norms of queries and keys that the plan omits, as older plans and Phi's do."""
     for name in named:
-        parent, _, own = name.rpartition(".")
-        if _HEAD_NORM.fullmatch(own) and name not in styles and styles.get(f"{parent}.q_proj") is Style.COLUMNS:
+        parent, _, attribute = name.rpartition(".")
+        if _HEAD_NORM.fullmatch(attribute) and name not in styles and styles.get(f"{parent}.q_proj") is Style.COLUMNS:
             yield name
 
 
@@ -166,7 +164,7 @@ def _check_sizes(model: PreTrainedModel, named: dict[str, nn.Module], plan: Tens
     sizes = dict(_sizes(model, named, plan))
     if wrong := next((name for name, size in sizes.items() if size % tp), None):
         common = gcd(*sizes.values())
-        possible = ", ".join(str(each) for each in range(1, common + 1) if common % each == 0)
+        possible = ", ".join(str(parts) for parts in range(1, common + 1) if common % parts == 0)
         raise ModelError(
             f"{key}={tp}: {wrong}={sizes[wrong]} of {type(model).__name__} cannot be cut into {tp} equal parts; "
             f"set it to one of: {possible}"
@@ -174,7 +172,7 @@ def _check_sizes(model: PreTrainedModel, named: dict[str, nn.Module], plan: Tens
 
 
 def _sizes(model: PreTrainedModel, named: dict[str, nn.Module], plan: TensorPlan) -> Iterator[tuple[str, int]]:
-    """Yield the sizes that must be cut into equal parts; those that are gathered, and the vocabulary, need not."""
+    """Yield name and value of sizes that must be divisible by `tp`: not gathered features or the vocabulary."""
     config: Any = model.config.get_text_config()
     if any(style is Style.COLUMNS and "att" in name.rpartition(".")[0] for name, style in plan.styles.items()):
         yield from ((name, value) for name in _HEAD_COUNTS if isinstance(value := getattr(config, name, None), int))
@@ -233,7 +231,7 @@ def _check_positions(named: dict[str, nn.Module], plan: TensorPlan, value: str) 
     cut = (*plan.blocks, *plan.mixtures)
     for layer in plan.layers:
         for name, module in named.items():
-            if isinstance(module, nn.Linear) and inside(name, layer) and not any(inside(name, each) for each in cut):
+            if isinstance(module, nn.Linear) and inside(name, layer) and not any(inside(name, block) for block in cut):
                 raise ModelError(
                     f"{value}: transformers' plan leaves {name} whole, which needs all positions; set "
                     "sequence_parallel=false"

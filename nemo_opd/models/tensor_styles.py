@@ -1,4 +1,4 @@
-"""Tensor-parallel styles that torch does not have: whole parameters, vocabulary shards, blocks between residuals."""
+"""Tensor-parallel styles that torch lacks: replicated parameters, vocabulary shards, blocks between residuals."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,38 +15,38 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
 _SEQUENCE = Shard(1)
-"""Placement of hidden states [B, S, D] whose positions are shared."""
-_HAS_ALL: ContextVar[bool] = ContextVar("whole_positions", default=False)
+"""Placement of hidden states [B, S, D] with sharded positions."""
+_WHOLE_POSITIONS: ContextVar[bool] = ContextVar("whole_positions", default=False)
 
 
 @contextmanager
 def whole_positions() -> Iterator[None]:
-    """Let each rank's forward passes have all positions inside, whose number may be any; without a backward pass."""
-    before = _HAS_ALL.set(True)
+    """Disable sequence parallelism inside: each rank has all positions, of any number. For forward passes only."""
+    token = _WHOLE_POSITIONS.set(True)
     try:
         yield
     finally:
-        _HAS_ALL.reset(before)
+        _WHOLE_POSITIONS.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """Placement of the hidden states [B, S, D] between the blocks of layers over a tensor-parallel group."""
+    """Placement of hidden states [B, S, D] between blocks over a tensor-parallel group."""
 
     is_shared: bool
-    """Whether each rank has a part of the positions, except within `whole_positions`."""
+    """Whether positions are sharded over the ranks, except within `whole_positions`."""
 
     @property
     def placement(self) -> Placement:
         """Placement in the current forward pass."""
-        return _SEQUENCE if self.is_shared and not _HAS_ALL.get() else Replicate()
+        return _SEQUENCE if self.is_shared and not _WHOLE_POSITIONS.get() else Replicate()
 
 
 class Local(ParallelStyle):
-    """Parameters that are placed in one way; the module computes with plain tensors, this rank's parts of them."""
+    """Module whose parameters have one placement, and that computes with plain local tensors."""
 
     def __init__(self, placement: Placement, gradient: Placement) -> None:
-        """gradient: placement of each rank's gradient: of its part, the same everywhere, or one of a sum."""
+        """gradient: placement of the gradient: sharded, the same on every rank, or a partial sum."""
         self.placement, self.gradient = placement, gradient
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -64,32 +64,32 @@ class Local(ParallelStyle):
 
 
 class Experts(ParallelStyle):
-    """Experts of which each rank has some whole, and computes their output for the tokens that are sent to them.
+    """Experts distributed over the ranks; a rank computes its experts' output for the tokens that are sent to them.
 
-    Its output, and the gradients of its inputs, are to be summed over the ranks.
+    The caller must sum the output, and the gradients of the inputs, over the ranks.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         experts: Any = module
-        begin, end = own_part(experts.num_experts, device_mesh)
+        begin, end = local_range(experts.num_experts, device_mesh)
         local = Local(Shard(0), Shard(0))._apply(module, device_mesh)
-        # transformers leaves out tokens whose expert has this number.
+        # transformers skips tokens whose expert index equals num_experts.
         experts.num_experts, experts._is_expert_parallel = end - begin, True
         forward: Callable[..., Tensor] = local.forward
 
-        def of_own(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            is_own = (index >= begin) & (index < end)
-            return forward(hidden, torch.where(is_own, index - begin, end - begin), weights.masked_fill(~is_own, 0))
+        def local_experts(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            is_local = (index >= begin) & (index < end)
+            return forward(hidden, torch.where(is_local, index - begin, end - begin), weights.masked_fill(~is_local, 0))
 
-        module.forward = of_own
+        module.forward = local_experts
         return module
 
 
 class Mixture(ParallelStyle):
-    """Part of a layer with experts: each rank's output, of whole hidden states, is a part of the sum over ranks.
+    """Part of a layer with experts, which takes replicated hidden states and outputs a partial sum on each rank.
 
-    Communicates an all-reduce forward, and one backward; where positions are shared, an all-gather and a
-    reduce-scatter. All inside compute with plain tensors, whose gradients are parts of sums as well.
+    Communicates an all-reduce forward and one backward; with sharded positions, an all-gather and a reduce-scatter
+    instead. Modules inside compute with plain tensors, whose gradients are partial sums too.
     """
 
     def __init__(self, residual: Residual) -> None:
@@ -102,7 +102,7 @@ class Mixture(ParallelStyle):
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if isinstance(output, tuple):
                 return leave(module, args, output[0]), *output[1:]
-            return _moved(output, device_mesh, Partial(), self.residual.placement)
+            return _redistribute(output, device_mesh, Partial(), self.residual.placement)
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
@@ -114,33 +114,33 @@ class Mixture(ParallelStyle):
 
 
 class VocabularyEmbedding(ParallelStyle):
-    """Embedding whose rows are sharded, unevenly where needed; its output is whole on every rank.
+    """Embedding with sharded rows, unevenly if needed, and a replicated output.
 
     Communicates one all-reduce of [B, S, D] forward. torch's style does not move the padding index to the shard that
-    has it, and skips what subclasses do to the output.
+    has it, and skips the operations of subclasses on the output.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         embedding: Any = module
-        begin, end = own_part(embedding.num_embeddings, device_mesh)
+        begin, end = local_range(embedding.num_embeddings, device_mesh)
         _distribute(module, "weight", device_mesh, Shard(0))
         padding = embedding.padding_idx
         embedding.padding_idx = padding - begin if padding is not None and begin <= padding < end else None
         forward: Callable[[Tensor], Tensor] = module.forward
 
-        def of_shard(ids: Tensor) -> Tensor:
-            is_own = (ids >= begin) & (ids < end)
+        def embed(ids: Tensor) -> Tensor:
+            is_local = (ids >= begin) & (ids < end)
             with _local_parameters(module, Shard(0)):
-                rows = forward(torch.where(is_own, ids - begin, 0))
-            rows = torch.where(is_own.unsqueeze(-1), rows, 0)
-            return _moved(rows, device_mesh, Partial(), Replicate())
+                rows = forward(torch.where(is_local, ids - begin, 0))
+            rows = torch.where(is_local.unsqueeze(-1), rows, 0)
+            return _redistribute(rows, device_mesh, Partial(), Replicate())
 
-        module.forward = of_shard
+        module.forward = embed
         return module
 
 
 class VocabularyHead(ParallelStyle):
-    """Head whose rows are sharded: from whole hidden states to each rank's own columns of logits.
+    """Head with sharded rows: from replicated hidden states to each rank's columns of the logits.
 
     Communicates one all-reduce of [B, S, D] backward.
     """
@@ -150,19 +150,19 @@ class VocabularyHead(ParallelStyle):
         for name, _ in list(module.named_parameters(recurse=False)):
             _distribute(module, name, device_mesh, Shard(0))
 
-        def of_shard(hidden: Tensor) -> Tensor:
-            entered = DTensor.from_local(hidden, device_mesh, [Replicate()], run_check=False)
+        def local_logits(hidden: Tensor) -> Tensor:
+            replicated = DTensor.from_local(hidden, device_mesh, [Replicate()], run_check=False)
             with _local_parameters(module, Shard(0)):
-                return F.linear(entered.to_local(grad_placements=[Partial()]), linear.weight, linear.bias)
+                return F.linear(replicated.to_local(grad_placements=[Partial()]), linear.weight, linear.bias)
 
-        module.forward = of_shard
+        module.forward = local_logits
         return module
 
 
 class RowParallel(ParallelStyle):
-    """Linear layer with a part of the input features, at the end of a block: its outputs are summed over the ranks.
+    """Linear layer with sharded input features at the end of a block: its outputs are summed over the ranks.
 
-    torch's style must know beforehand which ranks get the sum.
+    torch's style fixes the placement of the sum when it is applied; here it may change between forward passes.
     """
 
     def __init__(self, residual: Residual, *, input_layouts: Placement | None = None) -> None:
@@ -181,7 +181,7 @@ class RowParallel(ParallelStyle):
 class Block(ParallelStyle):
     """Part of a layer whose input is gathered once for all of its linear layers.
 
-    Gradients of the input are summed once as well: an all-reduce, or a reduce-scatter where positions are shared.
+    Gradients of the input are also summed once: an all-reduce, or a reduce-scatter with sharded positions.
     """
 
     def __init__(self, residual: Residual) -> None:
@@ -194,49 +194,49 @@ class Block(ParallelStyle):
     def _enter(
         self, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def entered(hidden: Tensor) -> DTensor:
+        def replicate(hidden: Tensor) -> DTensor:
             local = DTensor.from_local(hidden, mesh, [self.residual.placement], run_check=False)
             return local.redistribute(placements=[Replicate()])
 
-        return _with_hidden(args, kwargs, entered)
+        return _with_hidden(args, kwargs, replicate)
 
 
 def _with_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a module's arguments with other hidden states."""
+    """Return a module's arguments with `change` applied to the hidden states."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
 def share_positions(first: nn.Module, last: nn.Module, mesh: DeviceMesh, residual: Residual) -> None:
-    """Cut positions over the ranks before the first layer, and gather them after the last.
+    """Shard positions over the ranks before the first layer, and gather them after the last.
 
-    Communicates an all-gather of [B, S, D] forward, and one backward. S must be a multiple of the group's size. Has no
+    Communicates an all-gather of [B, S, D] forward and one backward. S must be a multiple of the group's size. Has no
     effect within `whole_positions`.
     """
 
     def take(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _moved(args[0], mesh, Replicate(), residual.placement), *args[1:]
+        return _redistribute(args[0], mesh, Replicate(), residual.placement), *args[1:]
 
     def gather(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
-            return _moved(output[0], mesh, residual.placement, Replicate()), *output[1:]
-        return _moved(output, mesh, residual.placement, Replicate())
+            return _redistribute(output[0], mesh, residual.placement, Replicate()), *output[1:]
+        return _redistribute(output, mesh, residual.placement, Replicate())
 
     first.register_forward_pre_hook(take)
     last.register_forward_hook(gather)
 
 
-def _moved(local: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
-    """Redistribute a local tensor from one placement to another."""
+def _redistribute(local: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
+    """Convert a local tensor from one placement to another."""
     distributed = DTensor.from_local(local, mesh, [source], run_check=False)
     return distributed.redistribute(placements=[target]).to_local()
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Replace a parameter by this rank's part; every rank has it whole, or on meta, so nothing is sent."""
+    """Replace a parameter by this rank's part. Every rank has the full parameter, or it is on meta: nothing is sent."""
     parameter = module._parameters[name]
     assert parameter is not None
     if not isinstance(parameter, DTensor):
@@ -246,19 +246,19 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Place
 
 @contextmanager
 def _local_parameters(module: nn.Module, gradient: Placement) -> Iterator[None]:
-    """Make the module's own parameters plain tensors inside: this rank's parts, through which gradients flow."""
-    held = dict(module._parameters)
-    for name, parameter in held.items():
+    """Replace the module's direct parameters inside by this rank's parts, plain tensors that pass gradients on."""
+    parameters = dict(module._parameters)
+    for name, parameter in parameters.items():
         if isinstance(parameter, DTensor):
             local: Any = parameter.to_local(grad_placements=[gradient])
             module._parameters[name] = local
     try:
         yield
     finally:
-        module._parameters.update(held)
+        module._parameters.update(parameters)
 
 
-def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Return [begin, end) of this rank's shard of a dimension over a one-dimensional mesh; late ones may be empty."""
-    num_own, begin = Shard.local_shard_size_and_offset(size, mesh.size(), mesh.get_local_rank())
-    return begin, begin + num_own
+def local_range(size: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Return [begin, end) of this rank's shard of a dimension over a one-dimensional mesh; the last may be empty."""
+    local_size, begin = Shard.local_shard_size_and_offset(size, mesh.size(), mesh.get_local_rank())
+    return begin, begin + local_size

@@ -1,4 +1,4 @@
-"""Text part of multimodal models: its configuration, and its weights' names."""
+"""Text part of multimodal models: configuration and weight names."""
 
 import re
 from typing import Any
@@ -10,24 +10,24 @@ _SAME_LAYERS = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
-"""Types of text parts that are no causal language model in transformers → the one with the same layers and weights.
+"""Types of text parts without a causal language model in transformers → types with the same layers and weights.
 
-Rotary angles of three axes are those of one where there is only text: the axes have the same positions.
+For text only, rotary angles of three axes equal those of one axis: all axes have the same positions.
 """
 _AXES = ("mrope_section", "mrope_interleaved")
 NAMES = {
     r"^(?:model\.)?language_model\.lm_head\.": "lm_head.",
     r"^(?:model\.)?language_model\.(?:model\.)?": "model.",
 }
-"""Patterns of the weights' names in files of multimodal models → the text model's."""
+"""Patterns of weight names in files of multimodal models → prefixes in the text model."""
 
 
 def text_part(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the text model in a multimodal one; one of a text model is returned as it is."""
+    """Return the configuration of a multimodal model's text part; return a text model's configuration unchanged."""
     text: Any = config.get_text_config()
     if text is config:
         return config
-    # Where the parts are together, these say what holds for both.
+    # The multimodal configuration has these settings for all parts.
     for name in ("tie_word_embeddings", "quantization_config"):
         if hasattr(config, name):
             setattr(text, name, getattr(config, name))
@@ -39,7 +39,7 @@ def text_part(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def text_name(name: str) -> str:
-    """Return the text model's name of a weight in a file of a multimodal model; another name as it is."""
+    """Return the text model's name of a weight in a multimodal model's file; other names are returned unchanged."""
     for pattern, replacement in NAMES.items():
         name, number = re.subn(pattern, replacement, name)
         if number:
@@ -48,7 +48,7 @@ def text_name(name: str) -> str:
 
 
 def _without_axes(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's values without how rotary angles are shared among axes, and without its type."""
+    """Return a configuration's values without its type and the assignment of rotary angles to axes."""
     rope = {key: value for key, value in (values.get("rope_parameters") or {}).items() if key not in _AXES}
     if rope.get("rope_type") == "mrope":
         rope["rope_type"] = "default"

@@ -1,4 +1,4 @@
-"""Trials of how the tokens of a model depend on each other, with miniatures of it."""
+"""Trials, on miniatures of a model, of how its tokens depend on each other."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,21 +14,21 @@ from nemo_opd.errors import ModelError
 from nemo_opd.models.miniature import FIRST_ORDINARY, VOCABULARY, miniatures
 
 _LENGTH = 23
-"""Tokens of a trial's text: a multiple of no size of chunks."""
+"""Length of a trial's text: not a multiple of any chunk size."""
 _SHORT, _NEW = 6, 4
-"""Tokens of the shorter prompt, and sampled ones."""
+"""Number of tokens of the shorter prompt, and of new tokens."""
 _NEGLIGIBLE = torch.finfo(torch.float32).eps ** 0.5
-"""Largest relative difference that is taken for rounding: the geometric mean of a rounding and of the logits."""
+"""Maximum relative difference that counts as rounding: the geometric mean of a rounding error and 1."""
 _SEEDS = (0, 1, 2)
-"""Seeds of miniatures that must agree: in one of them a rounding may send a token to another expert."""
+"""Seeds of miniatures that must agree: in a single one, rounding may send a token to another expert."""
 
 
 def require_causal(config: PretrainedConfig, reference: str, *, key: str) -> None:
-    """Raise ModelError, naming `key`, for a model whose logits depend on tokens after them.
+    """Raise ModelError, naming `key`, for a model whose logits depend on later tokens.
 
-    Random weights decide, since the architecture and its settings do; a model that cannot be tried passes.
+    Random weights show this, since it depends only on architecture and settings; a model that cannot be tried passes.
     """
-    if _verdict(_Described.of(config), _sees_later_tokens, if_untried=False):
+    if _verdict(_ConfigKey.of(config), _sees_later_tokens, if_untried=False):
         raise ModelError(
             f"{key}={reference}: {type(config).__name__.removesuffix('Config')} as its config.json says reads tokens "
             "that come after the one it predicts, so that its predictions of a given text mean nothing; name a causal "
@@ -38,33 +38,33 @@ def require_causal(config: PretrainedConfig, reference: str, *, key: str) -> Non
 
 
 def batching(config: PretrainedConfig) -> Literal["any", "equal_lengths", "alone"]:
-    """Return which prompts a model continues in one batch, padded on the left, as it continues each alone.
+    """Return which left-padded prompts a model can continue in one batch with the same result as one at a time.
 
-    A model that cannot be tried samples each alone.
+    For a model that cannot be tried, return `alone`.
     """
-    described = _Described.of(config)
-    if not _verdict(described, _differs_beside_longer, if_untried=True):
+    config_key = _ConfigKey.of(config)
+    if not _verdict(config_key, _differs_beside_longer, if_untried=True):
         return "any"
-    return "alone" if _verdict(described, _differs_beside_equal, if_untried=True) else "equal_lengths"
+    return "alone" if _verdict(config_key, _differs_beside_equal, if_untried=True) else "equal_lengths"
 
 
 @dataclass(frozen=True)
-class _Described:
-    """A configuration that equals others with the same text."""
+class _ConfigKey:
+    """Hashable wrapper of a configuration, compared by its text."""
 
     text: str
     config: PretrainedConfig = field(compare=False)
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> "_Described":
+    def of(cls, config: PretrainedConfig) -> "_ConfigKey":
         return cls(f"{type(config).__name__} {config.to_json_string(use_diff=False)}", config)
 
 
 @lru_cache
-def _verdict(described: _Described, trial: Callable[[PreTrainedModel], bool], *, if_untried: bool) -> bool:
-    """Return whether a trial is positive with each seed."""
+def _verdict(config_key: _ConfigKey, trial: Callable[[PreTrainedModel], bool], *, if_untried: bool) -> bool:
+    """Return whether a trial is positive with every seed; `if_untried` if no miniature can be tried."""
     for seed in _SEEDS:
-        result = _first_result(described.config, trial, seed)
+        result = _first_result(config_key.config, trial, seed)
         if result is None:
             return if_untried
         if not result:
@@ -74,36 +74,36 @@ def _verdict(described: _Described, trial: Callable[[PreTrainedModel], bool], *,
 
 @torch.no_grad()
 def _first_result(config: PretrainedConfig, trial: Callable[[PreTrainedModel], bool], seed: int) -> bool | None:
-    """Return the result of the first miniature that can be tried; None if there is none."""
+    """Return the result of the first miniature that can be tried; None if none can."""
     for model in miniatures(config, seed):
         try:
             return trial(model)
-        except Exception:  # whatever each architecture's own code raises for numbers that do not fit
+        except Exception:  # architectures raise their own errors for sizes that do not fit
             continue
     return None
 
 
 def _sees_later_tokens(model: PreTrainedModel) -> bool:
-    """Return whether logits change with tokens after them. Raises ValueError for logits that are not finite."""
+    """Return whether logits change if later tokens do. Raises ValueError for logits that are not finite."""
     ids = _text(model, _LENGTH)
-    before = _logits(model, ids)
-    for place in (ids.shape[1] // 2, ids.shape[1] - 1):
+    logits = _logits(model, ids)
+    for position in (ids.shape[1] // 2, ids.shape[1] - 1):
         changed = ids.clone()
-        changed[:, place:] = ids[:, place:].flip(1) + 1
-        difference = (_logits(model, changed) - before).abs()
-        if difference[:, :place].max() > _NEGLIGIBLE * difference.max():
+        changed[:, position:] = ids[:, position:].flip(1) + 1
+        difference = (_logits(model, changed) - logits).abs()
+        if difference[:, :position].max() > _NEGLIGIBLE * difference.max():
             return True
     return False
 
 
 def _differs_beside_longer(model: PreTrainedModel) -> bool:
-    """Return whether a short prompt and a longer one are continued differently in one batch."""
+    """Return whether a short prompt and a longer one are continued differently in one batch than alone."""
     (longer,) = _text(model, _LENGTH - _NEW)
     return _differs(model, [longer[-_SHORT:], longer])
 
 
 def _differs_beside_equal(model: PreTrainedModel) -> bool:
-    """Return whether prompts of one length are continued differently in one batch, as by RWKV's state."""
+    """Return whether prompts of equal length are continued differently in one batch than alone, as with RWKV."""
     (text,) = _text(model, _LENGTH - _NEW)
     return _differs(model, [text[:_SHORT], text[-_SHORT:]])
 
@@ -115,10 +115,10 @@ def _differs(model: PreTrainedModel, prompts: list[Tensor]) -> bool:
 
 
 def _text(model: PreTrainedModel, length: int) -> Tensor:
-    """Return the ids of a text [1, length], or as long as the model reads, all below the last of the vocabulary."""
+    """Return random ids [1, length], or as many as the model reads, all below the last id of the vocabulary."""
     config: Any = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or 0
-    longest = limit if limit > 0 else length  # XLNet's is -1
+    longest = limit if limit > 0 else length  # XLNet's limit is -1
     vocabulary = min(VOCABULARY, config.vocab_size)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(
@@ -131,7 +131,7 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 
 
 def _continued(model: Any, prompts: list[Tensor]) -> Tensor:
-    """Return the logits [B, new, V] after prompts and after each token but the last that is likeliest then."""
+    """Continue prompts greedily, and return the logits of each new token [B, new, V]."""
     settings = GenerationConfig(
         max_new_tokens=_NEW,
         do_sample=False,

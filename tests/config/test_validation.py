@@ -333,7 +333,7 @@ def test_top_k_needs_a_truncated_support() -> None:
             "divergence must be linear in them; write ends=cover, or divergence=forward_kl",
         ),
         ({"ends": "rest"}, "loss.ends: rest has no effect with positions=starts; write positions=all"),
-        ({"positions": "all", "continuation_weight": 0.5}, "loss.positions: all with continuation_weight=0.5: the pos"),
+        ({"positions": "all", "continuation_weight": 0.5}, "loss.positions: all with continuation_weight=0.5: positi"),
     ],
 )
 def test_targets_that_the_other_settings_rule_out(settings: dict[str, Any], message: str) -> None:

@@ -78,9 +78,9 @@ def test_a_configuration_that_is_none(folder: Path, content: bytes) -> None:
     [
         ("[]", "it has no weight_map"),
         ('{"weight_map": [1]}', "it has no weight_map"),
-        ('{"weight_map": {"a": 5}}', "it names 5, which is no file of the model's folder"),
-        ('{"weight_map": {"a": "../other/model.safetensors"}}', "'../other/model.safetensors', which is no file"),
-        ('{"weight_map": {"a": "/etc/model.safetensors"}}', "'/etc/model.safetensors', which is no file"),
+        ('{"weight_map": {"a": 5}}', "it names 5, which is not a file of the model's folder"),
+        ('{"weight_map": {"a": "../other/model.safetensors"}}', "'../other/model.safetensors', which is not a file"),
+        ('{"weight_map": {"a": "/etc/model.safetensors"}}', "'/etc/model.safetensors', which is not a file"),
         ("[" * 100_000, "maximum recursion depth"),
     ],
     ids=["list", "list of tensors", "number", "parent", "absolute", "deep"],

@@ -126,7 +126,7 @@ def test_the_attention_that_a_ring_replaces_is_the_models_own(family: str) -> No
 
 
 def test_who_cannot_use_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^student\.parallelism\.cp=2: needs a GPU.* set it to 1 where device=cpu"):
+    with pytest.raises(ConfigError, match=r"^student\.parallelism\.cp=2: needs a GPU.* set it to 1 for device=cpu"):
         check_context_parallel(2, "cpu", key=KEY)
     check_context_parallel(1, "cpu", key=KEY)
     with pytest.raises(ModelError, match=r"cp=2: Gemma3ForCausalLM has layers with sliding_attention"):

@@ -131,7 +131,7 @@ def test_unknown_targets_are_told_with_those_that_there_are(one_rank: None, tmp_
             loaded(folder, Lora(target_modules=("q_proj", target)))
         assert str(caught.value) == (
             f"student.lora.target_modules=['q_proj', '{target}']: {folder} has no linear layer {target} that can take "
-            "an adapter; choose of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, or all-linear"
+            "an adapter; choose from down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, or all-linear"
         )
 
 

@@ -39,7 +39,7 @@ def test_every_matrix_of_a_layer_is_cut(family: str) -> None:
 def test_norms_of_heads_are_found_where_the_plan_does_not_name_them() -> None:
     """Their gradients would be those of one rank's heads."""
     plan = tensor_plan(on_meta(FAMILIES["phi, biases"]), 2, sequence_parallel=False, key=KEY)
-    assert plan.styles["model.layers.1.self_attn.q_layernorm"] is Style.OF_HEADS
+    assert plan.styles["model.layers.1.self_attn.q_layernorm"] is Style.PER_HEAD
     whole = tensor_plan(on_meta(FAMILIES["olmo2, norms of all heads"]), 2, sequence_parallel=False, key=KEY)
     assert "model.layers.1.self_attn.q_norm" not in whole.styles
 

@@ -254,7 +254,7 @@ def test_a_model_that_does_not_continue_text(refused: Refused, tiny: Tiny, input
     T5Config().save_pretrained(folder)
     message = refused(ModelError, f"student.model={folder}")
 
-    assert message == f"student.model={folder}: t5 is no causal language model; name a model that continues text"
+    assert message == f"student.model={folder}: t5 is not a causal language model; name a model that continues text"
 
 
 def test_a_tokenizer_that_is_missing(refused: Refused, tiny: Tiny, inputs: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_run_whose_push_fails_is_whole_and_its_command_pushes_later(
 ) -> None:
     monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "cache"))
     hub.refuses = True
-    with pytest.raises(HubError, match=rf"final was not pushed to {REPO} .*403.*the folder is whole") as failed:
+    with pytest.raises(HubError, match=rf"final was not pushed to {REPO} .*403.*the folder is complete") as failed:
         run_here(tmp_path / "run", tiny.overrides(PUSH, "train.max_steps=1", teachers=1))
     assert (tmp_path / "run" / "report" / "report.html").exists()
     known = read_provenance(tmp_path / "run")
@@ -96,7 +96,7 @@ def test_it_is_known_before_the_run_that_nothing_can_be_pushed(tiny: Tiny, monke
         check_inputs(config, on_policy=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    with pytest.raises(ConfigError, match="there is no token of the hub; set HF_TOKEN"):
+    with pytest.raises(ConfigError, match="no token for the hub; set HF_TOKEN"):
         check_inputs(config, on_policy=False)
     check_inputs(compose(*tiny.overrides(PUSH, "run.dry_run=true")), on_policy=False)
     with pytest.raises(ValueError, match="write user/name"):
