@@ -1,4 +1,4 @@
-"""Losses: tensors in, this rank's share of a sum over units out (methods.md §3–§8)."""
+"""Losses: map tensors to this rank's share of a sum over units (methods.md §3–§8)."""
 
 from nemo_opd.losses.alm import alm
 from nemo_opd.losses.byte_prefix import byte_prefix

@@ -1,4 +1,4 @@
-"""Next-token accuracy, and the calibration of the probability of the likeliest token."""
+"""Next-token accuracy and calibration of the top token's probability."""
 
 import torch
 from torch import Tensor
@@ -12,20 +12,20 @@ from nemo_opd.losses.reduction import label_rows, next_tokens
 from nemo_opd.types import Last, Mean, Metric, Metrics, TokenRows
 
 _LIVE_COPIES = 3
-"""Tensors of a chunk's size alive at its peak: the rows as they come, in fp32, and less their logarithm."""
+"""Tensors of a block's size alive at its memory peak: the logits, their fp32 copy and their exponentials."""
 _CALIBRATION_GAP = "calibration_gap/"
-"""Prefix of a metric for each bin of confidence, of which `calibration_error` is made."""
+"""Prefix of the metrics, one per confidence bin, that `calibration_error` sums up."""
 _NUM_BINS = 15
 
 
 def plan_accuracy(
     logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int, chunk_size: int | None = None
 ) -> PlannedLoss:
-    """Plan the metrics `accuracy` and those of `calibration_error`, to be computed together with losses.
+    """Plan the metric `accuracy` and the inputs of `calibration_error`, to be computed together with losses.
 
-    `accuracy` is the share of the scored tokens that have the largest logit among the first `vocab_size` columns.
-    logits [B, S, V] are unshifted: token i is scored by the logits at i−1, so token 0 never counts. Of equal largest
-    logits one column counts, whichever `max` names. Raises ConfigError for shapes or sizes that do not fit.
+    `accuracy` is the share of scored tokens with the largest logit among the first `vocab_size` columns. Logits
+    [B, S, V] are unshifted: token i is scored by the logits at i−1, so token 0 never counts. Among tied largest logits,
+    the column that `max` returns counts. Raises ConfigError for shapes or sizes that do not fit.
     """
     student = trainable_rows(logits_BSV)
     check_positions(student.shape, ids=tokens.ids, loss_mask=tokens.loss_mask)
@@ -41,26 +41,28 @@ def plan_accuracy(
     return plan_readings(student, rows, read, _metrics, num_values=2, cells=cells, width=size, chunk_size=chunk_size)
 
 
-def _metrics(found: Tensor) -> dict[str, Metric]:
-    """Return the metrics of hits and confidences: float64 [2, U]."""
-    hits, confidence = found
+def _metrics(readings: Tensor) -> dict[str, Metric]:
+    """Compute the metrics from hits and confidences, float64 [2, U]."""
+    hits, confidence = readings
     bins = (confidence * _NUM_BINS).ceil().long().clamp(1, _NUM_BINS) - 1
-    gaps = torch.zeros(_NUM_BINS, dtype=found.dtype, device=found.device).index_add_(0, bins, confidence - hits)
-    number = found.shape[1]
-    in_bins = {f"{_CALIBRATION_GAP}{i}": Mean(gap, number) for i, gap in enumerate(gaps)}
-    return {"accuracy": Mean(hits.sum(), number), **in_bins}
+    gaps = torch.zeros(_NUM_BINS, dtype=readings.dtype, device=readings.device).index_add_(0, bins, confidence - hits)
+    number = readings.shape[1]
+    gap_metrics = {f"{_CALIBRATION_GAP}{i}": Mean(gap, number) for i, gap in enumerate(gaps)}
+    return {"accuracy": Mean(hits.sum(), number), **gap_metrics}
 
 
 def calibration_error(metrics: Metrics) -> float:
     """Return the expected calibration error: Σ over bins of confidence |Σ (confidence − hit)| / scored tokens.
 
-    The confidence is the probability of the likeliest token; the bins are equally wide. metrics: those of
-    `plan_accuracy`, of all batches together. Source: Guo et al. 2017, "On Calibration of Modern Neural Networks".
+    The confidence is the probability of the likeliest token; bins have equal width. metrics: merged metrics of
+    `plan_accuracy` over all batches. Source: Guo et al. 2017, "On Calibration of Modern Neural Networks".
     """
     return sum(abs(metric.value()) for name, metric in metrics.items() if name.startswith(_CALIBRATION_GAP))
 
 
 def with_calibration_error(metrics: Metrics) -> dict[str, Metric]:
-    """Return merged metrics with `calibration_error` in place of its bins, where they have any."""
-    whole = {name: metric for name, metric in metrics.items() if not name.startswith(_CALIBRATION_GAP)}
-    return whole if len(whole) == len(metrics) else whole | {"calibration_error": Last(calibration_error(metrics))}
+    """Replace the metrics of confidence bins, if any, by `calibration_error`."""
+    other_metrics = {name: metric for name, metric in metrics.items() if not name.startswith(_CALIBRATION_GAP)}
+    if len(other_metrics) == len(metrics):
+        return other_metrics
+    return other_metrics | {"calibration_error": Last(calibration_error(metrics))}

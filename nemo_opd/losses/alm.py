@@ -1,4 +1,4 @@
-"""Likelihoods of whole chunks, whatever the tokens that spell them (methods.md §5.9)."""
+"""Comparison of whole-chunk likelihoods, independent of the tokens that spell a chunk (methods.md §5.9)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from nemo_opd.losses.realised_chunks import RealisedChunks
 from nemo_opd.losses.support import FAINT, without
 
 _LIVE_COPIES = 3
-"""Tensors of the size of a side's positions alive at a chunk's peak."""
+"""Tensors of the size of a side's positions that are alive at a block's memory peak."""
 _TINY_LOG = -40
-"""Below, log(e^x − 1), log(1 + e^x) and log(1 − e^(−e^x)) differ from their leading term by less than float64 shows."""
+"""Below it, log(e^x − 1), log(1 + e^x) and log(1 − e^(−e^x)) equal their leading term to float64 precision."""
 
 
 @Loss
@@ -34,16 +34,16 @@ def alm(
 ) -> PlannedLoss:
     """Compute τ · Σ −[a log b + (1 − a) log(1 − b)] / normalizer over chunks, and `kd` in nats (methods.md §5.9).
 
-    a = Q^{1/τ} and b = P^{1/τ}, where Q and P are the products of the probabilities, at temperature 1, that teacher and
-    student give to the tokens of the chunk. The minimum, at b = a, is τ times the entropy of a coin of bias a. Raises
-    ConfigError for shapes or sizes that do not fit.
+    a = Q^{1/τ} and b = P^{1/τ}; Q and P are the products of the probabilities, at temperature 1, of the chunk's tokens
+    under teacher and student. The minimum, at b = a, is τ times the entropy of a coin of bias a. Raises ConfigError for
+    shapes or sizes that do not fit.
     """
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, takes_truncated=True, **shared)
     return inputs.planned([likelihood_term(inputs)])
 
 
 def likelihood_term(inputs: ChunkInputs) -> Term:
-    """Return τ · Σ −[a log b + (1 − a) log(1 − b)] over the units."""
+    """Build the term τ · Σ −[a log b + (1 − a) log(1 − b)] over the units."""
     units = inputs.units
     student = RealisedChunks.of(units.student_rows, units.student_lengths, inputs.student_ids)
     teacher = RealisedChunks.of(units.teacher_rows, units.teacher_lengths, inputs.teacher_ids)
@@ -54,70 +54,70 @@ def likelihood_term(inputs: ChunkInputs) -> Term:
         log_surprise_q = _log_surprise(teacher, ahead.of(part).to(inputs.dtype), part, inputs.temperature)
         return _binary_cross_entropy(log_surprise_q, _log_surprise(student, logits, part, inputs.temperature))
 
-    of_student = (student.positions.offsets, _LIVE_COPIES * inputs.student_size)
-    of_teacher = (teacher.positions.offsets, _LIVE_COPIES * inputs.teacher_size)
-    cells = unit_cells(len(units), 1, of_student, of_teacher)
+    student_cells = (student.positions.offsets, _LIVE_COPIES * inputs.student_size)
+    teacher_cells = (teacher.positions.offsets, _LIVE_COPIES * inputs.teacher_size)
+    cells = unit_cells(len(units), 1, student_cells, teacher_cells)
     positions = student.positions
     term = inputs.term(positions.rows, loss_of, cells, positions.offsets, ahead=ahead)
     return term.times(inputs.temperature)
 
 
 def _log_surprise(chunks: RealisedChunks, logits: Tensor, part: slice, temperature: float) -> Tensor:
-    """Compute log(−log P^{1/τ}) of each unit [u], from the logits [R, X] of its tokens."""
+    """Compute each unit's log(−log P^{1/τ}), [u], from the logits of its tokens, [R, X]."""
     odds_against = _log_odds_against(logits, chunks.targets[chunks.positions.span(part)].unsqueeze(1))
     return chunks.positions.log_sum_exp(log_surprise(odds_against), part).squeeze(1) - math.log(temperature)
 
 
 def _log_odds_against(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute log((1 − p)/p) of the target of each row: logits [R, X] and int64 [R, 1] → [R, 1]."""
+    """Compute log((1 − p)/p) of each row's target: logits [R, X] and int64 [R, 1] → [R, 1]."""
     return _LogOddsAgainst.apply(logits, targets)
 
 
 class _LogOddsAgainst(torch.autograd.Function):
-    """Saves p of the other columns, and Σ of it: with respect to their logits the gradient is the ratio."""
+    """Log-odds against targets. Saves the other columns' p and Σ p; the gradient for their logits is the ratio."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        others, mass, odds_against = (_parted if logits.device.type == "cpu" else _without)(logits, targets)
-        ctx.save_for_backward(others, mass, targets)
+        other_p, mass, odds_against = (_split_odds if logits.device.type == "cpu" else _masked_odds)(logits, targets)
+        ctx.save_for_backward(other_p, mass, targets)
         return odds_against
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        others, mass, targets = ctx.saved_tensors
-        return scaled(others, grad_output / mass).scatter_(1, targets, -grad_output), None
+        other_p, mass, targets = ctx.saved_tensors
+        return scaled(other_p, grad_output / mass).scatter_(1, targets, -grad_output), None
 
 
-def _without(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return p of the other columns, their sum, and the log of the odds against the targets [R, 1]."""
-    others, log_mass = without(logits, targets)
+def _masked_odds(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p of the other columns, their sum, and the log-odds against the targets [R, 1]."""
+    other_p, log_mass = without(logits, targets)
     odds_against = (log_mass - logits.gather(1, targets)).to(logits.dtype)
-    return others, torch.ones_like(odds_against), odds_against
+    return other_p, torch.ones_like(odds_against), odds_against
 
 
-def _parted(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_without` does, up to a factor of the first two, with less traffic.
+def _split_odds(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `_masked_odds` with less memory traffic; the first two results have another common factor.
 
-    How many rows are looked at again is in their values, for which a host would wait.
+    Only for CPUs: the number of rows that are recomputed depends on values, so a host would wait for a GPU.
     """
     p = logits.softmax(-1)
-    own, others = p.gather(1, targets), p.scatter_(1, targets, 0)
-    mass = 1 - own
-    # Above 1/2 the difference loses digits, and what is faint has lost them already.
-    likely = (own > 0.5).squeeze(1).nonzero().squeeze(1)
-    mass[likely] = others[likely].sum(1, keepdim=True)
-    odds_against = mass.log() - own.log()
-    faint = (torch.minimum(own, mass) < FAINT).squeeze(1).nonzero().squeeze(1)
+    target_p, other_p = p.gather(1, targets), p.scatter_(1, targets, 0)
+    mass = 1 - target_p
+    # For p > 1/2 the difference loses digits; p or a mass below FAINT has lost them already.
+    likely = (target_p > 0.5).squeeze(1).nonzero().squeeze(1)
+    mass[likely] = other_p[likely].sum(1, keepdim=True)
+    odds_against = mass.log() - target_p.log()
+    faint = (torch.minimum(target_p, mass) < FAINT).squeeze(1).nonzero().squeeze(1)
     if len(faint):
-        others[faint], mass[faint], odds_against[faint] = _without(logits[faint], targets[faint])
-    return others, mass, odds_against
+        other_p[faint], mass[faint], odds_against[faint] = _masked_odds(logits[faint], targets[faint])
+    return other_p, mass, odds_against
 
 
 def _binary_cross_entropy(log_surprise_q: Tensor, log_surprise_p: Tensor) -> Tensor:
-    """Compute −[a log b + (1 − a) log(1 − b)] [U] from log(−log a) and log(−log b) [U]; the first is a constant.
+    """Compute −[a log b + (1 − a) log(1 − b)] [U] from log(−log a) and log(−log b) [U]; no gradient for a.
 
-    Neither −log b nor 1 − b underflows in this form. The gradient is a closed form, exactly 0 at a = b.
+    In this form −log b and 1 − b do not underflow. The gradient is a closed form, exactly 0 at a = b.
     """
     return _BinaryCrossEntropy.apply(log_surprise_q.detach(), log_surprise_p)
 
@@ -144,7 +144,7 @@ class _BinaryCrossEntropy(torch.autograd.Function):
 def log_surprise(odds_against: Tensor) -> Tensor:
     """Compute log(−log p) from the log-odds log((1 − p)/p).
 
-    −log p itself is 0 in fp32 where p is nearer to 1 than 2^−24.
+    −log p itself would be 0 in fp32 for p within 2^−24 of 1.
     """
     surprise = -F.logsigmoid(-odds_against)
     return torch.where(odds_against < _TINY_LOG, odds_against, surprise.clamp(min=math.exp(2 * _TINY_LOG)).log())

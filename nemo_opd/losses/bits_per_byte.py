@@ -1,4 +1,4 @@
-"""Bits per byte, a measure of language modelling that does not depend on the tokenizer."""
+"""Bits per byte, a tokenizer-independent measure of language modelling."""
 
 import math
 from dataclasses import replace
@@ -13,15 +13,15 @@ from nemo_opd.types import Mean, Metric, TokenRows
 
 
 def bits_per_byte(logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int) -> Mean:
-    """Compute −log₂ p of the scored tokens that stand for text, summed, over their bytes; no gradient.
+    """Compute Σ −log₂ p of the scored tokens with bytes, divided by their number of bytes; no gradient.
 
-    logits [B, S, V] are unshifted; tokens without bytes (special tokens) are left out, so that tokenizers with
-    different special tokens compare.
+    Logits [B, S, V] are unshifted. Tokens without bytes (special tokens) are left out, so that tokenizers with
+    different special tokens are comparable.
     """
     with torch.no_grad():
-        found = plan_bits_per_byte(logits_BSV, tokens, vocab_size=vocab_size).compute().metrics["bits_per_byte"]
-    assert isinstance(found, Mean)
-    return found
+        metric = plan_bits_per_byte(logits_BSV, tokens, vocab_size=vocab_size).compute().metrics["bits_per_byte"]
+    assert isinstance(metric, Mean)
+    return metric
 
 
 def plan_bits_per_byte(logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int) -> PlannedLoss:

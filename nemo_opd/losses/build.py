@@ -1,4 +1,4 @@
-"""Losses of teachers from terms of the configuration."""
+"""Construction of teacher losses from configuration terms."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 
 _Arguments = dict[str, Tensor]
 _Unit = Literal["place", "sequence", "prompt"]
-"""Kind of unit: scored tokens or aligned chunks, which count alike; sequences, each with a mean over its
-tokens; or prompts, whose sequences have weights that add up to 1.
+"""Kind of unit. place: scored token or aligned chunk; sequence: mean over its tokens; prompt: all rollouts of a prompt,
+with weights that sum to 1.
 """
 NOT_ARGUMENTS = {"type", "normalizer", "power_alpha", *Objective.model_fields}
-"""Settings of a term, or of an objective around it, that are no arguments of its loss."""
+"""Fields of a term or of its objective that are not keyword arguments of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +61,16 @@ class TermLoss:
     """The loss of one teacher over a microbatch."""
 
     plan_loss: Callable[..., PlannedLoss]
-    """Everything but the batch is bound."""
+    """The loss's `plan` with everything bound but the batch."""
     batch_arguments: Callable[[TokenRows, TeacherRows, SampledRows | None], _Arguments]
-    """Arguments that it reads from a batch in addition to the logits, by keyword."""
+    """Keyword arguments that the loss reads from a batch, besides the logits."""
     count: Callable[[_Arguments], Tensor]
-    """Its units among such arguments, int64 [B]."""
+    """Units per sequence, int64 [B], from those arguments."""
     covered: Callable[[_Arguments], Tensor]
-    """The student's tokens that are in a unit, int64 [B]."""
+    """Student tokens in units, per sequence: int64 [B], from those arguments."""
     unit: _Unit
     is_per_token: bool = False
-    """The sum is divided by the student's scored tokens in texts with a unit."""
+    """Whether the normalizer counts the scored tokens of texts with a unit, instead of units."""
 
     def num_texts(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> int:
         """Count the rows that have a unit."""
@@ -81,10 +81,9 @@ class TermLoss:
         return int(self.count(self.batch_arguments(student, teacher, sampled)).sum())
 
     def num_units(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> float:
-        """Count the units of these rows for the normalizer, or the student's tokens, those of a sequence times its
-        rollout weight.
+        """Return these rows' share of the normalizer: units, or tokens if `is_per_token`, times rollout weights.
 
-        Raises ConfigError for a batch without what is read.
+        Raises ConfigError if the batch lacks an input of the loss.
         """
         units = self.count(self.batch_arguments(student, teacher, sampled))
         if self.is_per_token:
@@ -94,7 +93,7 @@ class TermLoss:
         return float((units * teacher.rollout_weights.double()).sum())
 
     def num_covered(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> Tensor:
-        """Count the student's scored tokens that are in a unit: int64 [B]. Raises as `num_units`."""
+        """Count the student's scored tokens in units: int64 [B]. Raises as `num_units`."""
         return self.covered(self.batch_arguments(student, teacher, sampled))
 
     def plan(
@@ -123,11 +122,11 @@ def build(
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
 ) -> TermLoss:
-    """Return the loss of a term, each setting of which is a keyword of its function.
+    """Build the loss of a term; its settings become keyword arguments of the loss function.
 
-    across_tokenizers: the teacher has its own, which matters to a term that takes either kind. Sizes: of the
-    tokenizers, where the heads are wider; see the losses for their defaults. Raises ConfigError where a term has no
-    projection and needs one, or names a function that cannot be called.
+    across_tokenizers: whether the teacher has another tokenizer; decides for terms that support both. Vocabulary
+    sizes: the tokenizers', needed if heads are wider; each loss documents its default. Raises ConfigError if a
+    required projection is missing or a user's function cannot be called.
     """
     entry = (ACROSS_TOKENIZERS if across_tokenizers else LOSSES)[term.type]
     if isinstance(term, FunctionTerm):
@@ -144,11 +143,11 @@ def build(
             raise ConfigError(f"loss.type={term.type} needs the projection of the teacher's tokenizer; give the matrix")
         plan = partial(plan, projection=projection)
     if isinstance(term, StrictTerm):
-        of_pairs = {"projection": projection, "has_continuation": term.continuation_weight > 0}
-        count, covered = partial(count, **of_pairs), partial(covered, **of_pairs)
+        strict_settings = {"projection": projection, "has_continuation": term.continuation_weight > 0}
+        count, covered = partial(count, **strict_settings), partial(covered, **strict_settings)
     if isinstance(term, BytePrefixTerm) and term.positions == "all":
-        of_pieces: dict[str, Any] = {"projection": projection, "pieces": term.pieces}
-        count, covered = partial(_count_positions, **of_pieces), partial(_count_positions, **of_pieces)
+        piece_settings: dict[str, Any] = {"projection": projection, "pieces": term.pieces}
+        count = covered = partial(_count_positions, **piece_settings)
     unit: _Unit = "prompt" if isinstance(term, TCADTerm) and term.power_alpha is not None else entry.units.kind
     is_per_token = isinstance(term, NormalizedTerm) and term.normalizer == "student_tokens"
     return TermLoss(plan, partial(entry.units.arguments, term.type), count, covered, unit, is_per_token)
@@ -185,21 +184,22 @@ def _aligned_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sample
 def _sampled_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> _Arguments:
     aligned, mask = _aligned_chunks(type_, student, teacher, sampled), sampled_mask(student.loss_mask, sampled)
     return aligned | {
-        "student_chunk_id": _where_sampled(aligned["student_chunk_id"], sampled),
+        "student_chunk_id": _sampled_chunk_ids(aligned["student_chunk_id"], sampled),
         "mask": mask,
         **_logprobs(student, sampled),
     }
 
 
-def _where_sampled(chunks: Tensor, sampled: SampledRows | None) -> Tensor:
-    """Return chunk ids [B, S] of what the student sampled, −1 elsewhere."""
+def _sampled_chunk_ids(chunks: Tensor, sampled: SampledRows | None) -> Tensor:
+    """Set chunk ids [B, S] to −1 in sequences that the student did not sample."""
     if sampled is None:
         return planned(lambda chunks: [torch.full_like(chunks, -1)], chunks)[0]
-    return planned(lambda chunks, own: [chunks.where(own.unsqueeze(1), -1)], chunks, sampled.is_sampled)[0]
+    (chunks,) = planned(lambda ids, is_sampled: [ids.where(is_sampled.unsqueeze(1), -1)], chunks, sampled.is_sampled)
+    return chunks
 
 
 def _logprobs(student: TokenRows, sampled: SampledRows | None) -> _Arguments:
-    """Return the engine's log-probabilities of the samples; in validation there are none."""
+    """Return the engine's log-probabilities of the samples; empty in validation."""
     if sampled is None:
         return {}
     width = student.ids.shape[1]
@@ -227,19 +227,21 @@ def _count_tokens_in_chunks(arguments: _Arguments) -> Tensor:
     return ((student >= 0) & ~has_no_predictor).sum(1)
 
 
-def _strict(arguments: _Arguments, projection: ProjectionMatrix, has_continuation: bool) -> tuple[ChunkUnits, Tensor]:
-    """Return the units, and the sequence of each: int64 [U]."""
+def _strict_units(
+    arguments: _Arguments, projection: ProjectionMatrix, has_continuation: bool
+) -> tuple[ChunkUnits, Tensor]:
+    """Return the units and the sequence index of each unit, int64 [U]."""
     units = strict_units(**arguments, projection=projection, has_continuation=has_continuation)
     return units, units.student_rows // arguments["student_ids"].shape[1]
 
 
 def _count_strict_units(arguments: _Arguments, projection: ProjectionMatrix, *, has_continuation: bool) -> Tensor:
-    _, sequences = _strict(arguments, projection, has_continuation)
+    _, sequences = _strict_units(arguments, projection, has_continuation)
     return torch.bincount(sequences, minlength=len(arguments["student_ids"]))
 
 
 def _count_strict_tokens(arguments: _Arguments, projection: ProjectionMatrix, *, has_continuation: bool) -> Tensor:
-    units, sequences = _strict(arguments, projection, has_continuation)
+    units, sequences = _strict_units(arguments, projection, has_continuation)
     tokens = torch.zeros(len(arguments["student_ids"]), dtype=torch.int64, device=sequences.device)
     return tokens.index_add_(0, sequences, units.student_lengths.long())
 
@@ -250,14 +252,14 @@ def _count_positions(arguments: _Arguments, projection: ProjectionMatrix, *, pie
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """Units of a loss in a batch."""
+    """Reader of a loss's arguments and counters of its units."""
 
     arguments: Callable[[str, TokenRows, TeacherRows, SampledRows | None], _Arguments]
-    """Keyword arguments of the loss; the first argument is the term's type, for messages."""
+    """Keyword arguments of the loss from a batch. The first parameter is the term's type, for error messages."""
     count: Callable[..., Tensor]
-    """Number of units among these, int64 [B]."""
+    """Units per sequence, int64 [B], from those arguments."""
     covered: Callable[..., Tensor]
-    """The student's tokens in those units, int64 [B]."""
+    """Student tokens in units, per sequence: int64 [B]."""
     kind: _Unit = "place"
 
 
@@ -289,12 +291,12 @@ LOSSES = {
     "uld": _Entry(uld, _CHUNKS),
     "function": _Entry(token_function, replace(_TOKENS, arguments=_scored_tokens_with_ids)),
 }
-"""Losses by the `type` of a term. A new loss is its file, its settings in config/, and a line here."""
+"""Losses keyed by term `type`. A new loss is its file, its settings in config/, and a line here."""
 ACROSS_TOKENIZERS = LOSSES | {
     "sampled_kl": _Entry(sampled_chunk_kl, _SAMPLED_CHUNKS),
     "function": _Entry(chunk_function, _CHUNKS, needs_projection=True),
 }
-"""The same for a teacher with another tokenizer."""
+"""Losses for teachers with another tokenizer."""
 _TYPES = [str(term.model_fields["type"].default) for term in choices(LossTerm)]
 require_lines(_TYPES, LOSSES, "LOSSES in nemo_opd/losses/build.py")
 require_lines(get_args(DivergenceKind), DIVERGENCES, "DIVERGENCES in nemo_opd/losses/divergence.py")

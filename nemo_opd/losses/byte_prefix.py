@@ -1,4 +1,4 @@
-"""The teacher on the student's vocabulary by the student tokens that begin its tokens (methods.md §5.7)."""
+"""Teacher mapped onto the student's vocabulary by the first piece of each teacher token (methods.md §5.7)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 _LIVE_COPIES = 6
-"""Tensors of the size of a chain's positions alive at their peak."""
+"""Tensors of the size of a chain's positions that are alive at the memory peak."""
 
 
 @Loss
@@ -49,18 +49,17 @@ def byte_prefix(
 ) -> PlannedLoss:
     """Compute τ² · Σ divergence(u, p) / normalizer over chunks, and `kd` in nats per chunk (methods.md §5.7).
 
-    u(v) = Σ q over the teacher tokens whose first piece is v: the first token of the student's own spelling, or with
-    pieces="longest_prefix" the longest student token that begins them. Where a chunk is one student token x and the
-    teacher tokens y_1..y_n, the chain-factorised bound of what the teacher gives x moves from φ(y_1) to x:
-    q_1(y_1)···q_{n−1}(y_{n−1}) · Σ q_n over the tokens that begin with y_n. Cells are the student tokens that some
-    teacher token reaches, x where it is none of them, and one for the rest where both sides have one; student and
-    teacher are renormalised on them. continuation_weight: factor of the chunk's `alm` term, added where it has several
-    tokens on a side.
+    u(v) = Σ q over the teacher tokens whose first piece is v: the first token of the student's spelling, or with
+    pieces="longest_prefix" the longest student token that is a prefix. If a chunk is one student token x and several
+    teacher tokens y_1..y_n, a chain-factorised lower bound of the teacher's mass on x moves from y_1's first piece to
+    x: q_1(y_1)···q_{n−1}(y_{n−1}) · Σ q_n over the tokens that begin with y_n. Cells are the first pieces, x if it is
+    not one, and a rest cell if both sides have other tokens; student and teacher are renormalised on the cells.
+    continuation_weight: factor of the `alm` term of chunks with several tokens on a side.
 
-    positions="all" compares every student token that begins inside of a teacher token as well, and divides by their
-    number; `kd` is then in nats per position. u is made of the teacher tokens whose pieces begin with the student's
-    tokens so far. ends: what becomes of teacher tokens that would have ended there: left out ("drop"), in the rest cell
-    ("rest"), or there with the tokens that began a teacher token earlier and go on ("cover").
+    positions="all" also compares student tokens that begin inside of a teacher token; `normalizer` and `kd` then count
+    positions. Inside a teacher token, u sums the teacher tokens whose pieces begin with the student's tokens so far.
+    ends, for teacher tokens that would have ended there: "drop" leaves them out, "rest" puts them into the rest cell,
+    "cover" does so too and adds teacher tokens that began one token earlier and reach this position.
 
     Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without the maps.
     """
@@ -72,21 +71,22 @@ def byte_prefix(
     if positions == "all":
         if continuation_weight:
             raise ConfigError(
-                f"continuation_weight={continuation_weight}: with positions=all the positions after a chunk's first "
-                "are compared already; leave it out, or choose positions=starts"
+                f"continuation_weight={continuation_weight}: positions=all already compares the positions after a "
+                "chunk's first; leave it out, or choose positions=starts"
             )
         return position_loss(inputs, projection, compare, ends, pieces)
     if positions != "starts":
-        raise ConfigError(f"positions={positions!r}: byte_prefix has no such positions; choose from starts, all")
+        raise ConfigError(f"positions={positions!r} is unknown; choose from starts, all")
     cells = _reached_cells(projection, inputs, pieces)
     chains = Chains.of(inputs, PrefixRanges.of(projection, inputs.teacher_size, inputs.device))
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         bound = _Bound.of(chains.moved(inputs, part), cells)
         if inputs.is_truncated:
-            log_q, rest = split(teacher)
-            on_cells = bound.teacher_cells(log_q, cells), bound.student_cells(student, cells)
-            return compare.of_logits(*cells.reached(*on_cells, rest))
+            log_q, log_rest = split(teacher)
+            return compare.of_logits(
+                *cells.reached(bound.teacher_cells(log_q, cells), bound.student_cells(student, cells), log_rest)
+            )
         return compare.of_logits(bound.teacher_cells(teacher, cells), bound.student_cells(student, cells))
 
     def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
@@ -104,21 +104,21 @@ def byte_prefix(
 
 
 def _reached_cells(projection: ProjectionMatrix, inputs: ChunkInputs, pieces: str) -> CommonCells:
-    first = projection.byte_prefix if pieces == "longest_prefix" else first_pieces(projection, pieces)
-    if first is None:
+    teacher_to_student = projection.byte_prefix if pieces == "longest_prefix" else first_pieces(projection, pieces)
+    if teacher_to_student is None:
         raise ProjectionError(f"byte_prefix needs the map of that name, {ADD_MAPS}")
-    return CommonCells.of_prefixes(first, inputs.student_size, inputs.teacher_size, inputs.device)
+    return CommonCells.of_prefixes(teacher_to_student, inputs.student_size, inputs.teacher_size, inputs.device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """The realised student tokens that take mass, and their cells."""
+    """Mass moved to the realised student tokens x, and their cells."""
 
     moved: MovedMass
     column: Tensor
-    """int64 [u, 1]: the cell of x, or any where it has none."""
+    """int64 [u, 1]: the cell of x; arbitrary if x has none."""
     is_apart: Tensor
-    """bool [u, 1]: x takes mass, but no teacher token reaches it; it is a separate cell."""
+    """bool [u, 1]: x receives mass but is not the first piece of any teacher token, so it gets an additional cell."""
 
     @staticmethod
     def of(moved: MovedMass, cells: CommonCells) -> _Bound:
@@ -126,39 +126,39 @@ class _Bound:
         return _Bound(moved, column.clamp(min=0), (column < 0) & moved.is_chain)
 
     def teacher_cells(self, teacher: Tensor, cells: CommonCells) -> Tensor:
-        """Map logits [u, W] to those of u on the cells and on x apart, [u, X + 1].
+        """Map logits [u, W] to log-masses of the cells and the additional cell of x, [u, X + 1].
 
-        The share that stays is taken before the sum, so that no difference of nearly equal masses is formed.
+        The moved share is removed before summing, which avoids the difference of nearly equal masses.
         """
         first = self.moved.first_teacher
         log_first = teacher.gather(1, first)
         moved = log_first + self.moved.log_moved
-        kept = UnitRows(teacher.scatter(1, first, log_first + self.moved.log_kept), None)
-        log_u, _ = project.function(kept, cells.teacher, has_shares=False)
-        own = torch.logaddexp(log_u.gather(1, self.column), moved.masked_fill(self.is_apart, -math.inf))
+        remaining = UnitRows(teacher.scatter(1, first, log_first + self.moved.log_kept), None)
+        log_u, _ = project.function(remaining, cells.teacher, has_shares=False)
+        log_x = torch.logaddexp(log_u.gather(1, self.column), moved.masked_fill(self.is_apart, -math.inf))
         apart = moved.masked_fill(~self.is_apart, -math.inf)
-        return torch.cat([log_u.scatter(1, self.column, own), apart], 1)
+        return torch.cat([log_u.scatter(1, self.column, log_x), apart], 1)
 
     def student_cells(self, student: Tensor, cells: CommonCells) -> Tensor:
-        """Map logits [u, V] to those on the same cells, [u, X + 1]."""
-        log_p = cells.student.log_project(self._elsewhere(student))
+        """Map logits [u, V] to log-masses of the same cells, [u, X + 1]."""
+        log_p = cells.student.log_project(self._without_apart(student))
         return torch.cat([log_p, self._apart(student)], 1)
 
     def student_cells_and_shares(self, student: Tensor, cells: CommonCells) -> tuple[Tensor, Tensor]:
-        """Return the same without a graph, and the shares of `project`."""
-        log_p, shares = project.function(UnitRows(self._elsewhere(student), None), cells.student)
+        """Return `student_cells` without an autograd graph, and the shares from `project`."""
+        log_p, shares = project.function(UnitRows(self._without_apart(student), None), cells.student)
         return torch.cat([log_p, self._apart(student)], 1), shares
 
     def pull_back(self, gradient: Tensor, shares: Tensor, cells: CommonCells) -> Tensor:
-        """Turn the gradient with respect to the student's cells [u, X + 1] into that of its logits [u, V]."""
-        of_tokens = pull_back.function(gradient[:, :-1], shares, cells.student)
-        own = torch.where(self.is_apart, gradient[:, -1:], of_tokens.gather(1, self.moved.realised))
-        return of_tokens.scatter_(1, self.moved.realised, own)
+        """Turn a gradient for the student's cells [u, X + 1] into a gradient for its logits [u, V]."""
+        logit_gradient = pull_back.function(gradient[:, :-1], shares, cells.student)
+        x_gradient = torch.where(self.is_apart, gradient[:, -1:], logit_gradient.gather(1, self.moved.realised))
+        return logit_gradient.scatter_(1, self.moved.realised, x_gradient)
 
-    def _elsewhere(self, student: Tensor) -> Tensor:
-        """Return logits without x where it is apart."""
-        own = student.gather(1, self.moved.realised).masked_fill(self.is_apart, torch.finfo(student.dtype).min)
-        return student.scatter(1, self.moved.realised, own)
+    def _without_apart(self, student: Tensor) -> Tensor:
+        """Mask the logits [u, V] of realised tokens with an additional cell."""
+        log_x = student.gather(1, self.moved.realised).masked_fill(self.is_apart, torch.finfo(student.dtype).min)
+        return student.scatter(1, self.moved.realised, log_x)
 
     def _apart(self, student: Tensor) -> Tensor:
         return student.gather(1, self.moved.realised).masked_fill(~self.is_apart, -math.inf)
@@ -166,12 +166,12 @@ class _Bound:
 
 @fused
 def _add_comparison(
-    student: UnitRows, teacher: UnitRows, bound: _Bound, cells: CommonCells, of: Divergence, onto: Onto
+    student: UnitRows, teacher: UnitRows, bound: _Bound, cells: CommonCells, divergence: Divergence, onto: Onto
 ) -> Tensor:
-    """Compare logits/τ of units on the cells of `bound` → [u], and add the gradient."""
-    own = student.taken()
-    of_teacher = bound.teacher_cells(teacher.taken().to(own.dtype), cells)
-    of_student, shares = bound.student_cells_and_shares(own, cells)
-    found = compare_logits(of_teacher, of_student, of)
-    onto.add(bound.pull_back(found.gradient, shares, cells))
-    return found.value
+    """Compare logits/τ of units on the cells of `bound` → [u], and add the gradient to `onto`."""
+    student_logits = student.taken()
+    teacher_cells = bound.teacher_cells(teacher.taken().to(student_logits.dtype), cells)
+    student_cells, shares = bound.student_cells_and_shares(student_logits, cells)
+    comparison = compare_logits(teacher_cells, student_cells, divergence)
+    onto.add(bound.pull_back(comparison.gradient, shares, cells))
+    return comparison.value

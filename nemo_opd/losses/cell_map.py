@@ -1,4 +1,4 @@
-"""Two vocabularies brought onto common cells, each token into one cell, as sums over segments."""
+"""Projection of two vocabularies onto common cells, with each token in one cell."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from nemo_opd.losses.truncated import joined, reached_and_rest
 
 @dataclass(frozen=True, slots=True)
 class CommonCells:
-    """The cells that tokens of both vocabularies fall into, X of them, and both vocabularies projected onto them."""
+    """X cells that contain tokens of both vocabularies, and the projections of both vocabularies onto them."""
 
     student: SparseProjection
-    """Its `columns` are the cells [X] as the maps name them, ascending; −1 is the rest cell."""
+    """Its `columns` are the cell ids [X] of the maps, ascending; −1 is the rest cell."""
     teacher: SparseProjection
     has_rest: bool
     """Whether the first cell is the rest cell."""
@@ -33,10 +33,11 @@ class CommonCells:
         teacher_vocab_size: int,
         device: torch.device,
     ) -> CommonCells:
-        """Make cells from maps [V] and [W], token → cell, within the given sizes on `device`; kept while the maps live.
+        """Build the cells of maps token → cell, [V] and [W], within the given sizes; cached while the maps live.
 
-        A cell that only one side has a token for would make some divergences infinite whatever the student does; it is
-        left out, the rest cell too (methods.md §3.3). Raises ProjectionError where no cell but the rest is common.
+        Cells, including the rest cell, with tokens of only one side are left out, since they would make some
+        divergences infinite whatever the student does (methods.md §3.3). Raises ProjectionError if no cell but the rest
+        is common.
         """
         return made_once(
             lambda: _build(student_cells[:student_vocab_size], teacher_cells[:teacher_vocab_size], device),
@@ -51,10 +52,10 @@ class CommonCells:
     def of_prefixes(
         byte_prefix: NDArray[np.int32], student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> CommonCells:
-        """Make cells from a map [W] of teacher to student tokens: one for each student token reached, and a rest.
+        """Build one cell per student token that a map [W], teacher → student token, reaches, and a rest cell.
 
-        No rest cell where a single student token is left for it: taken out of it, that token would leave it empty. As
-        `of` otherwise.
+        There is no rest cell if only one student token is unreached: it would be empty if that token got a cell of its
+        own. Otherwise as `of`.
         """
         return made_once(
             lambda: _build_reached(byte_prefix[:teacher_vocab_size], student_vocab_size, device),
@@ -65,14 +66,14 @@ class CommonCells:
             device,
         )
 
-    def reached(self, teacher: Tensor, student: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-masses of cells [U, ≥ X], and rest [U, 1], of a truncated teacher, as `reached_and_rest`."""
+    def reached(self, teacher: Tensor, student: Tensor, log_rest: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply `reached_and_rest` to log-masses of cells [U, ≥ X] and a truncated teacher's rest [U, 1]."""
         if not self.has_rest:
-            return reached_and_rest(teacher, student, rest)
-        return reached_and_rest(teacher[:, 1:], student[:, 1:], joined(rest, teacher[:, :1]), student[:, :1])
+            return reached_and_rest(teacher, student, log_rest)
+        return reached_and_rest(teacher[:, 1:], student[:, 1:], joined(log_rest, teacher[:, :1]), student[:, :1])
 
     def column_of(self, cells: Tensor) -> Tensor:
-        """Return the columns in [U, X] of student tokens, int64; −1 for tokens that are no cell."""
+        """Return the cell index of each student token, int64, or −1 if it is not a cell by itself."""
         column = torch.searchsorted(self.student.columns, cells).clamp(max=self.num_cells - 1)
         return column.masked_fill(self.student.columns[column] != cells, -1)
 
@@ -81,19 +82,19 @@ class CommonCells:
         return self.student.num_columns
 
     def cells_per_unit(self, student_vocab_size: int, teacher_vocab_size: int) -> int:
-        """Count fp32 numbers alive per unit at the peak of a chunk, with a divergence on the cells."""
+        """Count fp32 numbers per unit at the memory peak of a block, with a divergence on the cells."""
         entries = self.student.num_entries + self.teacher.num_entries
         return 5 * student_vocab_size + 3 * teacher_vocab_size + 3 * entries + 12 * self.num_cells
 
 
 REST, NOWHERE = -1, -2
-"""Cells of tokens without their own."""
+"""Ids of the cell for unmatched tokens, and of tokens in no cell."""
 
 
 def _build_reached(teacher_cells: NDArray[np.int32], student_vocab_size: int, device: torch.device) -> CommonCells:
     student_cells = np.arange(student_vocab_size, dtype=np.int32)
-    others = ~np.isin(student_cells, teacher_cells)
-    student_cells[others] = REST if others.sum() > 1 else NOWHERE
+    is_unreached = ~np.isin(student_cells, teacher_cells)
+    student_cells[is_unreached] = REST if is_unreached.sum() > 1 else NOWHERE
     return _build(student_cells, teacher_cells, device)
 
 
@@ -101,14 +102,14 @@ def _build(student_cells: NDArray[np.int32], teacher_cells: NDArray[np.int32], d
     common = np.intersect1d(student_cells, teacher_cells).astype(np.int64)
     if common.max(initial=-1) < 0:
         raise ProjectionError(
-            f"the maps of the projection have no cell within {len(student_cells)} student and {len(teacher_cells)} "
-            "teacher tokens that both sides reach; it belongs to another pair of tokenizers, or they share nothing"
+            f"the projection's maps have no common cell within {len(student_cells)} student and {len(teacher_cells)} "
+            "teacher tokens; it belongs to another pair of tokenizers, or they share nothing"
         )
     student, teacher = (_many_to_one(cells, common).to(device) for cells in (student_cells, teacher_cells))
     return CommonCells(student, teacher, has_rest=bool(common[0] == REST))
 
 
 def _many_to_one(cells: NDArray[np.int32], common: NDArray[np.int64]) -> SparseProjection:
-    """Make a projection whose rows have one entry, of weight 1, or none."""
+    """Build a projection whose rows have at most one entry, of weight 1."""
     token = np.flatnonzero(np.isin(cells, common))
     return SparseProjection.of_entries(token, cells[token].astype(np.int64), np.ones(len(token)), len(cells))

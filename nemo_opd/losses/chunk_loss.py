@@ -1,4 +1,4 @@
-"""Arguments of all cross-tokenizer losses, and a loss of the chunks' first positions (methods.md §5)."""
+"""Arguments shared by cross-tokenizer losses, and the loss term of chunks' first positions (methods.md §5)."""
 
 from __future__ import annotations
 
@@ -34,53 +34,53 @@ if TYPE_CHECKING:
 
 
 class ChunkArguments(TypedDict, total=False):
-    """Arguments that every loss of aligned chunks takes after its logits [B, S, ≥ V] and [B, T, ≥ W], unshifted."""
+    """Arguments of every chunk loss besides its unshifted logits [B, S, ≥ V] and [B, T, ≥ W]."""
 
     student_ids: Required[Tensor]
     """[B, S]"""
     teacher_ids: Required[Tensor]
     """[B, T]"""
     student_chunk_id: Required[Tensor]
-    """[B, S]: −1 for none, else non-decreasing. A chunk with token 0 of either side is no unit."""
+    """[B, S]: non-decreasing, −1 for tokens outside chunks. Chunks that contain token 0 of either side are skipped."""
     teacher_chunk_id: Required[Tensor]
     """[B, T]"""
     sequence_weights: Tensor | None
-    """[B]: factor of each sequence's units in the sum; those of weight 0 are left out. By default 1."""
+    """[B]: weight of each sequence's units, by default 1. Sequences of weight 0 are skipped."""
     normalizer: float | None
-    """Units of the global batch, by which the sum is divided; by default those of this call."""
+    """Divisor of the sum: units of the global batch; by default the units of this call."""
     student_vocab_size: int | None
-    """Leading columns of the logits that are the vocabulary; by default the projection's, else all."""
+    """Leading columns of the logits that belong to the vocabulary; by default the projection's size, or all."""
     teacher_vocab_size: int | None
-    """The same of the teacher."""
+    """The same for the teacher."""
     chunk_size: int | None
     """Units computed at a time; by default as many as fit a byte budget."""
 
 
 Compare = Callable[[Tensor, Tensor, slice], Tensor]
-"""(student logits/τ [u, V], teacher logits/τ [u, W], which units they are) → the loss of each unit, [u].
+"""(student logits/τ [u, V], teacher logits/τ [u, W], slice of units) → loss of each unit, [u].
 
-Logits are those of the chunks' first positions, cut to the vocabularies, in the compute dtype; the teacher's carry no
+Logits are at the chunks' first positions, cut to the vocabularies, in the compute dtype; only the student's have a
 gradient.
 """
 
 CompareOnto = Callable[[UnitRows, UnitRows, slice, Onto], Tensor]
-"""(student logits/τ, teacher logits/τ, units, where the gradient with respect to the first goes) → the same, [u]."""
+"""(student logits/τ, teacher logits/τ, slice of units, sink of the student's gradient) → loss of each unit, [u]."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnCells:
-    """A comparison on cells that both vocabularies fall into."""
+    """A comparison on cells common to both vocabularies."""
 
-    of: Divergence
+    divergence: Divergence
     cells: Callable[[], CellMap]
-    """Made where it is first needed."""
+    """Builds the map when it is first needed."""
     coverage: float = 0.0
-    """Factor of −log of the student's mass on them."""
+    """Factor of −log of the student's mass on the cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkInputs:
-    """Arguments of a cross-tokenizer loss, checked."""
+    """Checked arguments of a cross-tokenizer loss."""
 
     student: TrainableRows
     """[B, S, ≥ V]"""
@@ -91,14 +91,14 @@ class ChunkInputs:
     teacher_ids: Tensor
     """[B, T]"""
     units: ChunkUnits
-    """Units of sequences with a weight other than 0."""
+    """Units of sequences with nonzero weight."""
     student_size: int
     """V: leading columns of the student's head that are its vocabulary."""
     teacher_size: int
     """W"""
     temperature: float
     sequence_weights: Tensor | None
-    """[B]; None: all 1."""
+    """[B], or None if all are 1."""
     normalizer: float | None
     chunk_size: int | None
 
@@ -121,10 +121,10 @@ class ChunkInputs:
         chunk_size: int | None = None,
         takes_truncated: bool = False,
     ) -> ChunkInputs:
-        """Check a loss's arguments, of which most are `ChunkArguments`.
+        """Check a loss's arguments, mostly `ChunkArguments`.
 
-        Raises ConfigError for shapes or sizes that do not fit, a temperature that is not above 0, and a truncated
-        teacher unless it can be taken.
+        Raises ConfigError for shapes or sizes that do not fit, a temperature not above 0, or a truncated teacher unless
+        `takes_truncated`.
         """
         check_temperature(temperature)
         student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
@@ -138,8 +138,8 @@ class ChunkInputs:
         units = chunk_units(student_chunk_id, teacher_chunk_id)
         if sequence_weights is not None:
             width = student.shape[1]
-            (kept,) = planned(lambda w, rows: [w[rows // width] != 0], sequence_weights, units.student_rows)
-            units = units.where(kept)
+            (has_weight,) = planned(lambda w, rows: [w[rows // width] != 0], sequence_weights, units.student_rows)
+            units = units.where(has_weight)
         student_columns, teacher_columns = student.shape[2], teacher.shape[2] - teacher.is_truncated
         student_default = student_columns if projection is None else projection.student_vocab_size
         teacher_default = teacher_columns if projection is None else projection.teacher_vocab_size
@@ -169,22 +169,22 @@ class ChunkInputs:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the teacher's rows have one column more, for the tokens that are not known."""
+        """Whether the teacher's rows hold only stored tokens, with one more column for the remaining mass."""
         return self.teacher.is_truncated
 
     @property
     def weights(self) -> Tensor | None:
-        """[U]: those of the units' sequences; None: all 1."""
+        """Each unit's sequence weight, [U], or None if all are 1."""
         if self.sequence_weights is None:
             return None
         return self.sequence_weights.index_select(0, self.units.student_rows // self.student.shape[1])
 
     def teacher_at(self, rows: Tensor) -> Tensor:
-        """Read teacher logits [R, W] at indices [R] into [B·T], [R, W + 1] of a truncated one, in the compute dtype."""
+        """Read teacher logits at indices [R] into [B·T], in the compute dtype: [R, W], or [R, W + 1] if truncated."""
         return self.teacher.read(rows, self.teacher_size + self.is_truncated).to(self.dtype)
 
     def teacher_ahead(self, rows: Tensor, begins: Sequence[int] | None = None) -> ReadAhead:
-        """Return a reader of teacher logits at indices [R] into [B·T], one block after another, in their own dtype."""
+        """Return a block-by-block reader of teacher logits at indices [R] into [B·T], in their stored dtype."""
         return ReadAhead(self.teacher, rows, self.teacher_size + self.is_truncated, begins)
 
     def term(
@@ -198,7 +198,7 @@ class ChunkInputs:
         closed_form: ClosedForm | None = None,
         row_loss: RowLoss | None = None,
     ) -> Term:
-        """Return a sum over the units, each with the weight of its sequence. ahead: as `teacher_ahead` gives it."""
+        """Build a sum over units weighted by sequence. ahead: a reader from `teacher_ahead`."""
         return Term(
             rows,
             loss_of,
@@ -213,7 +213,7 @@ class ChunkInputs:
         )
 
     def planned(self, terms: Sequence[Term], num_units: int | None = None) -> PlannedLoss:
-        """Return Σ terms / normalizer with the metric `kd`, a mean over `num_units`, by default all units."""
+        """Plan Σ terms / normalizer with the metric `kd`, a mean over `num_units`, by default all units."""
         number = len(self.units) if num_units is None else num_units
         return PlannedLoss.of("kd", self.student, terms, number, self.normalizer)
 
@@ -228,11 +228,11 @@ def first_position_term(
     on_cells: OnCells | None = None,
     further_aheads: Sequence[ReadAhead] = (),
 ) -> Term:
-    """Make the term τ² · Σ compare over units (methods.md §5, §7.1).
+    """Build the term τ² · Σ compare over units (methods.md §5, §7.1).
 
-    cells_per_unit: fp32 numbers that a unit takes at the peak of a chunk, both sides' logits included; positions: what
-    it takes in addition, see `unit_cells`. compare_onto, on_cells: as `compare`, in closed form and for kernels.
-    further_aheads: more rows that `compare` reads, in the order of units.
+    cells_per_unit: fp32 numbers per unit at the memory peak of a block, with both sides' logits; positions: numbers of
+    additional positions, see `unit_cells`. compare_onto: `compare` in closed form; on_cells: `compare` for kernels.
+    further_aheads: readers of additional rows that `compare` uses, in unit order.
     """
     temperature, units = inputs.temperature, inputs.units
     ahead = inputs.teacher_ahead(units.teacher_rows)
@@ -252,7 +252,7 @@ def first_position_term(
 
     cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
     closed = None if compare_onto is None else closed_form
-    measure = None if on_cells is None else on_cells.of.measure
+    measure = None if on_cells is None else on_cells.divergence.measure
     row_loss = None if measure is None else RowLoss(CellComparison, for_kernels)
     term = inputs.term(units.student_rows, loss_of, cells, ahead=ahead, closed_form=closed, row_loss=row_loss)
     return replace(term.times(temperature**2), further_aheads=further_aheads)

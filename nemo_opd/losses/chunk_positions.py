@@ -1,4 +1,4 @@
-"""All positions of aligned chunks on one side."""
+"""Positions of aligned chunks on one side, and reductions over them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from nemo_opd.losses.reduction import next_tokens
 
 @dataclass(frozen=True, slots=True)
 class ChunkPositions:
-    """The logit rows that predict the tokens of units, unit after unit."""
+    """Logit rows that predict the tokens of units, grouped by unit."""
 
     rows: Tensor
     """int64 [R]: indices into [B·S]."""
     place: Tensor
-    """int64 [R]: which token of its unit."""
+    """int64 [R]: index of the token within its unit."""
     lengths: Tensor
-    """int64 [U]: tokens of each unit."""
+    """int64 [U]: number of each unit's tokens."""
     offsets: Sequence[int]
-    """[U + 1]: where units begin in `rows`; on the host, since they cut it."""
+    """[U + 1]: where units begin in `rows`; on the host, to slice it."""
 
     @staticmethod
     def of(first_rows: Tensor, lengths: Tensor) -> ChunkPositions:
-        """Expand first rows [U] and lengths [U]. Waits for the device where the host does not know the lengths."""
+        """Expand first rows [U] and lengths [U]. Waits for the device if the host does not have the lengths."""
         offsets = offsets_of(lengths)
 
         def positions(first_rows: Tensor, lengths: Tensor) -> list[Tensor]:
@@ -41,36 +41,37 @@ class ChunkPositions:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return the tensors of positions that `planned` sends; `sent` puts them together again."""
+        """Return the fields to pass through `planned`; `sent` rebuilds the positions from them."""
         return [self.rows, self.place, self.lengths]
 
     @staticmethod
     def sent(rows: Tensor, place: Tensor, lengths: Tensor) -> ChunkPositions:
+        """Rebuild positions from `tensors`."""
         return ChunkPositions(rows, place, lengths, offsets_of(lengths))
 
     @staticmethod
     def single(rows: Tensor) -> ChunkPositions:
-        """Make the positions of units [U] of one token each."""
+        """Build the positions of one-token units from their rows [U]."""
         return ChunkPositions(rows, torch.zeros_like(rows), torch.ones_like(rows), range(len(rows) + 1))
 
-    def per_position(self, of_units: Tensor) -> Tensor:
-        """Repeat values of units at their positions: [U] → [R]."""
-        return of_units.repeat_interleave(self.lengths, output_size=len(self.rows))
+    def per_position(self, unit_values: Tensor) -> Tensor:
+        """Repeat each unit's value at its positions: [U] → [R]."""
+        return unit_values.repeat_interleave(self.lengths, output_size=len(self.rows))
 
     def span(self, units: slice) -> slice:
-        """Return the slice of positions of a slice of units."""
+        """Return the positions of a slice of units, as a slice."""
         return slice(self.offsets[units.start], self.offsets[units.stop])
 
     def targets(self, ids: Tensor) -> Tensor:
-        """Return the ids [R] of the tokens, out of [B, S]."""
+        """Return the tokens' ids [R], from ids [B, S]."""
         return self.of_tokens(ids).long()
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """Return values of the tokens, [R], out of [B, S]."""
+        """Return the tokens' values [R], from values [B, S]."""
         return next_tokens(values, self.rows)
 
     def mean(self, values: Tensor, units: slice) -> Tensor:
-        """Average over the positions of each unit: [R, X] → [U, X], in a fixed order."""
+        """Average over the positions of each unit in a fixed order: [R, X] → [U, X]."""
         return self._reduce("mean", values, units)
 
     def sum(self, values: Tensor, units: slice) -> Tensor:
@@ -78,7 +79,7 @@ class ChunkPositions:
         return self._reduce("sum", values, units)
 
     def log_sum_exp(self, values: Tensor, units: slice) -> Tensor:
-        """Compute log Σ exp over positions: [R, X] → [U, X]; if all are −inf the lowest number, without gradient."""
+        """Compute log Σ exp over the positions of each unit: [R, X] → [U, X]; see `segments_log_sum_exp`."""
         return segments_log_sum_exp(values, self.lengths[units])
 
     def _reduce(self, reduce: str, values: Tensor, units: slice) -> Tensor:
@@ -86,18 +87,18 @@ class ChunkPositions:
 
 
 def offsets_of(lengths: Tensor) -> list[int]:
-    """Return where segments begin, [U + 1] from lengths [U]. Waits for the device if the host does not know them."""
-    known = on_host(lengths)
-    return list(accumulate((lengths if known is None else known).tolist(), initial=0))
+    """Return where segments of lengths [U] begin, [U + 1]. Waits for the device unless the host has the lengths."""
+    host_lengths = on_host(lengths)
+    return list(accumulate((lengths if host_lengths is None else host_lengths).tolist(), initial=0))
 
 
 def segments_reduced(reduce: str, values: Tensor, lengths: Tensor) -> Tensor:
-    """Reduce consecutive segments of rows: [R, …] and lengths [U] → [U, …], in a fixed order."""
+    """Reduce consecutive segments of rows in a fixed order: [R, …] and lengths [U] → [U, …]."""
     return torch.segment_reduce(values, reduce, lengths=lengths, axis=0, unsafe=True)
 
 
 def segments_log_sum_exp(values: Tensor, lengths: Tensor) -> Tensor:
-    """Compute log Σ exp of segments: [R, X] → [U, X]; if all are −inf the lowest number, without gradient."""
+    """Compute log Σ exp of segments: [R, X] → [U, X]. If all are −inf: the lowest finite number, without gradient."""
     values = values.clamp(min=torch.finfo(values.dtype).min)
     peak = segments_reduced("max", values.detach(), lengths)
     mass = (values - peak.repeat_interleave(lengths, dim=0, output_size=len(values))).exp()

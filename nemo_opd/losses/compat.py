@@ -1,7 +1,7 @@
-"""Parity with other systems, for people who come from them (methods.md §5.11).
+"""Presets that reproduce the losses of other systems (methods.md §5.11).
 
-A preset reproduces the formula of a system, with that system's defaults for what is not given. Units, the shift, masks
-and normalizers stay those of this project.
+A preset uses a system's formula and its defaults for settings that are not set. Units, the shift, masks and normalizers
+stay as in this project.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _Value = TypeVar("_Value")
 
 
 def check_compat(compat: str | None, systems: Sequence[str]) -> None:
-    """Raise ConfigError for a system that a loss has no preset of."""
+    """Raise ConfigError for a system without a preset for this loss."""
     if compat is not None and compat not in systems:
-        raise ConfigError(f"compat={compat!r}: this loss has no such preset; choose from {', '.join(systems)}, or none")
+        raise ConfigError(f"compat={compat!r}: this loss has no such preset; choose from {', '.join(systems)}, or None")
 
 
-def fixed_by(compat: str | None, key: str, given: _Value | None, preset: _Value, default: _Value) -> _Value:
-    """Return the preset's value with `compat`, else what is given, else the default.
+def fixed_by(compat: str | None, key: str, value: _Value | None, preset: _Value, default: _Value) -> _Value:
+    """Return the preset's value if `compat` is set, else `value`, else the default.
 
-    Raises ConfigError for another value than the preset's.
+    Raises ConfigError if `value` differs from the preset's.
     """
     if compat is None:
-        return default if given is None else given
-    if given is not None and given != preset:
-        raise ConfigError(f"{key}={given} is not what compat={compat} computes; leave {key} out, or compat")
+        return default if value is None else value
+    if value is not None and value != preset:
+        raise ConfigError(f"{key}={value} contradicts compat={compat}, which uses {preset}; leave {key} out, or compat")
     return preset

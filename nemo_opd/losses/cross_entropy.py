@@ -1,4 +1,4 @@
-"""Cross entropy with the text itself."""
+"""Cross-entropy of the text's tokens."""
 
 from torch import Tensor
 
@@ -23,9 +23,9 @@ def cross_entropy(
 ) -> PlannedLoss:
     """Compute −Σ log p(token) over scored tokens / normalizer (methods.md §7.3), and the metric `ce` in nats per token.
 
-    Unshifted logits [B, S, V]; ids [B, S]; mask [B, S]: token i is scored, by the logits at i−1, so token 0 never
-    counts. vocab_size: columns of the head that belong to the tokenizer, by default all. normalizer: scored tokens of
-    the global batch, by default of this call. Raises ConfigError for shapes or sizes that do not fit.
+    Unshifted logits [B, S, V]; ids [B, S]; mask [B, S]: token i is scored by the logits at i−1, so token 0 never
+    counts. vocab_size: leading columns of the head that belong to the tokenizer, by default all. normalizer: scored
+    tokens of the global batch, by default of this call. Raises ConfigError for shapes or sizes that do not fit.
     """
     student = trainable_rows(student_logits)
     check_positions(student.shape, ids=ids, mask=mask)

@@ -1,4 +1,4 @@
-"""A user's own loss: a formula over rows of logits."""
+"""User-defined loss: a function of rows of logits."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _FORM = "package.module:function"
 _LIVE_COPIES = 8
-"""Tensors of the size of both sides' rows that a formula is taken to need at its peak."""
+"""Assumed number of tensors of the size of both sides' rows at a user function's memory peak."""
 _OPTIONAL = ("student_ids", "teacher_ids", "projection")
-"""Parameters that a function may have in addition to the logits."""
+"""Optional parameters of a user function, in addition to the logits."""
 
 
 @Loss
@@ -38,12 +38,12 @@ def token_function(
     ids: Tensor,
     **shared: Unpack[TokenArguments],
 ) -> PlannedLoss:
-    """Compute Σ function(student, teacher) / normalizer over scored tokens, for a teacher of the student's vocabulary.
+    """Compute Σ function(student, teacher) / normalizer over scored tokens, for teachers with the student's vocabulary.
 
-    function: `package.module:function`, called with logits [U, V] of both sides at U positions, and by name with what
-    it has parameters for: `student_ids` and `teacher_ids` [U], the tokens that come next, and `arguments`. It returns
-    [U], differentiable in the student's logits; how positions are cut into calls must not matter to it. ids [B, S].
-    Raises ConfigError for a function that cannot be imported or called so, or that returns something else.
+    function: `package.module:function`, called with both sides' logits [U, V] at U positions and keyword `arguments`.
+    If it has parameters `student_ids` and `teacher_ids`, it also gets the next tokens [U]. It returns [U],
+    differentiable in the student's logits, and must not depend on how positions are split into calls. ids [B, S].
+    Raises ConfigError if the function cannot be imported or called like this, or returns another shape.
     """
     formula = _Formula(function, arguments or {})
     places = LabelPositions.of(student_logits, teacher_logits, **shared)
@@ -71,8 +71,8 @@ def chunk_function(
 ) -> PlannedLoss:
     """Compute Σ function(student, teacher) / normalizer over aligned chunks, for a teacher with another vocabulary.
 
-    As `token_function`, at the first position of each chunk: logits [U, V] and [U, W], and the tokens that come next on
-    each side; a parameter `projection` gets the ProjectionMatrix.
+    As `token_function`, with logits [U, V] and [U, W] at each chunk's first position and each side's next tokens; a
+    parameter `projection` gets the ProjectionMatrix.
     """
     formula = _Formula(function, arguments or {})
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, projection=projection, **shared)
@@ -90,7 +90,7 @@ def chunk_function(
 
 
 class _Formula:
-    """A user's function with its arguments, called with the optional parameters that it has."""
+    """A user's function with its arguments, called with those optional parameters that it declares."""
 
     def __init__(self, reference: str, arguments: Mapping[str, Any]) -> None:
         self._reference, self._arguments = reference, arguments
@@ -100,7 +100,7 @@ class _Formula:
             inspect.signature(self._function).bind(None, None, **optional, **arguments)
         except TypeError as error:
             raise ConfigError(
-                f"loss.function={reference}: it is called with logits of student and teacher and loss.arguments="
+                f"loss.function={reference}: called with logits of student and teacher and loss.arguments="
                 f"{dict(arguments)}, but it takes {inspect.signature(self._function)} ({error}); correct either"
             ) from None
 
@@ -110,25 +110,25 @@ class _Formula:
         shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if shape != [len(student)]:
             raise ConfigError(
-                f"loss.function={self._reference}: it returned {shape} for {len(student)} rows of logits; return a "
-                f"tensor with the loss of each, [{len(student)}]"
+                f"loss.function={self._reference}: returned {shape} for {len(student)} rows of logits; return a "
+                f"tensor with one loss per row, [{len(student)}]"
             )
         return losses
 
 
 @cache
 def _users_function(reference: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return the function that `package.module:function` names, and the optional parameters that it has.
+    """Import `package.module:function`; return it with the optional parameters that it declares.
 
-    Raises ConfigError where it cannot be imported, or is no function.
+    Raises ConfigError if it cannot be imported or is not a function.
     """
-    found = imported(reference, key="loss.function", form=_FORM)
-    if not inspect.isroutine(found):
-        raise ConfigError(f"loss.function={reference}: it is a {type(found).__name__}; name a function")
-    names = inspect.signature(found).parameters
-    return found, tuple(name for name in _OPTIONAL if name in names)
+    function = imported(reference, key="loss.function", form=_FORM)
+    if not inspect.isroutine(function):
+        raise ConfigError(f"loss.function={reference}: {type(function).__name__} is not a function; name one")
+    names = inspect.signature(function).parameters
+    return function, tuple(name for name in _OPTIONAL if name in names)
 
 
 def check_function(reference: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a function that cannot be imported or called, before a run starts."""
+    """Raise ConfigError if a function cannot be imported or called, before a run starts."""
     _Formula(reference, arguments)

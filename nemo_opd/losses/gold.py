@@ -1,4 +1,4 @@
-"""Matched tokens cell by cell, the others by rank, at the first position of each aligned chunk (methods.md §5.4)."""
+"""Matched tokens compared cell by cell, other tokens by rank, at each chunk's first position (methods.md §5.4)."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def gold(
 ) -> PlannedLoss:
     """Compute τ² · Σ [common_weight · divergence + uncommon_weight · tail] / normalizer, and `kd` (methods.md §5.4).
 
-    divergence: on the exact pairs of the projection and one rest cell for all other tokens of a side; where only one
-    side has others, on the pairs alone, renormalised. tail: Σ_r |p_r − q_r| over the `uncommon_topk` (8192) most likely
-    of those others, each side sorted by probability, the shorter padded with 0. p and q are taken at the rows before a
-    chunk's first tokens; for parity, merge=mean: they are geometric means over the rows of all its tokens;
-    merge=observed: they are multiplied with the probabilities of its further tokens, and compared without rest cell or
-    renormalisation. Weights are 1 by default. continuation_weight: factor of the chunk's `alm` term, added where it has
-    several tokens on a side. compat="nemo_rl": merge mean, pairs compared as with observed, both tails cut to the
-    shorter. compat="trl": merge observed, whole tails, weighted by default by the share of the teacher's vocabulary in
-    pairs and the share out of it, and nothing times τ². Raises ConfigError for shapes, sizes, weights or names that do
-    not fit, ProjectionError for a projection without exact pairs.
+    divergence: on the projection's exact pairs and one rest cell for a side's unpaired tokens; if only one side has
+    unpaired tokens, on the pairs alone, renormalised. tail: Σ_r |p_r − q_r| over the `uncommon_topk` (8192) most likely
+    unpaired tokens, each side sorted by probability, the shorter padded with 0. p and q are taken at the rows that
+    predict a chunk's first tokens. For parity, merge=mean takes geometric means over the rows of all tokens of a chunk;
+    merge=observed multiplies by the probabilities of the chunk's later tokens and compares without rest cell or
+    renormalisation. Weights are 1 by default. continuation_weight: factor of the `alm` term of chunks with several
+    tokens on a side. compat="nemo_rl": merge mean, pairs compared as with observed, both tails cut to the shorter.
+    compat="trl": merge observed, full tails, default weights M for pairs and 1 − M for tails, M being the paired share
+    of the teacher's vocabulary, and no factor τ². Raises ConfigError for shapes, sizes, weights or names that do not
+    fit, ProjectionError for a projection without exact pairs.
     """
     inputs = ChunkInputs.of(
         student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
@@ -76,7 +76,7 @@ def gold(
 
 @dataclass(frozen=True, slots=True)
 class PairedOptions:
-    """Options of `gold` and `h_kl`; None: the default."""
+    """Options of `gold` and `h_kl`; None means the default."""
 
     merge: str | None
     common_weight: float | None
@@ -90,13 +90,13 @@ class PairedOptions:
         for key in ("common_weight", "uncommon_weight"):
             weight = getattr(self, key)
             if weight is not None and not weight >= 0:
-                raise ConfigError(f"{key}={weight}: a term that is maximised teaches nothing; give 0 or more")
+                raise ConfigError(f"{key}={weight} would maximise the term; give 0 or more")
         if self.common_weight == self.uncommon_weight == self.continuation_weight == 0:
             raise ConfigError("common_weight=0 and uncommon_weight=0: nothing is learned; raise one of them")
         if self.uncommon_topk is not None and self.uncommon_topk < 1:
             raise ConfigError(
-                f"uncommon_topk={self.uncommon_topk}: it is a number of tokens; give 1 or more, "
-                "or uncommon_weight=0 to leave that term out"
+                f"uncommon_topk={self.uncommon_topk} leaves no token to compare; give 1 or more, "
+                "or uncommon_weight=0 to turn that term off"
             )
 
     @property
@@ -105,8 +105,8 @@ class PairedOptions:
         return Merge(fixed_by(self.compat, "merge", self.merge, preset, "first"))
 
     def comparison(self, divergence: Divergence, pairs: TokenPairs, shares: LearnedShares | None) -> _PairedDivergence:
-        """Build the comparison; compat=trl weighs pairs by their share M of the teacher's tokens, tails by 1 − M."""
-        share = len(pairs) / (len(pairs) + len(pairs.teacher_rest)) if self.compat == "trl" else None
+        """Build the comparison. compat=trl weighs pairs by their share M of the teacher's tokens, tails by 1 − M."""
+        paired_share = len(pairs) / (len(pairs) + len(pairs.teacher_rest)) if self.compat == "trl" else None
         shorter = min(len(pairs.student_rest), len(pairs.teacher_rest))
         num_ranks = max(len(pairs.student_rest), len(pairs.teacher_rest)) if self.compat == "trl" else _UNCOMMON_TOPK
         num_ranks = num_ranks if self.uncommon_topk is None else self.uncommon_topk
@@ -114,8 +114,8 @@ class PairedOptions:
             divergence,
             pairs,
             shares,
-            common_weight=_first_given(self.common_weight, share, 1.0),
-            uncommon_weight=_first_given(self.uncommon_weight, None if share is None else 1 - share, 1.0),
+            common_weight=_first_set(self.common_weight, paired_share, 1.0),
+            uncommon_weight=_first_set(self.uncommon_weight, None if paired_share is None else 1 - paired_share, 1.0),
             num_ranks=min(num_ranks, shorter) if self.compat == "nemo_rl" else num_ranks,
             is_distribution=self.compat is None and self.merges.kind != "observed",
         )
@@ -128,7 +128,7 @@ def paired_loss(
     options: PairedOptions,
     shares: LearnedShares | None = None,
 ) -> PlannedLoss:
-    """Plan `gold` on the given pairs, of some of which the share that the student gives is learned."""
+    """Plan `gold` on any pairs. shares: learned shares of some pairs' student tokens."""
     require_temperature_1(inputs.teacher, inputs.temperature)
     compare = options.comparison(divergence, pairs, shares)
 
@@ -147,34 +147,34 @@ def paired_loss(
     )
     if shares is not None:
         term = replace(term, learned=shares.log_shares)
-    if options.compat == "trl":  # It scales no term by τ².
+    if options.compat == "trl":  # TRL does not scale by τ².
         term = term.times(inputs.temperature**-2)
     return chunk_loss(inputs, term, continuation_weight=options.continuation_weight)
 
 
-def _first_given(*values: float | None) -> float:
+def _first_set(*values: float | None) -> float:
     return next(value for value in values if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class _PairedDivergence:
-    """Comparison of two vocabularies, some tokens of which are matched."""
+    """Comparison of two vocabularies with some matched tokens."""
 
     divergence: Divergence
     pairs: TokenPairs
     shares: LearnedShares | None
-    """Shares of the pairs whose weights are learned; None: none is."""
+    """Shares of pairs with learned weights, or None if no weight is learned."""
     common_weight: float
     uncommon_weight: float
     num_ranks: int
-    """Tokens of no pair whose probabilities are compared by rank, on either side."""
+    """Unpaired tokens of each side whose probabilities are compared by rank."""
     is_distribution: bool
-    """Whether inputs are normalised and get a rest cell; otherwise they are compared as given, on the pairs alone."""
+    """Whether to normalise inputs and add a rest cell; otherwise inputs are compared as they are, on pairs only."""
 
     def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
         """Compare logits/τ or log-probabilities [U, V] and [U, W] → [U]."""
         if self.is_distribution:
-            # Not logits − logsumexp: at logits of 150 that rounds log-probabilities near 0 to 1e-5.
+            # Not logits − logsumexp: for logits of 150 it rounds log-probabilities near 0 to 1e-5.
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
         log_p = _Split.of(student, self.pairs.student, self.pairs.student_rest, self.shares)
         log_q = _Split.of(teacher, self.pairs.teacher, self.pairs.teacher_rest)
@@ -184,25 +184,25 @@ class _PairedDivergence:
         tails = (side.largest(self.num_ranks) for side in (log_q, log_p))
         return common + self.uncommon_weight * _by_rank(*tails).abs().sum(-1)
 
-    def truncated(self, student: Tensor, log_q: Tensor, rest: Tensor, ranked: Tensor) -> Tensor:
-        """Compare log-probabilities [U, V] and [U, W], with what is in no pair, or in none that is known, in the rest.
+    def truncated(self, student: Tensor, log_q: Tensor, rest_q: Tensor, ranked: Tensor) -> Tensor:
+        """Compare log-probabilities [U, V] with a truncated teacher's log_q [U, W] and rest_q [U, 1] → [U].
 
-        Ranks of the tails are compared as far as the teacher's are known: those of the finite columns of `ranked`,
-        [U, W].
+        Unpaired tokens and pairs whose teacher token is not stored go into the rest cell. Tails are compared only at
+        ranks known from the finite columns of `ranked`, [U, W].
         """
         p = _Split.of(student, self.pairs.student, self.pairs.student_rest, self.shares)
         q = _Split.of(log_q, self.pairs.teacher, self.pairs.teacher_rest)
-        # A rest of one side alone is left out, as in `with_rest`.
-        has_rest = p.rest is not None and q.others.shape[-1]
-        rests = (joined(rest, q.others), p.rest) if has_rest else (rest, None)
+        # As in `with_rest`, a rest cell that only one side can fill is dropped.
+        has_rest = p.rest is not None and q.unpaired.shape[-1]
+        rests = (joined(rest_q, q.unpaired), p.rest) if has_rest else (rest_q, None)
         common = self.divergence.of_logits(*reached_and_rest(q.paired, p.paired, *rests))
         if not self.uncommon_weight:
             return self.common_weight * common
-        q = replace(q, others=ranked.index_select(1, self.pairs.teacher_rest))
-        num_known = (q.others > -torch.inf).sum(-1, keepdim=True)
+        q = replace(q, unpaired=ranked.index_select(1, self.pairs.teacher_rest))
+        num_known = (q.unpaired > -torch.inf).sum(-1, keepdim=True)
         differences = _by_rank(*(side.largest(self.num_ranks) for side in (q, p))).abs()
         ranks = torch.arange(differences.shape[-1], device=differences.device)
-        is_compared = (ranks < num_known) | (num_known == q.others.shape[-1])
+        is_compared = (ranks < num_known) | (num_known == q.unpaired.shape[-1])
         tail = differences.masked_fill(~is_compared, 0).sum(-1)
         return self.common_weight * common + self.uncommon_weight * tail
 
@@ -212,17 +212,17 @@ class _PairedDivergence:
         return self.is_distribution and self.shares is None and bool(has_rest)
 
     def onto(self, student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
-        """Compute the same of logits/τ of units, and add its gradient."""
+        """Compare logits/τ of units → [u], and add the gradient to `onto`."""
         student, teacher = taken_once(student), taken_once(teacher)
-        compared = self.pairs, self.divergence, True, onto, self.common_weight
+        arguments = self.pairs, self.divergence, True, onto, self.common_weight
         if not self.uncommon_weight:
-            return self.common_weight * add_comparison_of_pairs(student, teacher, *compared)
+            return self.common_weight * add_comparison_of_pairs(student, teacher, *arguments)
         p, columns = _largest(student, self.pairs.student_rest, self.num_ranks)
         q, _ = _largest(teacher, self.pairs.teacher_rest, self.num_ranks)
         difference = _by_rank(q.to(p.dtype), p)
         sign = difference[:, : p.shape[1]].sign().to(torch.int8)
         slopes = sign.new_zeros(len(p), student.of_block.shape[1]).scatter_(1, columns, sign)
-        common = add_comparison_of_pairs(student, teacher, *compared, (slopes, self.uncommon_weight))
+        common = add_comparison_of_pairs(student, teacher, *arguments, (slopes, self.uncommon_weight))
         return self.common_weight * common + self.uncommon_weight * difference.abs().sum(-1)
 
     def _common(self, log_q: _Split, log_p: _Split) -> Tensor:
@@ -232,40 +232,40 @@ class _PairedDivergence:
 
 
 def _cells_per_unit(inputs: ChunkInputs, compare: _PairedDivergence) -> int:
-    """Count fp32 numbers alive per unit at the peak of a chunk."""
+    """Count fp32 numbers per unit at the memory peak of a block."""
     pairs, ranks = compare.pairs, compare.num_ranks
-    num_left = 0 if compare.shares is None else len(compare.shares.pairs)
-    others = 5 * (len(pairs.student_rest) + num_left) + 3 * len(pairs.teacher_rest)
+    num_learned = 0 if compare.shares is None else len(compare.shares.pairs)
+    unpaired = 5 * (len(pairs.student_rest) + num_learned) + 3 * len(pairs.teacher_rest)
     tails = min(len(pairs.student_rest), ranks) + min(len(pairs.teacher_rest), ranks)
-    return 6 * inputs.student_size + 4 * inputs.teacher_size + others + 10 * len(pairs) + 6 * tails
+    return 6 * inputs.student_size + 4 * inputs.teacher_size + unpaired + 10 * len(pairs) + 6 * tails
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Log-probabilities of a whole vocabulary, apart."""
+    """Log-probabilities of a vocabulary, split into paired and unpaired tokens."""
 
     paired: Tensor
     """[U, X]"""
-    others: Tensor
+    unpaired: Tensor
     """[U, V − X]"""
-    left: Tensor | None = None
-    """[U, m]: what the tokens of learned pairs do not give to their cells; None: no pair is learned."""
+    remainder: Tensor | None = None
+    """[U, m]: mass that tokens of learned pairs do not give to their pair, or None if no pair is learned."""
 
     @staticmethod
-    def of(log_p: Tensor, paired: Tensor, others: Tensor, shares: LearnedShares | None = None) -> _Split:
-        of_pairs, left = log_p.index_select(1, paired), None
+    def of(log_p: Tensor, paired: Tensor, unpaired: Tensor, shares: LearnedShares | None = None) -> _Split:
+        paired_log_p, remainder = log_p.index_select(1, paired), None
         if shares is not None:
-            of_pairs, left = shares.split(of_pairs)
-        return _Split(of_pairs, log_p.index_select(1, others), left)
+            paired_log_p, remainder = shares.split(paired_log_p)
+        return _Split(paired_log_p, log_p.index_select(1, unpaired), remainder)
 
     @property
     def rest(self) -> Tensor | None:
-        """[U, 1]: of what is in no cell of a pair; None: there is none."""
-        return log_rest(self.others if self.left is None else torch.cat([self.others, self.left], 1))
+        """Log-mass outside the pairs [U, 1], or None if every token is in a pair."""
+        return log_rest(self.unpaired if self.remainder is None else torch.cat([self.unpaired, self.remainder], 1))
 
     def largest(self, top_k: int) -> Tensor:
-        """Return the probabilities of the likeliest others [U, min(top_k, V − X)], in descending order."""
-        return self.others.topk(min(top_k, self.others.shape[-1]), dim=-1).values.exp()
+        """Return the probabilities of the likeliest unpaired tokens [U, min(top_k, V − X)], in descending order."""
+        return self.unpaired.topk(min(top_k, self.unpaired.shape[-1]), dim=-1).values.exp()
 
 
 def _by_rank(q: Tensor, p: Tensor) -> Tensor:
@@ -274,10 +274,10 @@ def _by_rank(q: Tensor, p: Tensor) -> Tensor:
     return F.pad(p, (0, num_ranks - p.shape[-1])) - F.pad(q, (0, num_ranks - q.shape[-1]))
 
 
-def _largest(rows: UnitRows, others: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Find the likeliest of some tokens, int64 [Y]: probabilities in descending order, and ids, [U, min(top_k, Y)]."""
-    largest = rows.taken().index_select(1, others).topk(min(top_k, len(others)), dim=-1)
-    return (largest.values - _log_sum(rows)).exp().to(largest.values.dtype), others[largest.indices]
+def _largest(rows: UnitRows, tokens: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return probabilities, in descending order, and ids of the likeliest of `tokens` [Y]: [U, min(top_k, Y)] each."""
+    largest = rows.taken().index_select(1, tokens).topk(min(top_k, len(tokens)), dim=-1)
+    return (largest.values - _log_sum(rows)).exp().to(largest.values.dtype), tokens[largest.indices]
 
 
 @fused

@@ -1,4 +1,4 @@
-"""gold on more pairs: those that a projection matches with most of a row's weight (methods.md §5.5)."""
+"""gold on relaxed pairs, which hold most of a projection row's weight (methods.md §5.5)."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def h_kl(
 ) -> PlannedLoss:
     """Compute `gold` on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6, and `kd` (methods.md §5.5).
 
-    Arguments are those of `gold`. Of the student tokens that claim one teacher token an exact row wins, then the higher
-    weight, then the lower id. projection: a `LearnedProjection` gets a gradient too; pairs are those of R₀, and the
-    student token of a learned row gives its pair's cell R_st p_s, and the rest cell the remaining (1 − R_st) p_s
-    (methods.md §2.8). Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a
-    projection without such pairs, or a learned one without a row in one.
+    Arguments as for `gold`. If several student tokens claim a teacher token, an exact row wins, then the higher weight,
+    then the lower id. A `LearnedProjection` as `projection` gets a gradient too: its pairs come from R₀, and the
+    student token of a learned row gives R_st p_s to its pair's cell and (1 − R_st) p_s to the rest cell (methods.md
+    §2.8). Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection
+    without such pairs, or if no learned row is in a pair.
     """
     inputs = ChunkInputs.of(
         student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared

@@ -1,4 +1,4 @@
-"""Importance weights: how much units count that another policy sampled (methods.md §11)."""
+"""Importance weights of units sampled by another policy (methods.md §11)."""
 
 from __future__ import annotations
 
@@ -20,40 +20,42 @@ from nemo_opd.types import EffectiveShare, Max, Mean, Metric
 
 _LEVELS = ("token", "sequence")
 NUM_READINGS = 3
-"""Readings of each unit: its weight π_train / π_behaviour, the weight that counts, and whether that one is smaller."""
+"""Readings per unit: weight π_train / π_behaviour, the weight after cap and veto, and whether the cap applies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Importance:
-    """Bounds of the weights π_train / π_behaviour, and the condition for dropping a sequence."""
+    """Cap of the weights π_train / π_behaviour, and condition for dropping sequences."""
 
     level: str = "token"
-    """One of _LEVELS: the weight of each unit, or the product over all sampled tokens of its sequence."""
+    """One of _LEVELS. token: each unit's weight; sequence: the product over all sampled tokens of its sequence."""
     cap: float | None = None
-    """Upper bound of a weight; None: no bound."""
+    """Upper bound of a weight, or None for no bound."""
     veto: float | None = None
-    """A sequence with a token of a smaller weight counts for nothing; None: none is dropped."""
+    """Drop sequences that contain a token with a smaller weight. None drops no sequence."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an unknown level or bounds out of range."""
         if self.level not in _LEVELS:
-            raise ConfigError(f"importance_level={self.level!r}: there is no such level; choose from token, sequence")
+            raise ConfigError(f"importance_level={self.level!r} is unknown; choose from {', '.join(_LEVELS)}")
         if self.cap is not None and not self.cap > 0:
-            raise ConfigError(f"importance_cap={self.cap}: weights are cut at it; give a number above 0, or none")
+            raise ConfigError(
+                f"importance_cap={self.cap} cannot bound positive weights; give a number above 0, or None"
+            )
         if self.veto is not None and not 0 < self.veto < 1:
             raise ConfigError(
-                f"importance_veto={self.veto}: it is the smallest weight of a token that is believed; give a number "
-                "between 0 and 1, or none"
+                f"importance_veto={self.veto} cannot bound token weights from below; give a number between 0 and 1, "
+                "or None"
             )
 
     def of_sequences(
         self, student: TrainableRows, *, ids: Tensor, mask: Tensor, behaviour: Tensor | None, vocab_size: int
     ) -> SequenceImportance | None:
-        """Compute weights and vetoes of whole sequences; None if the settings need neither.
+        """Compute weights and vetoes of sequences, or return None if the settings need neither.
 
-        ids, mask [B, S]: token i counts, by the logits at i−1, of which there may be further positions; behaviour
-        [B, S]: its log-probability by the policy that sampled it; None: by this model. One forward product with the
-        head more, without a gradient. Communicates as losses of the same rows do.
+        ids, mask [B, S]: token i counts by the logits at i−1; the logits may have more positions. behaviour [B, S]:
+        each token's log-probability under the policy that sampled it, or None for this model. Costs one more forward
+        product with the head, without a gradient. Communicates as losses of the same rows do.
         """
         if behaviour is None or (self.level == "token" and self.veto is None):
             return None
@@ -61,55 +63,55 @@ class Importance:
         targets = next_tokens(ids, rows).long()
         width, num_sequences = mask.shape[1], len(ids)
 
-        def of_rows(rows: Tensor) -> list[Tensor]:
+        def find_sequences(rows: Tensor) -> list[Tensor]:
             sequences = rows // width
             return [sequences, torch.bincount(sequences, minlength=num_sequences) > 0]
 
-        sequences, is_sampled = planned(of_rows, rows)
+        sequences, is_sampled = planned(find_sequences, rows)
         student_rows = sequences * student.shape[1] + rows % width
-        own = _log_likelihoods(student, student_rows, targets, vocab_size)
-        weights = own - next_tokens(behaviour, rows)
-        smallest = weights.new_full((num_sequences,), math.inf).scatter_reduce(0, sequences, weights, "amin")
+        log_p = _log_likelihoods(student, student_rows, targets, vocab_size)
+        log_weights = log_p - next_tokens(behaviour, rows)
+        smallest = log_weights.new_full((num_sequences,), math.inf).scatter_reduce(0, sequences, log_weights, "amin")
         is_vetoed = smallest < (-math.inf if self.veto is None else math.log(self.veto))
         return SequenceImportance(
-            weights.new_zeros(num_sequences).index_add(0, sequences, weights),
+            log_weights.new_zeros(num_sequences).index_add(0, sequences, log_weights),
             is_vetoed,
             is_sampled,
         )
 
     def applied(
-        self, own: Tensor, proximal: Tensor, behaviour: Tensor, sequences: SequenceImportance | None, units: Tensor
+        self, current: Tensor, proximal: Tensor, behaviour: Tensor, sequences: SequenceImportance | None, units: Tensor
     ) -> Weighted:
-        """Return the weights of units from their log-probabilities [u], without a gradient.
+        """Compute the weights of units from their log-probabilities [u], without a gradient.
 
-        own: by the model as it is; proximal: by the one that the clipped ratio refers to; behaviour: by the policy that
-        sampled. units: int64 [u], the sequence of each. The factor goes before r = exp(own − proximal) or its clipped
-        form.
+        current: under the current model; proximal: under the reference model of the clipped ratio; behaviour: under the
+        sampling policy. units: int64 [u], each unit's sequence. The returned factor multiplies r = exp(current −
+        proximal) or its clipped form.
         """
-        is_whole = self.level == "sequence" and sequences is not None
-        log_weight = own - behaviour
-        if is_whole:
+        is_per_sequence = self.level == "sequence" and sequences is not None
+        log_weight = current - behaviour
+        if is_per_sequence:
             assert sequences is not None
-            log_weight = sequences.log_weight.index_select(0, units).to(own.dtype)
+            log_weight = sequences.log_weight.index_select(0, units).to(current.dtype)
         limit = math.inf if self.cap is None else math.log(self.cap)
         log_used = _bounded(log_weight.clamp(max=limit))
-        if is_whole:
-            log_factor = log_used - (own - proximal)
+        if is_per_sequence:
+            log_factor = log_used - (current - proximal)
         else:
-            # Exactly 0 where nothing is warped and nothing cut: own cancels out of a token's own weight.
+            # `current` cancels, so this is exactly 0 if sampling was not warped and the cap does not apply.
             log_factor = proximal - behaviour
             if self.cap is not None:
                 log_factor = log_factor - (log_weight - limit).clamp(min=0)
         factor = _bounded(log_factor).exp()
         used = log_used.exp()
         if sequences is not None:
-            is_kept = ~sequences.is_vetoed.index_select(0, units)
-            factor, used = factor * is_kept, used * is_kept
-        of_unit = _bounded(own - behaviour).exp()
-        return Weighted(factor, of_unit, _bounded(log_weight).exp(), used, log_weight > limit)
+            is_accepted = ~sequences.is_vetoed.index_select(0, units)
+            factor, used = factor * is_accepted, used * is_accepted
+        unit_weight = _bounded(current - behaviour).exp()
+        return Weighted(factor, unit_weight, _bounded(log_weight).exp(), used, log_weight > limit)
 
     def metrics(self, readings: Tensor, sequences: SequenceImportance | None) -> dict[str, Metric]:
-        """Return metrics of all units from their readings [NUM_READINGS, U] in float64."""
+        """Compute metrics of all units from their readings, float64 [NUM_READINGS, U]."""
         weight, used, is_truncated = readings
         count = len(weight)
         metrics: dict[str, Metric] = {
@@ -126,14 +128,14 @@ class Importance:
 
 @dataclass(frozen=True, slots=True)
 class SequenceImportance:
-    """The weights of sequences, over all their sampled tokens."""
+    """Importance weights of sequences over all their sampled tokens."""
 
     log_weight: Tensor
-    """[B]: of the product of the tokens' weights."""
+    """[B]: log of the product of the tokens' weights."""
     is_vetoed: Tensor
-    """bool [B]"""
+    """bool [B]: the sequence is dropped."""
     is_sampled: Tensor
-    """bool [B]: it has tokens that count."""
+    """bool [B]: the sequence has tokens that count."""
 
     def vetoed_fraction(self) -> Mean:
         return Mean((self.is_vetoed & self.is_sampled).sum(), self.is_sampled.sum())
@@ -141,42 +143,42 @@ class SequenceImportance:
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """Weights of units; all [u]."""
+    """Weights of units, all [u]."""
 
     factor: Tensor
-    """Factor of the clipped ratio, which has π_train / π_old itself."""
-    of_unit: Tensor
-    """π_train / π_behaviour of each unit, before any cut."""
+    """Factor of the clipped ratio; that ratio already contains π_train / π_old."""
+    unit_weight: Tensor
+    """π_train / π_behaviour of the unit itself, before cap and veto."""
     weight: Tensor
-    """π_train / π_behaviour of the unit or its sequence."""
+    """π_train / π_behaviour of the unit or of its sequence, as `level` says."""
     used: Tensor
-    """The weight that counts: cut, and 0 for a sequence that was dropped. Factor of a loss without a ratio."""
+    """The weight after cap and veto, 0 for dropped sequences. Factor of a loss without a ratio."""
     is_truncated: Tensor
-    """bool"""
+    """bool: the cap applies."""
 
     def readings(self) -> Tensor:
-        """Return the readings [u, NUM_READINGS]."""
+        """Stack the readings [u, NUM_READINGS]."""
         return torch.stack([self.weight, self.used, self.is_truncated.to(self.weight.dtype)], 1)
 
 
 def _bounded(log_weight: Tensor) -> Tensor:
-    """Cut at ±`LARGEST_LOG_RATIO`, so that a loss can be made of its exponential."""
+    """Clamp to ±`LARGEST_LOG_RATIO`, so that the exponential stays usable in a loss."""
     return log_weight.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def _log_likelihoods(student: TrainableRows, rows: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Compute log p of targets [U] by rows [U] of the student's [B·S, V], float64 [U], now and without a gradient."""
-    found: list[Tensor] = []
+    """Compute log p of targets [U] from logit rows [U] of [B·S, V], immediately and without a gradient: float64 [U]."""
+    result: list[Tensor] = []
 
     def read(logits: Tensor, part: slice) -> Tensor:
         log_p = logits.log_softmax(-1)
         return log_p.gather(1, targets[part].unsqueeze(1))
 
     def metrics_of(values: Tensor) -> dict[str, Metric]:
-        found.append(values[0])
+        result.append(values[0])
         return {}
 
     cells = unit_cells(len(rows), LIVE_COPIES * vocab_size)
     with torch.no_grad():
         plan_readings(student, rows, read, metrics_of, num_values=1, cells=cells, width=vocab_size).compute()
-    return found[0]
+    return result[0]

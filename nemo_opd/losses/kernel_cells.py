@@ -1,4 +1,4 @@
-"""The cells that losses of two vocabularies compare, as kernels read them; made once as long as their arrays live."""
+"""Compared cells of cross-tokenizer losses in the form that kernels read, cached while their arrays live."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ _REST = -1
 
 
 def covered_columns(projection: ProjectionMatrix, students: int, teachers: int, device: torch.device) -> CellMap:
-    """Return the teacher's tokens that a projection reaches as cells (methods.md §5.3)."""
+    """Return one cell per teacher token that a projection reaches (methods.md §5.3)."""
 
     def make() -> CellMap:
         tokens, columns, weights = entries_within(projection.indices, projection.weights, students, teachers)
-        every = np.arange(teachers)
-        of_teacher = Memberships(every, every, np.ones(teachers), teachers)
-        return cell_map(Memberships(tokens, columns, weights, students), of_teacher, device)
+        student = Memberships(tokens, columns, weights, students)
+        return cell_map(student, _one_cell_each(np.arange(teachers)), device)
 
     arrays = projection.indices, projection.weights
     return made_once(make, arrays, covered_columns, students, teachers, device)
@@ -40,10 +39,10 @@ def common_cells(
     teachers: int,
     device: torch.device,
 ) -> CellMap:
-    """Return the cells of maps token → cell that both sides have tokens in (methods.md §5.8)."""
+    """Return the cells of maps token → cell that have tokens of both sides (methods.md §5.8)."""
 
     def make() -> CellMap:
-        return cell_map(_all(student_cells[:students]), _all(teacher_cells[:teachers]), device)
+        return cell_map(_one_cell_each(student_cells[:students]), _one_cell_each(teacher_cells[:teachers]), device)
 
     return made_once(make, (student_cells, teacher_cells), common_cells, students, teachers, device)
 
@@ -51,20 +50,21 @@ def common_cells(
 def pairs_and_rest(
     projection: ProjectionMatrix, students: int, teachers: int, device: torch.device, *, has_rest: bool
 ) -> CellMap:
-    """Return the exact pairs as cells, and maybe one for all other tokens (methods.md §5.6)."""
+    """Return one cell per exact pair, and with has_rest one for all other tokens (methods.md §5.6)."""
 
     def make() -> CellMap:
-        own, others = pairs_within(projection, students, teachers)
-        of_student, of_teacher = np.full(students, _REST), np.full(teachers, _REST)
-        of_student[own] = of_teacher[others] = np.arange(len(own))
-        student, teacher = _all(of_student), _all(of_teacher)
+        student_ids, teacher_ids = pairs_within(projection, students, teachers)
+        student_cells, teacher_cells = np.full(students, _REST), np.full(teachers, _REST)
+        student_cells[student_ids] = teacher_cells[teacher_ids] = np.arange(len(student_ids))
+        student, teacher = _one_cell_each(student_cells), _one_cell_each(teacher_cells)
         if not has_rest:
-            student, teacher = (side.within(np.arange(len(own))) for side in (student, teacher))
+            student, teacher = (side.within(np.arange(len(student_ids))) for side in (student, teacher))
         return cell_map(student, teacher, device)
 
     arrays = projection.indices, projection.weights, projection.exact
     return made_once(make, arrays, pairs_and_rest, students, teachers, device, has_rest)
 
 
-def _all(cells: NDArray[np.int64] | NDArray[np.int32]) -> Memberships:
+def _one_cell_each(cells: NDArray[np.int64] | NDArray[np.int32]) -> Memberships:
+    """Build memberships from a map token → cell, each with weight 1."""
     return Memberships(np.arange(len(cells)), cells.astype(np.int64), np.ones(len(cells)), len(cells))

@@ -1,4 +1,4 @@
-"""Arguments and positions of losses that compare both sides at every scored token of one tokenizer."""
+"""Arguments and positions of losses at every scored token, for teachers with the student's tokenizer."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from nemo_opd.losses.truncated import require_whole
 
 
 class TokenArguments(TypedDict, total=False):
-    """Arguments that every loss of scored tokens takes after its logits [B, ≥ S, ≥ V] and [B, S, ≥ V], unshifted."""
+    """Arguments of every token loss besides its unshifted logits [B, ≥ S, ≥ V] and [B, S, ≥ V]."""
 
     mask: Required[Tensor]
-    """[B, S]: token i is scored, by the logits at i−1, so token 0 never counts."""
+    """[B, S]: token i is scored by the logits at i−1, so token 0 never counts."""
     sequence_weights: Tensor | None
-    """[B]: factor of each sequence's tokens in the sum; those of weight 0 are left out. By default 1."""
+    """[B]: weight of each sequence's tokens, by default 1. Sequences of weight 0 are skipped."""
     normalizer: float | None
-    """Scored tokens of the global batch, by which the sum is divided; by default those of this call."""
+    """Divisor of the sum: scored tokens of the global batch; by default the scored tokens of this call."""
     student_vocab_size: int | None
-    """Leading columns that are the vocabulary, cut before any softmax; by default those of the narrower head."""
+    """Vocabulary size to which logits are cut before any softmax; by default the width of the narrower head."""
     teacher_vocab_size: int | None
-    """The same number."""
+    """Must equal `student_vocab_size` if both are set."""
     chunk_size: int | None
     """Positions computed at a time; by default as many as fit a byte budget."""
 
@@ -41,15 +41,15 @@ class LabelPositions:
     teacher: LogitRows
     """[B, S, ≥ V]"""
     size: int
-    """V: leading columns of both heads that are the vocabulary."""
+    """V: leading columns of both heads that belong to the vocabulary."""
     rows: Tensor
-    """int64 [U]: indices into [B·S], of sequences with a weight other than 0; the teacher's rows."""
+    """int64 [U]: the teacher's rows, indices into [B·S], of sequences with nonzero weight."""
     student_rows: Tensor
-    """int64 [U]: the same of the student, which may have further positions."""
+    """int64 [U]: the student's rows; its logits may have more positions."""
     sequences: Tensor
-    """int64 [U]: the sequence b of each."""
+    """int64 [U]: each token's sequence b."""
     weights: Tensor | None
-    """[U]: those of the sequences; None: all 1."""
+    """Each token's sequence weight [U], or None if all are 1."""
     normalizer: float | None
     chunk_size: int | None
 
@@ -68,7 +68,7 @@ class LabelPositions:
     ) -> LabelPositions:
         """Find the scored tokens in a mask [B, S].
 
-        Raises ConfigError for shapes or sizes that do not fit, and for a truncated teacher unless it can be taken.
+        Raises ConfigError for shapes or sizes that do not fit, or a truncated teacher unless `takes_truncated`.
         """
         student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
         if not takes_truncated:
@@ -81,13 +81,15 @@ class LabelPositions:
         size = shared_columns(student.shape[-1], columns, student_vocab_size, teacher_vocab_size)
         teacher = teacher.cut(size)
         rows, weights = weighted_label_rows(mask, sequence_weights)
-        ours, theirs = student.shape[1], mask.shape[1]
-        sequences, student_rows = planned(lambda rows: [rows // theirs, rows // theirs * ours + rows % theirs], rows)
+        student_width, width = student.shape[1], mask.shape[1]
+        sequences, student_rows = planned(
+            lambda rows: [rows // width, rows // width * student_width + rows % width], rows
+        )
         return LabelPositions(student, teacher, size, rows, student_rows, sequences, weights, normalizer, chunk_size)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def teacher_ahead(self) -> ReadAhead:
-        """Return a reader of the teacher's logits, block by block: [u, V], [u, V + 1] of a truncated one."""
+        """Return a block-by-block reader of the teacher's logits: [u, V], or [u, V + 1] if truncated."""
         return ReadAhead(self.teacher, self.rows, self.size + self.teacher.is_truncated)

@@ -1,4 +1,4 @@
-"""A projection whose weights are learned with the student (methods.md §2.8)."""
+"""Projection with weights learned together with the student (methods.md §2.8)."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 NOTHING_PAIRED = (
-    "no row of the projection that has several entries is in a pair of h_kl (a tokenizer's exact tokens come first), "
-    "so there is nothing to learn"
+    "no row of the projection with several entries is in a pair of h_kl (exact tokens take precedence), so there is "
+    "nothing to learn"
 )
 
 
 def learnable_rows(matrix: ProjectionMatrix) -> NDArray[np.int64]:
-    """Return the student tokens, ascending, whose rows have several entries with weight: int64 [R]."""
+    """Return the student tokens whose rows have several nonzero entries: int64 [R], ascending."""
     return np.flatnonzero((matrix.weights > 0).sum(axis=1) > 1)
 
 
 def learnable_pairs(matrix: ProjectionMatrix, pairs: TokenPairs) -> NDArray[np.int64]:
-    """Return which pairs, ascending, have a student token whose row is learnable: int64 [m]."""
+    """Return the indices of pairs whose student token has a learnable row: int64 [m], ascending."""
     return np.flatnonzero(np.isin(pairs.student.cpu().numpy(), learnable_rows(matrix)))
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedShares:
-    """The shares that student tokens of learned rows give to the cells of their pairs (methods.md §2.8)."""
+    """Shares of their mass that student tokens of learned rows give to their pairs' cells (methods.md §2.8)."""
 
     pairs: Tensor
-    """int64 [m]: places among the pairs, ascending."""
+    """int64 [m]: indices of the learned pairs, ascending."""
     log_shares: Tensor
     """float64 [2, m]: log R_st and log(1 − R_st), with a gradient."""
 
     def split(self, log_p: Tensor) -> tuple[Tensor, Tensor]:
-        """Part log-probabilities of the pairs' student tokens [U, X] into those of the cells, and the rest's [U, m]."""
-        given, left = self.log_shares.to(log_p.dtype)
+        """Split the pairs' student log-probabilities [U, X] into log-masses of cells [U, X] and a remainder [U, m]."""
+        log_share, log_remainder = self.log_shares.to(log_p.dtype)
         learned = log_p.index_select(1, self.pairs)
-        return log_p.index_copy(1, self.pairs, learned + given), learned + left
+        return log_p.index_copy(1, self.pairs, learned + log_share), learned + log_remainder
 
 
 class LearnedProjection(nn.Module):
-    """R = row-softmax(log R₀ + Δ) on the entries of R₀, for `p_kl` or `h_kl` in place of a matrix (methods.md §2.8).
+    """Learned projection R = row-softmax(log R₀ + Δ) on the entries of R₀, for `p_kl` or `h_kl` (methods.md §2.8).
 
-    Rows of one entry, exact ones among them, stay as they are; Δ = 0 is R₀. After `p_kl(…).loss.backward()`,
-    `delta.grad` is the gradient of that loss, of this rank's units alone.
+    Rows of one entry, which include exact rows, stay fixed; Δ = 0 gives R₀. After `p_kl(…).loss.backward()`,
+    `delta.grad` is the gradient over this rank's units only.
     """
 
     def __init__(self, matrix: ProjectionMatrix) -> None:
-        """Raise ProjectionError for a matrix R₀ without a row of several entries, in which nothing can be learned."""
+        """Start from a matrix R₀. Raises ProjectionError if no row has several entries, as nothing can be learned."""
         super().__init__()
         self.start = matrix
         """R₀"""
         self.rows = learnable_rows(matrix)
-        """[R]: student tokens whose rows are learned, ascending."""
+        """[R]: student tokens with learned rows, ascending."""
         if not len(self.rows):
             raise ProjectionError(
                 "no row of the projection has several entries, so there is nothing to learn; use it as it is, or build "
@@ -72,10 +72,10 @@ class LearnedProjection(nn.Module):
         with np.errstate(divide="ignore"):
             log_weights = torch.from_numpy(np.log(matrix.weights[self.rows].astype(np.float64)))
         self.log_start: Tensor
-        """float64 [R, K]: log R₀; −inf where there is no entry."""
+        """float64 [R, K]: log R₀; −inf in slots without an entry."""
         self.register_buffer("log_start", log_weights, persistent=False)
         self.delta = nn.Parameter(torch.zeros(log_weights.shape, dtype=torch.float32))
-        """Δ [R, K]; without meaning where there is no entry."""
+        """Δ [R, K]; meaningless in slots without an entry."""
 
     @property
     def student_vocab_size(self) -> int:
@@ -90,7 +90,7 @@ class LearnedProjection(nn.Module):
         return (self.log_start + self.delta).log_softmax(-1)
 
     def sparse(self, student_vocab_size: int, teacher_vocab_size: int, device: torch.device) -> SparseProjection:
-        """Cut R to the given sizes on `device`; its block's weights have a gradient. Raises ProjectionError as R₀."""
+        """Cut R to the given sizes on `device`; its weights have a gradient. Raises ProjectionError as for R₀."""
         sizes = student_vocab_size, teacher_vocab_size
         start = SparseProjection.of(self.start, *sizes, device)
         cells, entries = self._learned_cells(start, *sizes, device)
@@ -99,18 +99,18 @@ class LearnedProjection(nn.Module):
         return replace(start, block=block)
 
     def shares(self, pairs: TokenPairs) -> LearnedShares:
-        """Return the shares of those of the pairs of R₀ whose rows are learned; they have a gradient.
+        """Return the shares of pairs with learned rows, with a gradient. pairs: of R₀.
 
-        Raises ProjectionError where there is none.
+        Raises ProjectionError if no pair has a learned row.
         """
         places, rows, slots = self._learned_pairs(pairs)
         log_weights = self.log_weights().to(places.device).index_select(0, rows)
-        given = log_weights.gather(1, slots)
-        left = log_weights.scatter(1, slots, -torch.inf).logsumexp(1, keepdim=True)
-        return LearnedShares(places, torch.cat([given, left], 1).T)
+        log_shares = log_weights.gather(1, slots)
+        log_remainders = log_weights.scatter(1, slots, -torch.inf).logsumexp(1, keepdim=True)
+        return LearnedShares(places, torch.cat([log_shares, log_remainders], 1).T)
 
     def _learned_pairs(self, pairs: TokenPairs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the pairs that are learned, int64 [m], and the row [m] and the slot [m, 1] of each in Δ."""
+        """Return the indices of learned pairs, int64 [m], and each one's row [m] and slot [m, 1] in Δ."""
         indices, weights, device = self.start.indices, self.start.weights, pairs.student.device
 
         def make() -> tuple[Tensor, Tensor, Tensor]:
@@ -125,15 +125,15 @@ class LearnedProjection(nn.Module):
             )
 
         sizes = len(pairs.place), len(pairs) + len(pairs.teacher_rest)
-        found = made_once(make, (indices, weights), LearnedShares, *sizes, device)
-        if not len(found[0]):
+        places, rows, slots = made_once(make, (indices, weights), LearnedShares, *sizes, device)
+        if not len(places):
             raise ProjectionError(f"{NOTHING_PAIRED}; use it as it is, or use p_kl, which learns every row")
-        return found
+        return places, rows, slots
 
     def _learned_cells(
         self, sparse: SparseProjection, students: int, teachers: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return the cells of the block that are learned, and the place of each in [R · K]: int64 [m] each."""
+        """Return the block's cells with learned weights and each one's index into [R · K]: int64 [m] each."""
         indices, weights = self.start.indices, self.start.weights
 
         def make() -> tuple[Tensor, Tensor]:
@@ -141,20 +141,20 @@ class LearnedProjection(nn.Module):
             row = np.full(len(indices), -1)
             row[self.rows] = np.arange(len(self.rows))
             place = np.where(row[student] >= 0, row[student] * indices.shape[1] + slot, -1)
-            of_cells = np.append(place, -1)[sparse.block.entry.cpu().numpy()]
-            cells = np.flatnonzero(of_cells >= 0)
-            return torch.from_numpy(cells).to(device), torch.from_numpy(of_cells[cells]).to(device)
+            cell_place = np.append(place, -1)[sparse.block.entry.cpu().numpy()]
+            cells = np.flatnonzero(cell_place >= 0)
+            return torch.from_numpy(cells).to(device), torch.from_numpy(cell_place[cells]).to(device)
 
         return made_once(make, (indices, weights), LearnedProjection, students, teachers, device)
 
     @torch.no_grad()
     def moved(self) -> Tensor:
-        """Return how far each row is from R₀: ½ Σ |R − R₀|, the share of its weight that has moved, float64 [R]."""
+        """Return the share of each row's weight that has moved from R₀, ½ Σ |R − R₀|: float64 [R]."""
         return (self.log_weights().exp() - self.log_start.softmax(-1)).abs().sum(-1) / 2
 
     @torch.no_grad()
     def matrix(self) -> ProjectionMatrix:
-        """Return R as a matrix, with the maps of R₀."""
+        """Return R as a matrix that keeps the maps of R₀."""
         weights = self.start.weights.copy()
         weights[self.rows] = self.log_weights().exp().cpu().numpy()
         return self.start.with_weights(weights)

@@ -1,4 +1,4 @@
-"""Objects that losses derive from the arrays of a projection, kept as long as the arrays live."""
+"""Cache of objects derived from a projection's arrays, kept while the arrays live."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-_Made = TypeVar("_Made")
+_Object = TypeVar("_Object")
 
-_made: dict[tuple[Hashable, ...], Any] = {}
+_cache: dict[tuple[Hashable, ...], Any] = {}
 
 
-def made_once(make: Callable[[], _Made], arrays: Sequence[NDArray[np.generic]], *key: Hashable) -> _Made:
-    """Return the result of `make`, one object for the same arrays and key; `key` names the object and its inputs."""
+def made_once(make: Callable[[], _Object], arrays: Sequence[NDArray[np.generic]], *key: Hashable) -> _Object:
+    """Call `make` once per arrays and key; `key` identifies the object and its other inputs."""
     full_key = (*key, *map(id, arrays))
-    if full_key not in _made:
-        _made[full_key] = make()
-        for array in arrays:  # An id is used again once its array is gone.
-            weakref.finalize(array, _made.pop, full_key, None)
-    return _made[full_key]
+    if full_key not in _cache:
+        _cache[full_key] = make()
+        for array in arrays:  # An id may be reused once its array is gone.
+            weakref.finalize(array, _cache.pop, full_key, None)
+    return _cache[full_key]

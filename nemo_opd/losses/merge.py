@@ -1,4 +1,4 @@
-"""Positions of an aligned chunk that a loss compares, and how several are merged (methods.md §5.2)."""
+"""Compared positions of an aligned chunk, and merging of several positions (methods.md §5.2)."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from nemo_opd.losses.truncated import require_whole
 
 _MERGES = ("first", "mean", "observed")
 _LIVE_COPIES = 5
-"""Tensors of the size of a chunk's positions alive before the positions of a unit are one."""
+"""Tensors of the size of a block's positions that are alive before positions are merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Merge of a chunk's positions."""
+    """Rule that merges a chunk's positions."""
 
     kind: str
-    """One of _MERGES. first: the chunk's first position on either side. For parity with other systems: mean, of all its
-    positions; observed, the first position's distribution times the probabilities of the tokens that follow in it.
+    """One of _MERGES. first: each side's first position of the chunk. For parity with other systems: mean, over all
+    positions; observed, the first position's distribution times the probabilities of the chunk's later tokens.
     """
     arithmetic_student: bool = False
-    """mean: of the student's probabilities instead of their logarithms. The teacher's mean is geometric."""
+    """mean: average the student's probabilities instead of their logarithms. The teacher's mean is geometric."""
     teacher_columns: Tensor | None = None
-    """int64 [X]: those of the teacher's vocabulary that are compared, and normalised before they are merged; None: all.
-    Not with first, which does not normalise.
+    """int64 [X]: compared columns of the teacher, normalised before merging, or None for all. Not with first, which
+    does not normalise.
     """
 
     def __post_init__(self) -> None:
         if self.kind not in _MERGES:
-            raise ConfigError(f"merge={self.kind!r}: there is no such merge; choose from {', '.join(_MERGES)}")
+            raise ConfigError(f"merge={self.kind!r} is unknown; choose from {', '.join(_MERGES)}")
 
     def term(
         self,
@@ -47,12 +47,12 @@ class Merge:
         compare_onto: CompareOnto | None = None,
         on_cells: OnCells | None = None,
     ) -> Term:
-        """Make `first_position_term`, or the like for merged positions.
+        """Build `first_position_term`, or its equivalent for merged positions.
 
-        compare then takes logarithms of merged probabilities, [u, V] and [u, W or X], which sum to 1 at most.
+        For merged positions `compare` takes log-probabilities [u, V] and [u, W or X] with sums of at most 1.
         """
         if self.kind == "first":
-            if inputs.is_truncated:  # Its rest is known to `compare` alone.
+            if inputs.is_truncated:  # Only `compare` handles a truncated teacher.
                 compare_onto = on_cells = None
             return first_position_term(
                 inputs, compare, cells_per_unit=cells_per_unit, compare_onto=compare_onto, on_cells=on_cells
@@ -61,7 +61,7 @@ class Merge:
         return self._merged_term(inputs, compare, cells_per_unit=cells_per_unit)
 
     def teacher_rows(self, inputs: ChunkInputs) -> Tensor:
-        """Return the rows of [B·T] that are compared: int64 [R]."""
+        """Return the compared teacher rows: int64 [R], indices into [B·T]."""
         if self.kind == "first":
             return inputs.units.teacher_rows
         return ChunkPositions.of(inputs.units.teacher_rows, inputs.units.teacher_lengths).rows
@@ -81,26 +81,26 @@ class Merge:
             log_p = self._merged(student, over(student_logits, temperature), inputs.student_ids, part, arithmetic)
             return compare(log_p, log_q, part)
 
-        of_student = (student.offsets, _LIVE_COPIES * inputs.student_size)
-        of_teacher = (teacher.offsets, _LIVE_COPIES * inputs.teacher_size)
-        cells = unit_cells(len(units), cells_per_unit, of_student, of_teacher)
+        student_cells = (student.offsets, _LIVE_COPIES * inputs.student_size)
+        teacher_cells = (teacher.offsets, _LIVE_COPIES * inputs.teacher_size)
+        cells = unit_cells(len(units), cells_per_unit, student_cells, teacher_cells)
         term = inputs.term(student.rows, loss_of, cells, student.offsets, ahead=ahead)
         return term.times(temperature**2)
 
     def _merged(
         self, positions: ChunkPositions, logits: Tensor, ids: Tensor, part: slice, arithmetic: bool = False
     ) -> Tensor:
-        """Merge logits/τ [R, X] of a part's positions into the logarithm of one distribution a unit, [u, X]."""
+        """Merge logits/τ [R, X] of a part's positions into one log-distribution per unit, [u, X]."""
         log_p = logits.log_softmax(-1)
         if self.kind == "observed":
-            return _times_observed(positions, log_p, ids, part)
+            return _observed_product(positions, log_p, ids, part)
         if not arithmetic:
             return positions.mean(log_p, part)
         return positions.log_sum_exp(log_p, part) - positions.lengths[part].to(log_p.dtype).log().unsqueeze(1)
 
 
-def _times_observed(positions: ChunkPositions, log_p: Tensor, ids: Tensor, part: slice) -> Tensor:
-    """Compute log of p_1 · Π_{j>1} p_j(x_j): [R, X] → [u, X]."""
+def _observed_product(positions: ChunkPositions, log_p: Tensor, ids: Tensor, part: slice) -> Tensor:
+    """Compute log(p_1 · Π_{j>1} p_j(x_j)): [R, X] → [u, X]."""
     span = positions.span(part)
     is_first = positions.place[span] == 0
     realised = next_tokens(ids, positions.rows[span]).long().unsqueeze(1)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 _TOP_K = 16
-"""Tokens of either side that are compared."""
+"""Compared tokens per side."""
 _LIVE_COPIES = 3
-"""Tensors of the size of a side's rows alive at a chunk's peak."""
+"""Tensors of the size of a side's rows that are alive at a block's memory peak."""
 
 
 def plan_overlap(
@@ -84,11 +84,11 @@ def plan_chunk_overlap(
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
 ) -> PlannedLoss:
-    """Plan `overlap` at the first positions of aligned chunks, where student tokens count as their exact partners.
+    """Plan `overlap` at the first positions of aligned chunks, replacing student tokens by their exact partners.
 
-    Tokens without one are in no overlap, so that 1 is not always within reach. images, bool [W]: teacher tokens whose
-    share of the probability is the metric `kd_mass`. Other arguments as of `p_kl`. Raises ConfigError for shapes or
-    sizes that do not fit, ProjectionError for a projection without exact pairs.
+    Tokens without a partner never match, so 1 may be out of reach. images, bool [W]: teacher tokens whose share of the
+    probability is the metric `kd_mass`. Other arguments as for `p_kl`. Raises ConfigError for shapes or sizes that do
+    not fit, ProjectionError for a projection without exact pairs.
     """
     inputs = ChunkInputs.of(
         student_logits,
@@ -128,14 +128,14 @@ def plan_chunk_overlap(
 
 
 def _on_device(images: NDArray[np.bool_], inputs: ChunkInputs) -> Tensor:
-    """Return 1 for teacher tokens with an image and 0 for others, [W, 1]."""
+    """Return 1 for teacher tokens with an image and 0 for tokens without, [W, 1]."""
     size, dtype, device = inputs.teacher_size, inputs.dtype, inputs.device
     key = (plan_chunk_overlap, size, dtype, device)
     return made_once(lambda: torch.from_numpy(images[:size]).to(device, dtype).unsqueeze(1), (images,), *key)
 
 
 def _shared(first: Tensor, second: Tensor) -> Tensor:
-    """Compute the share of the entries of a row that are in the other's as well: [U, k] and [U, k] → [U, 1]."""
+    """Compute the share of a row's entries that the other tensor's row also contains: [U, k] and [U, k] → [U, 1]."""
     return (first.unsqueeze(2) == second.unsqueeze(1)).any(2).double().mean(1, keepdim=True)
 
 

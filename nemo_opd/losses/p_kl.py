@@ -1,4 +1,4 @@
-"""The student on the teacher's vocabulary by a projection, at each chunk's first position (methods.md §5.3)."""
+"""Student projected onto the teacher's vocabulary, at each chunk's first position (methods.md §5.3)."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ def p_kl(
 ) -> PlannedLoss:
     """Compute τ² · Σ [divergence(q̂, p̂) − coverage_coef · log Σ p̃] over chunks / normalizer, and `kd` (methods.md §5.3).
 
-    p̃ = Rᵀp at the row before a chunk's first student token, q at the row before its first teacher token; q̂ and p̂ are
-    q and p̃ renormalised on the covered columns of R. vocab_topk: q̂ and p̂ are compared on the covered columns with
-    the largest teacher logits of this call and on one cell for the others, by default column by column. merge=mean, for
-    parity: p is the arithmetic and q the geometric mean over the rows of all tokens of a chunk; by default "first".
-    coverage_coef: by default 1. continuation_weight: factor of the chunk's `alm` term, where it has several tokens on a
-    side. projection: a `LearnedProjection` gets a gradient too. compat="nemo_rl": merge "mean", no coverage term, and
-    no cell but those of the vocab_topk columns, which are chosen over all of the teacher's positions and normalised
-    before the mean. Raises ConfigError for shapes, sizes or names that do not fit.
+    p̃ = Rᵀp at the row that predicts a chunk's first student token, q at the row that predicts its first teacher token;
+    q̂ and p̂ are q and p̃ renormalised on the covered columns of R. vocab_topk: compare the covered columns with the
+    largest teacher logits of this call, and all other covered columns as one cell; by default each column. merge: by
+    default "first"; "mean", for parity: p is the arithmetic and q the geometric mean over the rows of all tokens of a
+    chunk. coverage_coef: by default 1. continuation_weight: factor of the `alm` term of chunks with several tokens on a
+    side. A `LearnedProjection` as `projection` gets a gradient too. compat="nemo_rl": merge "mean", no coverage term,
+    no shared cell; the vocab_topk columns are chosen over all teacher positions and normalised before the mean. Raises
+    ConfigError for shapes, sizes or names that do not fit.
     """
     check_compat(compat, ("nemo_rl",))
-    how = Merge(fixed_by(compat, "merge", merge, "mean", "first"), arithmetic_student=True)
+    merging = Merge(fixed_by(compat, "merge", merge, "mean", "first"), arithmetic_student=True)
     coverage = fixed_by(compat, "coverage_coef", coverage_coef, 0.0, 1.0)
-    if how.kind == "observed":
-        raise ConfigError("merge=observed: p_kl compares distributions, which it is not; use first or mean")
+    if merging.kind == "observed":
+        raise ConfigError("merge=observed: p_kl needs a distribution, which it does not give; use first or mean")
     if vocab_topk is not None and vocab_topk < 1:
-        raise ConfigError(f"vocab_topk={vocab_topk}: it is a number of teacher tokens; give 1 or more, or none for all")
+        raise ConfigError(f"vocab_topk={vocab_topk} leaves no column to compare; give 1 or more, or None for all")
     if vocab_topk == 1 and compat == "nemo_rl":
         raise ConfigError(
-            "vocab_topk=1 with compat=nemo_rl: one column renormalised is 1 on both sides, and nothing is learned; "
+            "vocab_topk=1 with compat=nemo_rl: one renormalised column is 1 on both sides, and nothing is learned; "
             "give a larger number, or leave compat out"
         )
     inputs = ChunkInputs.of(
@@ -84,20 +84,20 @@ def p_kl(
         matrix, sparse = projection.start, projection.sparse(*sizes, inputs.device)
     else:
         matrix, sparse = projection, SparseProjection.of(projection, *sizes, inputs.device)
-    cells = _Cells.of(inputs, None if compat == "nemo_rl" else how, sparse.columns, vocab_topk)
+    cells = _Cells.of(inputs, None if compat == "nemo_rl" else merging, sparse.columns, vocab_topk)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         log_covered = sparse.log_project(student)
         uncovered = log_sum_exp(student) - log_sum_exp(log_covered)
         if inputs.is_truncated:
-            log_t, rest = split(teacher)
-            reached = reached_and_rest(log_t.index_select(1, sparse.columns), log_covered, rest)
-            return compare.of_logits(*reached) + coverage * uncovered
+            log_t, log_rest = split(teacher)
+            cells_with_rest = reached_and_rest(log_t.index_select(1, sparse.columns), log_covered, log_rest)
+            return compare.of_logits(*cells_with_rest) + coverage * uncovered
         teacher = teacher.index_select(1, sparse.columns)
         return compare.of_logits(cells.take(teacher), cells.take(log_covered)) + coverage * uncovered
 
-    def kept_only(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
-        return partial_divergence(compare, teacher, cells.take_kept(sparse.log_project(student)).log_softmax(-1))
+    def nemo_rl_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
+        return partial_divergence(compare, teacher, cells.take_single(sparse.log_project(student)).log_softmax(-1))
 
     def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
         student = taken_once(student)
@@ -107,18 +107,18 @@ def p_kl(
         return value + coverage * uncovered.squeeze(1).to(value.dtype)
 
     if compat is not None:
-        how = replace(how, teacher_columns=cells.take_kept(sparse.columns.unsqueeze(0)).squeeze(0))
+        merging = replace(merging, teacher_columns=cells.take_single(sparse.columns.unsqueeze(0)).squeeze(0))
 
     def for_kernels() -> CellMap:
         return covered_columns(matrix, *sizes, inputs.device)
 
-    is_on_all = compat is None and cells.kept is None and matrix is projection
-    term = how.term(
+    has_closed_form = compat is None and cells.single is None and matrix is projection
+    term = merging.term(
         inputs,
-        unit_loss if compat is None else kept_only,
+        unit_loss if compat is None else nemo_rl_loss,
         cells_per_unit=_cells_per_unit(sparse, inputs),
-        compare_onto=unit_loss_onto if is_on_all else None,
-        on_cells=OnCells(compare, for_kernels, coverage) if is_on_all else None,
+        compare_onto=unit_loss_onto if has_closed_form else None,
+        on_cells=OnCells(compare, for_kernels, coverage) if has_closed_form else None,
     )
     if sparse.block.log_weight.requires_grad:
         term = replace(term, learned=sparse.block.log_weight)
@@ -127,43 +127,44 @@ def p_kl(
 
 @fused
 def _compare_covered(
-    teacher: UnitRows, log_covered: Tensor, columns: Tensor, of: Divergence, coverage: float
+    teacher: UnitRows, log_covered: Tensor, columns: Tensor, divergence: Divergence, coverage: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return divergence [U], log Σ exp of the covered columns [U, 1], and the gradient with respect to them [U, X].
+    """Return the divergence [U], log Σ exp of the covered columns [U, 1], and a gradient for those columns [U, X].
 
-    The gradient is that of divergence − coverage · log Σ exp.
+    The gradient is the derivative of divergence − coverage · log Σ exp.
     """
-    found = compare_logits(teacher.taken().to(log_covered.dtype).index_select(1, columns), log_covered, of)
-    return found.value, found.log_sum, found.gradient.sub_(found.s, alpha=coverage)
+    teacher_covered = teacher.taken().to(log_covered.dtype).index_select(1, columns)
+    comparison = compare_logits(teacher_covered, log_covered, divergence)
+    return comparison.value, comparison.log_sum, comparison.gradient.sub_(comparison.s, alpha=coverage)
 
 
 @fused
 def _add_uncovered(
-    student: UnitRows, of_covered: Tensor, shares: Tensor, sparse: SparseProjection, coverage: float, onto: Onto
+    student: UnitRows, covered_gradient: Tensor, shares: Tensor, sparse: SparseProjection, coverage: float, onto: Onto
 ) -> Tensor:
-    """Add the gradient with respect to logits/τ of units, given that of the covered columns [U, X].
+    """Pull a gradient of covered columns [U, X] back to the student's logits/τ and add it to `onto`.
 
-    Return log Σ exp of the logits/τ [U, 1].
+    Returns log Σ exp of the logits/τ [U, 1].
     """
     p, log_sum = softmax.function(student.taken())
-    onto.add(pull_back.function(of_covered, shares, sparse).add_(p, alpha=coverage))
+    onto.add(pull_back.function(covered_gradient, shares, sparse).add_(p, alpha=coverage))
     return log_sum
 
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """The cells that covered columns, X of them, are compared on."""
+    """Cells on which the X covered columns are compared."""
 
-    kept: Tensor | None
-    """int64 [k]: columns with their own cell, ascending; None: all have one."""
-    others: Tensor | None
+    single: Tensor | None
+    """int64 [k]: columns with a cell to themselves, ascending, or None if all columns have one."""
+    shared: Tensor | None
     """int64 [X − k]: columns that share one cell."""
 
     @staticmethod
     def of(inputs: ChunkInputs, merge: Merge | None, columns: Tensor, top_k: int | None) -> _Cells:
         """Choose the columns with the largest teacher logit in the rows that `merge` compares, or in all rows.
 
-        Of equal ones the lower column first.
+        Ties go to the lower column.
         """
         if top_k is None or top_k >= len(columns):
             return _Cells(None, None)
@@ -173,19 +174,19 @@ class _Cells:
         return _Cells(order[:top_k].sort().values, order[top_k:].sort().values)
 
     def take(self, log_mass: Tensor) -> Tensor:
-        """Map logits of columns [U, X] to those of the cells, [U, k + 1] or [U, X]."""
-        if self.kept is None or self.others is None:
+        """Map log-masses of columns [U, X] to log-masses of cells, [U, k + 1] or [U, X]."""
+        if self.single is None or self.shared is None:
             return log_mass
-        rest = log_sum_exp(log_mass.index_select(1, self.others)).unsqueeze(1)
-        return torch.cat([self.take_kept(log_mass), rest], -1)
+        shared_cell = log_sum_exp(log_mass.index_select(1, self.shared)).unsqueeze(1)
+        return torch.cat([self.take_single(log_mass), shared_cell], -1)
 
-    def take_kept(self, columns: Tensor) -> Tensor:
-        """Select the columns with their own cell: [U, X] → [U, k] or [U, X]."""
-        return columns if self.kept is None else columns.index_select(1, self.kept)
+    def take_single(self, columns: Tensor) -> Tensor:
+        """Select the columns with a cell to themselves: [U, X] → [U, k] or [U, X]."""
+        return columns if self.single is None else columns.index_select(1, self.single)
 
 
 def _largest_logits(inputs: ChunkInputs, rows: Tensor) -> Tensor:
-    """Return the largest logits [W] over rows [R] of [B·T]; −inf without rows."""
+    """Return each column's largest logit, [W], over rows [R] of [B·T]; −inf without rows."""
     largest = torch.full((inputs.teacher_size,), -torch.inf, dtype=inputs.dtype, device=inputs.device)
     parts = unit_parts(inputs.teacher, unit_cells(len(rows), 2 * inputs.teacher_size))
     for part in own_share(inputs.teacher, parts, slice(0, 0)):
@@ -195,5 +196,5 @@ def _largest_logits(inputs: ChunkInputs, rows: Tensor) -> Tensor:
 
 
 def _cells_per_unit(sparse: SparseProjection, inputs: ChunkInputs) -> int:
-    """Count fp32 numbers alive per unit at the peak of a chunk."""
+    """Count fp32 numbers per unit at the memory peak of a block."""
     return 5 * inputs.student_size + 3 * inputs.teacher_size + 3 * sparse.num_entries + 12 * sparse.num_columns

@@ -1,4 +1,4 @@
-"""A comparison on pairs of tokens, and maybe a rest cell, with its gradient in closed form (methods.md §3.3)."""
+"""Divergence on token pairs, optionally with a rest cell, with a closed-form gradient (methods.md §3.3)."""
 
 from __future__ import annotations
 
@@ -17,53 +17,55 @@ def add_comparison_of_pairs(
     student: UnitRows,
     teacher: UnitRows,
     pairs: TokenPairs,
-    of: Divergence,
+    divergence: Divergence,
     has_rest: bool,
     onto: Onto,
     weight: float = 1.0,
     slopes: tuple[Tensor, float] | None = None,
 ) -> Tensor:
-    """Compare logits/τ of units, [u, V] and [u, W], on X pairs → [u], and add weight · its gradient.
+    """Compare logits/τ of units, [u, V] and [u, W], on X pairs → [u], and add weight · gradient to `onto`.
 
-    has_rest: there is one more cell, for the other tokens of either side; without it both are renormalised on the
-    pairs. slopes: derivatives [u, V], times a factor, of a further loss with respect to the probabilities of the other
-    tokens, 0 for those of pairs; its gradient is added as well. Only with a rest cell.
+    has_rest: add one cell for each side's unpaired tokens; otherwise both sides are renormalised on the pairs. slopes,
+    only with a rest cell: derivatives [u, V] of another loss with respect to the probabilities of unpaired tokens, 0
+    for paired ones, and a factor of them; the gradient of that loss is added too.
     """
-    own = student.taken()
-    others = teacher.taken().to(own.dtype)
-    of_student, of_teacher = own.index_select(1, pairs.student), others.index_select(1, pairs.teacher)
+    student_logits = student.taken()
+    teacher_logits = teacher.taken().to(student_logits.dtype)
+    student_cells = student_logits.index_select(1, pairs.student)
+    teacher_cells = teacher_logits.index_select(1, pairs.teacher)
     if not has_rest:
-        found = compare_logits(of_teacher, of_student, of)
-        onto.add(_of_tokens(found.gradient, torch.zeros_like(own), pairs).mul_(weight))
-        return found.value
-    in_rest, rest = softmax.function(_only(own, pairs.place < 0))
-    of_student = _with_rest(of_student, rest, own.amax(-1, keepdim=True))
-    rest = softmax.function(others.index_select(1, pairs.teacher_rest).clamp(min=torch.finfo(others.dtype).min))[1]
-    of_teacher = _with_rest(of_teacher, rest, others.amax(-1, keepdim=True))
-    found = compare_logits(of_teacher, of_student, of)
-    of_cells, of_others = found.gradient.mul_(weight), found.gradient[:, -1:]
+        comparison = compare_logits(teacher_cells, student_cells, divergence)
+        onto.add(_token_gradient(comparison.gradient, torch.zeros_like(student_logits), pairs).mul_(weight))
+        return comparison.value
+    p_in_rest, log_rest = softmax.function(_masked(student_logits, pairs.place < 0))
+    student_cells = _with_rest(student_cells, log_rest, student_logits.amax(-1, keepdim=True))
+    teacher_unpaired = teacher_logits.index_select(1, pairs.teacher_rest)
+    log_rest = softmax.function(teacher_unpaired.clamp(min=torch.finfo(teacher_logits.dtype).min))[1]
+    teacher_cells = _with_rest(teacher_cells, log_rest, teacher_logits.amax(-1, keepdim=True))
+    comparison = compare_logits(teacher_cells, student_cells, divergence)
+    cell_gradient, rest_gradient = comparison.gradient.mul_(weight), comparison.gradient[:, -1:]
     if slopes is not None:
-        of_p, factor = slopes
-        p_of_rest = factor * found.s[:, -1:]
-        lean = p_of_rest * (in_rest * of_p).sum(-1, keepdim=True)
-        of_cells = of_cells - lean * found.s
-        of_others = of_cells[:, -1:] + p_of_rest * of_p
-    onto.add(_of_tokens(of_cells[:, :-1], of_others * in_rest, pairs))
-    return found.value
+        p_slopes, factor = slopes
+        scaled_rest = factor * comparison.s[:, -1:]
+        mean_slope = scaled_rest * (p_in_rest * p_slopes).sum(-1, keepdim=True)
+        cell_gradient = cell_gradient - mean_slope * comparison.s
+        rest_gradient = cell_gradient[:, -1:] + scaled_rest * p_slopes
+    onto.add(_token_gradient(cell_gradient[:, :-1], rest_gradient * p_in_rest, pairs))
+    return comparison.value
 
 
-def _only(logits: Tensor, is_kept: Tensor) -> Tensor:
-    """Give other cells of [u, V], and those of −inf, the lowest finite number."""
+def _masked(logits: Tensor, mask: Tensor) -> Tensor:
+    """Set logits [u, V] outside a mask, and −inf, to the lowest finite number."""
     lowest = torch.finfo(logits.dtype).min
-    return torch.where(is_kept, logits.clamp(min=lowest), lowest)
+    return torch.where(mask, logits.clamp(min=lowest), lowest)
 
 
-def _with_rest(cells: Tensor, rest: Tensor, peak: Tensor) -> Tensor:
-    """Append the rest, float64 [u, 1], to cells [u, X], both less a peak: near 0 it keeps its digits in fp32."""
-    return torch.cat([cells - peak, (rest - peak).to(cells.dtype)], -1)
+def _with_rest(cells: Tensor, log_rest: Tensor, peak: Tensor) -> Tensor:
+    """Append a rest cell, float64 [u, 1], to cells [u, X], all minus a peak: fp32 keeps more digits near 0."""
+    return torch.cat([cells - peak, (log_rest - peak).to(cells.dtype)], -1)
 
 
-def _of_tokens(of_pairs: Tensor, of_others: Tensor, pairs: TokenPairs) -> Tensor:
-    """Put gradients of pairs [u, X] in the places of their student tokens, among those of all [u, V]."""
+def _token_gradient(pair_gradient: Tensor, unpaired_gradient: Tensor, pairs: TokenPairs) -> Tensor:
+    """Combine gradients of pairs [u, X] and of unpaired student tokens, in their columns of [u, V], into [u, V]."""
     is_paired = pairs.place >= 0
-    return torch.where(is_paired, of_pairs.index_select(1, pairs.place.clamp(min=0)), of_others)
+    return torch.where(is_paired, pair_gradient.index_select(1, pairs.place.clamp(min=0)), unpaired_gradient)

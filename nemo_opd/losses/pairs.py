@@ -1,4 +1,4 @@
-"""Tokens of two vocabularies that are matched one to one, on a device."""
+"""One-to-one matches between the tokens of two vocabularies, on a device."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 _RELAXED_WEIGHT = 0.6
-"""The least weight of a relaxed pair. Above ½, so that a row has at most one."""
+"""Minimum weight of a relaxed pair. Above ½, so that a row has at most one pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPairs:
-    """X one-to-one pairs of a student and a teacher token, by student id, and the tokens of no pair."""
+    """X one-to-one pairs of student and teacher tokens in order of student id, and the unpaired tokens."""
 
     student: Tensor
     """int64 [X], ascending."""
     teacher: Tensor
-    """int64 [X]: partner of each."""
+    """int64 [X]: the partner of each student token."""
     student_rest: Tensor
-    """int64 [V − X], ascending: student tokens of no pair."""
+    """int64 [V − X], ascending: unpaired student tokens."""
     teacher_rest: Tensor
-    """int64 [W − X], ascending."""
+    """int64 [W − X], ascending: unpaired teacher tokens."""
     partner: Tensor
-    """int64 [V]: the teacher token of each student token, −1 for none."""
+    """int64 [V]: each student token's teacher token, −1 if unpaired."""
     place: Tensor
-    """int64 [V]: the pair of each student token, −1 for none."""
+    """int64 [V]: the index of each student token's pair, −1 if unpaired."""
 
     @staticmethod
     def exact(
         projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> TokenPairs:
-        """Pair the shared vocabulary within the given sizes; made once as long as the matrix lives (methods.md §2.1).
+        """Pair the shared vocabulary within the given sizes; cached while the matrix lives (methods.md §2.1).
 
-        Raises ProjectionError where no pair is left.
+        Raises ProjectionError if no pair remains.
         """
         return _cached(projection, pairs_within, student_vocab_size, teacher_vocab_size, device)
 
@@ -54,8 +54,8 @@ class TokenPairs:
     ) -> TokenPairs:
         """Pair each student token with its teacher token of weight ≥ _RELAXED_WEIGHT (methods.md §5.5).
 
-        Of the students that claim one teacher token an exact row wins, then the higher weight, then the lower id.
-        Within the given sizes; made once as long as the matrix lives. Raises ProjectionError where no pair is left.
+        If several students claim a teacher token, an exact row wins, then the higher weight, then the lower id. Cached
+        while the matrix lives. Raises ProjectionError if no pair remains within the given sizes.
         """
         return _cached(projection, _relaxed, student_vocab_size, teacher_vocab_size, device)
 
@@ -68,7 +68,7 @@ class TokenPairs:
 
 _Ids = NDArray[np.int64]
 _Match = Callable[["ProjectionMatrix", int, int], tuple[_Ids, _Ids]]
-"""Student and teacher ids of the pairs within vocabulary sizes, by student id."""
+"""(projection, student size, teacher size) → student and teacher ids of the pairs, in order of student id."""
 
 
 def _cached(
@@ -89,21 +89,21 @@ def _build(match: _Match, projection: ProjectionMatrix, students: int, teachers:
     student, teacher = match(projection, students, teachers)
     if not len(student):
         raise ProjectionError(
-            f"the projection matches no token with another, none within {students} student and {teachers} teacher "
-            "tokens; it belongs to another pair of tokenizers, says of no row that it is exact, or they have nothing "
-            "in common: build it again, or use p_kl or uld"
+            f"the projection has no matching tokens within {students} student and {teachers} teacher tokens; it "
+            "belongs to another pair of tokenizers, marks no row as exact, or they have nothing in common: build it "
+            "again, or use p_kl or uld"
         )
     partner, place = np.full(students, -1), np.full(students, -1)
     partner[student], place[student] = teacher, np.arange(len(student))
-    sides = (student, teacher, _others(student, students), _others(teacher, teachers), partner, place)
+    sides = (student, teacher, _complement(student, students), _complement(teacher, teachers), partner, place)
     return TokenPairs(*(torch.from_numpy(ids.astype(np.int64)) for ids in sides))
 
 
 def pairs_within(projection: ProjectionMatrix, students: int, teachers: int) -> tuple[_Ids, _Ids]:
-    """Return the ids of the shared vocabulary within the given sizes, [X] of either side, by student id."""
+    """Return both sides' ids of the shared vocabulary within the given sizes, [X] each, in order of student id."""
     student, teacher = projection.shared_pairs.astype(np.int64).T
-    kept = (student < students) & (teacher < teachers)
-    return student[kept], teacher[kept]
+    is_within = (student < students) & (teacher < teachers)
+    return student[is_within], teacher[is_within]
 
 
 def _relaxed(projection: ProjectionMatrix, students: int, teachers: int) -> tuple[_Ids, _Ids]:
@@ -116,5 +116,5 @@ def _relaxed(projection: ProjectionMatrix, students: int, teachers: int) -> tupl
     return student[winner], teacher[winner]
 
 
-def _others(ids: _Ids, size: int) -> _Ids:
+def _complement(ids: _Ids, size: int) -> _Ids:
     return np.setdiff1d(np.arange(size), ids)

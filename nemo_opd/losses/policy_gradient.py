@@ -1,4 +1,4 @@
-"""The clipped policy gradient of rewarded sequences: the baseline without a teacher (methods.md §10.6)."""
+"""Clipped policy gradient on sequence rewards, the baseline without a teacher (methods.md §10.6)."""
 
 import torch
 from torch import Tensor
@@ -38,19 +38,19 @@ def grpo(
     """Compute −Σ min(r A, clip(r, 1 − clip_low, 1 + clip_high) A) over scored tokens / normalizer (methods.md §10.6).
 
     r = p(token) / exp(logprobs), at temperature 1; A is the advantage of the token's sequence, see `group_advantages`.
-    dual_clip: tokens of a negative A count dual_clip · A at most, whatever their ratio. behaviour_logprobs and the
-    settings of importance: as of `sampled_kl`, by default `logprobs` and no cut (methods.md §11).
+    dual_clip: for tokens with a negative A the loss is at most −dual_clip · A, whatever their ratio.
+    behaviour_logprobs, importance_*: as for `sampled_kl`, by default `logprobs`, no cap and no veto (methods.md §11).
 
-    Unshifted logits [B, S, V]; ids, logprobs and mask [B, S]: token i is scored, by the logits at i−1; advantages [B].
-    normalizer: scored tokens of the global batch, by default of this call, so that every token counts the same whatever
-    the length of its sequence. vocab_size: columns of the head that belong to the tokenizer, by default all. Metrics:
-    the loss as a mean (`policy/loss`), `policy/clip_fraction`, `policy/ratio` and those of `Importance.metrics`. Raises
-    ConfigError for shapes, sizes, names or bounds that do not fit.
+    Unshifted logits [B, S, V]; ids, logprobs and mask [B, S]: token i is scored by the logits at i−1; advantages [B].
+    normalizer: scored tokens of the global batch, by default of this call, so that tokens count the same whatever the
+    length of their sequence. vocab_size: leading columns of the head that belong to the tokenizer, by default all.
+    Metrics: `policy/loss` (mean per token), `policy/clip_fraction`, `policy/ratio` and those of `Importance.metrics`.
+    Raises ConfigError for shapes, sizes, names or bounds that do not fit.
     """
     student, clip = trainable_rows(student_logits), Clip(clip_low, clip_high, dual_clip)
     importance = Importance(importance_level, importance_cap, importance_veto)
-    sampled_by = logprobs if behaviour_logprobs is None else behaviour_logprobs
-    check_positions(student.shape, ids=ids, mask=mask, logprobs=logprobs, behaviour_logprobs=sampled_by)
+    behaviour = logprobs if behaviour_logprobs is None else behaviour_logprobs
+    check_positions(student.shape, ids=ids, mask=mask, logprobs=logprobs, behaviour_logprobs=behaviour)
     if tuple(advantages.shape) != (len(ids),):
         raise ConfigError(
             f"advantages has shape {list(advantages.shape)} for {len(ids)} sequences; give one each: [{len(ids)}]"
@@ -58,25 +58,25 @@ def grpo(
     size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
     rows = label_rows(mask)
     targets = next_tokens(ids, rows).long()
-    proximal, behaviour = next_tokens(logprobs, rows), next_tokens(sampled_by, rows)
+    token_proximal, token_behaviour = next_tokens(logprobs, rows), next_tokens(behaviour, rows)
     units = rows // ids.shape[1]
-    of_tokens = advantages.index_select(0, units)
-    sequences = importance.of_sequences(student, ids=ids, mask=mask, behaviour=sampled_by, vocab_size=size)
+    token_advantages = advantages.index_select(0, units)
+    sequences = importance.of_sequences(student, ids=ids, mask=mask, behaviour=behaviour, vocab_size=size)
     readings = Readings.of(student, len(rows), 2 + NUM_READINGS)
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         s = -surprise(logits, targets[part])
-        own = (s.detach(), proximal[part].to(s.dtype), behaviour[part].to(s.dtype))
-        weighted = importance.applied(*own, sequences, units[part])
-        found = clip(s - own[1], of_tokens[part].to(s.dtype))
-        of_ratio = torch.stack([found.ratio, found.is_clipped.to(s.dtype)], 1)
-        readings.put(part, torch.cat([of_ratio, weighted.readings()], 1))
-        return weighted.factor * found.loss
+        proximal, behaviour = token_proximal[part].to(s.dtype), token_behaviour[part].to(s.dtype)
+        weights = importance.applied(s.detach(), proximal, behaviour, sequences, units[part])
+        surrogate = clip(s - proximal, token_advantages[part].to(s.dtype))
+        ratio_readings = torch.stack([surrogate.ratio, surrogate.is_clipped.to(s.dtype)], 1)
+        readings.put(part, torch.cat([ratio_readings, weights.readings()], 1))
+        return weights.factor * surrogate.loss
 
     def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
-        of_ratio, of_weights = readings.found().tensor_split([2])
+        ratio_readings, weight_readings = readings.found().tensor_split([2])
         loss: dict[str, Metric] = {"policy/loss": Mean(unweighted, len(rows))}
-        return loss | clip_metrics(*of_ratio) | importance.metrics(of_weights, sequences)
+        return loss | clip_metrics(*ratio_readings) | importance.metrics(weight_readings, sequences)
 
     term = Term(rows, loss_of, unit_cells(len(rows), LIVE_COPIES * size), size, chunk_size=chunk_size)
     divisor = (len(rows) if normalizer is None else normalizer) or 1

@@ -1,4 +1,4 @@
-"""The teacher on the student's vocabulary at every student position (methods.md §5.7)."""
+"""Teacher targets on the student's vocabulary at every student position (methods.md §5.7)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ENDS = ("drop", "cover", "rest")
 _COPIES_OF_TEACHER, _COPIES_OF_STUDENT, _COPIES_PER_TOKEN = 6, 12, 12
-"""fp32 numbers alive at the peak of a block, per column of a row or teacher token below a node."""
+"""fp32 numbers at the memory peak of a block, per column of a row or per teacher token below a node."""
 
 
 def position_loss(
@@ -37,19 +37,20 @@ def position_loss(
 ) -> PlannedLoss:
     """Plan τ² · Σ divergence / normalizer over the compared student positions, and `kd` in nats per position.
 
-    Raises ConfigError for ends that are unknown, or `drop` with another divergence than forward KL.
+    Raises ConfigError for unknown ends, or for `drop` with a divergence other than forward KL.
     """
     _check(ends, compare)
     targets = _Targets.of(inputs, projection, ends, pieces)
     temperature, student = inputs.temperature, targets.positions.student
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
-        log_t, rest = targets.of_part(part)
-        of_teacher, of_student = reached_and_rest(log_t, over(logits, temperature), rest)
+        log_t, log_rest = targets.of_part(part)
+        teacher_cells, student_cells = reached_and_rest(log_t, over(logits, temperature), log_rest)
         if not compare.is_finite_without_teacher:
-            is_empty = of_teacher[:, -1:] == -torch.inf
-            of_student = torch.cat([of_student[:, :-1], of_student[:, -1:].masked_fill(is_empty, -torch.inf)], 1)
-        return student.sum(compare.of_logits(of_teacher, of_student), part)
+            is_empty = teacher_cells[:, -1:] == -torch.inf
+            student_rest = student_cells[:, -1:].masked_fill(is_empty, -torch.inf)
+            student_cells = torch.cat([student_cells[:, :-1], student_rest], 1)
+        return student.sum(compare.of_logits(teacher_cells, student_cells), part)
 
     term = inputs.term(student.rows, loss_of, targets.cells, student.offsets, ahead=targets.ahead)
     term = replace(term.times(temperature**2), further_aheads=[targets.ahead_before, targets.chains.ahead])
@@ -58,29 +59,29 @@ def position_loss(
 
 def _check(ends: str, compare: Divergence) -> None:
     if ends not in ENDS:
-        raise ConfigError(f"ends={ends!r}: byte_prefix has no such ends; choose from {', '.join(ENDS)}")
+        raise ConfigError(f"ends={ends!r} is unknown; choose from {', '.join(ENDS)}")
     if ends == "drop" and compare.forward_share != 1:
         raise ConfigError(
-            f"divergence={compare.kind}: with ends=drop a target holds in the mean over texts, and of the divergences "
-            "only forward_kl is linear in it; choose divergence=forward_kl or ends=cover"
+            f"divergence={compare.kind} with ends=drop: these targets are exact only in the mean over texts, so the "
+            "divergence must be linear in them; choose divergence=forward_kl or ends=cover"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Targets:
-    """The teacher's log-masses of student tokens, and of a rest, at the compared positions of each chunk."""
+    """Teacher log-masses of student tokens and of a rest cell, at the compared positions of each chunk."""
 
     inputs: ChunkInputs
     ends: str
     positions: PositionUnits
     tree: PieceTree
     first: CommonCells
-    """Teacher tokens by their first piece."""
+    """Cells of the teacher tokens' first pieces."""
     chains: Chains
     ahead: ReadAhead
-    """The row that predicts each unit's first teacher token."""
+    """Reader of the row that predicts each unit's first teacher token."""
     ahead_before: ReadAhead
-    """The row before, of units that need it."""
+    """Reader of the preceding row, for units that need it."""
 
     @staticmethod
     def of(inputs: ChunkInputs, projection: ProjectionMatrix, ends: str, pieces: str) -> _Targets:
@@ -104,7 +105,7 @@ class _Targets:
 
     @property
     def cells(self) -> list[int]:
-        """[U + 1]: as `unit_cells`."""
+        """[U + 1]: fp32 numbers of the units, as `unit_cells` counts them."""
         student_size, teacher_size = self.inputs.student_size, self.inputs.teacher_size
         return list(
             unit_cells(
@@ -120,19 +121,19 @@ class _Targets:
 
     @torch.no_grad()
     def of_part(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Return log-masses [p, V] and of the rest [p, 1] at a part's positions; they need not sum to 1."""
+        """Return unnormalised log-masses of student tokens [p, V] and of a rest cell [p, 1] at a part's positions."""
         masses = _PartMasses(self, part)
         masses.add_boundaries()
         masses.add_inside()
         masses.add_moved()
         masses.add_before()
-        return masses.finished()
+        return masses.result()
 
 
 class _PartMasses:
-    """Log-masses of a part's positions while they are put together, [p, V + 1]; the last column is the rest.
+    """Accumulator of log-masses at a part's positions, [p, V + 1]; the last column is a rest cell.
 
-    A position's have a common factor, which a divergence takes out.
+    Each position's masses share an arbitrary factor, which the divergence normalises away.
     """
 
     def __init__(self, targets: _Targets, part: slice) -> None:
@@ -148,11 +149,11 @@ class _PartMasses:
         self._unit = torch.arange(num_units, device=device).repeat_interleave(
             per_unit, output_size=self._span.stop - self._span.start
         )
-        """int64 [p]"""
+        """int64 [p]: each position's unit."""
         self._moved = targets.chains.moved(inputs, part)
         self._table = self._q.log_p.new_full((len(self._unit), self._size + 1), -torch.inf)
         self._log_missing = self._q.log_p.new_full((len(self._unit), 1), -torch.inf)
-        """[p, 1]: log of the mass of tokens that the teacher does not know and that would count here."""
+        """[p, 1]: log-mass of tokens that would count here but are not stored by a truncated teacher."""
 
     def _read(self, ahead: ReadAhead) -> _Rows:
         inputs = self._targets.inputs
@@ -163,9 +164,9 @@ class _PartMasses:
         return _Rows(rows, None, log_sum.unsqueeze(1))
 
     def add_boundaries(self) -> None:
-        """Put the teacher's tokens by their first piece at the first position of each unit."""
+        """Add all teacher tokens by their first piece, at the first position of each unit."""
         moved, cells = self._moved, self._targets.first
-        # A chain that begins inside moves nothing here.
+        # A chain whose last student token begins inside a teacher token moves no mass at the boundary.
         log_kept = moved.log_kept.masked_fill((self._last > self._first).unsqueeze(1), 0)
         log_first = self._q.log_p.gather(1, moved.first_teacher)
         log_mass = cells.teacher.log_project(self._q.log_p.scatter(1, moved.first_teacher, log_first + log_kept))
@@ -177,63 +178,64 @@ class _PartMasses:
             self._log_missing.index_copy_(0, self._first, self._q.log_unknown)
 
     def add_inside(self) -> None:
-        """Put the tokens below each node at the positions inside of a teacher token."""
+        """Add the teacher tokens below each node, at positions inside a teacher token."""
         nodes, moved = self._targets.positions.inside, self._moved
         position = nodes.units.rows[nodes.units.span(self._part)] - self._span.start
         unit = self._unit[position]
         is_chain = moved.is_chain.squeeze(1)[unit] & (position == self._last[unit])
-        kept = KeptShares(
+        shares = KeptShares(
             moved.first_teacher.squeeze(1)[unit].masked_fill(~is_chain, -1), moved.log_kept.squeeze(1)[unit]
         )
-        self._add(self._below(nodes, self._q, unit, kept), self._q, self._unit)
+        self._add(self._masses_below(nodes, self._q, unit, shares), self._q, self._unit)
 
     def add_moved(self) -> None:
-        """Add the mass that the realised student token takes from the tokens that it spans."""
+        """Add the mass moved to the realised student token from the teacher tokens that it spans."""
         moved = self._moved
         log_moved = self._q.log_p.gather(1, moved.first_teacher) + moved.log_moved
         self._log_add(self._last, moved.realised.squeeze(1), log_moved.squeeze(1))
 
     def add_before(self) -> None:
-        """Add the tokens that began a teacher token earlier, and multiply all others with the probability of that."""
+        """Scale the masses by r, the preceding teacher token's probability, and add tokens that began there."""
         targets = self._targets
         nodes, rows = targets.positions.before, targets.positions.rows_before
         q, span = self._read(targets.ahead_before), rows.span(self._part)
         if span.start == span.stop:
             return
         has_row = rows.lengths[self._part]
-        ended = next_tokens(targets.inputs.teacher_ids, rows.rows[span]).long().unsqueeze(1)
+        realised = next_tokens(targets.inputs.teacher_ids, rows.rows[span]).long().unsqueeze(1)
         row = (has_row.cumsum(0) - 1).clamp(min=0)[self._unit]
-        log_r = (q.log_p.gather(1, ended) - q.log_sum)[row]
+        log_r = (q.log_p.gather(1, realised) - q.log_sum)[row]
         log_r = torch.where((has_row > 0)[self._unit].unsqueeze(1), log_r, 0)
         self._table += log_r
         self._log_missing += log_r
         row_of_node = row[nodes.units.rows[nodes.units.span(self._part)] - self._span.start]
-        children = self._below(nodes, q, row_of_node, KeptShares.all(row_of_node, q.log_p.dtype))
+        children = self._masses_below(nodes, q, row_of_node, KeptShares.all(row_of_node, q.log_p.dtype))
         shift = (self._q.log_sum[self._unit] - q.log_sum[row]).squeeze(1)
         self._add(replace(children, log_mass=children.log_mass + shift[children.position]), q, row)
 
-    def finished(self) -> tuple[Tensor, Tensor]:
-        """Return the log-masses [p, V] and of the rest [p, 1].
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return the log-masses of student tokens [p, V] and of a rest cell [p, 1].
 
-        If a teacher knows less of a position than it does not know, all of it is in the rest, which teaches nothing.
+        If a truncated teacher misses more of a position's mass than it stores, everything goes into the rest, which
+        makes the position a constant.
         """
-        log_t, rest = self._table[:, :-1], self._table[:, -1:]
+        log_t, log_rest = self._table[:, :-1], self._table[:, -1:]
         if self._targets.ends == "drop":
-            rest = torch.full_like(rest, -torch.inf)
+            log_rest = torch.full_like(log_rest, -torch.inf)
         if self._q.log_unknown is None:
-            return log_t, rest
-        is_left_out = joined(log_t, rest) < self._log_missing
-        rest = torch.logaddexp(rest, self._log_missing).masked_fill(is_left_out, 0)
-        return log_t.masked_fill(is_left_out, -torch.inf), rest
+            return log_t, log_rest
+        is_left_out = joined(log_t, log_rest) < self._log_missing
+        log_rest = torch.logaddexp(log_rest, self._log_missing).masked_fill(is_left_out, 0)
+        return log_t.masked_fill(is_left_out, -torch.inf), log_rest
 
-    def _below(self, nodes: NodePositions, q: _Rows, row: Tensor, kept: KeptShares) -> ChildMasses:
+    def _masses_below(self, nodes: NodePositions, q: _Rows, row: Tensor, shares: KeptShares) -> ChildMasses:
         tree, is_truncated = self._targets.tree, self._targets.inputs.is_truncated
-        return child_masses(nodes, tree, q.log_p, row, self._part, self._span.start, kept, is_truncated=is_truncated)
+        return child_masses(nodes, tree, q.log_p, row, self._part, self._span.start, shares, is_truncated=is_truncated)
 
     def _add(self, children: ChildMasses, q: _Rows, row: Tensor) -> None:
-        """Add masses below nodes. row: int64 [p], of each position in q; any for positions without a node."""
+        """Add masses below nodes. row: int64 [p], each position's row in q; arbitrary for positions without a node."""
         is_boundary = (self._first[self._unit] == torch.arange(len(self._unit), device=row.device))[children.position]
-        # At a boundary the target has these tokens already; dropped ones would not count.
+        # At a boundary the target already contains these tokens; ends=drop leaves them out everywhere.
         has_ended = children.cell == self._size
         is_left_out = has_ended if self._targets.ends == "drop" else is_boundary & has_ended
         self._log_add(children.position, children.cell, children.log_mass.masked_fill(is_left_out, -torch.inf))
@@ -246,7 +248,7 @@ class _PartMasses:
         self._log_missing = torch.logaddexp(self._log_missing, missing)
 
     def _log_add(self, position: Tensor, cell: Tensor, log_mass: Tensor) -> None:
-        """Add masses [r] in cells of which none comes twice."""
+        """Add masses [r] to distinct cells."""
         place = position * (self._size + 1) + cell
         flat = self._table.view(-1)
         flat.index_copy_(0, place, torch.logaddexp(flat[place], log_mass))
@@ -254,11 +256,11 @@ class _PartMasses:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A teacher's logits/τ. They are not normalised, so that equal logits stay equal."""
+    """A teacher's logits/τ, not normalised, so that equal logits stay equal."""
 
     log_p: Tensor
     """[u, W]"""
     log_unknown: Tensor | None
-    """[u, 1]: of all tokens that are not known; None: all are."""
+    """[u, 1]: log-mass of tokens that are not stored, or None for a full teacher."""
     log_sum: Tensor
-    """[u, 1]: log Σ exp of a whole teacher with ends=cover, else 0."""
+    """[u, 1]: log Σ exp of a full teacher with ends=cover, otherwise 0."""

@@ -1,4 +1,4 @@
-"""Student positions inside of chunks that have a target, and their nodes in the tree of pieces (methods.md §5.7)."""
+"""Compared student positions of chunks, and their nodes in the tree of pieces (methods.md §5.7)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NodePositions:
-    """Some of the compared positions, each with a node of the tree."""
+    """A subset of the compared positions, each with a node of the tree."""
 
     units: ChunkPositions
-    """[I], by unit; its rows are a position's places among all that are compared."""
+    """[I], grouped by unit; `rows` are indices into all compared positions."""
     runs: ChunkPositions
-    """[R]: the tree's runs below the node, by position."""
+    """[R]: the tree's runs below each node, grouped by position."""
     token_offsets: Sequence[int]
-    """[R + 1]: where runs begin among the tokens of all; on the host."""
+    """[R + 1]: where each run begins among the tokens of all runs; on the host."""
 
     @property
     def unit_offsets(self) -> list[int]:
-        """[U + 1]: where units begin among these tokens."""
+        """[U + 1]: where each unit begins among the tokens of all runs."""
         return [self.token_offsets[self.runs.offsets[begin]] for begin in self.units.offsets]
 
 
@@ -39,39 +39,39 @@ class NodePositions:
 class PositionUnits:
     """The compared positions of each chunk.
 
-    A chunk's first student token is compared at the teacher's boundary. A later one is inside of the chunk's first
-    teacher token y, and compared if the chunk's student tokens before it begin the pieces of y, which has more. In a
-    chunk of several teacher tokens, one that may cross the end of y is compared only if it is the chunk's last, which
-    has the teacher's chain.
+    A chunk's first student token is compared at the teacher token boundary. A later one lies inside the chunk's first
+    teacher token y; it is compared if the student tokens before it are leading pieces of y, and y has more pieces. In a
+    chunk of several teacher tokens, a student token that may cross the end of y is compared only if it is the chunk's
+    last, as only then `Chains` gives it a target.
     """
 
     student: ChunkPositions
-    """[P]: all of them; the first of each chunk."""
+    """[P]: all compared positions, grouped by chunk; they are each chunk's leading tokens."""
     inside: NodePositions
-    """Positions inside of a teacher token, with the node of the student tokens since it began."""
+    """Positions inside a teacher token, with the node of the student tokens since its beginning."""
     before: NodePositions
-    """Positions that teacher tokens which began a token earlier reach, with the node of the student tokens since then.
-    Left out if the teacher's token before is not a chunk by itself.
+    """Positions that teacher tokens beginning one token earlier can reach, with the node of the student tokens since
+    that beginning. Only if the preceding teacher token is a chunk by itself.
     """
     rows_before: ChunkPositions
-    """The teacher's row before its first, of units with positions in `before`."""
+    """The row that predicts the preceding teacher token, for units with positions in `before`."""
 
     @staticmethod
     def of(
         units: ChunkUnits, student_ids: Tensor, teacher_ids: Tensor, tree_on: TreeOn, *, has_before: bool
     ) -> PositionUnits:
-        """Find them, as `planned`, by the ids [B, S] and [B, T]. has_before: else `before` has no position."""
+        """Find the positions in ids [B, S] and [B, T], through `planned`. has_before: fill `before`."""
 
         def positions(*tensors: Tensor) -> list[Tensor]:
             return _positions(tree_on(tensors[0].device), *tensors, has_before=has_before)
 
         fields = (units.student_rows, units.teacher_rows, units.student_lengths, units.teacher_lengths)
-        found = planned(positions, *fields, student_ids, teacher_ids)
+        tensors = planned(positions, *fields, student_ids, teacher_ids)
         return PositionUnits(
-            ChunkPositions.sent(*found[:3]),
-            _nodes(found[3:10]),
-            _nodes(found[10:17]),
-            ChunkPositions.sent(*found[17:]),
+            ChunkPositions.sent(*tensors[:3]),
+            _node_positions(tensors[3:10]),
+            _node_positions(tensors[10:17]),
+            ChunkPositions.sent(*tensors[17:]),
         )
 
 
@@ -83,22 +83,23 @@ def count_positions(
     projection: ProjectionMatrix,
     pieces: str,
 ) -> Tensor:
-    """Count the compared positions of each sequence, from ids and chunk ids [B, S] and [B, T]: int64 [B]."""
+    """Count the compared positions of each sequence from ids and chunk ids [B, S] and [B, T]: int64 [B]."""
     sizes = projection.student_vocab_size, projection.teacher_vocab_size
     units = chunk_units(student_chunk_id, teacher_chunk_id)
 
     def positions(student_rows: Tensor, *tensors: Tensor) -> list[Tensor]:
-        compared = _Compared.of(PieceTree.of(projection, pieces, *sizes, student_rows.device), student_rows, *tensors)
-        sequence = student_rows[compared.unit] // student_ids.shape[1]
-        return [torch.bincount(sequence[compared.is_compared], minlength=len(student_ids))]
+        tree = PieceTree.of(projection, pieces, *sizes, student_rows.device)
+        tokens = _ChunkTokens.of(tree, student_rows, *tensors)
+        sequence = student_rows[tokens.unit] // student_ids.shape[1]
+        return [torch.bincount(sequence[tokens.is_compared], minlength=len(student_ids))]
 
     fields = (units.student_rows, units.teacher_rows, units.student_lengths, units.teacher_lengths)
     return planned(positions, *fields, student_ids, teacher_ids)[0]
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
-    """All student tokens of the chunks, [R]."""
+class _ChunkTokens:
+    """All R student tokens of the chunks."""
 
     chunks: ChunkPositions
     realised: Tensor
@@ -106,7 +107,7 @@ class _Compared:
     unit: Tensor
     """int64 [R]: each token's chunk."""
     node: Tensor
-    """int64 [R]: the tree's node of the tokens since the teacher token began."""
+    """int64 [R]: the tree's node for the student tokens since the teacher token began."""
     is_compared: Tensor
     """bool [R]"""
 
@@ -119,19 +120,19 @@ class _Compared:
         teacher_lengths: Tensor,
         student_ids: Tensor,
         teacher_ids: Tensor,
-    ) -> _Compared:
+    ) -> _ChunkTokens:
         chunks = ChunkPositions.of(student_rows, student_lengths)
         realised, place = chunks.targets(student_ids), chunks.place
         unit = chunks.per_position(torch.arange(len(student_rows), device=place.device))
         first = next_tokens(teacher_ids, teacher_rows).long()[unit]
-        at = (tree.begin[first] + place).clamp(max=len(tree.pieces) - 1)
+        piece = (tree.begin[first] + place).clamp(max=len(tree.pieces) - 1)
         has_piece = place < tree.length[first]
-        differs = ~has_piece | (tree.pieces[at] != realised)
+        differs = ~has_piece | (tree.pieces[piece] != realised)
         num_different = differs.long().cumsum(0) - differs.long()
-        is_like = num_different == num_different[student_lengths.cumsum(0) - student_lengths][unit]
+        has_equal_prefix = num_different == num_different[student_lengths.cumsum(0) - student_lengths][unit]
         may_cross = differs & (teacher_lengths[unit] > 1) & (place < student_lengths[unit] - 1)
-        is_compared = (place == 0) | (has_piece & is_like & ~may_cross)
-        return _Compared(chunks, realised, unit, torch.where(place == 0, 0, tree.node[at]), is_compared)
+        is_compared = (place == 0) | (has_piece & has_equal_prefix & ~may_cross)
+        return _ChunkTokens(chunks, realised, unit, torch.where(place == 0, 0, tree.node[piece]), is_compared)
 
 
 def _positions(
@@ -145,48 +146,56 @@ def _positions(
     *,
     has_before: bool,
 ) -> list[Tensor]:
-    compared = _Compared.of(
+    """Return the tensors of all fields of `PositionUnits`."""
+    tokens = _ChunkTokens.of(
         tree, student_rows, teacher_rows, student_lengths, teacher_lengths, student_ids, teacher_ids
     )
     begins = student_lengths.cumsum(0) - student_lengths
     follows = torch.zeros_like(teacher_lengths, dtype=torch.bool)
     follows[1:] = (student_rows + student_lengths)[:-1] == student_rows[1:]
     follows[1:] &= ((teacher_rows + 1)[:-1] == teacher_rows[1:]) & (teacher_lengths[:-1] == 1)
-    before = _nodes_from_before(tree, compared.realised, begins, student_lengths, follows & has_before)
-    # At a boundary the realised token alone ends there, which the target has already.
-    is_boundary = compared.chunks.place == 0
-    before = before.masked_fill(is_boundary & ~tree.has_pieces_below(before.clamp(min=0)), -1)
-    unit, node, before = (values[compared.is_compared] for values in (compared.unit, compared.node, before))
+    earlier_node = _nodes_since_previous_chunk(tree, tokens.realised, begins, student_lengths, follows & has_before)
+    # At a boundary only the realised token ends at such a node, and the target already contains it.
+    is_boundary = tokens.chunks.place == 0
+    earlier_node = earlier_node.masked_fill(is_boundary & ~tree.has_pieces_below(earlier_node.clamp(min=0)), -1)
+    unit, node, earlier_node = (x[tokens.is_compared] for x in (tokens.unit, tokens.node, earlier_node))
     per_unit = torch.bincount(unit, minlength=len(student_rows))
-    inside = _at_nodes(tree, node, node > 0, unit, len(student_rows))
-    earlier = _at_nodes(tree, before, before >= 0, unit, len(student_rows))
-    rows_before = ChunkPositions.of(teacher_rows - 1, earlier[2].clamp(max=1))
-    return [*ChunkPositions.of(student_rows, per_unit).tensors, *inside, *earlier, *rows_before.tensors]
+    inside = _node_position_tensors(tree, node, node > 0, unit, len(student_rows))
+    before = _node_position_tensors(tree, earlier_node, earlier_node >= 0, unit, len(student_rows))
+    rows_before = ChunkPositions.of(teacher_rows - 1, before[2].clamp(max=1))
+    return [*ChunkPositions.of(student_rows, per_unit).tensors, *inside, *before, *rows_before.tensors]
 
 
-def _nodes_from_before(tree: PieceTree, realised: Tensor, begins: Tensor, lengths: Tensor, follows: Tensor) -> Tensor:
-    """Return for each token [R] the node of those since the chunk before began, −1 if there is none."""
-    most = int(lengths.max()) if len(lengths) else 0
-    having = [(lengths > place).nonzero().squeeze(1) for place in range(most)]
+def _nodes_since_previous_chunk(
+    tree: PieceTree, realised: Tensor, begins: Tensor, lengths: Tensor, follows: Tensor
+) -> Tensor:
+    """Return each token's node for the tokens since the previous chunk began: int64 [R], −1 if the tree has none.
+
+    follows: bool [U], whether the previous chunk is adjacent and has one teacher token.
+    """
+    max_length = int(lengths.max()) if len(lengths) else 0
+    units_at_place = [(lengths > place).nonzero().squeeze(1) for place in range(max_length)]
     node = torch.zeros_like(lengths)
-    for place, units in enumerate(having):
+    for place, units in enumerate(units_at_place):
         node[units] = tree.child(node[units], realised[begins[units] + place])
     node = torch.where(follows, node.roll(1), -1)
     nodes = torch.full_like(realised, -1)
-    for place, units in enumerate(having):
+    for place, units in enumerate(units_at_place):
         nodes[begins[units] + place] = node[units]
         node[units] = tree.child(node[units], realised[begins[units] + place])
     return nodes
 
 
-def _at_nodes(tree: PieceTree, node: Tensor, is_meant: Tensor, unit: Tensor, num_units: int) -> list[Tensor]:
-    """Return the tensors of `units` and `runs`, and lengths of runs [R]."""
-    index = is_meant.nonzero().squeeze(1)
+def _node_position_tensors(
+    tree: PieceTree, node: Tensor, is_selected: Tensor, unit: Tensor, num_units: int
+) -> list[Tensor]:
+    """Return the seven tensors of `NodePositions`: of `units`, of `runs`, and the runs' numbers of tokens [R]."""
+    index = is_selected.nonzero().squeeze(1)
     per_unit = torch.bincount(unit[index], minlength=num_units)
     place = ChunkPositions.of(torch.zeros_like(per_unit), per_unit).place
     runs = ChunkPositions.of(tree.first_run[node[index]], tree.num_runs[node[index]])
     return [index, place, per_unit, *runs.tensors, tree.run_length[runs.rows]]
 
 
-def _nodes(tensors: Sequence[Tensor]) -> NodePositions:
+def _node_positions(tensors: Sequence[Tensor]) -> NodePositions:
     return NodePositions(ChunkPositions.sent(*tensors[:3]), ChunkPositions.sent(*tensors[3:6]), offsets_of(tensors[6]))

@@ -1,4 +1,4 @@
-"""Mass that a teacher gives to a student token which spans several of its tokens (methods.md §5.7)."""
+"""Teacher mass of student tokens that span several teacher tokens (methods.md §5.7)."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 ADD_MAPS = (
-    "which this projection does not have; add it with nemo_opd.projection.add_byte_prefix or "
+    "which this projection lacks; add it with nemo_opd.projection.add_byte_prefix or "
     "nemo-opd projection byte-prefix, or use projection: auto"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixRanges:
-    """Which teacher tokens begin with which others, as ranges of the tokens in byte order, those without bytes last."""
+    """Prefix relation of teacher tokens, as ranges of the byte order; tokens without bytes come last."""
 
     place: Tensor
-    """int64 [W]: where a token stands in that order."""
+    """int64 [W]: a token's place in the byte order."""
     begin: Tensor
-    """int64 [W]: begin ≤ place < end are the tokens whose bytes begin with the token's own."""
+    """int64 [W]: places begin ≤ i < end hold the tokens whose bytes begin with this token's bytes."""
     end: Tensor
     """int64 [W]"""
 
     @staticmethod
     def of(projection: ProjectionMatrix, teacher_vocab_size: int, device: torch.device) -> PrefixRanges:
-        """Return the ranges among the first `teacher_vocab_size` tokens; made once as long as the matrix lives.
+        """Return the ranges among the first `teacher_vocab_size` tokens; cached while the matrix lives.
 
         Raises ProjectionError for a projection without a byte order.
         """
@@ -62,17 +62,17 @@ class PrefixRanges:
 
     @staticmethod
     def _within(byte_order: Tensor, teacher_vocab_size: int) -> list[Tensor]:
-        """Return `place`, `begin` and `end` on the host, which waits for no device to count the tokens."""
+        """Compute `place`, `begin` and `end` on the host, where counting tokens does not wait for a device."""
         order, begin, end = byte_order.long().T
         is_inside = order < teacher_vocab_size
         inside_before = torch.cat([is_inside.new_zeros(1).long(), is_inside.cumsum(0)])
-        bounds = (inside_before[each[:teacher_vocab_size]] for each in (begin, end))
+        bounds = (inside_before[bound[:teacher_vocab_size]] for bound in (begin, end))
         return [order[is_inside].argsort(), *bounds]
 
 
 @dataclass(frozen=True, slots=True)
 class MovedMass:
-    """Lower bound of the teacher's mass for the realised student token x. Other units move nothing."""
+    """Lower bound of the teacher's mass on the realised student token x. Units without a chain move nothing."""
 
     first_teacher: Tensor
     """int64 [u, 1]: y_1."""
@@ -88,28 +88,28 @@ class MovedMass:
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Chunks whose last student token x ends beyond their first teacher token, among all units."""
+    """Chunks, among all units, whose last student token x ends beyond their first teacher token."""
 
     is_chain: Tensor
     """bool [U, 1]"""
     last_rows: Tensor
-    """int64 [U]: indices into [B·S], of the logits that predict x."""
+    """int64 [U]: indices into [B·S] of the logits that predict x."""
     positions: ChunkPositions
-    """Positions of y_2..y_n, where a unit is a chain; none elsewhere."""
+    """Positions of y_2..y_n of each chain; empty for other units."""
     begin: Tensor
-    """int64 [R, 1]: what continues the chain there, as a range of the byte order."""
+    """int64 [R, 1]: start of the byte-order range of tokens that continue the chain."""
     end: Tensor
-    """int64 [R, 1]"""
+    """int64 [R, 1]: end of that range, exclusive."""
     prefixes: PrefixRanges
     ahead: ReadAhead
-    """The teacher's rows at the positions."""
+    """Reader of the teacher's rows at the positions."""
 
     @staticmethod
     def of(inputs: ChunkInputs, prefixes: PrefixRanges, num_compared: Tensor | None = None) -> Chains:
-        """Find the chains. Up to y_{n−1} the token itself continues one; at y_n any token that begins with it.
+        """Find the chains. Up to y_{n−1} the realised token continues a chain; at y_n any token that begins with it.
 
-        num_compared: int64 [U], leading student tokens of a chunk that are compared, by default 1; a chunk with others
-        after them is no chain.
+        num_compared: int64 [U], number of a chunk's leading student tokens that are compared, by default 1. A chunk
+        with more student tokens is not a chain.
         """
         units = inputs.units
 
@@ -119,8 +119,8 @@ class Chains:
             return [is_chain, (n - 1) * is_chain, rows + 1, student_rows + number - 1]
 
         fields = (units.student_lengths, units.teacher_lengths, units.teacher_rows, units.student_rows)
-        further = () if num_compared is None else (num_compared,)
-        is_chain, lengths, begins, last_rows = planned(chains, *fields, *further)
+        optional = () if num_compared is None else (num_compared,)
+        is_chain, lengths, begins, last_rows = planned(chains, *fields, *optional)
         positions = ChunkPositions.of(begins, lengths)
         targets = positions.targets(inputs.teacher_ids)
         last = positions.place == positions.per_position(lengths) - 1
@@ -131,6 +131,7 @@ class Chains:
         return Chains(is_chain.unsqueeze(1), last_rows, positions, *bounds, prefixes, ahead)
 
     def moved(self, inputs: ChunkInputs, part: slice) -> MovedMass:
+        """Compute the mass that moves in a part's units."""
         is_chain, surprise = self.is_chain[part], self._log_surprise(inputs, part)
         return MovedMass(
             first_teacher=next_tokens(inputs.teacher_ids, inputs.units.teacher_rows[part]).long().unsqueeze(1),
@@ -142,17 +143,17 @@ class Chains:
 
     @torch.no_grad()
     def _log_surprise(self, inputs: ChunkInputs, part: slice) -> Tensor:
-        """Compute log(−log R) [u, 1] of chains; R: probability of y_2..y_{n−1} and then of a token that y_n begins."""
+        """Compute log(−log R) [u, 1]; R: probability of y_2..y_{n−1}, then of a token that begins with y_n."""
         span = self.positions.span(part)
         logits = over(self.ahead.of(part).to(inputs.dtype), inputs.temperature)
         place = self.prefixes.place
-        is_meant = (place >= self.begin[span]) & (place < self.end[span])
-        # What is not known of a truncated teacher is not meant: the bound stays one.
-        is_meant = F.pad(is_meant, (0, logits.shape[1] - is_meant.shape[1]))
-        odds_against = _log_mass(logits, ~is_meant) - _log_mass(logits, is_meant)
+        continues = (place >= self.begin[span]) & (place < self.end[span])
+        # The unknown mass of a truncated teacher does not count, so that R stays a lower bound.
+        continues = F.pad(continues, (0, logits.shape[1] - continues.shape[1]))
+        odds_against = _log_mass(logits, ~continues) - _log_mass(logits, continues)
         return self.positions.log_sum_exp(log_surprise(odds_against), part)
 
 
-def _log_mass(logits: Tensor, is_counted: Tensor) -> Tensor:
-    """Compute log Σ exp of the counted columns: [R, W] → [R, 1]."""
-    return log_sum_exp(torch.where(is_counted, logits, torch.finfo(logits.dtype).min)).unsqueeze(1)
+def _log_mass(logits: Tensor, mask: Tensor) -> Tensor:
+    """Compute log Σ exp of the columns in a mask: [R, W] and bool [R, W] → [R, 1]."""
+    return log_sum_exp(torch.where(mask, logits, torch.finfo(logits.dtype).min)).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Aligned chunks with the tokens that stand for them on one side, and their likelihood."""
+"""Likelihood of aligned chunks under one side's realised tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from nemo_opd.losses.surprise import surprise
 
 @dataclass(frozen=True, slots=True)
 class RealisedChunks:
-    """Units of a loss: the rows that predict their tokens, and these tokens."""
+    """Units of a loss with their tokens and the rows that predict them."""
 
     positions: ChunkPositions
     targets: Tensor
-    """int64 [R]"""
+    """int64 [R]: token ids."""
 
     @staticmethod
     def of(first_rows: Tensor, lengths: Tensor, ids: Tensor) -> RealisedChunks:
-        """Make them from first rows [U], lengths [U] and ids [B, S]."""
+        """Expand first rows [U] and lengths [U], reading tokens from ids [B, S]."""
         positions = ChunkPositions.of(first_rows, lengths)
         return RealisedChunks(positions, positions.targets(ids))
 
@@ -28,5 +28,5 @@ class RealisedChunks:
         return len(self.positions.lengths)
 
     def log_likelihood(self, logits: Tensor, part: slice) -> Tensor:
-        """Compute Σ log p(token) over each unit's tokens [u], from their logits [R, X]."""
+        """Compute each unit's Σ log p(token), [u], from its tokens' logits [R, X]."""
         return -self.positions.sum(surprise(logits, self.targets[self.positions.span(part)]), part)

@@ -1,6 +1,6 @@
-"""Weights of a prompt's rollouts relative to one another (methods.md §10.3).
+"""Relative weights of a prompt's rollouts (methods.md §10.3).
 
-Computed in float64 with exactly rounded sums, so that nothing depends on the order of rollouts.
+Computed in float64 with exactly rounded sums, so that results do not depend on the order of rollouts.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from nemo_opd.errors import ConfigError
 
 
 def confidence_weights(mean_logprob: Tensor, prompt_ids: Tensor | Sequence[int], coefficient: float = 1.0) -> Tensor:
-    """Compute softmax(coefficient · mean_logprob) within each prompt: [B] and [B] → [B], summing to 1 a prompt.
+    """Compute softmax(coefficient · mean_logprob) within each prompt: [B] and [B] → [B], sum 1 per prompt.
 
-    mean_logprob: of the teacher, a token; −inf is a rollout without one, which weighs nothing unless all of the prompt
-    are such. Of the type and device of mean_logprob. Raises ConfigError for other shapes, a NaN or +inf, or a
-    coefficient that is not a number.
+    mean_logprob: the teacher's mean log-probability per token; −inf marks a rollout without one, which gets weight 0
+    unless all rollouts of the prompt are such. The result has the device of mean_logprob and its dtype, at least fp32.
+    Raises ConfigError for other shapes, NaN or +inf, or a coefficient that is not finite.
     """
     if not math.isfinite(coefficient):
-        raise ConfigError(f"coefficient={coefficient}: log-probabilities are multiplied by it; give a number")
+        raise ConfigError(f"coefficient={coefficient} cannot multiply log-probabilities; give a finite number")
 
-    def of_prompt(own: list[float]) -> list[float]:
-        scored = [value for value in own if value != -math.inf]
+    def weigh_prompt(logprobs: list[float]) -> list[float]:
+        scored = [value for value in logprobs if value != -math.inf]
         if not scored:
-            return [1 / len(own)] * len(own)
+            return [1 / len(logprobs)] * len(logprobs)
         shares = iter(_softmax(scored, coefficient))
-        return [0.0 if value == -math.inf else next(shares) for value in own]
+        return [0.0 if value == -math.inf else next(shares) for value in logprobs]
 
     _check(mean_logprob, "mean_logprob", mean_logprob.isnan() | (mean_logprob == math.inf))
-    return _within_prompts(of_prompt, mean_logprob, prompt_ids, "mean_logprob")
+    return _within_prompts(weigh_prompt, mean_logprob, prompt_ids, "mean_logprob")
 
 
 def reward_weights(reward: Tensor, prompt_ids: Tensor | Sequence[int], coefficient: float = 1.0) -> Tensor:
-    """Compute n · softmax(reward / coefficient) within each prompt's n rollouts: [B] and [B] → [B], of mean 1 a prompt.
+    """Compute n · softmax(reward / coefficient) within each prompt's n rollouts: [B] and [B] → [B], mean 1.
 
-    Of the type and device of reward. Raises ConfigError for other shapes, a reward that is not finite, or a coefficient
-    that is not above 0.
+    The result has the device of reward and its dtype, at least fp32. Raises ConfigError for other shapes, a reward that
+    is not finite, or a coefficient that is not above 0.
     """
     if not 0 < coefficient < math.inf:
-        raise ConfigError(f"coefficient={coefficient}: rewards are divided by it; give a number above 0")
+        raise ConfigError(f"coefficient={coefficient} cannot divide rewards; give a finite number above 0")
 
-    def of_prompt(own: list[float]) -> list[float]:
-        return [len(own) * share for share in _softmax(own, 1 / coefficient)]
+    def weigh_prompt(rewards: list[float]) -> list[float]:
+        return [len(rewards) * share for share in _softmax(rewards, 1 / coefficient)]
 
     _check(reward, "reward", ~reward.isfinite())
-    return _within_prompts(of_prompt, reward, prompt_ids, "reward")
+    return _within_prompts(weigh_prompt, reward, prompt_ids, "reward")
 
 
 def group_advantages(
@@ -56,15 +56,16 @@ def group_advantages(
 ) -> Tensor:
     """Compute (reward − mean) / (standard deviation + epsilon) within each prompt's rollouts: [B] and [B] → [B].
 
-    Of n − 1 degrees of freedom. Where all rewards of a prompt are equal it is exactly 0. scale=False: without the
-    division. Of the type and device of rewards. Raises ConfigError for other shapes or a reward that is not finite.
+    The standard deviation has n − 1 degrees of freedom. Exactly 0 if all rewards of a prompt are equal. scale=False
+    skips the division. The result has the device of rewards and their dtype, at least fp32. Raises ConfigError for
+    other shapes or a reward that is not finite.
     """
     _check(rewards, "rewards", ~rewards.isfinite())
-    return _within_prompts(lambda own: _standardised(own, scale, epsilon), rewards, prompt_ids, "rewards")
+    return _within_prompts(lambda values: _standardised(values, scale, epsilon), rewards, prompt_ids, "rewards")
 
 
 def _within_prompts(
-    of_prompt: Callable[[list[float]], list[float]],
+    function: Callable[[list[float]], list[float]],
     values: Tensor,
     prompt_ids: Tensor | Sequence[int],
     name: str,
@@ -73,24 +74,24 @@ def _within_prompts(
     prompts = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else list(prompt_ids)
     if values.dim() != 1 or len(prompts) != len(values):
         raise ConfigError(
-            f"{name} has shape {list(values.shape)} for {len(prompts)} prompt_ids; give one number and one prompt a "
-            "rollout"
+            f"{name} has shape {list(values.shape)} for {len(prompts)} prompt_ids; give one number and one prompt "
+            "per rollout"
         )
-    given = values.tolist()
+    numbers = values.tolist()
     rollouts: dict[int, list[int]] = {}
     for b, prompt in enumerate(prompts):
         rollouts.setdefault(prompt, []).append(b)
-    found = torch.empty(len(given), dtype=torch.float64)
-    for own in rollouts.values():
-        found[own] = torch.tensor(of_prompt([given[b] for b in own]), dtype=torch.float64)
-    return found.to(values.device, torch.promote_types(values.dtype, torch.float32))
+    result = torch.empty(len(numbers), dtype=torch.float64)
+    for indices in rollouts.values():
+        result[indices] = torch.tensor(function([numbers[b] for b in indices]), dtype=torch.float64)
+    return result.to(values.device, torch.promote_types(values.dtype, torch.float32))
 
 
 def _check(values: Tensor, name: str, is_wrong: Tensor) -> None:
     if is_wrong.any():
-        wrong = int(is_wrong.flatten().int().argmax())
+        index = int(is_wrong.flatten().int().argmax())
         raise ConfigError(
-            f"{name}[{wrong}]={float(values.flatten()[wrong])}: rollouts are compared by it; give a number for each"
+            f"{name}[{index}]={float(values.flatten()[index])} cannot rank rollouts; give a number for each rollout"
         )
 
 
@@ -102,7 +103,7 @@ def _softmax(values: list[float], factor: float) -> list[float]:
 
 
 def _standardised(values: list[float], scale: bool, epsilon: float) -> list[float]:
-    """Standardise values: 0 where all are equal, since the division would enlarge the rounding of their mean."""
+    """Standardise values. Equal values give 0, as the division would magnify the rounding of their mean."""
     if min(values) == max(values):
         return [0.0] * len(values)
     mean = math.fsum(values) / len(values)

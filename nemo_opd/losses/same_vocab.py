@@ -1,4 +1,4 @@
-"""A divergence per position, for teachers with the student's vocabulary (methods.md §4)."""
+"""Divergence at each position, for teachers with the student's vocabulary (methods.md §4)."""
 
 from typing import Unpack
 
@@ -15,9 +15,9 @@ from nemo_opd.losses.support import Support
 from nemo_opd.losses.truncated import reached_and_rest, require_temperature_1, require_whole, split
 
 _LIVE_COPIES = 12
-"""Tensors of the size of a chunk's cells alive at its peak (jsd, the largest)."""
+"""Tensors of the size of a block's cells that are alive at the memory peak (of jsd, the largest)."""
 _LIVE_ROWS = 6
-"""Tensors of the size of a chunk's rows that are alive too where the cells are not the columns."""
+"""Additional tensors of the size of a block's rows, if the cells are not the columns."""
 
 
 @Loss
@@ -36,41 +36,41 @@ def same_vocab(
 ) -> PlannedLoss:
     """Compute τ² · Σ divergence(q, p) / normalizer over scored tokens, and `kd` in nats per token (methods.md §4).
 
-    Unshifted logits [B, S, V] and [B, S, W]; mask [B, S]: token i is scored, by the logits at i−1, so token 0 never
-    counts; the student may have further positions. A head wider than the vocabulary (by default the narrower head) is
-    cut before any softmax. support, top_k, normalization: see `Support`. Without the rest cell a support other than
-    full is there for parity with other systems only, and the loss is not bounded by the full one. Raises ConfigError
-    for shapes, sizes or names that do not fit.
+    Unshifted logits [B, S, V] and [B, S, W]; mask [B, S]: token i is scored by the logits at i−1, so token 0 never
+    counts; the student may have more positions. Heads wider than the vocabulary (by default the narrower head) are cut
+    before any softmax. support, top_k, normalization: see `Support`. A support other than full without the rest cell is
+    for parity with other systems only; its loss is not bounded by the full one. Raises ConfigError for shapes, sizes or
+    names that do not fit.
     """
     check_temperature(temperature)
     places = LabelPositions.of(student_logits, teacher_logits, takes_truncated=True, **shared)
-    of = Divergence(divergence, beta, mixed_weight)
+    compare = Divergence(divergence, beta, mixed_weight)
     columns, size = Support(support, top_k, normalization), places.size
     is_truncated = places.teacher.is_truncated
     require_temperature_1(places.teacher, temperature)
     if not columns.takes_all(size):
-        require_whole(places.teacher, f"support={support}", "it chooses tokens of each position")
+        require_whole(places.teacher, f"support={support}", "it chooses tokens at each position")
 
     ahead = places.teacher_ahead()
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         teacher = over(ahead.of(part).to(logits.dtype), temperature)
         if is_truncated:
-            log_t, rest = split(teacher)
-            return of.of_logits(*reached_and_rest(log_t, logits, rest))
-        return columns.compare(of, teacher, over(logits, temperature))
+            log_t, log_rest = split(teacher)
+            return compare.of_logits(*reached_and_rest(log_t, logits, log_rest))
+        return columns.compare(compare, teacher, over(logits, temperature))
 
     def closed_form(rows: UnitRows, part: slice, onto: Onto) -> Tensor:
         teacher = UnitRows(ahead.of(part), None)
-        return add_comparison(rows.over(temperature), teacher.over(temperature), of, onto.over(temperature))
+        return add_comparison(rows.over(temperature), teacher.over(temperature), compare, onto.over(temperature))
 
     def for_kernels(part: slice) -> Comparison:
         assert measure is not None
         return Comparison(ahead.of(part), temperature, measure)
 
-    takes_all, measure = columns.takes_all(size) and not is_truncated, of.measure
-    extra = 0 if takes_all else _LIVE_ROWS * size
-    cells = unit_cells(len(places), _LIVE_COPIES * columns.num_cells(size) + extra)
+    takes_all, measure = columns.takes_all(size) and not is_truncated, compare.measure
+    row_cells = 0 if takes_all else _LIVE_ROWS * size
+    cells = unit_cells(len(places), _LIVE_COPIES * columns.num_cells(size) + row_cells)
     term = Term(
         places.student_rows,
         loss_of,

@@ -1,4 +1,4 @@
-"""The KL between student and teacher, estimated on the tokens that were sampled (methods.md §10.4)."""
+"""KL between student and teacher, estimated on the sampled tokens (methods.md §10.4)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.losses.arguments import check_positions, given
+from nemo_opd.losses.arguments import check_positions, without_none
 from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.clipped_ratio import Clip
 from nemo_opd.losses.importance import Importance
@@ -35,35 +35,36 @@ def sampled_kl(
     importance_veto: float | None = None,
     **shared: Unpack[TokenArguments],
 ) -> PlannedLoss:
-    """Compute Σ over scored tokens, sampled from the student, of the loss of an estimate of KL(p ‖ q) / normalizer.
+    """Compute Σ loss of a KL(p ‖ q) estimate / normalizer over scored tokens sampled from the student.
 
     methods.md §10.4. With s = log p(token) and t = log q(token), at temperature 1, the estimates are k1 = s − t,
-    k2 = ½(s − t)² and k3 = exp(d) − 1 − d with d = min(t − s, `LARGEST_LOG_RATIO`), beyond which a token has no
-    gradient. update="direct" differentiates the estimate: in expectation k3 has the gradient of the forward
-    KL(q ‖ p), k2 that of the reverse, and k1 none. update="policy_gradient" takes −estimate as the advantage A
-    of the token, a constant, and is −min(r A, clip(r, 1 − clip_low, 1 + clip_high) A) with r = exp(s − logprobs); with
-    k1 its gradient in expectation is that of the reverse KL. logprobs [B, S]: of the sampled tokens by the model that
-    sampled them, by default this one, so that r = 1; dual_clip: tokens of a negative A count dual_clip · A at most.
+    k2 = ½(s − t)² and k3 = exp(d) − 1 − d with d = min(t − s, `LARGEST_LOG_RATIO`); tokens beyond that bound get no
+    gradient. update="direct" differentiates the estimate: in expectation k3 has the gradient of the forward KL(q ‖ p),
+    k2 of the reverse KL, and k1 none. update="policy_gradient" uses −estimate as the token's advantage A, a constant,
+    in −min(r A, clip(r, 1 − clip_low, 1 + clip_high) A) with r = exp(s − logprobs); with k1 its expected gradient is
+    the reverse KL's. logprobs [B, S]: log-probabilities of the sampled tokens under the model that sampled them, by
+    default the current model, so that r = 1. dual_clip: for tokens with a negative A the loss is at most −dual_clip ·
+    A.
 
-    behaviour_logprobs [B, S] (methods.md §11): by the policy that sampled them, after temperature, top-k and top-p, by
-    default `logprobs`. The weight of a token is W = p / π_behaviour, a constant. update="direct" multiplies the
-    estimate by W, update="policy_gradient" its loss by W / r, so that the clip sees only what the student has moved.
-    The statement about expectations then holds for every temperature and for samples of older weights, unless a ratio
-    is clipped; with top-k or top-p, for the generalised KL over the tokens S that can be sampled,
-    Σ_S [p log(p/q) − p + q], with S as a constant. importance_cap=C: weights count for C at most;
-    importance_level="sequence": each token has the product of its sequence's weights, cut at C, in place of its weight;
-    importance_veto: a sequence with a token of a smaller weight is dropped, and stays in the normalizer.
+    behaviour_logprobs [B, S] (methods.md §11): log-probabilities under the sampling policy, after temperature, top-k
+    and top-p, by default `logprobs`. A token's weight is W = p / π_behaviour, a constant. update="direct" multiplies
+    the estimate by W, update="policy_gradient" its loss by W / r, so that the clip sees only the student's change since
+    sampling. The expectations above then hold for every temperature and for samples of older weights, unless a ratio is
+    clipped; with top-k or top-p they hold for the generalised KL over the set S of tokens that can be sampled, Σ_S [p
+    log(p/q) − p + q], with S as a constant. importance_cap=C: weights are at most C. importance_level="sequence": each
+    token gets the product of its sequence's weights, at most C, instead of its weight.
+    importance_veto: a sequence with a token of a smaller weight is dropped but stays in the normalizer.
 
-    Unshifted logits [B, S, V] of one vocabulary; ids and mask [B, S]: token i is scored, by the logits at i−1. Metrics:
-    `kd`, the mean of W · k3 in nats a token, which is 0 or more whatever the estimator; with update="policy_gradient"
-    also `policy/clip_fraction` and `policy/ratio`; and those of `Importance.metrics`. Raises ConfigError for shapes,
+    Unshifted logits [B, S, V] of one vocabulary; ids and mask [B, S]: token i is scored by the logits at i−1. Metrics:
+    `kd`, the mean of W · k3 in nats per token, ≥ 0 for every estimator; with update="policy_gradient" also
+    `policy/clip_fraction` and `policy/ratio`; and the metrics of `Importance.metrics`. Raises ConfigError for shapes,
     sizes, names or bounds that do not fit. Across tokenizers: `sampled_chunk_kl`.
     """
     importance = Importance(importance_level, importance_cap, importance_veto)
     estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
     places = LabelPositions.of(student_logits, teacher_logits, takes_truncated=True, **shared)
     mask = shared["mask"]
-    check_positions(mask.shape, ids=ids, **given(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs))
+    check_positions(mask.shape, ids=ids, **without_none(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs))
     tokens = ChunkPositions.single(places.rows)
     targets = tokens.targets(ids)
     sampled = SampledChunks(

@@ -1,4 +1,4 @@
-"""Both sides, pushed onto their shared vocabulary, at the first position of each aligned chunk (methods.md §5.8)."""
+"""Divergence of both sides projected onto their shared vocabulary, at chunks' first positions (methods.md §5.8)."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def shared_prefix(
 ) -> PlannedLoss:
     """Compute τ² · Σ divergence(Q, P) / normalizer over chunks, and `kd` in nats per chunk (methods.md §5.8).
 
-    P(x) = Σ p over the student tokens that the longest shared token x begins, Q(x) likewise from the teacher; tokens
-    that no shared token begins fall into one rest cell, which counts where both sides have such tokens.
-    continuation_weight: factor of the chunk's `alm` term, added where it has several tokens on a side. Raises
-    ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without the maps.
+    P(x) = Σ p over the student tokens whose longest shared prefix is the shared token x; Q(x) is the same sum for the
+    teacher. Tokens without a shared prefix share a rest cell, which counts if both sides have such tokens.
+    continuation_weight: factor of the `alm` term of chunks with several tokens on a side. Raises ConfigError for
+    shapes, sizes or names that do not fit, ProjectionError for a projection without the maps.
     """
     inputs = ChunkInputs.of(
         student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
@@ -54,15 +54,15 @@ def shared_prefix(
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         if inputs.is_truncated:
-            log_q, rest = split(teacher)
-            on_cells = cells.teacher.log_project(log_q), cells.student.log_project(student)
-            return compare.of_logits(*cells.reached(*on_cells, rest))
+            log_q, log_rest = split(teacher)
+            log_masses = cells.teacher.log_project(log_q), cells.student.log_project(student)
+            return compare.of_logits(*cells.reached(*log_masses, log_rest))
         return compare.of_logits(cells.teacher.log_project(teacher), cells.student.log_project(student))
 
     def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
-        of_teacher, _ = project(teacher, cells.teacher, has_shares=False)
-        of_student, shares = project(student, cells.student)
-        value, gradient = compare_with_gradient(of_teacher, of_student, compare)
+        log_q, _ = project(teacher, cells.teacher, has_shares=False)
+        log_p, shares = project(student, cells.student)
+        value, gradient = compare_with_gradient(log_q, log_p, compare)
         add_pulled_back(gradient, shares, cells.student, onto)
         return value
 
@@ -83,7 +83,7 @@ def _maps(projection: ProjectionMatrix) -> tuple[NDArray[np.int32], NDArray[np.i
     student_cells, teacher_cells = projection.student_shared_prefix, projection.teacher_shared_prefix
     if student_cells is None or teacher_cells is None:
         raise ProjectionError(
-            "shared_prefix needs the shared-prefix maps, which this projection does not have; add them with "
+            "shared_prefix needs the shared-prefix maps, which this projection lacks; add them with "
             "nemo_opd.projection.add_shared_prefix or nemo-opd projection byte-prefix, or use projection: auto"
         )
     return student_cells, teacher_cells

@@ -1,4 +1,4 @@
-"""Softmax with its denominator, for one exponential a cell."""
+"""Softmax and log-sum-exp from one exponential per cell."""
 
 from typing import Any
 
@@ -14,22 +14,22 @@ from nemo_opd.losses.fused import fused
 def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return probabilities p of logits [..., X], and log Σ exp [..., 1] in fp64: log p = logits − log Σ exp.
 
-    The second is read off the largest p, and holds for each p to its own rounding, whatever that of the sum.
+    log Σ exp is derived from the largest p, so that the identity holds up to each p's rounding, not the sum's.
     """
     p = logits.softmax(-1)
     return p, logits.amax(-1, keepdim=True).double() - p.amax(-1, keepdim=True).double().log()
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """Compute log Σ exp over cells of which one at least is finite: [..., X] → [...].
+    """Compute log Σ exp over cells, at least one of them finite: [..., X] → [...].
 
-    Unlike torch.logsumexp it is as fast as a softmax, also where most cells underflow.
+    Unlike torch.logsumexp it is as fast as a softmax, even if most cells underflow.
     """
     return _LogSumExp.apply(logits)
 
 
 class _LogSumExp(torch.autograd.Function):
-    """Saves the softmax, which is the gradient."""
+    """Log-sum-exp that saves the softmax, its gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:

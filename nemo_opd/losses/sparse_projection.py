@@ -1,4 +1,4 @@
-"""A projection matrix on a device, ordered for sums over its columns and over its rows."""
+"""Projection matrix on a device, laid out for sums over its columns and over its rows."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Rest of R without its pairs: entries whose row or column has others, or whose weight is not 1.
+    """Entries of R that are not pairs, since their row or column has several entries or their weight is not 1.
 
-    Entries are cells of the layout of their columns, M of them.
+    Entries are M cells, laid out by column.
     """
 
     columns: Tensor
-    """int64 [Y]: indices into the covered columns, in the order of `by_column`."""
+    """int64 [Y]: indices into the covered columns, in `by_column` order."""
     tokens: Tensor
-    """int64 [Z]: student tokens, in the order of `by_token`; those that reach nothing are among them."""
+    """int64 [Z]: student tokens, in `by_token` order, including tokens without entries."""
     student: Tensor
-    """int64 [M]: student token of a cell; any where it is padding."""
+    """int64 [M]: each cell's student token; arbitrary for padding."""
     entry: Tensor
-    """int64 [M]: its place among the entries that the matrix was made from; −1 where it is padding."""
+    """int64 [M]: each cell's index into the entries that the matrix was built from, −1 for padding."""
     log_weight: Tensor
-    """float64 [M]: −inf where it is padding. Where it is learned, it has a gradient."""
+    """float64 [M]: −inf for padding. Has a gradient if weights are learned."""
     by_column: Segments
     by_token: Segments
-    """Its entries are cells of `by_column`; its padding, too, is that of `by_column`."""
+    """Its entries are cells of `by_column`, and its padding is `by_column`'s last, padding, cell."""
 
     def to(self, device: torch.device) -> _Block:
         return _Block(*(getattr(self, field.name).to(device) for field in fields(self)))
@@ -48,27 +48,27 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class SparseProjection:
-    """R with its covered columns only, X of them: those that some row reaches.
+    """R restricted to its X covered columns, which are reached by some row.
 
-    Most tokens of two vocabularies are pairs: the one entry of its row is the one entry of its column and has weight 1.
-    A pair costs a copy; sums are formed in the block that remains.
+    Most entries are pairs: the only entry of their row and of their column, with weight 1. Pairs are copied; sums are
+    formed only in the remaining block.
     """
 
     columns: Tensor
     """int64 [X]: covered teacher tokens, ascending."""
     source: Tensor
-    """int64 [X]: the student token that a column is a pair with; any for the columns of the block."""
+    """int64 [X]: each column's paired student token; arbitrary for columns of the block."""
     target: Tensor
-    """int64 [V]: the index into `columns` that a student token is a pair with; any for the tokens of the block."""
+    """int64 [V]: each student token's paired index into `columns`; arbitrary for tokens of the block."""
     block: _Block
 
     @staticmethod
     def of(
         projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> SparseProjection:
-        """Cut the matrix to the given vocabulary sizes on `device`, made once as long as the matrix lives.
+        """Cut the matrix to the given vocabulary sizes on `device`; cached while the matrix lives.
 
-        Raises ProjectionError where no entry is left.
+        Raises ProjectionError if no entry remains.
         """
         indices, weights = projection.indices, projection.weights
         sizes = student_vocab_size, teacher_vocab_size
@@ -84,7 +84,7 @@ class SparseProjection:
     def of_entries(
         student: NDArray[np.int64], column: NDArray[np.int64], weight: NDArray[np.float64], student_vocab_size: int
     ) -> SparseProjection:
-        """Make it from entries [nnz]: student token, teacher token or cell, weight above 0."""
+        """Build a projection from entries [nnz]: student token, teacher token or cell, weight above 0."""
         columns, column = np.unique(column, return_inverse=True)
         per_token, per_column = np.bincount(student, minlength=student_vocab_size), np.bincount(column)
         is_pair = (per_token[student] == 1) & (per_column[column] == 1) & (weight == 1)
@@ -101,7 +101,7 @@ class SparseProjection:
 
     @property
     def num_entries(self) -> int:
-        """Entries that sums are formed of."""
+        """Number of entries, with padding, over which sums run."""
         return len(self.block.student)
 
     def to(self, device: torch.device) -> SparseProjection:
@@ -110,13 +110,13 @@ class SparseProjection:
     def log_project(self, log_mass: Tensor) -> Tensor:
         """Compute log(Rᵀ exp(log_mass)) on the covered columns in log space: [U, V] → [U, X] (methods.md §5.3).
 
-        Sums run in a fixed order, so repeated calls agree to the bit on every device.
+        Sums run in a fixed order, so repeated calls agree bitwise on every device.
         """
         return _LogProject.apply(log_mass, self.block.log_weight, self)
 
 
 class _LogProject(torch.autograd.Function):
-    """A copy of pairs and, over it, a log-sum-exp over the entries of each column of the block."""
+    """Copy of pairs, and log-sum-exp over each column's entries in the block."""
 
     @staticmethod
     def forward(ctx: Any, log_mass: Tensor, log_weight: Tensor, sparse: SparseProjection) -> Tensor:
@@ -129,53 +129,53 @@ class _LogProject(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (shares,) = ctx.saved_tensors
-        of_weights = _sum_of_cells(grad_output, shares, ctx.sparse) if ctx.needs_input_grad[1] else None
-        return pull_back(grad_output, shares, ctx.sparse), of_weights, None
+        weight_gradient = _weight_gradient(grad_output, shares, ctx.sparse) if ctx.needs_input_grad[1] else None
+        return pull_back(grad_output, shares, ctx.sparse), weight_gradient, None
 
 
 @fused
 def project(rows: UnitRows, sparse: SparseProjection, has_shares: bool = True) -> tuple[Tensor, Tensor]:
-    """Return log(Rᵀ exp(log-mass)) [U, X], and the share of each cell of the block in its column [U, M], or [U, 0]."""
+    """Return log(Rᵀ exp(log-mass)) [U, X], and each block cell's share of its column [U, M], or [U, 0]."""
     log_mass, block = rows.taken(), sparse.block
     cells = log_mass.index_select(1, block.student).add_(block.log_weight.to(log_mass.dtype))
     # A column whose cells are all −inf would give −inf − −inf.
     peaks = block.by_column.max(cells).clamp_(min=torch.finfo(cells.dtype).min)
-    for own, peak in block.by_column.each(cells, peaks):
-        own.sub_(peak.unsqueeze(1))
+    for group, peak in block.by_column.each(cells, peaks):
+        group.sub_(peak.unsqueeze(1))
     totals = block.by_column.sum(cells.exp_())
-    # The sum is 1 at least, since the peak is in it, or 0 where all are −inf.
-    for own, total in block.by_column.each(cells, totals.clamp(min=1)) if has_shares else ():
-        own.div_(total.unsqueeze(1))
+    # A sum includes its peak and is at least 1, or 0 if all cells are −inf.
+    for group, total in block.by_column.each(cells, totals.clamp(min=1)) if has_shares else ():
+        group.div_(total.unsqueeze(1))
     covered = log_mass.index_select(1, sparse.source).index_copy_(1, block.columns, totals.log_().add_(peaks))
     return covered, cells if has_shares else cells[:, :0]
 
 
 @fused
 def pull_back(gradient: Tensor, shares: Tensor, sparse: SparseProjection) -> Tensor:
-    """Turn the gradient with respect to log-mass of columns [U, X] into that of tokens [U, V]."""
+    """Turn a gradient for log-masses of columns [U, X] into a gradient for log-masses of tokens [U, V]."""
     block = sparse.block
-    of_cells = _of_cells(gradient, shares, block)
-    of_tokens = block.by_token.sum(of_cells.index_select(1, block.by_token.entries))
-    return gradient.index_select(1, sparse.target).index_copy_(1, block.tokens, of_tokens)
+    cell_gradient = _cell_gradient(gradient, shares, block)
+    token_gradient = block.by_token.sum(cell_gradient.index_select(1, block.by_token.entries))
+    return gradient.index_select(1, sparse.target).index_copy_(1, block.tokens, token_gradient)
 
 
 @fused
-def _sum_of_cells(gradient: Tensor, shares: Tensor, sparse: SparseProjection) -> Tensor:
-    """Turn the gradient with respect to log-mass of columns [U, X] into that of the log-weights, float64 [M]."""
-    return _of_cells(gradient, shares, sparse.block).sum(0, dtype=torch.float64)
+def _weight_gradient(gradient: Tensor, shares: Tensor, sparse: SparseProjection) -> Tensor:
+    """Turn a gradient for log-masses of columns [U, X] into a gradient for the log-weights, float64 [M]."""
+    return _cell_gradient(gradient, shares, sparse.block).sum(0, dtype=torch.float64)
 
 
-def _of_cells(gradient: Tensor, shares: Tensor, block: _Block) -> Tensor:
-    """Multiply the shares of cells in their columns [U, M] with the gradient of the columns [U, X]."""
-    of_cells = shares.clone()
-    for own, of_column in block.by_column.each(of_cells, gradient.index_select(1, block.columns)):
-        own.mul_(of_column.unsqueeze(1))
-    return of_cells
+def _cell_gradient(gradient: Tensor, shares: Tensor, block: _Block) -> Tensor:
+    """Multiply cells' shares of their columns [U, M] by the gradient of the columns [U, X]: [U, M]."""
+    cells = shares.clone()
+    for group, column_gradient in block.by_column.each(cells, gradient.index_select(1, block.columns)):
+        group.mul_(column_gradient.unsqueeze(1))
+    return cells
 
 
 @fused
 def add_pulled_back(gradient: Tensor, shares: Tensor, sparse: SparseProjection, onto: Onto) -> None:
-    """Add what `pull_back` returns."""
+    """Add the result of `pull_back` to `onto`."""
     onto.add(pull_back.function(gradient, shares, sparse))
 
 
@@ -184,7 +184,7 @@ def entries_within(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """Return the entries [nnz] of a matrix within the given sizes: student token, teacher token, weight above 0.
 
-    Raises ProjectionError where there is none.
+    Raises ProjectionError if there are none.
     """
     student, slot = slots_within(indices, weights, student_vocab_size, teacher_vocab_size)
     if not len(student):
@@ -198,7 +198,7 @@ def entries_within(
 def slots_within(
     indices: np.ndarray, weights: np.ndarray, student_vocab_size: int, teacher_vocab_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the row and the slot of the entries that `entries_within` returns, in its order."""
+    """Return row and slot of each entry of `entries_within`, in the same order."""
     indices, weights = indices[:student_vocab_size], weights[:student_vocab_size]
     student, slot = np.nonzero((indices >= 0) & (indices < teacher_vocab_size) & (weights > 0))
     return student, slot
@@ -211,7 +211,7 @@ def _block(
     is_inside: NDArray[np.bool_],
     tokens: NDArray[np.int64],
 ) -> _Block:
-    """Select the entries inside the block; `tokens`: its rows, ascending."""
+    """Build the block from the entries with `is_inside`. tokens: the block's rows, ascending."""
     entries = np.flatnonzero(is_inside)
     entries = entries[np.argsort(column[entries], kind="stable")]
     columns, first = np.unique(column[entries], return_index=True)
@@ -219,10 +219,10 @@ def _block(
     cells = by_column.entries.numpy()
     entry = np.append(entries, -1)[cells]
     student, weight = np.append(student, -1)[entry], np.append(weight, 0)[entry]
-    of_tokens = np.flatnonzero(student >= 0)
-    of_tokens = of_tokens[np.argsort(student[of_tokens], kind="stable")]
-    by_token = Segments.of(np.append(np.searchsorted(student[of_tokens], tokens), len(of_tokens)))
-    by_token = replace(by_token, entries=torch.from_numpy(np.append(of_tokens, len(cells) - 1))[by_token.entries])
+    token_cells = np.flatnonzero(student >= 0)
+    token_cells = token_cells[np.argsort(student[token_cells], kind="stable")]
+    by_token = Segments.of(np.append(np.searchsorted(student[token_cells], tokens), len(token_cells)))
+    by_token = replace(by_token, entries=torch.from_numpy(np.append(token_cells, len(cells) - 1))[by_token.entries])
     return _Block(
         torch.from_numpy(columns)[by_column.order],
         torch.from_numpy(tokens)[by_token.order],

@@ -1,4 +1,4 @@
-"""The shared vocabulary, where both sides have realised the same token (methods.md §5.6)."""
+"""Divergence on the shared vocabulary, at chunks in which both sides realise the same token (methods.md §5.6)."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def strict(
 ) -> PlannedLoss:
     """Compute τ² · Σ divergence(q̂, p̂) / normalizer over `strict_units`, and `kd` in nats per unit (methods.md §5.6).
 
-    q̂ and p̂ are q and p on the exact pairs of the projection, all or the `top_k` that the student finds likeliest,
-    renormalised (normalization="support") or with one more cell for what each side has elsewhere ("rest"), which is
-    left out where only one side has other tokens. continuation_weight: factor of the `alm` term of every chunk of
-    several tokens on a side; with one above 0 these chunks are units as well. Raises ConfigError for shapes, sizes or
-    names that do not fit, ProjectionError for a projection without exact pairs.
+    q̂ and p̂ are q and p on the projection's exact pairs, or on the student's `top_k` likeliest of them, renormalised
+    (normalization="support") or with one more cell for each side's other tokens ("rest"), which is left out if only one
+    side has other tokens. continuation_weight: factor of the `alm` term of chunks with several tokens on a side; above
+    0 these chunks count as units too. Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError
+    for a projection without exact pairs.
     """
     _check(top_k, normalization)
     inputs = ChunkInputs.of(
@@ -59,7 +59,7 @@ def strict(
     )
     require_temperature_1(inputs.teacher, temperature)
     is_compared = _are_realised_pairs(inputs.units, inputs.student_ids, inputs.teacher_ids, projection)
-    compared = replace(inputs, units=inputs.units.where(is_compared))
+    single_inputs = replace(inputs, units=inputs.units.where(is_compared))
     vocabulary = _SharedVocabulary.of(projection, inputs, top_k, normalization)
     compare = Divergence(divergence, beta, mixed_weight)
 
@@ -76,13 +76,13 @@ def strict(
 
     has_closed_form = vocabulary.top_k is None and not inputs.is_truncated
     term = first_position_term(
-        compared,
+        single_inputs,
         unit_loss,
         cells_per_unit=_cells_per_unit(inputs, vocabulary),
         compare_onto=unit_loss_onto if has_closed_form else None,
         on_cells=OnCells(compare, for_kernels) if has_closed_form else None,
     )
-    return chunk_loss(inputs, term, continuation_weight=continuation_weight, single_units=len(compared.units))
+    return chunk_loss(inputs, term, continuation_weight=continuation_weight, single_units=len(single_inputs.units))
 
 
 def strict_units(
@@ -94,10 +94,10 @@ def strict_units(
     *,
     has_continuation: bool = False,
 ) -> ChunkUnits:
-    """Find chunks of one token a side whose two tokens are an exact pair: ids and chunk ids [B, S] and [B, T].
+    """Find the units of `strict` in ids and chunk ids [B, S] and [B, T]: one-token chunks that are an exact pair.
 
-    has_continuation: also those of several tokens on a side. Their number, `len`, is what `strict` counts as units.
-    Raises ProjectionError for a projection without exact pairs.
+    has_continuation: include chunks with several tokens on a side. Raises ProjectionError for a projection without
+    exact pairs.
     """
     units = chunk_units(student_chunk_id, teacher_chunk_id)
     is_unit = _are_realised_pairs(units, student_ids, teacher_ids, projection)
@@ -107,7 +107,7 @@ def strict_units(
 def _are_realised_pairs(
     units: ChunkUnits, student_ids: Tensor, teacher_ids: Tensor, projection: ProjectionMatrix
 ) -> Tensor:
-    """Test whether the realised tokens of units are exact pairs: bool [U], as `planned`."""
+    """Test whether units are one token per side and an exact pair: bool [U], through `planned`."""
     sizes = projection.student_vocab_size, projection.teacher_vocab_size
 
     def are_pairs(
@@ -124,14 +124,14 @@ def _are_realised_pairs(
 
 @dataclass(frozen=True, slots=True)
 class _SharedVocabulary:
-    """Cells of the shared vocabulary that are compared."""
+    """Compared cells of the shared vocabulary."""
 
     pairs: TokenPairs
     """X exact pairs."""
     top_k: int | None
-    """None: all of them."""
+    """Pairs compared per unit, or None for all."""
     has_rest: bool
-    """Whether either side has a cell for its other tokens; where only one has others, none (methods.md §3.3)."""
+    """Whether both sides have a cell for other tokens; not if only one side has other tokens (methods.md §3.3)."""
 
     @staticmethod
     def of(
@@ -139,34 +139,33 @@ class _SharedVocabulary:
     ) -> _SharedVocabulary:
         device = inputs.device
         pairs = TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, device)
-        kept = None if top_k is None or top_k >= len(pairs) else top_k
-        num_cells = len(pairs) if kept is None else kept
+        num_chosen = None if top_k is None or top_k >= len(pairs) else top_k
+        num_cells = len(pairs) if num_chosen is None else num_chosen
         has_rest = normalization == "rest" and num_cells < min(inputs.student_size, inputs.teacher_size)
-        return _SharedVocabulary(pairs, kept, has_rest)
+        return _SharedVocabulary(pairs, num_chosen, has_rest)
 
     def cells(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
-        """Map logits/τ [U, W] and [U, V] of teacher and student to those of the cells, both [U, cells]."""
-        of_teacher, of_student = self._columns(student)
+        """Map logits/τ of teacher [U, W] and student [U, V] to logits of the cells, both [U, cells]."""
+        teacher_columns, student_columns = self._columns(student)
         if self.has_rest:
-            return of_teacher.cells(teacher), of_student.cells(student)
-        return of_teacher.take(teacher), of_student.take(student)
+            return teacher_columns.cells(teacher), student_columns.cells(student)
+        return teacher_columns.take(teacher), student_columns.take(student)
 
     def reached(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cells of a truncated teacher [U, W + 1] and of the student, with a rest: both [U, cells + 1]."""
-        of_teacher, of_student = self._columns(student)
-        log_t, rest = split(teacher)
-        log_s = of_student.take(student)
+        """Map a truncated teacher [U, W + 1] and the student [U, V] to cells with a rest, both [U, cells + 1]."""
+        teacher_columns, student_columns = self._columns(student)
+        log_t, log_rest = split(teacher)
+        cells_t, cells_s = teacher_columns.take(log_t), student_columns.take(student)
         if not self.has_rest:
-            return reached_and_rest(of_teacher.take(log_t), log_s, rest)
-        others = log_t.scatter(1, of_teacher.index, -torch.inf)
-        return reached_and_rest(of_teacher.take(log_t), log_s, joined(rest, others), of_student.cells(student)[:, -1:])
+            return reached_and_rest(cells_t, cells_s, log_rest)
+        outside = log_t.scatter(1, teacher_columns.index, -torch.inf)
+        return reached_and_rest(cells_t, cells_s, joined(log_rest, outside), student_columns.cells(student)[:, -1:])
 
     def _columns(self, student: Tensor) -> tuple[Columns, Columns]:
-        """Return the columns of the cells in each row of teacher and student; a constant."""
+        """Return each row's compared columns of teacher and student, without a gradient."""
         if self.top_k is None:
-            every = (self.pairs.teacher, self.pairs.student)
-            of_teacher, of_student = (Columns(tokens.expand(len(student), -1)) for tokens in every)
-            return of_teacher, of_student
+            num_units = len(student)
+            return Columns(self.pairs.teacher.expand(num_units, -1)), Columns(self.pairs.student.expand(num_units, -1))
         shared = student.detach().index_select(1, self.pairs.student)
         best = shared.topk(self.top_k, dim=-1, sorted=False).indices
         return Columns(self.pairs.teacher[best]), Columns(self.pairs.student[best])
@@ -178,19 +177,16 @@ class _SharedVocabulary:
 
 def _check(top_k: int | None, normalization: str) -> None:
     if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k={top_k}: strict compares at least 1 pair; give a larger number, or none for all")
+        raise ConfigError(f"top_k={top_k}: strict compares at least 1 pair; give a larger number, or None for all")
     if top_k == 1 and normalization == "support":
         raise ConfigError(
-            "top_k=1 with normalization=support: one pair renormalised is 1 on both sides, and nothing is learned; "
+            "top_k=1 with normalization=support: one renormalised pair is 1 on both sides, and nothing is learned; "
             "give a larger number, or normalization=rest"
         )
     if normalization not in _NORMALIZATIONS:
-        raise ConfigError(
-            f"normalization={normalization!r}: strict has no such normalization; "
-            f"choose from {', '.join(_NORMALIZATIONS)}"
-        )
+        raise ConfigError(f"normalization={normalization!r} is unknown; choose from {', '.join(_NORMALIZATIONS)}")
 
 
 def _cells_per_unit(inputs: ChunkInputs, shared: _SharedVocabulary) -> int:
-    """Count fp32 numbers alive per unit at the peak of a chunk; an int64 column index counts as two."""
+    """Count fp32 numbers per unit at the memory peak of a block; an int64 column index counts as two."""
     return 7 * inputs.student_size + 5 * inputs.teacher_size + 16 * shared.num_cells

@@ -1,4 +1,4 @@
-"""Supports of comparisons, and the mass outside them (methods.md §3.3)."""
+"""Supports of divergences and the mass outside them (methods.md §3.3)."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from nemo_opd.losses.softmax import log_sum_exp, softmax
 _SUPPORTS = ("full", "teacher_topk", "student_topk", "union")
 _NORMALIZATIONS = ("full", "support", "rest")
 FAINT = 1e-20
-"""A probability below which that of one token may be no normal fp32 number any more."""
+"""Mass below which single tokens' probabilities may be subnormal in fp32."""
 _GROUP = 8
-"""Columns that go by one maximum where the largest are searched for."""
+"""Columns per group when searching for the largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Which columns of a vocabulary are compared, chosen unit by unit."""
+    """Rule that chooses the compared columns of each unit."""
 
     kind: str = "full"
-    """full: every column; teacher_topk, student_topk: the `top_k` likeliest of that side; union: those of either."""
+    """full: every column; teacher_topk, student_topk: that side's `top_k` likeliest; union: both sides'."""
     top_k: int | None = None
-    """Every column where there are no more than that."""
+    """Columns chosen per side; at or above the vocabulary size all columns are compared."""
     normalization: str = "rest"
-    """rest, support or full, which are all the same where every column is chosen.
+    """rest, support or full; all the same if every column is chosen.
 
-    rest: probabilities over the vocabulary, with one more cell for the mass that each side has elsewhere. From 0, where
-    all cells agree, to the divergence over the vocabulary.
-    support: probabilities renormalised on the chosen columns, for parity with systems that do so: nothing is learnt
-    about the mass elsewhere.
-    full: probabilities over the vocabulary, summed over the chosen columns only, likewise for parity: the sum may be
-    negative, and forward and reverse KL have a gradient even where student and teacher are equal.
+    rest: probabilities over the vocabulary, with one more cell for each side's mass elsewhere. The value is ≥ 0 and at
+    most the divergence over the vocabulary.
+    support: probabilities renormalised on the chosen columns, for parity with systems that do so; the mass elsewhere is
+    not trained.
+    full: probabilities over the vocabulary, summed over the chosen columns only, also for parity; the sum may be
+    negative, and forward and reverse KL have a gradient even if student and teacher are equal.
     """
 
     def __post_init__(self) -> None:
@@ -47,16 +47,16 @@ class Support:
             ("normalization", self.normalization, _NORMALIZATIONS),
         ):
             if value not in choices:
-                raise ConfigError(f"{key}={value!r}: there is no such {key}; choose from {', '.join(choices)}")
+                raise ConfigError(f"{key}={value!r} is unknown; choose from {', '.join(choices)}")
         if self.kind == "full" and self.top_k is not None:
             raise ConfigError(
                 f"top_k={self.top_k}: support=full takes every column; choose another support, or leave top_k out"
             )
         if self.kind != "full" and self.top_k is None:
-            raise ConfigError(f"support={self.kind} needs top_k; give the number of columns to take from a side")
+            raise ConfigError(f"support={self.kind} needs top_k; give the number of columns per side")
         if self.top_k == 1 and self.normalization == "support" and self.kind != "union":
             raise ConfigError(
-                "top_k=1 with normalization=support: one column renormalised is 1 on both sides, and nothing is "
+                "top_k=1 with normalization=support: one renormalised column is 1 on both sides, and nothing is "
                 "learned; give a larger number, or normalization=rest"
             )
         if self.top_k is not None and self.top_k < 1:
@@ -65,14 +65,14 @@ class Support:
     def compare(self, divergence: Divergence, teacher_logits: Tensor, student_logits: Tensor) -> Tensor:
         """Compare units, in nats: logits/τ [U, V] of teacher and student → [U] (methods.md §3.3).
 
-        The choice of columns is a constant, and so is the teacher.
+        Neither the choice of columns nor the teacher gets a gradient.
         """
         if self.takes_all(student_logits.shape[-1]):
             return divergence.of_logits(teacher_logits, student_logits)
-        chosen = self.choose(teacher_logits, student_logits)
+        columns = self.choose(teacher_logits, student_logits)
         if self.normalization == "support":
-            return divergence.of_logits(chosen.take(teacher_logits), chosen.take(student_logits))
-        cells_t, cells_s = chosen.cells(teacher_logits), chosen.cells(student_logits)
+            return divergence.of_logits(columns.take(teacher_logits), columns.take(student_logits))
+        cells_t, cells_s = columns.cells(teacher_logits), columns.cells(student_logits)
         if self.normalization == "rest":
             return divergence.of_logits(cells_t, cells_s)
         return partial_divergence(divergence, cells_t.log_softmax(-1)[:, :-1], cells_s.log_softmax(-1)[:, :-1])
@@ -81,13 +81,13 @@ class Support:
         return self.top_k is None or self.top_k >= num_columns
 
     def num_cells(self, num_columns: int) -> int:
-        """Return the largest number of cells that a unit of that many columns has."""
+        """Return the maximum number of cells of a unit with `num_columns` columns."""
         if self.top_k is None or self.takes_all(num_columns):
             return num_columns
         return (2 if self.kind == "union" else 1) * self.top_k + 1
 
     def choose(self, teacher_logits: Tensor, student_logits: Tensor) -> Columns:
-        """Choose the columns of each unit: logits [U, V] of both sides; `top_k` is less than V."""
+        """Choose the columns of each unit from both sides' logits [U, V], with `top_k` < V."""
         assert self.top_k is not None
         if self.kind == "teacher_topk":
             return Columns(largest(teacher_logits, self.top_k))
@@ -100,94 +100,95 @@ class Support:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns of each unit."""
+    """Chosen columns of each unit."""
 
     index: Tensor
     """int64 [U, X]"""
     repeated: Tensor | None = None
-    """bool [U, X]: the column stands earlier in its row, so that this one is no cell; None: nowhere."""
+    """bool [U, X]: the column occurs earlier in its row and is not a cell here. None if no column repeats."""
 
     @staticmethod
     def union(first: Tensor, second: Tensor, num_columns: int) -> Columns:
-        """Join indices [U, X] and [U, Y], each without repeats in a row, into rows of `num_columns`."""
+        """Join column indices [U, X] and [U, Y] below `num_columns`, each without repeats in a row."""
         in_first = torch.zeros(len(first), num_columns, dtype=torch.bool, device=first.device).scatter_(1, first, True)
         repeated = torch.cat([torch.zeros_like(first, dtype=torch.bool), in_first.gather(1, second)], 1)
         return Columns(torch.cat([first, second], 1), repeated)
 
     def take(self, rows: Tensor) -> Tensor:
-        """Select logits or log-probabilities: [U, V] → [U, X], −inf in a repeat."""
-        taken = rows.gather(-1, self.index)
-        return taken if self.repeated is None else taken.masked_fill(self.repeated, -torch.inf)
+        """Select logits or log-probabilities: [U, V] → [U, X], −inf at repeats."""
+        selected = rows.gather(-1, self.index)
+        return selected if self.repeated is None else selected.masked_fill(self.repeated, -torch.inf)
 
     def cells(self, logits: Tensor) -> Tensor:
-        """Map logits [U, V] to those of the columns taken, and log Σ exp over the others: [U, X + 1].
+        """Select logits [U, V] and append log Σ exp over the other columns: [U, X + 1].
 
-        The last is a sum over the others, since 1 − Σ of those taken has no digit left where they hold nearly all mass.
-        In a row with every column taken it is about the lowest finite number, whose gradient is 0 and not the NaN of
-        −inf.
+        The last cell is a sum over the other columns, since 1 − Σ of the chosen ones loses all digits if they hold
+        nearly all mass. If every column is chosen, it is near the lowest finite number, whose gradient is 0 and not the
+        NaN of −inf.
         """
         return _CellsAndRest.apply(logits, self)
 
 
 class _CellsAndRest(torch.autograd.Function):
-    """Saves p of the other columns, and Σ of it: with respect to the logits the gradient of the rest is their ratio."""
+    """Chosen logits and the other columns' log-mass. Saves the latter's p and Σ p; their ratio is the gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: Columns) -> Tensor:
-        others, mass, log_mass = (_parted if logits.device.type == "cpu" else _without)(logits, columns.index)
-        ctx.save_for_backward(others, mass, columns.index)
+        other_p, mass, log_mass = (_split_mass if logits.device.type == "cpu" else _masked_mass)(logits, columns.index)
+        ctx.save_for_backward(other_p, mass, columns.index)
         return torch.cat([columns.take(logits), log_mass.to(logits.dtype)], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        others, mass, index = ctx.saved_tensors
-        of_columns, of_rest = grad_output.split([index.shape[-1], 1], -1)
-        return scaled(others, of_rest / mass).scatter_add_(-1, index, of_columns), None
+        other_p, mass, index = ctx.saved_tensors
+        column_gradient, rest_gradient = grad_output.split([index.shape[-1], 1], -1)
+        return scaled(other_p, rest_gradient / mass).scatter_add_(-1, index, column_gradient), None
 
 
 def without(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the softmax over the columns other than `index`, int64 [U, X], and log Σ exp of these, [U, 1] in fp64."""
+    """Return the softmax over all columns but `index`, int64 [U, X], and log Σ exp of these columns, fp64 [U, 1]."""
     return softmax(logits.scatter(-1, index, torch.finfo(logits.dtype).min))
 
 
-def _without(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    others, log_mass = without(logits, index)
-    return others, torch.ones_like(log_mass, dtype=logits.dtype), log_mass
+def _masked_mass(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p of the other columns, their sum, and log Σ exp of their logits [U, 1]."""
+    other_p, log_mass = without(logits, index)
+    return other_p, torch.ones_like(log_mass, dtype=logits.dtype), log_mass
 
 
-def _parted(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_without` does, up to a factor of the first two, with less traffic.
+def _split_mass(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `_masked_mass` with less memory traffic; the first two results have another common factor.
 
-    How many rows are looked at again is in their values, for which a host would wait.
+    Only for CPUs: the number of rows that are recomputed depends on values, so a host would wait for a GPU.
     """
     p, log_sum = softmax(logits)
-    others = p.scatter_(-1, index, 0)
-    mass = others.sum(-1, keepdim=True)
+    other_p = p.scatter_(-1, index, 0)
+    mass = other_p.sum(-1, keepdim=True)
     log_mass = log_sum + mass.double().log()
-    # Where the columns taken leave so little that it loses digits, the others are looked at on their own.
+    # If the chosen columns leave so little mass that it loses digits, recompute the other columns on their own.
     faint = (mass < FAINT).squeeze(-1).nonzero().squeeze(-1)
     if len(faint):
-        others[faint], mass[faint], log_mass[faint] = _without(logits[faint], index[faint])
-    return others, mass, log_mass
+        other_p[faint], mass[faint], log_mass[faint] = _masked_mass(logits[faint], index[faint])
+    return other_p, mass, log_mass
 
 
-def log_rest(others: Tensor) -> Tensor | None:
-    """Compute log Σ exp of the columns beyond the cells: [U, Y] → [U, 1]; None for Y = 0 (methods.md §3.3).
+def log_rest(outside: Tensor) -> Tensor | None:
+    """Compute log Σ exp of the columns outside the cells: [U, Y] → [U, 1], or None for Y = 0 (methods.md §3.3).
 
-    A sum over those columns, since 1 − Σ of the cells has no digit left where they hold nearly all mass. Where all are
-    −inf it is about the lowest finite number, whose gradient is 0 and not the NaN of −inf.
+    A sum over those columns, since 1 − Σ of the cells loses all digits if they hold nearly all mass. If all columns are
+    −inf, it is near the lowest finite number, whose gradient is 0 and not the NaN of −inf.
     """
-    if not others.shape[-1]:
+    if not outside.shape[-1]:
         return None
-    return log_sum_exp(others.clamp(min=torch.finfo(others.dtype).min)).unsqueeze(-1)
+    return log_sum_exp(outside.clamp(min=torch.finfo(outside.dtype).min)).unsqueeze(-1)
 
 
 def with_rest(log_t: Tensor, log_s: Tensor, rest_t: Tensor | None, rest_s: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Join log-probabilities of cells [U, X] and of the rest [U, 1], on either side (methods.md §3.3).
+    """Append each side's rest [U, 1] to its log-probabilities of cells [U, X] (methods.md §3.3).
 
-    None: a side without columns beyond the cells. Where only one side has some, a rest cell would make divergences
-    infinite whatever the student does, so both sides are renormalised without it.
+    A rest is None if a side has no columns outside the cells. If only one side has such columns, a rest cell could make
+    the divergence infinite whatever the student does, so both sides are renormalised without it.
     """
     if rest_t is not None and rest_s is not None:
         return torch.cat([log_t, rest_t], -1), torch.cat([log_s, rest_s], -1)
@@ -197,9 +198,9 @@ def with_rest(log_t: Tensor, log_s: Tensor, rest_t: Tensor | None, rest_s: Tenso
 
 
 def partial_divergence(divergence: Divergence, log_t: Tensor, log_s: Tensor) -> Tensor:
-    """Compute the sum of methods.md §3.1 over cells [U, X] that are not all of a distribution → [U]; may be negative.
+    """Compute the sum of methods.md §3.1 over cells [U, X] of an incomplete distribution → [U]; may be negative.
 
-    What `Divergence` adds of s − t in each cell is nothing in sum over a whole distribution, and taken out again here.
+    Removes the s − t that `Divergence` adds in each cell, which cancels only over a full distribution.
     """
     excess = (log_s.exp() - log_t.detach().exp()).sum(-1)
     return divergence(log_t, log_s) - divergence.excess_weight * excess
@@ -208,16 +209,16 @@ def partial_divergence(divergence: Divergence, log_t: Tensor, log_s: Tensor) -> 
 def largest(logits: Tensor, top_k: int) -> Tensor:
     """Find the columns of the `top_k` largest logits: [U, V] → int64 [U, top_k].
 
-    They are in the `top_k` groups of columns with the largest maxima, or among the columns that no group has; which
-    groups is found the same way. On a CPU it takes less than half the time of a search through the whole row.
+    They lie in the `top_k` groups of columns with the largest maxima, which are found recursively, or among the
+    leftover columns in no group. On a CPU this takes less than half the time of `topk` on full rows.
     """
     logits = logits.detach()
     num_groups = logits.shape[-1] // _GROUP
     if 2 * top_k > num_groups:
         return logits.topk(top_k, dim=-1, sorted=False).indices
     columns = torch.arange(logits.shape[-1], device=logits.device)
-    grouped, others = columns[: _GROUP * num_groups].view(_GROUP, num_groups), columns[_GROUP * num_groups :]
+    grouped, ungrouped = columns[: _GROUP * num_groups].view(_GROUP, num_groups), columns[_GROUP * num_groups :]
     maxima = logits[:, : _GROUP * num_groups].unflatten(-1, grouped.shape).amax(1)
     candidates = grouped.t()[largest(maxima, top_k)].flatten(1)
-    candidates = torch.cat([candidates, others.expand(len(candidates), -1)], -1)
+    candidates = torch.cat([candidates, ungrouped.expand(len(candidates), -1)], -1)
     return candidates.gather(-1, logits.gather(-1, candidates).topk(top_k, dim=-1, sorted=False).indices)

@@ -1,4 +1,4 @@
-"""Surprise of tokens: −log p."""
+"""Negative log-probability of tokens."""
 
 from typing import Any
 
@@ -12,38 +12,38 @@ from nemo_opd.losses.fused import fused
 from nemo_opd.losses.softmax import softmax
 
 LIVE_COPIES = 4
-"""Tensors of the size of the logits alive at its peak, they themselves included."""
+"""Tensors of the size of the logits, themselves included, that are alive at the memory peak."""
 
 
 def surprise(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute −log p of a token in each row, in nats: logits [R, X] and int64 [R] → [R]."""
+    """Compute −log p of each row's target token, in nats: logits [R, X] and int64 [R] → [R]."""
     return _Surprise.apply(logits, targets.unsqueeze(1))
 
 
 @fused
 def add_surprise(rows: UnitRows, targets: Tensor, onto: Onto) -> Tensor:
-    """Compute the same, and add its gradient: logits/τ of units, int64 [u] → [u]."""
+    """Compute −log p from logits/τ of units and targets, int64 [u] → [u], and add the gradient to `onto`."""
     logits, targets = rows.taken(), targets.unsqueeze(1)
     p, log_sum = softmax.function(logits)
-    onto.add(_less_one_at(p, targets))
+    onto.add(_subtract_one_at(p, targets))
     return (log_sum - logits.gather(1, targets)).squeeze(1).to(logits.dtype)
 
 
-def _less_one_at(p: Tensor, targets: Tensor) -> Tensor:
-    """Take 1 from a cell in each row of p [..., X], in place: int64 [..., 1]."""
-    if torch.compiler.is_compiling():  # A part of the pass that makes p, where a scatter would be a separate pass.
+def _subtract_one_at(p: Tensor, targets: Tensor) -> Tensor:
+    """Subtract 1 from p [..., X] at targets, int64 [..., 1]; in place unless compiled."""
+    if torch.compiler.is_compiling():  # Fuses into the pass that computes p; a scatter would be another pass.
         return p - (torch.arange(p.shape[-1], device=p.device) == targets).to(p.dtype)
     return p.scatter_add_(-1, targets, p.new_full((), -1.0).expand_as(targets))
 
 
 class _Surprise(torch.autograd.Function):
-    """−log p [R] of targets [R, 1] by logits [R, X]. Saves its gradient, formed in forward: p, less 1 at the target."""
+    """−log p [R] of targets [R, 1] from logits [R, X]. Saves its gradient: p, minus 1 at the target."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         p, log_sum = softmax(logits)
         surprise = log_sum - logits.gather(-1, targets)
-        ctx.save_for_backward(_less_one_at(p, targets))
+        ctx.save_for_backward(_subtract_one_at(p, targets))
         return surprise.squeeze(-1).to(logits.dtype)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""TCAD: what teacher and student find likely, and the student's mass on it; for the student's own samples."""
+"""TCAD: divergence on likely tokens and the student's mass on them, for the student's samples (methods.md §10.2)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from nemo_opd.losses.support import Columns, Support
 from nemo_opd.types import Mean, Metric
 
 _LIVE_ROWS = 6
-"""Tensors of the size of a chunk's rows alive at its peak."""
+"""Tensors of the size of a block's rows that are alive at its memory peak."""
 _LIVE_CELLS = 30
-"""fp32 numbers for each column of the support, in addition; an int64 index counts as two."""
+"""Additional fp32 numbers per column of the support; an int64 index counts as two."""
 
 
 @Loss
@@ -45,31 +45,31 @@ def tcad(
     """Compute τ² · Σ_b w_b · mean over its scored tokens of divergence(q̂, p̂) − coverage_coef · log P(U) / normalizer.
 
     methods.md §10.2. U: the first `support_size` distinct tokens of teacher's likeliest, student's likeliest, teacher's
-    second, … (support="interleaved"), or the `support_size` likeliest of either side ("union"); a constant. q̂ and p̂
-    are renormalised on U, P(U) is the student's mass on it, and forward KL with a coefficient of 1 is KL(q̂ ‖ p).
-    Unshifted logits [B, S, V] of one vocabulary and mask [B, S], as in `same_vocab`. sequence_weights [B]: w_b, by
-    default 1; sequences of weight 0 are left out. normalizer: Σ w_b over the global batch's sequences with a scored
-    token, by default over this call's: their number without weights, the number of prompts where the weights of a
-    prompt's sequences add up to 1. The metric `kd` is the plain mean over scored tokens, in nats. Raises ConfigError
-    for shapes, sizes or names that do not fit.
+    second, … (support="interleaved"), or the union of both sides' `support_size` likeliest ("union"); a constant. q̂ and
+    p̂ are renormalised on U, P(U) is the student's mass on U; forward KL with a coefficient of 1 is KL(q̂ ‖ p). Unshifted
+    logits [B, S, V] of one vocabulary and mask [B, S], as in `same_vocab`. sequence_weights [B]: w_b, by default 1;
+    sequences of weight 0 are skipped. normalizer: Σ w_b over the global batch's sequences with a scored token, by
+    default over this call's. It is the number of sequences without weights, and the number of prompts if each prompt's
+    weights sum to 1. The metric `kd` is the unweighted mean over scored tokens, in nats. Raises ConfigError for shapes,
+    sizes or names that do not fit.
     """
     check_temperature(temperature)
     check_support(support, support_size)
     if not coverage_coef >= 0:
-        raise ConfigError(f"coverage_coef={coverage_coef}: it is a weight; give 0 or more")
+        raise ConfigError(f"coverage_coef={coverage_coef} is not a weight; give 0 or more")
     if support_size == 1 and coverage_coef == 0 and support == "interleaved":
         raise ConfigError(
-            "support_size=1 with coverage_coef=0: one token renormalised is 1 on both sides, and nothing is learned; "
+            "support_size=1 with coverage_coef=0: one renormalised token is 1 on both sides, and nothing is learned; "
             "raise one of them"
         )
     places = LabelPositions.of(student_logits, teacher_logits, **shared)
-    compared = _Comparison(Divergence(divergence, beta, mixed_weight), support, support_size, coverage_coef)
+    compare = _Comparison(Divergence(divergence, beta, mixed_weight), support, support_size, coverage_coef)
 
     ahead = places.teacher_ahead()
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         teacher = ahead.of(part).to(logits.dtype)
-        return compared(over(teacher, temperature), over(logits, temperature))
+        return compare(over(teacher, temperature), over(logits, temperature))
 
     means = _SequenceMeans.of(places, shared["mask"], shared.get("sequence_weights"))
     cells = unit_cells(len(places), _LIVE_ROWS * places.size + _LIVE_CELLS * min(2 * support_size, places.size))
@@ -78,11 +78,11 @@ def tcad(
         loss_of,
         cells,
         places.size,
-        weights=means.of_tokens(places),
+        weights=means.token_weights(places),
         chunk_size=places.chunk_size,
         ahead=ahead,
     )
-    # Only without a normalizer, as it waits for the device.
+    # Sum weights only without a normalizer, since this waits for the device.
     divisor = (float(means.weights.sum()) if places.normalizer is None else places.normalizer) or 1
 
     def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
@@ -93,9 +93,9 @@ def tcad(
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """A divergence on a support of each unit, less the weighted logarithm of the student's mass on it."""
+    """Divergence on each unit's support, minus the weighted log of the student's mass on it."""
 
-    of: Divergence
+    divergence: Divergence
     support: str
     support_size: int
     coverage_coef: float
@@ -103,14 +103,14 @@ class _Comparison:
     def __call__(self, teacher: Tensor, student: Tensor) -> Tensor:
         """Compare units, in nats: logits/τ [U, V] and [U, V] → [U]."""
         if self.support_size >= student.shape[1]:
-            return self.of.of_logits(teacher, student)
+            return self.divergence.of_logits(teacher, student)
         columns = self._choose(teacher, student)
         if self.coverage_coef == 0:
-            return self.of.of_logits(columns.take(teacher), columns.take(student))
-        own, rest = columns.cells(student).tensor_split([-1], 1)
-        # −log P(U), which the log-mass of all tokens less that of U would round where it is nearly 0.
-        missing = F.softplus(rest.squeeze(1) - log_sum_exp(own))
-        return self.of.of_logits(columns.take(teacher), own) + self.coverage_coef * missing
+            return self.divergence.of_logits(columns.take(teacher), columns.take(student))
+        inside, log_rest = columns.cells(student).tensor_split([-1], 1)
+        # −log P(U); the difference of two log-masses would lose its digits near 0.
+        uncovered = F.softplus(log_rest.squeeze(1) - log_sum_exp(inside))
+        return self.divergence.of_logits(columns.take(teacher), inside) + self.coverage_coef * uncovered
 
     def _choose(self, teacher: Tensor, student: Tensor) -> Columns:
         if self.support == "union":
@@ -120,24 +120,24 @@ class _Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _SequenceMeans:
-    """Weights that turn a sum over tokens into a sum over the means of sequences."""
+    """Weights that turn a sum over tokens into a sum over sequence means."""
 
     weights: Tensor
-    """float64 [B]: w_b; 0 without a scored token."""
+    """float64 [B]: w_b, or 0 for sequences without a scored token."""
     tokens: Tensor
-    """int64 [B]: scored tokens, of sequences with a weight."""
+    """int64 [B]: scored tokens, 0 for sequences of weight 0."""
 
     @staticmethod
     def of(places: LabelPositions, mask: Tensor, sequence_weights: Tensor | None) -> _SequenceMeans:
-        def means(sequences: Tensor, *given: Tensor) -> list[Tensor]:
+        def means(sequences: Tensor, *optional: Tensor) -> list[Tensor]:
             tokens = torch.bincount(sequences, minlength=len(mask))
-            weights = (tokens > 0).double()
-            return [weights * given[0] if given else weights, tokens]
+            has_tokens = (tokens > 0).double()
+            return [has_tokens * optional[0] if optional else has_tokens, tokens]
 
-        given = () if sequence_weights is None else (sequence_weights,)
-        return _SequenceMeans(*planned(means, places.sequences, *given))
+        optional = () if sequence_weights is None else (sequence_weights,)
+        return _SequenceMeans(*planned(means, places.sequences, *optional))
 
-    def of_tokens(self, places: LabelPositions) -> Tensor:
-        """Return w_b / tokens of b for each token: [U]."""
+    def token_weights(self, places: LabelPositions) -> Tensor:
+        """Return each token's w_b / (number of tokens of b): [U]."""
         dtype = torch.promote_types(places.student.dtype, torch.float32)
         return (self.weights / self.tokens).to(dtype).index_select(0, places.sequences)

@@ -1,4 +1,4 @@
-"""Teacher tokens that a loss across tokenizers has an image of in the student's vocabulary."""
+"""Teacher tokens that a cross-tokenizer loss maps into the student's vocabulary."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def teacher_images(loss: str, projection: ProjectionMatrix) -> NDArray[np.bool_] | None:
-    """Return bool [W] for a loss by its type; None for one that reads no map of tokens, or a projection without it.
+    """Return which teacher tokens a loss type maps: bool [W], or None if it uses no map or the projection lacks it.
 
-    The probability of a token without an image is in a rest cell or left out.
+    The probability of unmapped tokens goes into a rest cell or is left out.
     """
     tokens = np.arange(projection.teacher_vocab_size)
     if loss == "p_kl":

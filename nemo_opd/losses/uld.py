@@ -1,4 +1,4 @@
-"""Sorted probabilities of both sides, whatever tokens they belong to (methods.md §5.10)."""
+"""L1 distance of sorted probabilities, independent of the tokens (methods.md §5.10)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def uld(
 ) -> PlannedLoss:
     """Compute τ² · Σ Σ_r |sort(p)_r − sort(q)_r| / normalizer over chunks, and `kd` per chunk (methods.md §5.10).
 
-    p and q at the rows before a chunk's first tokens, sorted in descending order, the shorter one continued with zeros.
-    compat="trl": both times the probabilities of the chunk's further tokens, and not times τ². Raises ConfigError
-    for shapes or sizes that do not fit.
+    p and q at the rows that predict a chunk's first tokens, sorted in descending order, the shorter padded with zeros.
+    compat="trl": both are multiplied by the probabilities of the chunk's later tokens, without the factor τ².
+    Raises ConfigError for shapes or sizes that do not fit.
     """
     check_compat(compat, ("trl",))
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, takes_truncated=True, **shared)
@@ -46,34 +46,34 @@ def uld(
 
     merge = Merge("first" if compat is None else "observed")
     term = merge.term(inputs, unit_loss, cells_per_unit=_cells_per_unit(inputs, ranks))
-    if compat == "trl":  # It scales no term by τ².
+    if compat == "trl":  # TRL does not scale by τ².
         term = term.times(temperature**-2)
     return inputs.planned([term])
 
 
 def _known_ranks(log_p: Tensor, log_q: Tensor, ranked: Tensor, top_k: int) -> Tensor:
-    """Compare the teacher's known ranks one by one and all others as one cell: [U, V] and [U, W + 1] → [U].
+    """Compare the teacher's known ranks one by one and all lower ranks as one cell: [U, V] and [U, W + 1] → [U].
 
-    ranked: [U, W], log-probabilities of the tokens whose ranks are known, −inf of all others. They are fewer than
-    `top_k` if a server names rows of its head that are not tokens.
+    ranked: [U, W], log-probabilities of tokens with known ranks, otherwise −inf. Fewer than `top_k` ranks are known if
+    a server returns rows of its head that are not tokens.
     """
-    known = ranked.topk(top_k, dim=-1)
-    is_unknown = known.values == -torch.inf
+    teacher_log_q = ranked.topk(top_k, dim=-1).values
+    is_unknown = teacher_log_q == -torch.inf
     is_ranked = F.pad(ranked > -torch.inf, (0, 1))
-    others = log_q.masked_fill(is_ranked, -torch.inf).exp().sum(-1)
-    ranked = _ranked(log_p, max(top_k, log_p.shape[-1]))
-    leading = ranked[:, :top_k]
-    by_rank = (leading - known.values.exp()).abs().masked_fill(is_unknown, 0).sum(-1)
-    beyond = leading.masked_fill(~is_unknown, 0).sum(-1) + ranked[:, top_k:].sum(-1)
-    return by_rank + (beyond - others).abs()
+    teacher_tail = log_q.masked_fill(is_ranked, -torch.inf).exp().sum(-1)
+    student_p = _ranked(log_p, max(top_k, log_p.shape[-1]))
+    leading = student_p[:, :top_k]
+    by_rank = (leading - teacher_log_q.exp()).abs().masked_fill(is_unknown, 0).sum(-1)
+    student_tail = leading.masked_fill(~is_unknown, 0).sum(-1) + student_p[:, top_k:].sum(-1)
+    return by_rank + (student_tail - teacher_tail).abs()
 
 
 def _ranked(log_p: Tensor, ranks: int) -> Tensor:
-    """Turn log-probabilities [U, X] into probabilities in descending order [U, ranks], padded with 0."""
+    """Sort probabilities in descending order and pad with 0: log-probabilities [U, X] → [U, ranks]."""
     probabilities = log_p.exp().sort(-1, descending=True).values
     return F.pad(probabilities, (0, ranks - log_p.shape[-1]))
 
 
 def _cells_per_unit(inputs: ChunkInputs, ranks: int) -> int:
-    """Count fp32 numbers alive per unit at the peak of a chunk; an int64 of a sort counts as two."""
+    """Count fp32 numbers per unit at the memory peak of a block; an int64 of a sort counts as two."""
     return 8 * inputs.student_size + 6 * inputs.teacher_size + 4 * ranks

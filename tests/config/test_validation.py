@@ -298,9 +298,7 @@ def test_cross_tokenizer_teachers_need_a_cross_tokenizer_loss() -> None:
 
 def test_truncated_support_needs_top_k() -> None:
     message = message_of(changed("loss", {"type": "same_vocab", "support": "union"}) | {"teachers": [SAME]})
-    assert message == (
-        "loss.top_k: required with support=union; give the number of tokens to take from a side, such as 256"
-    )
+    assert message == ("loss.top_k: required with support=union; give the number of tokens per side, such as 256")
     own = message_of(changed("teachers.1.loss", {"type": "same_vocab", "support": "teacher_topk"}))
     assert own.startswith("teachers.1.loss.top_k: required with support=teacher_topk")
 
@@ -313,7 +311,7 @@ def test_a_preset_decides_its_own_settings() -> None:
     ):
         (key,) = setting
         message = message_of(changed("teachers.0.loss", {"type": "p_kl", **preset, **setting}))
-        assert message == f"teachers.0.loss.{key}: compat=nemo_rl decides it; leave {key} out, or compat"
+        assert message == f"teachers.0.loss.{key}: fixed by compat=nemo_rl; leave {key} out, or compat"
     assert message_of(changed("teachers.0.loss", {"type": "p_kl", "compat": "trl"})).endswith("must be 'nemo_rl'")
 
 
@@ -331,11 +329,11 @@ def test_top_k_needs_a_truncated_support() -> None:
     [
         (
             {"positions": "all", "divergence": "jsd"},
-            "loss.ends: drop with divergence=jsd: its targets are exact in the mean over texts, which forward_kl alone "
-            "keeps; write ends=cover, or divergence=forward_kl",
+            "loss.ends: drop with divergence=jsd: these targets are exact only in the mean over texts, so the "
+            "divergence must be linear in them; write ends=cover, or divergence=forward_kl",
         ),
         ({"ends": "rest"}, "loss.ends: rest has no effect with positions=starts; write positions=all"),
-        ({"positions": "all", "continuation_weight": 0.5}, "loss.positions: all with continuation_weight=0.5: the pos"),
+        ({"positions": "all", "continuation_weight": 0.5}, "loss.positions: all with continuation_weight=0.5: positi"),
     ],
 )
 def test_targets_that_the_other_settings_rule_out(settings: dict[str, Any], message: str) -> None:

@@ -181,11 +181,15 @@ def test_the_sizes_are_those_of_the_tests():
     ("loss", "options", "message"),
     [
         (p_kl, {"compat": "trl"}, "compat='trl'.*choose from nemo_rl"),
-        (p_kl, {"compat": "nemo_rl", "merge": "first"}, "merge=first is not what compat=nemo_rl computes"),
-        (p_kl, {"compat": "nemo_rl", "coverage_coef": 1.0}, "coverage_coef=1.0 is not what"),
+        (p_kl, {"compat": "nemo_rl", "merge": "first"}, "merge=first contradicts compat=nemo_rl, which uses mean"),
+        (
+            p_kl,
+            {"compat": "nemo_rl", "coverage_coef": 1.0},
+            "coverage_coef=1.0 contradicts compat=nemo_rl, which uses 0.0",
+        ),
         (p_kl, {"merge": "observed"}, "merge=observed"),
         (gold, {"compat": "verl"}, "compat='verl'.*nemo_rl, trl"),
-        (gold, {"compat": "trl", "merge": "mean"}, "merge=mean is not what compat=trl computes"),
+        (gold, {"compat": "trl", "merge": "mean"}, "merge=mean contradicts compat=trl, which uses observed"),
         (strict, {"continuation_weight": -1}, "continuation_weight=-1"),
     ],
 )

@@ -103,7 +103,7 @@ def test_chunks() -> None:
     ("function", "arguments", "message"),
     [
         ("nowhere:loss", {}, "cannot be imported"),
-        (f"{HERE}NO_FUNCTION", {}, "it is a int; name a function"),
+        (f"{HERE}NO_FUNCTION", {}, "int is not a function; name one"),
         (f"{HERE}squares", {"powr": 3}, "takes .*unexpected keyword argument 'powr'.*correct either"),
     ],
 )
@@ -115,5 +115,7 @@ def test_a_function_that_cannot_be_called_is_told_before_the_run(function: str, 
 def test_what_is_no_loss_of_each_row_is_refused() -> None:
     logits = torch.randn(B, S, V)
     mask = torch.ones(B, S, dtype=torch.bool)
-    with pytest.raises(ConfigError, match=r"returned \[\] for \d+ rows of logits; return a tensor with the loss of e"):
+    with pytest.raises(
+        ConfigError, match=r"returned \[\] for \d+ rows of logits; return a tensor with one loss per row"
+    ):
         token_function(logits, logits, function=f"{HERE}scalar", ids=torch.zeros(B, S, dtype=torch.long), mask=mask)

@@ -155,5 +155,5 @@ def test_what_does_not_fit_is_named(wrong, message):
 
 def test_a_matrix_without_exact_rows_is_refused():
     matrix = ProjectionMatrix(MATRIX.indices, MATRIX.weights, teacher_vocab_size=W)
-    with pytest.raises(ProjectionError, match="matches no token"):
+    with pytest.raises(ProjectionError, match="no matching tokens"):
         run(logits(S, V, 0), logits(T, W, 1), matrix)

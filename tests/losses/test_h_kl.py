@@ -120,5 +120,5 @@ def test_what_does_not_fit_is_named(wrong, message):
 
 def test_a_matrix_without_a_heavy_entry_is_refused():
     matrix = ProjectionMatrix(np.array([[0, 1]] * V), np.full((V, 2), 0.5), teacher_vocab_size=W)
-    with pytest.raises(ProjectionError, match="matches no token"):
+    with pytest.raises(ProjectionError, match="no matching tokens"):
         run(logits(S, V, 0), logits(T, W, 1), matrix)

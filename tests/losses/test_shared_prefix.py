@@ -123,5 +123,5 @@ def test_a_projection_without_the_maps_names_the_pass():
 
 def test_a_map_to_the_rest_cell_only_is_refused():
     nothing = oracle_prefix.matrix([], V, W, [-1] * V, [-1] * W)
-    with pytest.raises(ProjectionError, match="no cell within 9 student and 11 teacher"):
+    with pytest.raises(ProjectionError, match="no common cell within 9 student and 11 teacher"):
         run(logits(S, V, 0), logits(T, W, 1), nothing)

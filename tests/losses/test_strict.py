@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_named(wrong, message):
 
 
 def test_a_projection_without_exact_pairs_is_refused():
-    with pytest.raises(ProjectionError, match="none within 9 student and 11 teacher"):
+    with pytest.raises(ProjectionError, match="no matching tokens within 9 student and 11 teacher"):
         run(logits(S, V, 0), logits(T, W, 1), oracle_prefix.matrix([], V, W))
 
 
