@@ -40,7 +40,7 @@ class _Block:
     """float64 [M]: −inf for padding. Has a gradient if weights are learned."""
     by_column: Segments
     by_token: Segments
-    """Its entries are cells of `by_column`, and its padding is `by_column`'s last, padding, cell."""
+    """Its entries are cells of `by_column`; its padding is the last of these cells, which is padding too."""
 
     def to(self, device: torch.device) -> _Block:
         return _Block(*(getattr(self, field.name).to(device) for field in fields(self)))

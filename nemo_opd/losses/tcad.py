@@ -49,9 +49,9 @@ def tcad(
     p̂ are renormalised on U, P(U) is the student's mass on U; forward KL with a coefficient of 1 is KL(q̂ ‖ p). Unshifted
     logits [B, S, V] of one vocabulary and mask [B, S], as in `same_vocab`. sequence_weights [B]: w_b, by default 1;
     sequences of weight 0 are skipped. normalizer: Σ w_b over the global batch's sequences with a scored token, by
-    default over this call's. It is the number of sequences without weights, and the number of prompts if each prompt's
-    weights sum to 1. The metric `kd` is the unweighted mean over scored tokens, in nats. Raises ConfigError for shapes,
-    sizes or names that do not fit.
+    default over this call's. It is the number of sequences if none has a weight, and the number of prompts if each
+    prompt's weights sum to 1. The metric `kd` is the unweighted mean over scored tokens, in nats. Raises ConfigError
+    for shapes, sizes or names that do not fit.
     """
     check_temperature(temperature)
     check_support(support, support_size)
