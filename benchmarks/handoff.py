@@ -25,7 +25,7 @@ from rich.console import Console
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWriter
 from nemo_opd.handoff.logits import LogitsHandle, LogitsWriter
-from nemo_opd.handoff.plan import Sides, vocabulary_columns
+from nemo_opd.handoff.plan import LayoutPair, vocabulary_columns
 from nemo_opd.handoff.traffic import Payload, planned_readers
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import OutputHandle, windows
@@ -181,7 +181,7 @@ def copies(shape: Shape, kind: str, student: Layout, teacher: Layout, tokens: in
     return Copies(shape.name, kind, named(student), named(teacher), read / MIB, copied / MIB, milliseconds)
 
 
-def written(stack: ExitStack, shape: Shape, kind: str, sides: Sides, tokens: int) -> list[OutputHandle]:
+def written(stack: ExitStack, shape: Shape, kind: str, sides: LayoutPair, tokens: int) -> list[OutputHandle]:
     """What each of the teacher's ranks hands over of a batch; zeros, which are copied like any number."""
     layout, length = sides.teacher, tokens // NUM_TEXTS
     new_sender, _ = TRANSPORTS["shared_memory"]
@@ -209,9 +209,9 @@ def written(stack: ExitStack, shape: Shape, kind: str, sides: Sides, tokens: int
     return handles
 
 
-def colocated(student: Layout, teacher: Layout) -> Sides:
+def colocated(student: Layout, teacher: Layout) -> LayoutPair:
     """Return both on the devices of one node, rank by rank."""
-    return Sides(student, teacher, *(tuple(Place(0, i) for i in range(each.size)) for each in (student, teacher)))
+    return LayoutPair(student, teacher, *(tuple(Place(0, i) for i in range(each.size)) for each in (student, teacher)))
 
 
 def named(layout: Layout) -> str:

@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from nemo_opd.kernels import launch  # noqa: E402
-from nemo_opd.kernels.forms import FORWARD_KL, JSD, CellComparison, Comparison, Measure, Surprise  # noqa: E402
+from nemo_opd.kernels.forms import FORWARD_KL, JSD, CellComparison, Comparison, Measure, NegLogProb  # noqa: E402
 from nemo_opd.kernels.joint import Placed, add_losses  # noqa: E402
 from nemo_opd.losses.kernel_cells import covered_columns  # noqa: E402
 from nemo_opd.models.load import load_tokenizer  # noqa: E402
@@ -85,7 +85,7 @@ def placed(pair: Pair, rows: int, same: Tensor, cross: Tensor, kind: int) -> lis
     columns = covered_columns(pair.projection, pair.student_size, pair.teacher_size, DEVICE)
     mapped = CellComparison(cross, 1.0, measure, columns, COVERAGE)
     return [
-        Placed(Surprise(targets), slice(0, rows), factors, pair.student_size),
+        Placed(NegLogProb(targets), slice(0, rows), factors, pair.student_size),
         Placed(Comparison(same, 1.0, measure), slice(0, rows), factors.flip(0), pair.student_size),
         Placed(mapped, places, factors[: len(places)], pair.student_size),
     ]

@@ -38,7 +38,7 @@ from nemo_opd.data.packing import Lengths
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
 from nemo_opd.data.windows import common_places, window_edges
 from nemo_opd.logits.packed import Packing
-from nemo_opd.models.head import Headless
+from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.training.micro_batches import dealt, micro_batches
 from nemo_opd.types import TokenRows
@@ -192,7 +192,7 @@ def times(name: str, lengths: Sequence[int], options: argparse.Namespace) -> Tim
     ids = ids.to(options.device)
 
     def step(is_packed: bool) -> Callable[[], Tensor]:
-        source = Headless(model, key="student.model")
+        source = HiddenStateModel(model, key="student.model")
         assert source.reads_packed
         source.reads_packed = is_packed
         return lambda: source(ids, packing).hidden.float().square().mean()

@@ -30,10 +30,10 @@ from roofline_work import Counts, Kind  # noqa: E402
 
 from nemo_opd.config.run import RunConfig  # noqa: E402
 from nemo_opd.distributed.layout import Layout  # noqa: E402
-from nemo_opd.training.kept import settle_kept  # noqa: E402
 from nemo_opd.training.memory import Machine as Memory  # noqa: E402
-from nemo_opd.training.memory import ModelSetup, Situation  # noqa: E402
+from nemo_opd.training.memory import MemoryInputs, ModelSetup  # noqa: E402
 from nemo_opd.training.model_size import model_size, numel  # noqa: E402
+from nemo_opd.training.resharding import resolve_resharding  # noqa: E402
 from tests.composition import compose  # noqa: E402
 
 COMMAND = "uv run benchmarks/roofline.py"
@@ -98,9 +98,9 @@ class Recipes:
     def kept(self, recipe: Recipe, machine: Machine) -> dict[str, Any]:
         """Return what a run keeps gathered on these GPUs, as arguments of `Plan`."""
         tp = self.tp(recipe, machine.number)
-        found = settle_kept(
+        found = resolve_resharding(
             self.config(recipe),
-            Situation(
+            MemoryInputs(
                 setup(recipe.student, Layout(machine.number)),
                 tuple(setup(name, Layout(machine.number // tp, tp=tp)) for name in recipe.teachers),
                 Memory("cuda", machine.gpu.memory_bytes, None, machine.number),

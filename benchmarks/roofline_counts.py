@@ -20,18 +20,18 @@ from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.handoff.base import Receiver, Sender
 from nemo_opd.handoff.handle import Handle
 from nemo_opd.handoff.hidden_states import HiddenStatesWriter
-from nemo_opd.handoff.plan import ONE_READER, Sides
+from nemo_opd.handoff.plan import ONE_READER, LayoutPair
 from nemo_opd.handoff.window import Window, windows
 from nemo_opd.logits.blocks import LEAST_BLOCK_BYTES, block_bytes
 from nemo_opd.models import packed_attention
 from nemo_opd.models.fused_layers import replace_parts
-from nemo_opd.models.head import Headless
+from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.training.flops import Utilization
 from nemo_opd.training.model_size import model_size
 from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
 from nemo_opd.workers.frozen import TeacherModel
 from nemo_opd.workers.memory import FORWARD, FrozenTasks
-from nemo_opd.workers.residence import Residence
+from nemo_opd.workers.residence import DeviceOffload
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.losses.real_sizes import projection
@@ -154,7 +154,7 @@ class _InProcess(Receiver):
     def _collect(self) -> None: ...
 
 
-_SIDES = Sides(Layout(1), Layout(1), _ONE_PLACE, _ONE_PLACE)
+_SIDES = LayoutPair(Layout(1), Layout(1), _ONE_PLACE, _ONE_PLACE)
 
 
 def _teacher(shape: Shape, layers: int, tp: int) -> TeacherWorker:
@@ -171,7 +171,7 @@ def _teacher(shape: Shape, layers: int, tp: int) -> TeacherWorker:
         readers=ONE_READER,
     )
     worker.device, worker.vocab_size, worker.score = str(DEVICE), vocab, None
-    residence = Residence(model, worker.device, offload=False, gives_back=False)
+    residence = DeviceOffload(model, worker.device, offload=False, empties_cache=False)
     mesh: Any = None  # for ranks that sample
     worker._source = TeacherModel(model=model, mesh=mesh, logit_rows=worker.logit_rows, use=residence.use)
     worker._tasks, worker._buffer_task = FrozenTasks(FORWARD, FORWARD, FORWARD), FORWARD
@@ -195,8 +195,8 @@ def _student(
     return worker
 
 
-def _headless(model: PreTrainedModel) -> Headless:
-    made = Headless(model, key="model")
+def _headless(model: PreTrainedModel) -> HiddenStateModel:
+    made = HiddenStateModel(model, key="model")
     made._is_checked = True  # it is compared with the model's logits at the first call, which has no values here
     assert made.reads_packed
     return made

@@ -2,7 +2,7 @@
 
 import torch
 
-from nemo_opd.data.collate import placed
+from nemo_opd.data.collate import gather_rows
 from nemo_opd.types import Batch
 
 
@@ -14,4 +14,4 @@ def num_rows(batch: Batch) -> int:
 
 def pad_rows(batch: Batch, rows: int) -> Batch:
     """Append empty sequences, so that there are `rows`."""
-    return placed(batch, torch.arange(rows).masked_fill(torch.arange(rows) >= len(batch), -1))
+    return gather_rows(batch, torch.arange(rows).masked_fill(torch.arange(rows) >= len(batch), -1))

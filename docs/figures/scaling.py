@@ -23,9 +23,7 @@ from nemo_opd.config.load import from_omegaconf
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
-from nemo_opd.training.copies import settle_copies
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries
-from nemo_opd.training.kept import settle_kept
 from nemo_opd.training.memory import (
     Machine,
     MemoryEstimate,
@@ -38,6 +36,8 @@ from nemo_opd.training.memory.processes import SAMPLING
 from nemo_opd.training.memory.report import largest_parts
 from nemo_opd.training.model_size import model_size
 from nemo_opd.training.ranks import require_batch_divides, resolve_layouts, resolve_placement
+from nemo_opd.training.replicas import settle_copies
+from nemo_opd.training.resharding import settle_kept
 from nemo_opd.training.sampling_batches import student_batch
 
 ROOT = Path(__file__).resolve().parents[2]

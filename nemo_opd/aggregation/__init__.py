@@ -2,9 +2,9 @@
 
 from nemo_opd.aggregation.confidence import weighted_by_confidence
 from nemo_opd.aggregation.objective import TERMS, ObjectiveTerms, TermName
-from nemo_opd.aggregation.parts import PART, SHARE, Divisor, Part, Parts, build_parts, kd_of
+from nemo_opd.aggregation.parts import PART, SHARE, Divisor, TeacherLoss, TeacherLosses, build_parts, kd_of
 from nemo_opd.aggregation.privilege import gap
-from nemo_opd.aggregation.rules import share_out
+from nemo_opd.aggregation.rules import apply_teacher_weights
 from nemo_opd.aggregation.scores import (
     TokenScore,
     joined_scores,
@@ -21,10 +21,11 @@ __all__ = [
     "TERMS",
     "Divisor",
     "ObjectiveTerms",
-    "Part",
-    "Parts",
+    "TeacherLoss",
+    "TeacherLosses",
     "TermName",
     "TokenScore",
+    "apply_teacher_weights",
     "build_parts",
     "coverage_metrics",
     "gap",
@@ -35,7 +36,6 @@ __all__ = [
     "nats_by_score",
     "sequence_scores",
     "share_metrics",
-    "share_out",
     "token_nats",
     "weighted_by_confidence",
 ]

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from nemo_opd.aggregation.parts import Divisor, Parts
+from nemo_opd.aggregation.parts import Divisor, TeacherLosses
 from nemo_opd.config.objective import GRPOLoss, Objective
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows
@@ -21,7 +21,7 @@ TERMS: tuple[TermName, ...] = ("ce", "kd", "policy")
 class ObjectiveTerms:
     """Planner of the objective's terms for rows of a batch."""
 
-    def __init__(self, settings: Objective, parts: Parts, vocab_size: int) -> None:
+    def __init__(self, settings: Objective, parts: TeacherLosses, vocab_size: int) -> None:
         """Store the settings. vocab_size: size of the student's tokenizer."""
         self._settings = settings
         self._parts = parts

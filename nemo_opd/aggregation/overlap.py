@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import planned
+from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.overlap import plan_chunk_overlap, plan_overlap
@@ -59,7 +59,7 @@ class Overlap:
         """
         is_sampled = () if sampled is None else (sampled.is_sampled,)
         if teacher.chunks is None:
-            (mask,) = planned(_strided_mask, student.loss_mask, *is_sampled)
+            (mask,) = compute_on_host(_strided_mask, student.loss_mask, *is_sampled)
             return plan_overlap(
                 student_logits,
                 teacher_logits,
@@ -68,7 +68,7 @@ class Overlap:
                 teacher_vocab_size=self.teacher_vocab_size,
             )
         assert self.projection is not None
-        (chunks,) = planned(_strided_chunks, teacher.chunks.student, *is_sampled)
+        (chunks,) = compute_on_host(_strided_chunks, teacher.chunks.student, *is_sampled)
         return plan_chunk_overlap(
             student_logits,
             teacher_logits,

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_opd.aggregation.overlap import Overlap
 from nemo_opd.aggregation.rules import RULES
 from nemo_opd.config.run import RunConfig
-from nemo_opd.distributed.transfer import planned
+from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.logits.combined import AveragedLogits
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, logit_rows
@@ -45,7 +45,7 @@ class Divisor:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TeacherLoss:
     """One summand of KD: weight · loss."""
 
     name: str | None
@@ -83,7 +83,7 @@ class Part:
         if self.name is not None or all(rows.moved is None for rows in batch.teachers):
             return student
         masks = [rows.student_side(batch.student).loss_mask for rows in batch.teachers]
-        (mask,) = planned(lambda *masks: [torch.stack(masks).all(0)], *masks)
+        (mask,) = compute_on_host(lambda *masks: [torch.stack(masks).all(0)], *masks)
         return replace(student, loss_mask=mask)
 
     def plan(
@@ -140,10 +140,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class TeacherLosses:
     """The whole KD of a run (methods.md §6)."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TeacherLoss, ...]
     count_together: bool
     """True: each text has one teacher, and KD is (6.2) of methods.md §6.5. False: KD is the sum of the parts, each a
     mean over its own units.
@@ -237,7 +237,9 @@ def _sequence_weights(rows: TeacherRows) -> Tensor | None:
     """Return the factor of each sequence's units, float32 [B], or None if it is 1."""
     if rows.weights is None or rows.rollout_weights is None:
         return rows.rollout_weights if rows.weights is None else rows.weights
-    return planned(lambda weights, rollout_weights: [weights * rollout_weights], rows.weights, rows.rollout_weights)[0]
+    return compute_on_host(
+        lambda weights, rollout_weights: [weights * rollout_weights], rows.weights, rows.rollout_weights
+    )[0]
 
 
 def _sum_of_kind(kind: str, values: Sequence[float], kinds: Sequence[str]) -> float:
@@ -260,7 +262,7 @@ def build_parts(
     *,
     student_vocab_size: int,
     teacher_vocab_sizes: Sequence[int],
-) -> Parts:
+) -> TeacherLosses:
     """Build the KD of a run's active teachers, one projection and tokenizer size per teacher."""
     teachers, aggregation = config.active_teachers, config.aggregation
     weights = [teacher.weight for teacher in teachers]
@@ -269,7 +271,9 @@ def build_parts(
         size = min(student_vocab_size, *teacher_vocab_sizes)
         term = build(config.term(0), student_vocab_size=size, teacher_vocab_size=size)
         average = partial(AveragedLogits, weights=weights)
-        return Parts((Part(None, 1.0, term, 0, average, Overlap(None, size, size)),), count_together=False)
+        return TeacherLosses(
+            (TeacherLoss(None, 1.0, term, 0, average, Overlap(None, size, size)),), count_together=False
+        )
     factors = rule.factors(aggregation, weights, teacher_vocab_sizes)
     parts = []
     entries = zip(teachers, factors, projections, teacher_vocab_sizes, strict=True)
@@ -286,5 +290,5 @@ def build_parts(
         )
         matrix = projection.start if isinstance(projection, LearnedProjection) else projection
         overlap = Overlap(None, *sizes) if is_same else Overlap.across(matrix, *sizes, config.term(i).type)
-        parts.append(Part(teacher.name, factor, term, i, itemgetter(i), overlap))
-    return Parts(tuple(parts), count_together=rule.counts_together)
+        parts.append(TeacherLoss(teacher.name, factor, term, i, itemgetter(i), overlap))
+    return TeacherLosses(tuple(parts), count_together=rule.counts_together)

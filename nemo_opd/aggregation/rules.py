@@ -21,7 +21,7 @@ from nemo_opd.config.aggregation import (
     WeightedSum,
 )
 from nemo_opd.config.choices import choices, require_lines
-from nemo_opd.data.collate import only_chosen
+from nemo_opd.data.collate import mask_unrouted
 from nemo_opd.types import Batch, SequenceScores
 
 _Scores = Sequence[SequenceScores]
@@ -42,7 +42,7 @@ class Rule:
 
     factors: Callable[[Any, Sequence[float], Sequence[int]], list[float]] = _equal_factors
     """Function from the teachers' weights and vocabulary sizes to the factors of their losses."""
-    share_out: Callable[[Any, Batch, _Scores, Sequence[float]], Batch] = _unchanged
+    apply_weights: Callable[[Any, Batch, _Scores, Sequence[float]], Batch] = _unchanged
     """Function from the global batch, the scores that the settings request and the teachers' configured weights to the
     batch with sequence weights, or with empty rows for teachers that were not selected.
     """
@@ -64,7 +64,7 @@ def _selected(settings: SelectTeacher, batch: Batch, scores: _Scores, priors: Se
     A NaN score cannot be compared: its teacher is selected with a weight of NaN, so that the metrics name it and the
     step is skipped (methods.md §12).
     """
-    selected = only_chosen(batch, select_teacher(scores, per=settings.per))
+    selected = mask_unrouted(batch, select_teacher(scores, per=settings.per))
     is_nan = bits_per_byte(scores).isnan()
     if not is_nan.any():
         return selected
@@ -72,18 +72,20 @@ def _selected(settings: SelectTeacher, batch: Batch, scores: _Scores, priors: Se
 
 
 RULES: dict[type[AggregationBase], Rule] = {
-    WeightedSum: Rule(factors=teacher_weights, share_out=_weighted_by_scores),
+    WeightedSum: Rule(factors=teacher_weights, apply_weights=_weighted_by_scores),
     AveragedLogits: Rule(averages_logits=True),
-    SelectTeacher: Rule(share_out=_selected, counts_together=True),
+    SelectTeacher: Rule(apply_weights=_selected, counts_together=True),
     Routed: Rule(counts_together=True),
 }
 require_lines(choices(Aggregation), RULES, "RULES in nemo_opd/aggregation/rules.py")
 
 
-def share_out(settings: AggregationBase, batch: Batch, scores: _Scores, *, priors: Sequence[float]) -> Batch:
+def apply_teacher_weights(
+    settings: AggregationBase, batch: Batch, scores: _Scores, *, priors: Sequence[float]
+) -> Batch:
     """Apply the aggregation's teacher weights, or its selection of teachers, to the global batch.
 
     scores: one entry per teacher for the rows of the batch; unused by aggregations without a score. priors: the
     teachers' configured weights.
     """
-    return RULES[type(settings)].share_out(settings, batch, scores, priors)
+    return RULES[type(settings)].apply_weights(settings, batch, scores, priors)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_opd.config.aggregation import Score
 from nemo_opd.config.choices import require_lines
-from nemo_opd.distributed.transfer import planned
+from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.logits.blocks import own_share, unit_parts
 from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.rows import LogitRows, logit_rows
@@ -81,7 +81,7 @@ def _counted(tokens: TokenRows, score: TokenScore) -> Tensor:
     """Return a mask of the tokens that count towards the score: bool [B, T]."""
     if score == "log_probability":
         return tokens.loss_mask
-    return planned(lambda mask, num_bytes: [mask & (num_bytes > 0)], tokens.loss_mask, tokens.num_bytes)[0]
+    return compute_on_host(lambda mask, num_bytes: [mask & (num_bytes > 0)], tokens.loss_mask, tokens.num_bytes)[0]
 
 
 def token_nats(

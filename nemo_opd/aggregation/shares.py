@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from nemo_opd.aggregation.parts import Parts
+from nemo_opd.aggregation.parts import TeacherLosses
 from nemo_opd.losses.reduction import count_label_tokens
 from nemo_opd.types import Batch, Mean, Metric
 
 
-def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
+def coverage_metrics(parts: TeacherLosses, batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
     """Return `kd_coverage/<teacher>`, the share of the student's scored tokens that are in a unit of its KD, and with
     another tokenizer `kd_positions/<teacher>`, the units over the scored tokens.
 
@@ -29,7 +29,7 @@ def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[s
     return metrics
 
 
-def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
+def share_metrics(parts: TeacherLosses, batch: Batch) -> dict[str, Metric]:
     """Return per teacher the mean sequence weight (`weight/`) or the share of sequences (`share/`), if it varies by
     batch; with another tokenizer also `changed_history/`, the share of aligned chunks after contents that the student
     reads differently.

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from nemo_opd.checkpoint.manager import CheckpointManager, Found
+from nemo_opd.checkpoint.manager import CheckpointManager, NewestCheckpoint
 from nemo_opd.config import environment, handoff, reward, rollout
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.context import Context
@@ -140,7 +140,9 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
         yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
-def newest_of_same_run(checkpoints: CheckpointManager, config: RunConfig, *, hashed: bool = True) -> Found | None:
+def newest_of_same_run(
+    checkpoints: CheckpointManager, config: RunConfig, *, hashed: bool = True
+) -> NewestCheckpoint | None:
     """Return the newest complete checkpoint, which `config` can continue from, or None without checkpoints.
 
     hashed: as for `CheckpointManager.newest`. Raises CheckpointError if it belongs to another run or all are damaged.

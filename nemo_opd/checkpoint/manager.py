@@ -30,7 +30,7 @@ _NUM_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class BestMetric:
     """Values of the metric that decides which checkpoints are best, or when a run ends."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
@@ -57,16 +57,16 @@ class Progress:
     """Counts of skipped steps, in total and in a row up to now; empty before the first step."""
     bits_per_byte: Mapping[str, float] = field(default_factory=dict)
     """Values of the untrained student and of each teacher, for the final table."""
-    best: Chosen = Chosen()
+    best: BestMetric = BestMetric()
     """Steps to keep, with the best values first."""
-    stopping: Chosen = Chosen()
+    stopping: BestMetric = BestMetric()
     """State of early stopping."""
     format: Annotated[int, Field(ge=1, le=_WITH_MANIFEST)] = field(default=1, compare=False)
     """Format number that was read; format 1 has no manifest."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class NewestCheckpoint:
     """The newest complete checkpoint, and damaged newer ones."""
 
     progress: Progress
@@ -158,7 +158,7 @@ class CheckpointManager:
             self.path(step).rename(aside)
             sync(self.folder)
 
-    def newest(self, *, hashed: bool = True) -> Found | None:
+    def newest(self, *, hashed: bool = True) -> NewestCheckpoint | None:
         """Return the newest complete checkpoint, or None without checkpoints.
 
         hashed: compare hashes in addition to sizes. Raises CheckpointError if all are damaged.
@@ -166,7 +166,7 @@ class CheckpointManager:
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
             try:
-                return Found(self.read(step, hashed=hashed), damaged)
+                return NewestCheckpoint(self.read(step, hashed=hashed), damaged)
             except DamagedError as error:
                 damaged[step] = str(error)
         if not damaged:

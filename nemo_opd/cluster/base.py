@@ -113,7 +113,7 @@ class Group(ABC):
         self.close()
 
 
-def in_turn(calls: Sequence[tuple[Group, Callable[[], Call]]]) -> list[Call]:
+def submit_sequentially(calls: Sequence[tuple[Group, Callable[[], Call]]]) -> list[Call]:
     """Start calls in order, each after earlier calls on the same devices have returned; return all calls.
 
     Processes that work on one device at the same time would share its time, and all need memory at once. calls: pairs

@@ -14,7 +14,7 @@ from nemo_opd.data.chat_beginning import locate_beginning, locate_up_to
 from nemo_opd.data.context import Content
 from nemo_opd.data.documents import Conversation, Document
 from nemo_opd.data.encoders import ChatEncoder
-from nemo_opd.data.in_context import InContext, align_after, verbatim
+from nemo_opd.data.in_context import PrivilegedPrompt, align_after, verbatim
 from nemo_opd.data.record import Message
 from nemo_opd.data.samples import (
     SameTokenizer,
@@ -50,7 +50,7 @@ class ChatSampleMaker:
     """A maker of samples from conversations."""
 
     student: ChatEncoder
-    teachers: tuple[_ChatReader | InContext[_ChatReader], ...]
+    teachers: tuple[_ChatReader | PrivilegedPrompt[_ChatReader], ...]
 
     @property
     def identity(self) -> str:
@@ -88,9 +88,9 @@ class StudentChat:
     """Character of the rendered text at which the student is cut; None if it reads all of it."""
 
 
-def _teacher_sample(student: StudentChat, teacher: _ChatReader | InContext[_ChatReader]) -> TeacherSample:
+def _teacher_sample(student: StudentChat, teacher: _ChatReader | PrivilegedPrompt[_ChatReader]) -> TeacherSample:
     """Make a teacher's sample. Raises as `ChatSampleMaker` does."""
-    if isinstance(teacher, InContext):
+    if isinstance(teacher, PrivilegedPrompt):
         return _context_sample(student, teacher)
     if isinstance(teacher, SameTokenizer):
         return teacher.sample(student.tokens)
@@ -118,7 +118,7 @@ def _aligned_sample(
     return TeacherSample(tokens, usable_chunks(alignment, student.tokens, tokens, teacher.equal_history))
 
 
-def _context_sample(student: StudentChat, teacher: InContext[_ChatReader]) -> TeacherSample:
+def _context_sample(student: StudentChat, teacher: PrivilegedPrompt[_ChatReader]) -> TeacherSample:
     """Make the sample of a teacher with a context; it is compared from the first turn after the context on."""
     conversation, reader = student.conversation, teacher.reader
     messages = plain_messages(conversation.messages)
@@ -139,7 +139,7 @@ def _context_sample(student: StudentChat, teacher: InContext[_ChatReader]) -> Te
 def _same_tokenizer_sample(
     student: StudentChat,
     reader: SameTokenizer,
-    teacher: InContext[_ChatReader],
+    teacher: PrivilegedPrompt[_ChatReader],
     prompt: Sequence[Message],
     first: int,
 ) -> TeacherSample:
@@ -157,7 +157,7 @@ def _same_tokenizer_sample(
 def _cross_tokenizer_sample(
     student: StudentChat,
     reader: CrossTokenizerChat,
-    teacher: InContext[_ChatReader],
+    teacher: PrivilegedPrompt[_ChatReader],
     prompt: Sequence[Message],
     first: int,
 ) -> TeacherSample:

@@ -27,10 +27,10 @@ def collate(samples: Sequence[Sample]) -> Batch:
     teachers = zip(*(sample.teachers for sample in samples), strict=True)
     batch = Batch(_token_rows(students), tuple(_teacher_rows(rows, students) for rows in teachers))
     routes = [sample.route for sample in samples if sample.route is not None]
-    return only_chosen(batch, torch.tensor(routes)) if routes else batch
+    return mask_unrouted(batch, torch.tensor(routes)) if routes else batch
 
 
-def only_chosen(batch: Batch, choice: Tensor) -> Batch:
+def mask_unrouted(batch: Batch, choice: Tensor) -> Batch:
     """Empty each teacher's rows for sequences whose `choice`, int64 [B], is another teacher.
 
     An empty row has length 0, no scored token and no chunk, so a (micro)batch of such rows is one position wide.
@@ -38,12 +38,12 @@ def only_chosen(batch: Batch, choice: Tensor) -> Batch:
     return replace(batch, teachers=tuple(rows.without(choice != i) for i, rows in enumerate(batch.teachers)))
 
 
-def numbered(counts: Sequence[int]) -> Tensor:
+def row_ids(counts: Sequence[int]) -> Tensor:
     """Return the row index of each sequence: int64 [Σ counts]. counts: number of sequences in each row."""
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
-def placed(batch: Batch, places: Tensor) -> Batch:
+def gather_rows(batch: Batch, places: Tensor) -> Batch:
     """Gather sequences of a batch by index, int64 [number]; −1 gives an empty sequence."""
     return batch.map(lambda tensor, fill: torch.cat([tensor, torch.full_like(tensor[:1], fill)])[places])
 

@@ -131,7 +131,7 @@ def _last_user_message(messages: Sequence[Message]) -> int | None:
     return next((k for k in reversed(range(len(messages))) if messages[k]["role"] == "user"), None)
 
 
-def said_in(content: Content) -> str:
+def prompt_text(content: Content) -> str:
     """Return a prompt's text, without a chat template's own text."""
     if isinstance(content, str):
         return content

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_chat, locate_tokens
-from nemo_opd.data.context import Content, Context, Fields, said_in
+from nemo_opd.data.context import Content, Context, Fields, prompt_text
 from nemo_opd.data.continuation import TextContinuation
 from nemo_opd.data.leakage import leakage
 from nemo_opd.data.samples import Chunks, HasIdentity, SameTokenizer, TeacherSample, Tokens, require_ids
@@ -26,7 +26,7 @@ _Reader = TypeVar("_Reader", bound=HasIdentity, covariant=True)
 
 
 @dataclass(frozen=True)
-class InContext(Generic[_Reader]):
+class PrivilegedPrompt(Generic[_Reader]):
     """A teacher with a context, around the reader it would be without one."""
 
     reader: _Reader
@@ -80,7 +80,7 @@ class InContext(Generic[_Reader]):
         """
         contents = self.context.contents(prompt, fields)
         sample, *variants = map(sample_in, contents)
-        leaked = leakage(response, said_in(contents[0]), said_in(prompt))
+        leaked = leakage(response, prompt_text(contents[0]), prompt_text(prompt))
         return replace(sample, leakage=leaked, variants=tuple(variant.tokens for variant in variants))
 
     def unanswered(self, sample: TeacherSample) -> TeacherSample:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from nemo_opd.data.collate import collate, numbered
+from nemo_opd.data.collate import collate, row_ids
 from nemo_opd.data.documents import Columns, Document, read_documents
 from nemo_opd.data.domains import Domains, in_domains
 from nemo_opd.data.mapped import MappedFiles
@@ -258,7 +258,7 @@ def _collated(drawn: Drawn) -> Batch:
     batch = collate(drawn.samples)
     if drawn.rows is None:
         return batch
-    return replace(batch, row=numbered(drawn.rows))
+    return replace(batch, row=row_ids(drawn.rows))
 
 
 def validation_batches(

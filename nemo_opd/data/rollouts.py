@@ -13,10 +13,10 @@ from nemo_opd.alignment import ChatTokens, TokenAligner, align_chat, pieces_of
 from nemo_opd.alignment.chat_messages import message_texts, plain_messages
 from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.chat import CrossTokenizerChat
-from nemo_opd.data.context import Content, said_in
+from nemo_opd.data.context import Content, prompt_text
 from nemo_opd.data.continuation import Continued, TextContinuation, text_of
 from nemo_opd.data.documents import Conversation
-from nemo_opd.data.in_context import InContext, align_after, shifted, verbatim
+from nemo_opd.data.in_context import PrivilegedPrompt, align_after, shifted, verbatim
 from nemo_opd.data.record import Message, Rollout
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, require_ids, usable_chunks
 from nemo_opd.errors import AlignmentError, DataError
@@ -68,7 +68,7 @@ class RolloutSampleMaker:
 
     lengths: NDArray[np.int32]
     """[V]: bytes of text per id of the student; 0 for special tokens."""
-    teachers: tuple[_RolloutReader | InContext[_RolloutReader], ...]
+    teachers: tuple[_RolloutReader | PrivilegedPrompt[_RolloutReader], ...]
 
     def __call__(self, rollout: Rollout) -> Sample:
         """Make the sample.
@@ -83,21 +83,21 @@ class RolloutSampleMaker:
 
 
 def _teacher_sample(
-    rollout: Rollout, student: Tokens, teacher: _RolloutReader | InContext[_RolloutReader]
+    rollout: Rollout, student: Tokens, teacher: _RolloutReader | PrivilegedPrompt[_RolloutReader]
 ) -> TeacherSample:
     if isinstance(teacher, SameTokenizer):
         return teacher.sample(student)
     if isinstance(teacher, CrossTokenizerText):
         return _text_sample(rollout, student, teacher)
     try:
-        if isinstance(teacher, InContext):
+        if isinstance(teacher, PrivilegedPrompt):
             return _context_sample(rollout, student, teacher)
         return _chat_sample(rollout, student, teacher)
     except (AlignmentError, DataError) as error:
         raise type(error)(f"prompt {rollout.prompt.index} (row), sample {rollout.sample}: {error}") from error
 
 
-def _context_sample(rollout: Rollout, student: Tokens, teacher: InContext[_RolloutReader]) -> TeacherSample:
+def _context_sample(rollout: Rollout, student: Tokens, teacher: PrivilegedPrompt[_RolloutReader]) -> TeacherSample:
     """Make the sample of a teacher with a context: the response after its own prompt."""
     reader, prompt, start = teacher.reader, rollout.prompt, int(rollout.turns[0, 0])
 
@@ -106,7 +106,7 @@ def _context_sample(rollout: Rollout, student: Tokens, teacher: InContext[_Rollo
             ids = teacher.prompt_ids(content, prompt.tools, rollout.before)
             return verbatim(reader, ids, student, start, teacher.max_length)
         if isinstance(reader, CrossTokenizerText):
-            return _text_context_sample(rollout, student, reader, teacher, said_in(content))
+            return _text_context_sample(rollout, student, reader, teacher, prompt_text(content))
         assert not isinstance(content, str)
         return _chat_context_sample(rollout, student, reader, teacher, content)
 
@@ -131,7 +131,7 @@ def _text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText)
 
 
 def _text_context_sample(
-    rollout: Rollout, student: Tokens, reader: CrossTokenizerText, teacher: InContext[_RolloutReader], text: str
+    rollout: Rollout, student: Tokens, reader: CrossTokenizerText, teacher: PrivilegedPrompt[_RolloutReader], text: str
 ) -> TeacherSample:
     """Make the sample of a response after another prompt, from the first token boundary that both sides share."""
     start = int(rollout.turns[0, 0])
@@ -167,7 +167,7 @@ def _chat_context_sample(
     rollout: Rollout,
     student: Tokens,
     reader: CrossTokenizerChat,
-    teacher: InContext[_RolloutReader],
+    teacher: PrivilegedPrompt[_RolloutReader],
     prompt: Sequence[Message],
 ) -> TeacherSample:
     """Make the sample of the student's turns after another prompt in the teacher's template."""

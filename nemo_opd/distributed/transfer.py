@@ -17,7 +17,7 @@ _ALIGNMENT = 16
 """Alignment in bytes: Triton recompiles a kernel if an argument's 16-byte alignment changes."""
 
 
-def moved(rows: _Rows, device: str | torch.device) -> _Rows:
+def to_device(rows: _Rows, device: str | torch.device) -> _Rows:
     """Return a copy of rows on a device, with all tensors sent in one copy."""
     tensors: list[Tensor] = []
 
@@ -26,11 +26,11 @@ def moved(rows: _Rows, device: str | torch.device) -> _Rows:
         return tensor
 
     rows.map(note)
-    sent = iter(together(tensors, device))
+    sent = iter(to_device_batched(tensors, device))
     return rows.map(lambda *_: next(sent))
 
 
-def together(tensors: Sequence[Tensor], device: str | torch.device) -> list[Tensor]:
+def to_device_batched(tensors: Sequence[Tensor], device: str | torch.device) -> list[Tensor]:
     """Send host tensors to a device in one asynchronous copy; for a CPU, return them unchanged.
 
     They share one buffer, which lives as long as any of them. They are read-only, because `on_host` returns the values
@@ -59,7 +59,7 @@ def on_host(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.device.type == "cpu" else getattr(tensor, _KNOWN, None)
 
 
-def planned(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
+def compute_on_host(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
     """Compute a function whose results' sizes depend on values, such as `nonzero`.
 
     It is computed on the host and sent to the device if the host has all values; otherwise the host waits for the
@@ -68,7 +68,7 @@ def planned(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list
     host_tensors = [on_host(tensor) for tensor in tensors]
     if any(tensor is None for tensor in host_tensors):
         return list(function(*tensors))
-    return together(function(*host_tensors), tensors[0].device)
+    return to_device_batched(function(*host_tensors), tensors[0].device)
 
 
 def _view_like(part: Tensor, like: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from nemo_opd.aggregation import TokenScore, nats_by_score
 from nemo_opd.config.evaluation import QuestionSets
-from nemo_opd.distributed.transfer import moved
+from nemo_opd.distributed.transfer import to_device
 from nemo_opd.logits.packed import Packing
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.models.head import Headless, WithHead
+from nemo_opd.models.head import HiddenStateModel, LogitModel
 from nemo_opd.types import PAD_ID, TokenRows
 
 
@@ -65,12 +65,14 @@ def likelihoods(logits: LogitRows, tokens: TokenRows) -> Tensor:
     return -nats.sum(2).T
 
 
-def read(source: Headless | WithHead, tokens: TokenRows, micro_batches: Iterable[slice], device: str) -> Tensor:
+def read(
+    source: HiddenStateModel | LogitModel, tokens: TokenRows, micro_batches: Iterable[slice], device: str
+) -> Tensor:
     """Return the `likelihoods` of consecutive microbatches: float64 [B, 2], on the host."""
     results = []
     for sequences in micro_batches:
         micro = tokens.rows(sequences.start, sequences.stop)
-        packing, micro = Packing.of(micro).to(device), moved(micro, device)
+        packing, micro = Packing.of(micro).to(device), to_device(micro, device)
         results.append(likelihoods(source.whole(source(micro.ids, packing), packing), micro))
     return torch.cat(results).cpu()
 

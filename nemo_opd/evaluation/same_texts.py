@@ -13,11 +13,11 @@ from nemo_opd.data.collate import collate
 from nemo_opd.data.encoders import Encoder
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
-from nemo_opd.distributed.transfer import moved
+from nemo_opd.distributed.transfer import to_device
 from nemo_opd.errors import DataError
 from nemo_opd.logits.packed import Packing
 from nemo_opd.losses.bits_per_byte import bits_per_byte
-from nemo_opd.models.head import Headless, WithHead
+from nemo_opd.models.head import HiddenStateModel, LogitModel
 from nemo_opd.progress import tracked
 from nemo_opd.types import Batch, Mean, TokenRows
 
@@ -54,12 +54,12 @@ def same_texts(
 def mean_bits_per_byte(model: PreTrainedModel, rows: Sequence[TokenRows], *, vocab_size: int) -> Mean:
     """Return the model's mean bits per byte over all rows. vocab_size: size of its tokenizer's vocabulary."""
     is_linear = type(model.get_output_embeddings()) is nn.Linear
-    source = Headless(model, key="model") if is_linear else WithHead(model)
+    source = HiddenStateModel(model, key="model") if is_linear else LogitModel(model)
     device = str(model.device)
     bits = num_bytes = 0.0
     with torch.no_grad():
         for batch in tracked(rows, "bits per byte", "batches"):
-            packing, tokens = Packing.of(batch).to(device), moved(batch, device)
+            packing, tokens = Packing.of(batch).to(device), to_device(batch, device)
             mean = bits_per_byte(source.whole(source(tokens.ids, packing), packing), tokens, vocab_size=vocab_size)
             bits, num_bytes = bits + float(mean.total), num_bytes + float(mean.count)
     return Mean(bits, num_bytes)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_opd.logits.recording import Recording
+from nemo_opd.logits.recording import UnitLossRecorder
 from nemo_opd.types import Rows
 
 
@@ -25,7 +25,7 @@ class TokenLosses(Rows):
     """bool [B, S] for each part of the KD: True at the first token of a unit."""
 
     @staticmethod
-    def of(recorded: Sequence[Recording]) -> TokenLosses:
+    def of(recorded: Sequence[UnitLossRecorder]) -> TokenLosses:
         """Return the recorded losses; recorded: cross-entropy, then each part of the KD. Collective."""
         ce, *parts = recorded
         kd, is_unit = tuple(part.losses() for part in parts), tuple(part.is_unit() for part in parts)

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_opd.handoff.base import Receiver, Sender
 from nemo_opd.handoff.handle import Handle
 from nemo_opd.handoff.plan import ONE_READER, Readers, within_vocabulary
-from nemo_opd.handoff.region import Region
+from nemo_opd.handoff.region import BufferView
 from nemo_opd.handoff.writer import NewSender, OutputWriter
 from nemo_opd.logits.combined import SideBySideLogits
 from nemo_opd.logits.head import Head, HeadLogits
@@ -54,7 +54,7 @@ class HiddenStatesHandle:
 class HiddenStatesWindow:
     """The hidden states [tokens, E] of a student rank's sequences, and the head."""
 
-    hidden: Region
+    hidden: BufferView
     head: tuple[HeadHandle, ...]
     """Shards with consecutive columns."""
 

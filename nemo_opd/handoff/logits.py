@@ -10,7 +10,7 @@ from torch import Tensor
 from nemo_opd.handoff.base import Receiver
 from nemo_opd.handoff.handle import Handle
 from nemo_opd.handoff.plan import ONE_READER, Readers, within_vocabulary
-from nemo_opd.handoff.region import Region
+from nemo_opd.handoff.region import BufferView
 from nemo_opd.handoff.writer import NewSender, OutputWriter
 from nemo_opd.logits.combined import SideBySideLogits
 from nemo_opd.logits.head import HeadLogits
@@ -30,7 +30,7 @@ class LogitsHandle:
 class LogitsWindow:
     """The logits [tokens, W] of a student rank's sequences."""
 
-    shards: tuple[Region, ...]
+    shards: tuple[BufferView, ...]
     """Consecutive columns of the vocabulary."""
 
     def rows(self, receiver: Receiver, sequences: slice, width: int, moved_by: Tensor | None = None) -> LogitRows:

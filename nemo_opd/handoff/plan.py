@@ -18,7 +18,7 @@ from nemo_opd.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class LayoutPair:
     """Layouts of the student and of one teacher, and the places of their ranks."""
 
     student: Layout
@@ -40,7 +40,7 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class BufferShard:
     """The part of a teacher's output that one of its ranks holds."""
 
     rank: int
@@ -51,7 +51,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BufferSlice:
     """Rows that a student rank reads from one teacher rank's buffer, in all its columns."""
 
     rank: int
@@ -77,7 +77,7 @@ ONE_READER = Readers()
 """Readers with receiver 0 only."""
 
 
-def output_shards(teacher: Layout, lengths: Sequence[int], columns: Sequence[range]) -> list[Shard]:
+def output_shards(teacher: Layout, lengths: Sequence[int], columns: Sequence[range]) -> list[BufferShard]:
     """Return each teacher rank's shard of a batch's output.
 
     lengths: tokens of each sequence. columns: range of each tensor-parallel index. Raises ConfigError if the sequences
@@ -87,11 +87,11 @@ def output_shards(teacher: Layout, lengths: Sequence[int], columns: Sequence[ran
     shards = []
     for rank in range(teacher.size):
         d, _, t = teacher.coordinates(rank)
-        shards.append(Shard(rank, parts[d], columns[t]))
+        shards.append(BufferShard(rank, parts[d], columns[t]))
     return shards
 
 
-def output_pieces(sides: Sides, shards: Sequence[Shard], lengths: Sequence[int]) -> list[list[Piece]]:
+def output_pieces(sides: LayoutPair, shards: Sequence[BufferShard], lengths: Sequence[int]) -> list[list[BufferSlice]]:
     """Return the pieces of each student rank's window, ordered by row, then column.
 
     Raises ConfigError if the sequences cannot be split into dp equal parts.
@@ -101,17 +101,17 @@ def output_pieces(sides: Sides, shards: Sequence[Shard], lengths: Sequence[int])
     return _pieces(sides, shards, windows)
 
 
-def head_pieces(sides: Sides, columns: Sequence[range]) -> list[list[Piece]]:
+def head_pieces(sides: LayoutPair, columns: Sequence[range]) -> list[list[BufferSlice]]:
     """Return the head shards that each student rank reads, ordered by column.
 
     A shard counts as one row. columns: range of each tensor-parallel index.
     """
     teacher = sides.teacher
-    shards = [Shard(rank, range(1), columns[teacher.coordinates(rank)[2]]) for rank in range(teacher.size)]
+    shards = [BufferShard(rank, range(1), columns[teacher.coordinates(rank)[2]]) for rank in range(teacher.size)]
     return _pieces(sides, shards, [range(1)] * sides.student.size)
 
 
-def _pieces(sides: Sides, shards: Sequence[Shard], windows: Sequence[range]) -> list[list[Piece]]:
+def _pieces(sides: LayoutPair, shards: Sequence[BufferShard], windows: Sequence[range]) -> list[list[BufferSlice]]:
     """Return the pieces of each student rank's window, read from the nearest replica of each shard.
 
     The rows of two shards must be equal or disjoint. Takes time proportional to the ranks and the pieces.
@@ -124,7 +124,7 @@ def _pieces(sides: Sides, shards: Sequence[Shard], windows: Sequence[range]) -> 
     in_order = sorted(ranks, key=lambda key: (key[0].start, key[0].stop, key[1].start))
     replicas = [_Replicas.of(ranks[key], sides.teacher_places) for key in in_order]
     ends = [rows.stop for rows, _ in in_order]
-    pieces: list[list[Piece]] = []
+    pieces: list[list[BufferSlice]] = []
     for student_rank, window in enumerate(windows):
         pieces.append([])
         for i in range(bisect_right(ends, window.start), len(in_order)):
@@ -133,7 +133,9 @@ def _pieces(sides: Sides, shards: Sequence[Shard], windows: Sequence[range]) -> 
                 break
             shared = overlap(rows, window)
             rank = replicas[i].nearest(student_rank, sides.student_places[student_rank])
-            pieces[-1].append(Piece(rank, _shifted(shared, -rows.start), _shifted(shared, -window.start), columns))
+            pieces[-1].append(
+                BufferSlice(rank, _shifted(shared, -rows.start), _shifted(shared, -window.start), columns)
+            )
     return pieces
 
 
@@ -165,7 +167,7 @@ class _Replicas:
         return self.ranks[student_rank % len(self.ranks)] if nearby is None else nearby
 
 
-def reading_ranks(pieces: Sequence[Sequence[Piece]], num_teacher_ranks: int) -> list[tuple[int, ...]]:
+def reading_ranks(pieces: Sequence[Sequence[BufferSlice]], num_teacher_ranks: int) -> list[tuple[int, ...]]:
     """Return, for each teacher rank, the student ranks that read a piece of its buffer."""
     readers: list[dict[int, None]] = [{} for _ in range(num_teacher_ranks)]
     for student_rank, rank_pieces in enumerate(pieces):

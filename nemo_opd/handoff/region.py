@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import together
+from nemo_opd.distributed.transfer import to_device_batched
 from nemo_opd.handoff.base import Receiver
 from nemo_opd.handoff.handle import Handle
 from nemo_opd.handoff.plan import overlap
@@ -27,7 +27,7 @@ class RegionPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class BufferView:
     """A tensor [tokens, columns] of consecutive sequences, split by rows into parts."""
 
     lengths: tuple[int, ...]
@@ -62,5 +62,5 @@ class Region:
 
         moved_by: int64 [b] on the host; position i of a sequence gets the logits of its token i + moved_by.
         """
-        (places,) = together([places_in_row(self.lengths[sequences], width, moved_by)], tokens.device)
+        (places,) = to_device_batched([places_in_row(self.lengths[sequences], width, moved_by)], tokens.device)
         return PackedLogits(tokens, places)

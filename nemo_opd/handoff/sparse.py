@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import together
+from nemo_opd.distributed.transfer import to_device_batched
 from nemo_opd.handoff.base import Receiver
 from nemo_opd.handoff.handle import Handle
 from nemo_opd.handoff.plan import ONE_READER, Readers
-from nemo_opd.handoff.region import Region
+from nemo_opd.handoff.region import BufferView
 from nemo_opd.handoff.writer import NewSender, OutputWriter
 from nemo_opd.logits.packed import places_in_row
 from nemo_opd.logits.rows import LogitRows
@@ -35,7 +35,7 @@ class SparseHandle:
 class SparseWindow:
     """Encoded rows for a student rank's sequences."""
 
-    shards: tuple[Region, ...]
+    shards: tuple[BufferView, ...]
     """One region, because rows are not split over teacher ranks."""
     layout: SparseLayout
 
@@ -46,7 +46,7 @@ class SparseWindow:
         """
         (region,) = self.shards
         rows = region.read(receiver, sequences)
-        (places,) = together([places_in_row(region.lengths[sequences], width, moved_by)], rows.device)
+        (places,) = to_device_batched([places_in_row(region.lengths[sequences], width, moved_by)], rows.device)
         return SparseLogits(rows, self.layout, places)
 
 

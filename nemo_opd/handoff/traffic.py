@@ -9,9 +9,9 @@ from math import lcm
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.plan import (
-    Piece,
+    BufferSlice,
+    LayoutPair,
     Readers,
-    Sides,
     head_pieces,
     output_pieces,
     output_shards,
@@ -53,7 +53,7 @@ class Traffic:
         return bool(self.output or self.head)
 
 
-def planned_readers(sides: Sides, payload: Payload) -> tuple[Readers, ...]:
+def planned_readers(sides: LayoutPair, payload: Payload) -> tuple[Readers, ...]:
     """Return the readers of each teacher rank's buffers, which are the same in every batch."""
     output, head = (reading_ranks(pieces, sides.teacher.size) for pieces in _plan_pieces(sides, payload))
 
@@ -66,10 +66,10 @@ def planned_readers(sides: Sides, payload: Payload) -> tuple[Readers, ...]:
     return tuple(map(readers, range(sides.teacher.size)))
 
 
-def planned_traffic(sides: Sides, payload: Payload) -> tuple[Traffic, ...]:
+def planned_traffic(sides: LayoutPair, payload: Payload) -> tuple[Traffic, ...]:
     """Return the bytes that each student rank receives from other nodes, for a full batch and for the head."""
 
-    def num_bytes(rank: int, pieces: Sequence[Piece], cell_bytes: int) -> int:
+    def num_bytes(rank: int, pieces: Sequence[BufferSlice], cell_bytes: int) -> int:
         return sum(_num_cells(piece) for piece in pieces if sides.crosses(rank, piece.rank)) * cell_bytes
 
     column_bytes = (payload.hidden_size or 0) * payload.itemsize
@@ -79,7 +79,7 @@ def planned_traffic(sides: Sides, payload: Payload) -> tuple[Traffic, ...]:
     )
 
 
-def check_stays_on_node(teacher: str, sides: Sides, payload: Payload) -> None:
+def check_stays_on_node(teacher: str, sides: LayoutPair, payload: Payload) -> None:
     """Raise ConfigError, naming the ranks, their nodes and the bytes, if logits would be sent between nodes.
 
     Logits are too large for a network; hidden states are not.
@@ -100,7 +100,7 @@ def check_stays_on_node(teacher: str, sides: Sides, payload: Payload) -> None:
     )
 
 
-def _crossings(sides: Sides, payload: Payload) -> Iterator[str]:
+def _crossings(sides: LayoutPair, payload: Payload) -> Iterator[str]:
     output, _ = _plan_pieces(sides, payload)
     for rank, pieces in enumerate(output):
         num_bytes: Counter[int] = Counter()
@@ -114,7 +114,7 @@ def _crossings(sides: Sides, payload: Payload) -> Iterator[str]:
             )
 
 
-def _plan_pieces(sides: Sides, payload: Payload) -> tuple[list[list[Piece]], list[list[Piece]]]:
+def _plan_pieces(sides: LayoutPair, payload: Payload) -> tuple[list[list[BufferSlice]], list[list[BufferSlice]]]:
     """Return each student rank's pieces of a full batch's output, and of the head.
 
     The pairs of ranks that they connect do not depend on the batch size.
@@ -124,11 +124,11 @@ def _plan_pieces(sides: Sides, payload: Payload) -> tuple[list[list[Piece]], lis
     lengths = [payload.length] * (-(-payload.num_sequences // unit) * unit)
     columns = vocabulary_columns(payload.vocab_size, teacher.tp)
     if payload.hidden_size is None:
-        no_heads: list[list[Piece]] = [[] for _ in range(sides.student.size)]
+        no_heads: list[list[BufferSlice]] = [[] for _ in range(sides.student.size)]
         return output_pieces(sides, output_shards(teacher, lengths, columns), lengths), no_heads
     shards = output_shards(teacher, lengths, [range(payload.hidden_size)] * teacher.tp)
     return output_pieces(sides, shards, lengths), head_pieces(sides, columns)
 
 
-def _num_cells(piece: Piece) -> int:
+def _num_cells(piece: BufferSlice) -> int:
     return len(piece.window_rows) * len(piece.columns)

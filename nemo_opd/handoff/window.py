@@ -11,15 +11,15 @@ from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.handle import Handle, Message
 from nemo_opd.handoff.hidden_states import HeadHandle, HiddenStatesHandle, HiddenStatesWindow
 from nemo_opd.handoff.logits import LogitsHandle, LogitsWindow
-from nemo_opd.handoff.plan import Piece, Sides, head_pieces, output_pieces, output_shards
-from nemo_opd.handoff.region import Region, RegionPart
+from nemo_opd.handoff.plan import BufferSlice, LayoutPair, head_pieces, output_pieces, output_shards
+from nemo_opd.handoff.region import BufferView, RegionPart
 from nemo_opd.handoff.sparse import SparseHandle, SparseWindow
 
 OutputHandle = HiddenStatesHandle | LogitsHandle | SparseHandle
 Window = HiddenStatesWindow | LogitsWindow | SparseWindow
 
 
-def windows(handles: Sequence[OutputHandle], sides: Sides, lengths: Sequence[int]) -> list[Window]:
+def windows(handles: Sequence[OutputHandle], sides: LayoutPair, lengths: Sequence[int]) -> list[Window]:
     """Return the window of each student rank, with the tokens of that rank only.
 
     handles: one for each teacher rank. lengths: tokens of each sequence of the batch. Buffers on other nodes are read
@@ -55,22 +55,22 @@ class _Reader:
     rank: int
     lengths: tuple[int, ...]
     """Tokens of each sequence in its window."""
-    sides: Sides
+    sides: LayoutPair
 
-    def logits(self, outputs: Sequence[Handle], pieces: Sequence[Piece]) -> LogitsWindow:
+    def logits(self, outputs: Sequence[Handle], pieces: Sequence[BufferSlice]) -> LogitsWindow:
         by_column = groupby(sorted(pieces, key=_first_column), _first_column)
         return LogitsWindow(tuple(self.region(outputs, list(shard)) for _, shard in by_column))
 
-    def region(self, outputs: Sequence[Handle], pieces: Sequence[Piece]) -> Region:
+    def region(self, outputs: Sequence[Handle], pieces: Sequence[BufferSlice]) -> BufferView:
         parts = []
         for piece in pieces:
             handle = self._reachable(outputs[piece.rank], piece.rank, piece.buffer_rows)
             # A message contains only these rows.
             first_row = 0 if self.sides.crosses(self.rank, piece.rank) else piece.buffer_rows.start
             parts.append(RegionPart(handle, first_row, piece.window_rows))
-        return Region(self.lengths, tuple(parts))
+        return BufferView(self.lengths, tuple(parts))
 
-    def head(self, heads: Sequence[HeadHandle | None], shards: Sequence[Piece]) -> tuple[HeadHandle, ...]:
+    def head(self, heads: Sequence[HeadHandle | None], shards: Sequence[BufferSlice]) -> tuple[HeadHandle, ...]:
         handles = []
         for shard in shards:
             if (head := heads[shard.rank]) is None:
@@ -88,5 +88,5 @@ class _Reader:
         return handle.sent_as(Message(handle.sender, teacher_rank, self.rank, rows or range(handle.shape[0])))
 
 
-def _first_column(piece: Piece) -> int:
+def _first_column(piece: BufferSlice) -> int:
     return piece.columns.start

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nemo_opd.aggregation import ObjectiveTerms, build_parts, joined_scores, sequence_scores, share_out
-from nemo_opd.distributed.transfer import moved
+from nemo_opd.aggregation import ObjectiveTerms, apply_teacher_weights, build_parts, joined_scores, sequence_scores
+from nemo_opd.distributed.transfer import to_device
 from nemo_opd.errors import ModelError
 from nemo_opd.integrations.collator import Collator
 from nemo_opd.integrations.settings import read_settings
@@ -20,9 +20,9 @@ from nemo_opd.logits.rows import logit_rows
 from nemo_opd.losses.accuracy import plan_accuracy, with_calibration_error
 from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
 from nemo_opd.models.load import compute_dtype, load_model
-from nemo_opd.training.findings import check_positions
 from nemo_opd.training.inputs import layout_of
 from nemo_opd.training.model_info import read_model_info
+from nemo_opd.training.preflight_warnings import check_positions
 from nemo_opd.training.sample_makers import build_sample_maker
 from nemo_opd.training.step_metrics import objective_values
 from nemo_opd.training.survey import sampled_rows
@@ -137,9 +137,11 @@ class Distillation:
             weighted = self._with_teacher_weights(batch, teacher_logits)
             divisors = self._parts.divisors(weighted)
             rows = [logit_rows(logits) for logits in teacher_logits]
-            planned = self._objective.plan(student_logits, rows, moved(weighted, self.device), divisors, normalizers)
+            planned = self._objective.plan(
+                student_logits, rows, to_device(weighted, self.device), divisors, normalizers
+            )
             if for_validation:
-                tokens, size = moved(batch.student, self.device), self.vocab_size
+                tokens, size = to_device(batch.student, self.device), self.vocab_size
                 measures = (plan_bits_per_byte, plan_accuracy)
                 planned += [measure(student_logits, tokens, vocab_size=size) for measure in measures]
             return compute_together(planned)
@@ -151,9 +153,9 @@ class Distillation:
         if (score := aggregation.score) is not None:
             sides = zip(teacher_logits, batch.teachers, self._teacher_vocab_sizes, strict=True)
             for logits, rows, size in sides:
-                tokens = moved(rows.tokens, self.device)
+                tokens = to_device(rows.tokens, self.device)
                 scores.append(joined_scores([sequence_scores(logits, tokens, score=score, vocab_size=size)]))
-        return share_out(aggregation, batch, scores, priors=[teacher.weight for teacher in teachers])
+        return apply_teacher_weights(aggregation, batch, scores, priors=[teacher.weight for teacher in teachers])
 
     def values(self, metrics: Metrics) -> dict[str, float]:
         """Return the values of merged metrics under their logged names: `loss`, `ce`, `kd`, `kd/<teacher>`, …"""

@@ -11,7 +11,7 @@ FORWARD_KL, REVERSE_KL, MIXED, JSD, TVD = range(5)
 
 
 @dataclass(frozen=True, slots=True)
-class Surprise:
+class NegLogProb:
     """−log p of a token."""
 
     targets: Tensor
@@ -93,7 +93,7 @@ class CellComparison:
     coverage: float = 0.0
 
 
-RowForm = Surprise | Comparison | CellComparison
+RowForm = NegLogProb | Comparison | CellComparison
 
 
 @dataclass(frozen=True, slots=True)

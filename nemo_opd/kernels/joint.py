@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nemo_opd.kernels import launch
-from nemo_opd.kernels.forms import FORWARD_KL, CellComparison, Comparison, Measure, RowForm, Surprise
+from nemo_opd.kernels.forms import FORWARD_KL, CellComparison, Comparison, Measure, NegLogProb, RowForm
 
-_FORMS: tuple[type[RowForm], ...] = (Surprise, Comparison, CellComparison)
+_FORMS: tuple[type[RowForm], ...] = (NegLogProb, Comparison, CellComparison)
 """Kinds of losses; a pass computes at most one of each."""
 
 
@@ -33,7 +33,7 @@ class Placed:
 
     def in_rows(self) -> Placed:
         """Return a copy with contiguous columns of the teacher."""
-        if isinstance(self.form, Surprise):
+        if isinstance(self.form, NegLogProb):
             return self
         return replace(self, form=replace(self.form, teacher=_in_rows(self.form.teacher)))
 
@@ -78,7 +78,7 @@ def _in_rows(logits: Tensor) -> Tensor:
 
 
 def _temperature(part: Placed) -> float:
-    return 1.0 if isinstance(part.form, Surprise) else part.form.temperature
+    return 1.0 if isinstance(part.form, NegLogProb) else part.form.temperature
 
 
 def _unit_of_row(part: Placed, numbers: Tensor, num_rows: int) -> Tensor:
@@ -117,7 +117,7 @@ class _Prepared:
         from nemo_opd.kernels.row_sums import row_sums
 
         form, losses = part.form, torch.empty_like(part.factors)
-        if isinstance(form, Surprise):
+        if isinstance(form, NegLogProb):
             return _Prepared(part, units, sums, None, None, losses, losses)
         if isinstance(form, Comparison):
             teacher = row_sums(form.teacher, part.num_columns, form.temperature, None, None, len(part))
@@ -135,7 +135,7 @@ class _Prepared:
     @property
     def measure(self) -> Measure:
         form = self.part.form
-        return Measure(FORWARD_KL) if isinstance(form, Surprise) else form.measure
+        return Measure(FORWARD_KL) if isinstance(form, NegLogProb) else form.measure
 
     @property
     def needs_grad_sum(self) -> bool:
@@ -144,7 +144,7 @@ class _Prepared:
     def num_bytes(self, *, has_gradient: bool) -> int:
         """Count the bytes read in addition to the student's rows. Cells with lists are read for gradients only."""
         form, num = self.part.form, len(self.part)
-        if isinstance(form, Surprise):
+        if isinstance(form, NegLogProb):
             return 0
         if isinstance(form, Comparison):
             return num * self.part.num_columns * form.teacher.element_size()
@@ -196,7 +196,7 @@ def _surprise_arguments(prepared: _Prepared | None, unused: Tensor) -> tuple[Any
     if prepared is None:
         return (unused, unused, unused, unused, unused, 0)
     part = prepared.part
-    assert isinstance(part.form, Surprise)
+    assert isinstance(part.form, NegLogProb)
     return (prepared.units, part.form.targets, part.factors, prepared.sums, prepared.losses, part.num_columns)
 
 
@@ -204,7 +204,7 @@ def _comparison_arguments(prepared: _Prepared | None, unused: Tensor) -> tuple[A
     if prepared is None:
         return (unused, unused, 0, unused, unused, unused, unused, unused, 0, 0, 1.0, 0.0)
     part, form = prepared.part, prepared.part.form
-    assert not isinstance(form, Surprise)
+    assert not isinstance(form, NegLogProb)
     factors = part.factors if form.temperature == 1 else part.factors / form.temperature
     read = form.cells.partner if isinstance(form, CellComparison) else form.teacher
     return (

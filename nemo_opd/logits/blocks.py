@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import on_host, planned
+from nemo_opd.distributed.transfer import compute_on_host, on_host
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, width_of
@@ -227,7 +227,7 @@ def _joined_rows(terms: Sequence[Term]) -> tuple[Tensor, list[_Places]]:
         rows = torch.cat(rows_by_term).unique()
         return [rows, *(torch.searchsorted(rows, term_rows) for term_rows in rows_by_term)]
 
-    rows, *indices = planned(join, *(term.rows for term in terms))
+    rows, *indices = compute_on_host(join, *(term.rows for term in terms))
     return rows, [_Places(term, len(rows), index, _to_list(index)) for term, index in zip(terms, indices, strict=True)]
 
 

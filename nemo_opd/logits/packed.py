@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import together
+from nemo_opd.distributed.transfer import to_device_batched
 from nemo_opd.logits.rows import Gradients, TrainableRows
 from nemo_opd.types import TokenRows
 
@@ -46,7 +46,9 @@ class Packing:
 
     def to(self, device: str | torch.device) -> Packing:
         """Return a copy on a device."""
-        return Packing(self.lengths, *together([self.places, self.tokens, self.positions, self.bounds], device))
+        return Packing(
+            self.lengths, *to_device_batched([self.places, self.tokens, self.positions, self.bounds], device)
+        )
 
 
 def places_in_row(lengths: Sequence[int], width: int, moved_by: Tensor | None = None) -> Tensor:

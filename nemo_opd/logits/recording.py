@@ -14,7 +14,7 @@ from nemo_opd.logits.term import Term
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class UnitLossRecorder:
     """Losses of the units of a plan, each placed at the first token that it predicts.
 
     For validation only: when a gradient is computed, terms may bypass the function that records.
@@ -26,10 +26,10 @@ class Recording:
     """Losses of units, for each term."""
 
     @staticmethod
-    def of(plan: PlannedLoss) -> Recording:
+    def of(plan: PlannedLoss) -> UnitLossRecorder:
         readings = [Readings.of(plan.source, term.num_units, 1) for term in plan.terms]
         terms = [_recorded(term, term_readings) for term, term_readings in zip(plan.terms, readings, strict=True)]
-        return Recording(replace(plan, terms=terms), readings)
+        return UnitLossRecorder(replace(plan, terms=terms), readings)
 
     def losses(self) -> Tensor:
         """Return Σ factor · loss of the units at each token, float64 [B, S]. Collective, like `Readings.found`."""

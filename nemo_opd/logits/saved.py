@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import on_host, together
+from nemo_opd.distributed.transfer import on_host, to_device_batched
 
 
 def backward(loss: Tensor) -> None:
@@ -24,7 +24,7 @@ def scaled(saved: Tensor, factor: Tensor) -> Tensor:
 
 @cache
 def _one(device: torch.device, dtype: torch.dtype) -> Tensor:
-    (one,) = together([torch.ones((), dtype=dtype)], device)
+    (one,) = to_device_batched([torch.ones((), dtype=dtype)], device)
     return one
 
 

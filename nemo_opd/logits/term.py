@@ -35,7 +35,7 @@ class UnitRows:
     def over(self, temperature: float) -> UnitRows:
         return replace(self, temperature=temperature)
 
-    def taken(self) -> Tensor:
+    def gather(self) -> Tensor:
         """Return logits/τ [u, X] in the compute dtype; may be a view, which the caller must not write to."""
         rows = self.of_block if self.places is None else self.of_block.index_select(0, self.places)
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
@@ -43,7 +43,7 @@ class UnitRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Onto:
+class GradientSink:
     """Accumulator of the gradient of Σ factor · loss over units with one row each."""
 
     total: Tensor
@@ -55,7 +55,7 @@ class Onto:
     is_first: bool
     """Nothing has been written to `total` yet."""
 
-    def over(self, temperature: float) -> Onto:
+    def over(self, temperature: float) -> GradientSink:
         """Return the accumulator for gradients with respect to logits/τ."""
         return self if temperature == 1 else replace(self, factors=self.factors / temperature)
 
@@ -69,7 +69,7 @@ class Onto:
             self.total.addcmul_(gradient, self.factors)
 
 
-ClosedForm = Callable[[UnitRows, slice, Onto], Tensor]
+ClosedForm = Callable[[UnitRows, slice, GradientSink], Tensor]
 """(logits of units, slice of units, accumulator of their gradient) → losses of units in the compute dtype, [u]."""
 
 
@@ -133,7 +133,7 @@ class Term:
         """Return sums [2], and add the gradient by the closed form to `total`, the block's [R, X]."""
         assert self.closed_form is not None
         factors = self.factors(part, coefficient, torch.promote_types(rows.of_block.dtype, torch.float32)).unsqueeze(1)
-        return self.sums_of(self.closed_form(rows, part, Onto(total, rows.places, factors, is_first)), part)
+        return self.sums_of(self.closed_form(rows, part, GradientSink(total, rows.places, factors, is_first)), part)
 
     def factors(self, part: slice, coefficient: float, dtype: torch.dtype) -> Tensor:
         """Return the factor of each unit's loss in a part, [u]."""

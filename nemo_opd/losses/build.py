@@ -21,7 +21,7 @@ from nemo_opd.config.loss import (
     TCADTerm,
 )
 from nemo_opd.config.objective import Objective
-from nemo_opd.distributed.transfer import planned
+from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
@@ -193,8 +193,10 @@ def _sampled_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sample
 def _sampled_chunk_ids(chunks: Tensor, sampled: SampledRows | None) -> Tensor:
     """Set chunk ids [B, S] to −1 in sequences that the student did not sample."""
     if sampled is None:
-        return planned(lambda chunks: [torch.full_like(chunks, -1)], chunks)[0]
-    (chunks,) = planned(lambda ids, is_sampled: [ids.where(is_sampled.unsqueeze(1), -1)], chunks, sampled.is_sampled)
+        return compute_on_host(lambda chunks: [torch.full_like(chunks, -1)], chunks)[0]
+    (chunks,) = compute_on_host(
+        lambda ids, is_sampled: [ids.where(is_sampled.unsqueeze(1), -1)], chunks, sampled.is_sampled
+    )
     return chunks
 
 

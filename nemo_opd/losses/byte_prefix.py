@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, UnitRows
+from nemo_opd.logits.term import GradientSink, UnitRows
 from nemo_opd.losses.cell_map import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
@@ -89,7 +89,7 @@ def byte_prefix(
             )
         return compare.of_logits(bound.teacher_cells(teacher, cells), bound.student_cells(student, cells))
 
-    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: GradientSink) -> Tensor:
         return _add_comparison(student, teacher, _Bound.of(chains.moved(inputs, part), cells), cells, compare, onto)
 
     term = first_position_term(
@@ -166,11 +166,11 @@ class _Bound:
 
 @fused
 def _add_comparison(
-    student: UnitRows, teacher: UnitRows, bound: _Bound, cells: CommonCells, divergence: Divergence, onto: Onto
+    student: UnitRows, teacher: UnitRows, bound: _Bound, cells: CommonCells, divergence: Divergence, onto: GradientSink
 ) -> Tensor:
     """Compare logits/τ of units on the cells of `bound` → [u], and add the gradient to `onto`."""
-    student_logits = student.taken()
-    teacher_cells = bound.teacher_cells(teacher.taken().to(student_logits.dtype), cells)
+    student_logits = student.gather()
+    teacher_cells = bound.teacher_cells(teacher.gather().to(student_logits.dtype), cells)
     student_cells, shares = bound.student_cells_and_shares(student_logits, cells)
     comparison = compare_logits(teacher_cells, student_cells, divergence)
     onto.add(bound.pull_back(comparison.gradient, shares, cells))

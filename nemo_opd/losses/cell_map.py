@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.losses.made_once import made_once
+from nemo_opd.losses.array_cache import cached_by_array
 from nemo_opd.losses.sparse_projection import SparseProjection
-from nemo_opd.losses.truncated import joined, reached_and_rest
+from nemo_opd.losses.truncated import joined, with_tail_cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class CommonCells:
         divergences infinite whatever the student does (methods.md §3.3). Raises ProjectionError if no cell but the rest
         is common.
         """
-        return made_once(
+        return cached_by_array(
             lambda: _build(student_cells[:student_vocab_size], teacher_cells[:teacher_vocab_size], device),
             (student_cells, teacher_cells),
             CommonCells.of,
@@ -57,7 +57,7 @@ class CommonCells:
         There is no rest cell if only one student token is unreached: it would be empty if that token got a cell of its
         own. Otherwise as `of`.
         """
-        return made_once(
+        return cached_by_array(
             lambda: _build_reached(byte_prefix[:teacher_vocab_size], student_vocab_size, device),
             (byte_prefix,),
             CommonCells.of_prefixes,
@@ -67,10 +67,10 @@ class CommonCells:
         )
 
     def reached(self, teacher: Tensor, student: Tensor, log_rest: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply `reached_and_rest` to log-masses of cells [U, ≥ X] and a truncated teacher's rest [U, 1]."""
+        """Apply `with_tail_cell` to log-masses of cells [U, ≥ X] and a truncated teacher's rest [U, 1]."""
         if not self.has_rest:
-            return reached_and_rest(teacher, student, log_rest)
-        return reached_and_rest(teacher[:, 1:], student[:, 1:], joined(log_rest, teacher[:, :1]), student[:, :1])
+            return with_tail_cell(teacher, student, log_rest)
+        return with_tail_cell(teacher[:, 1:], student[:, 1:], joined(log_rest, teacher[:, :1]), student[:, :1])
 
     def column_of(self, cells: Tensor) -> Tensor:
         """Return the cell index of each student token, int64, or −1 if it is not a cell by itself."""

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Required, TypedDict
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import planned
+from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.kernels.forms import CellComparison, CellMap, RowLoss
 from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
-from nemo_opd.logits.term import ChunkLoss, ClosedForm, Onto, Term, UnitRows, unit_cells
+from nemo_opd.logits.term import ChunkLoss, ClosedForm, GradientSink, Term, UnitRows, unit_cells
 from nemo_opd.losses.arguments import (
     check_positions,
     check_same_length,
@@ -63,7 +63,7 @@ Logits are at the chunks' first positions, cut to the vocabularies, in the compu
 gradient.
 """
 
-CompareOnto = Callable[[UnitRows, UnitRows, slice, Onto], Tensor]
+CompareOnto = Callable[[UnitRows, UnitRows, slice, GradientSink], Tensor]
 """(student logits/τ, teacher logits/τ, slice of units, sink of the student's gradient) → loss of each unit, [u]."""
 
 
@@ -138,7 +138,9 @@ class ChunkInputs:
         units = chunk_units(student_chunk_id, teacher_chunk_id)
         if sequence_weights is not None:
             width = student.shape[1]
-            (has_weight,) = planned(lambda w, rows: [w[rows // width] != 0], sequence_weights, units.student_rows)
+            (has_weight,) = compute_on_host(
+                lambda w, rows: [w[rows // width] != 0], sequence_weights, units.student_rows
+            )
             units = units.where(has_weight)
         student_columns, teacher_columns = student.shape[2], teacher.shape[2] - teacher.is_truncated
         student_default = student_columns if projection is None else projection.student_vocab_size
@@ -240,7 +242,7 @@ def first_position_term(
     def loss_of(student: Tensor, part: slice) -> Tensor:
         return compare(over(student, temperature), over(ahead.of(part).to(inputs.dtype), temperature), part)
 
-    def closed_form(student: UnitRows, part: slice, onto: Onto) -> Tensor:
+    def closed_form(student: UnitRows, part: slice, onto: GradientSink) -> Tensor:
         assert compare_onto is not None
         teacher = UnitRows(ahead.of(part), None)
         return compare_onto(student.over(temperature), teacher.over(temperature), part, onto.over(temperature))

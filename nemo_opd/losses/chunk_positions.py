@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import on_host, planned
+from nemo_opd.distributed.transfer import compute_on_host, on_host
 from nemo_opd.losses.reduction import next_tokens
 
 
@@ -36,12 +36,12 @@ class ChunkPositions:
             place = torch.arange(offsets[-1], device=lengths.device) - begin
             return [first_rows.repeat_interleave(lengths, output_size=offsets[-1]) + place, place]
 
-        rows, place = planned(positions, first_rows, lengths)
+        rows, place = compute_on_host(positions, first_rows, lengths)
         return ChunkPositions(rows, place, lengths, offsets)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return the fields to pass through `planned`; `sent` rebuilds the positions from them."""
+        """Return the fields to pass through `compute_on_host`; `sent` rebuilds the positions from them."""
         return [self.rows, self.place, self.lengths]
 
     @staticmethod

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from nemo_opd.kernels.forms import RowLoss, Surprise
+from nemo_opd.kernels.forms import NegLogProb, RowLoss
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows, trainable_rows
-from nemo_opd.logits.term import Onto, Term, UnitRows, unit_cells
+from nemo_opd.logits.term import GradientSink, Term, UnitRows, unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.reduction import label_rows, next_tokens
 from nemo_opd.losses.surprise import LIVE_COPIES, add_surprise, surprise
@@ -36,10 +36,10 @@ def cross_entropy(
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         return surprise(logits, targets[part])
 
-    def closed_form(rows: UnitRows, part: slice, onto: Onto) -> Tensor:
+    def closed_form(rows: UnitRows, part: slice, onto: GradientSink) -> Tensor:
         return add_surprise(rows, targets[part], onto)
 
     cells = unit_cells(len(rows), LIVE_COPIES * size)
-    for_kernels = RowLoss(Surprise, lambda part: Surprise(targets[part]))
+    for_kernels = RowLoss(NegLogProb, lambda part: NegLogProb(targets[part]))
     term = Term(rows, loss_of, cells, size, chunk_size=chunk_size, closed_form=closed_form, row_loss=for_kernels)
     return PlannedLoss.of("ce", student, [term], len(rows), normalizer)

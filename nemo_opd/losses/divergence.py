@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from nemo_opd.errors import ConfigError
 from nemo_opd.kernels.forms import FORWARD_KL, JSD, MIXED, REVERSE_KL, TVD, Measure
 from nemo_opd.logits.saved import scaled
-from nemo_opd.logits.term import Onto, UnitRows
+from nemo_opd.logits.term import GradientSink, UnitRows
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.softmax import softmax
 
@@ -147,9 +147,9 @@ def compare_logits(teacher: Tensor, student: Tensor, divergence: Divergence) -> 
 
 
 @fused
-def add_comparison(student: UnitRows, teacher: UnitRows, divergence: Divergence, onto: Onto) -> Tensor:
+def add_comparison(student: UnitRows, teacher: UnitRows, divergence: Divergence, onto: GradientSink) -> Tensor:
     """Compare the softmax of logits/τ, [u, X] and [u, X] → [u], and add the gradient to `onto`."""
-    comparison = compare_logits(*_in_one_dtype(teacher.taken(), student.taken()), divergence)
+    comparison = compare_logits(*_in_one_dtype(teacher.gather(), student.gather()), divergence)
     onto.add(comparison.gradient)
     return comparison.value
 

@@ -13,7 +13,7 @@ from torch._dynamo import config, maybe_mark_dynamic
 from torch._dynamo.exc import TorchDynamoException
 
 from nemo_opd.kernels.launch import is_compiled
-from nemo_opd.logits.term import Onto, UnitRows
+from nemo_opd.logits.term import GradientSink, UnitRows
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -65,7 +65,7 @@ def fused(function: Callable[_Parameters, _Result]) -> Fused[_Parameters, _Resul
 
 def taken_once(rows: UnitRows) -> UnitRows:
     """Gather rows that several uncompiled functions read, so that each does not gather them again."""
-    return rows if _is_compiled(rows) else UnitRows(rows.taken(), None)
+    return rows if _is_compiled(rows) else UnitRows(rows.gather(), None)
 
 
 def _is_compiled(rows: Tensor | UnitRows) -> bool:
@@ -77,7 +77,7 @@ def _tensors_of_rows(args: Iterable[object], num_rows: int) -> Iterator[Tensor]:
     for argument in args:
         if isinstance(argument, UnitRows):
             yield from (field for field in (argument.of_block, argument.places) if field is not None)
-        elif isinstance(argument, Onto):
+        elif isinstance(argument, GradientSink):
             yield from (field for field in (argument.total, argument.places, argument.factors) if field is not None)
         elif isinstance(argument, Tensor) and argument.dim() and len(argument) == num_rows:
             yield argument

@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, UnitRows
+from nemo_opd.logits.term import GradientSink, UnitRows
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
@@ -23,7 +23,7 @@ from nemo_opd.losses.paired_comparison import add_comparison_of_pairs
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.softmax import softmax
 from nemo_opd.losses.support import log_rest, partial_divergence, with_rest
-from nemo_opd.losses.truncated import joined, of_likeliest, reached_and_rest, require_temperature_1, split
+from nemo_opd.losses.truncated import joined, of_likeliest, require_temperature_1, split, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.losses.learned_projection import LearnedShares
@@ -195,7 +195,7 @@ class _PairedDivergence:
         # As in `with_rest`, a rest cell that only one side can fill is dropped.
         has_rest = p.rest is not None and q.unpaired.shape[-1]
         rests = (joined(rest_q, q.unpaired), p.rest) if has_rest else (rest_q, None)
-        common = self.divergence.of_logits(*reached_and_rest(q.paired, p.paired, *rests))
+        common = self.divergence.of_logits(*with_tail_cell(q.paired, p.paired, *rests))
         if not self.uncommon_weight:
             return self.common_weight * common
         q = replace(q, unpaired=ranked.index_select(1, self.pairs.teacher_rest))
@@ -211,7 +211,7 @@ class _PairedDivergence:
         has_rest = len(self.pairs.student_rest) and len(self.pairs.teacher_rest)
         return self.is_distribution and self.shares is None and bool(has_rest)
 
-    def onto(self, student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
+    def onto(self, student: UnitRows, teacher: UnitRows, part: slice, onto: GradientSink) -> Tensor:
         """Compare logits/τ of units → [u], and add the gradient to `onto`."""
         student, teacher = taken_once(student), taken_once(teacher)
         arguments = self.pairs, self.divergence, True, onto, self.common_weight
@@ -276,11 +276,11 @@ def _by_rank(q: Tensor, p: Tensor) -> Tensor:
 
 def _largest(rows: UnitRows, tokens: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return probabilities, in descending order, and ids of the likeliest of `tokens` [Y]: [U, min(top_k, Y)] each."""
-    largest = rows.taken().index_select(1, tokens).topk(min(top_k, len(tokens)), dim=-1)
+    largest = rows.gather().index_select(1, tokens).topk(min(top_k, len(tokens)), dim=-1)
     return (largest.values - _log_sum(rows)).exp().to(largest.values.dtype), tokens[largest.indices]
 
 
 @fused
 def _log_sum(rows: UnitRows) -> Tensor:
     """Return log Σ exp of logits/τ, float64 [U, 1]."""
-    return softmax.function(rows.taken())[1]
+    return softmax.function(rows.gather())[1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import planned
+from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.readings import plan_readings
 from nemo_opd.logits.rows import TrainableRows
@@ -67,7 +67,7 @@ class Importance:
             sequences = rows // width
             return [sequences, torch.bincount(sequences, minlength=num_sequences) > 0]
 
-        sequences, is_sampled = planned(find_sequences, rows)
+        sequences, is_sampled = compute_on_host(find_sequences, rows)
         student_rows = sequences * student.shape[1] + rows % width
         log_p = _log_likelihoods(student, student_rows, targets, vocab_size)
         log_weights = log_p - next_tokens(behaviour, rows)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nemo_opd.kernels.cell_maps import Memberships, cell_map
 from nemo_opd.kernels.forms import CellMap
-from nemo_opd.losses.made_once import made_once
+from nemo_opd.losses.array_cache import cached_by_array
 from nemo_opd.losses.pairs import pairs_within
 from nemo_opd.losses.sparse_projection import entries_within
 
@@ -29,7 +29,7 @@ def covered_columns(projection: ProjectionMatrix, students: int, teachers: int, 
         return cell_map(student, _one_cell_each(np.arange(teachers)), device)
 
     arrays = projection.indices, projection.weights
-    return made_once(make, arrays, covered_columns, students, teachers, device)
+    return cached_by_array(make, arrays, covered_columns, students, teachers, device)
 
 
 def common_cells(
@@ -44,7 +44,7 @@ def common_cells(
     def make() -> CellMap:
         return cell_map(_one_cell_each(student_cells[:students]), _one_cell_each(teacher_cells[:teachers]), device)
 
-    return made_once(make, (student_cells, teacher_cells), common_cells, students, teachers, device)
+    return cached_by_array(make, (student_cells, teacher_cells), common_cells, students, teachers, device)
 
 
 def pairs_and_rest(
@@ -62,7 +62,7 @@ def pairs_and_rest(
         return cell_map(student, teacher, device)
 
     arrays = projection.indices, projection.weights, projection.exact
-    return made_once(make, arrays, pairs_and_rest, students, teachers, device, has_rest)
+    return cached_by_array(make, arrays, pairs_and_rest, students, teachers, device, has_rest)
 
 
 def _one_cell_each(cells: NDArray[np.int64] | NDArray[np.int32]) -> Memberships:

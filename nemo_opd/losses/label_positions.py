@@ -7,7 +7,7 @@ from typing import Required, TypedDict
 
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import planned
+from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
 from nemo_opd.losses.arguments import check_positions, check_sequence_weights, shared_columns
@@ -82,7 +82,7 @@ class LabelPositions:
         teacher = teacher.cut(size)
         rows, weights = weighted_label_rows(mask, sequence_weights)
         student_width, width = student.shape[1], mask.shape[1]
-        sequences, student_rows = planned(
+        sequences, student_rows = compute_on_host(
             lambda rows: [rows // width, rows // width * student_width + rows % width], rows
         )
         return LabelPositions(student, teacher, size, rows, student_rows, sequences, weights, normalizer, chunk_size)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.losses.made_once import made_once
+from nemo_opd.losses.array_cache import cached_by_array
 from nemo_opd.losses.sparse_projection import SparseProjection, slots_within
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class LearnedProjection(nn.Module):
             )
 
         sizes = len(pairs.place), len(pairs) + len(pairs.teacher_rest)
-        places, rows, slots = made_once(make, (indices, weights), LearnedShares, *sizes, device)
+        places, rows, slots = cached_by_array(make, (indices, weights), LearnedShares, *sizes, device)
         if not len(places):
             raise ProjectionError(f"{NOTHING_PAIRED}; use it as it is, or use p_kl, which learns every row")
         return places, rows, slots
@@ -145,7 +145,7 @@ class LearnedProjection(nn.Module):
             cells = np.flatnonzero(cell_place >= 0)
             return torch.from_numpy(cells).to(device), torch.from_numpy(cell_place[cells]).to(device)
 
-        return made_once(make, (indices, weights), LearnedProjection, students, teachers, device)
+        return cached_by_array(make, (indices, weights), LearnedProjection, students, teachers, device)
 
     @torch.no_grad()
     def moved(self) -> Tensor:

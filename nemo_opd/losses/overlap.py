@@ -13,9 +13,9 @@ from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.readings import plan_readings
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import unit_cells
+from nemo_opd.losses.array_cache import cached_by_array
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.label_positions import LabelPositions
-from nemo_opd.losses.made_once import made_once
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.support import largest
 from nemo_opd.types import Mean, Metric
@@ -131,7 +131,7 @@ def _on_device(images: NDArray[np.bool_], inputs: ChunkInputs) -> Tensor:
     """Return 1 for teacher tokens with an image and 0 for tokens without, [W, 1]."""
     size, dtype, device = inputs.teacher_size, inputs.dtype, inputs.device
     key = (plan_chunk_overlap, size, dtype, device)
-    return made_once(lambda: torch.from_numpy(images[:size]).to(device, dtype).unsqueeze(1), (images,), *key)
+    return cached_by_array(lambda: torch.from_numpy(images[:size]).to(device, dtype).unsqueeze(1), (images,), *key)
 
 
 def _shared(first: Tensor, second: Tensor) -> Tensor:

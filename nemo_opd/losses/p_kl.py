@@ -14,7 +14,7 @@ from nemo_opd.kernels.forms import CellMap
 from nemo_opd.logits.blocks import own_share, unit_parts
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, UnitRows, unit_cells
+from nemo_opd.logits.term import GradientSink, UnitRows, unit_cells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
@@ -26,7 +26,7 @@ from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.softmax import log_sum_exp, softmax
 from nemo_opd.losses.sparse_projection import SparseProjection, project, pull_back
 from nemo_opd.losses.support import partial_divergence
-from nemo_opd.losses.truncated import reached_and_rest, require_temperature_1, require_whole, split
+from nemo_opd.losses.truncated import require_temperature_1, require_whole, split, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -91,7 +91,7 @@ def p_kl(
         uncovered = log_sum_exp(student) - log_sum_exp(log_covered)
         if inputs.is_truncated:
             log_t, log_rest = split(teacher)
-            cells_with_rest = reached_and_rest(log_t.index_select(1, sparse.columns), log_covered, log_rest)
+            cells_with_rest = with_tail_cell(log_t.index_select(1, sparse.columns), log_covered, log_rest)
             return compare.of_logits(*cells_with_rest) + coverage * uncovered
         teacher = teacher.index_select(1, sparse.columns)
         return compare.of_logits(cells.take(teacher), cells.take(log_covered)) + coverage * uncovered
@@ -99,7 +99,7 @@ def p_kl(
     def nemo_rl_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return partial_divergence(compare, teacher, cells.take_single(sparse.log_project(student)).log_softmax(-1))
 
-    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: GradientSink) -> Tensor:
         student = taken_once(student)
         log_covered, shares = project(student, sparse)
         value, log_sum, gradient = _compare_covered(teacher, log_covered, sparse.columns, compare, coverage)
@@ -133,20 +133,25 @@ def _compare_covered(
 
     The gradient is the derivative of divergence − coverage · log Σ exp.
     """
-    teacher_covered = teacher.taken().to(log_covered.dtype).index_select(1, columns)
+    teacher_covered = teacher.gather().to(log_covered.dtype).index_select(1, columns)
     comparison = compare_logits(teacher_covered, log_covered, divergence)
     return comparison.value, comparison.log_sum, comparison.gradient.sub_(comparison.s, alpha=coverage)
 
 
 @fused
 def _add_uncovered(
-    student: UnitRows, covered_gradient: Tensor, shares: Tensor, sparse: SparseProjection, coverage: float, onto: Onto
+    student: UnitRows,
+    covered_gradient: Tensor,
+    shares: Tensor,
+    sparse: SparseProjection,
+    coverage: float,
+    onto: GradientSink,
 ) -> Tensor:
     """Pull a gradient of covered columns [U, X] back to the student's logits/τ and add it to `onto`.
 
     Returns log Σ exp of the logits/τ [U, 1].
     """
-    p, log_sum = softmax.function(student.taken())
+    p, log_sum = softmax.function(student.gather())
     onto.add(pull_back.function(covered_gradient, shares, sparse).add_(p, alpha=coverage))
     return log_sum
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nemo_opd.logits.term import Onto, UnitRows
+from nemo_opd.logits.term import GradientSink, UnitRows
 from nemo_opd.losses.divergence import Divergence, compare_logits
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.pairs import TokenPairs
@@ -19,7 +19,7 @@ def add_comparison_of_pairs(
     pairs: TokenPairs,
     divergence: Divergence,
     has_rest: bool,
-    onto: Onto,
+    onto: GradientSink,
     weight: float = 1.0,
     slopes: tuple[Tensor, float] | None = None,
 ) -> Tensor:
@@ -29,8 +29,8 @@ def add_comparison_of_pairs(
     only with a rest cell: derivatives [u, V] of another loss with respect to the probabilities of unpaired tokens, 0
     for paired ones, and a factor of them; the gradient of that loss is added too.
     """
-    student_logits = student.taken()
-    teacher_logits = teacher.taken().to(student_logits.dtype)
+    student_logits = student.gather()
+    teacher_logits = teacher.gather().to(student_logits.dtype)
     student_cells = student_logits.index_select(1, pairs.student)
     teacher_cells = teacher_logits.index_select(1, pairs.teacher)
     if not has_rest:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.losses.made_once import made_once
+from nemo_opd.losses.array_cache import cached_by_array
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -75,7 +75,7 @@ def _cached(
     projection: ProjectionMatrix, match: _Match, students: int, teachers: int, device: torch.device
 ) -> TokenPairs:
     indices, weights, exact = projection.indices, projection.weights, projection.exact
-    return made_once(
+    return cached_by_array(
         lambda: _build(match, projection, students, teachers).to(device),
         (indices, weights, exact),
         match,

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import together
+from nemo_opd.distributed.transfer import to_device_batched
 from nemo_opd.errors import ConfigError, ProjectionError
-from nemo_opd.losses.made_once import made_once
+from nemo_opd.losses.array_cache import cached_by_array
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -70,7 +70,7 @@ class PieceTree:
         pieces: one of PIECES. Raises ProjectionError for a projection without pieces.
         """
         ids, ends = arrays_of(projection, pieces)
-        return made_once(
+        return cached_by_array(
             lambda: _tree(ids, ends[:teacher_vocab_size].astype(np.int64), student_vocab_size, device),
             (ids, ends),
             PieceTree,
@@ -128,7 +128,7 @@ def first_pieces(projection: ProjectionMatrix, pieces: str) -> NDArray[np.int32]
         begin = np.append(0, ends[:-1])
         return np.where(begin < ends, np.append(ids, -1)[begin], -1).astype(np.int32)
 
-    return made_once(first, (ids, ends), first_pieces)
+    return cached_by_array(first, (ids, ends), first_pieces)
 
 
 def _tree(pieces: NDArray[np.int32], ends: _Integers, student_size: int, device: torch.device) -> PieceTree:
@@ -152,7 +152,9 @@ def _tree(pieces: NDArray[np.int32], ends: _Integers, student_size: int, device:
         run_node * (student_size + 1) + piece + 1,
         *run_arrays,
     )
-    return PieceTree(student_size, *together([torch.from_numpy(array.astype(np.int64)) for array in arrays], device))
+    return PieceTree(
+        student_size, *to_device_batched([torch.from_numpy(array.astype(np.int64)) for array in arrays], device)
+    )
 
 
 def _sorted_tokens(pieces: NDArray[np.int32], begin: _Integers, length: _Integers) -> _Integers:

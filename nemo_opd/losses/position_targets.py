@@ -22,7 +22,7 @@ from nemo_opd.losses.position_units import NodePositions, PositionUnits
 from nemo_opd.losses.prefix_chains import Chains, PrefixRanges
 from nemo_opd.losses.reduction import next_tokens
 from nemo_opd.losses.softmax import log_sum_exp
-from nemo_opd.losses.truncated import joined, reached_and_rest, split
+from nemo_opd.losses.truncated import joined, split, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -45,7 +45,7 @@ def position_loss(
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         log_t, log_rest = targets.of_part(part)
-        teacher_cells, student_cells = reached_and_rest(log_t, over(logits, temperature), log_rest)
+        teacher_cells, student_cells = with_tail_cell(log_t, over(logits, temperature), log_rest)
         if not compare.is_finite_without_teacher:
             is_empty = teacher_cells[:, -1:] == -torch.inf
             student_rest = student_cells[:, -1:].masked_fill(is_empty, -torch.inf)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import planned
+from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.losses.chunk_positions import ChunkPositions, offsets_of
 from nemo_opd.losses.piece_tree import PieceTree, TreeOn
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units, next_tokens
@@ -60,13 +60,13 @@ class PositionUnits:
     def of(
         units: ChunkUnits, student_ids: Tensor, teacher_ids: Tensor, tree_on: TreeOn, *, has_before: bool
     ) -> PositionUnits:
-        """Find the positions in ids [B, S] and [B, T], through `planned`. has_before: fill `before`."""
+        """Find the positions in ids [B, S] and [B, T], through `compute_on_host`. has_before: fill `before`."""
 
         def positions(*tensors: Tensor) -> list[Tensor]:
             return _positions(tree_on(tensors[0].device), *tensors, has_before=has_before)
 
         fields = (units.student_rows, units.teacher_rows, units.student_lengths, units.teacher_lengths)
-        tensors = planned(positions, *fields, student_ids, teacher_ids)
+        tensors = compute_on_host(positions, *fields, student_ids, teacher_ids)
         return PositionUnits(
             ChunkPositions.sent(*tensors[:3]),
             _node_positions(tensors[3:10]),
@@ -94,7 +94,7 @@ def count_positions(
         return [torch.bincount(sequence[tokens.is_compared], minlength=len(student_ids))]
 
     fields = (units.student_rows, units.teacher_rows, units.student_lengths, units.teacher_lengths)
-    return planned(positions, *fields, student_ids, teacher_ids)[0]
+    return compute_on_host(positions, *fields, student_ids, teacher_ids)[0]
 
 
 @dataclass(frozen=True, slots=True)

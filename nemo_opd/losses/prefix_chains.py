@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import planned, together
+from nemo_opd.distributed.transfer import compute_on_host, to_device_batched
 from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.losses.alm import log1mexp, log_surprise
 from nemo_opd.losses.arguments import over
+from nemo_opd.losses.array_cache import cached_by_array
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.chunk_positions import ChunkPositions
-from nemo_opd.losses.made_once import made_once
 from nemo_opd.losses.reduction import next_tokens
 from nemo_opd.losses.softmax import log_sum_exp
 
@@ -50,9 +50,9 @@ class PrefixRanges:
         byte_order = projection.teacher_byte_order
         if byte_order is None:
             raise ProjectionError(f"byte_prefix needs the byte order of the teacher's tokens, {ADD_MAPS}")
-        return made_once(
+        return cached_by_array(
             lambda: PrefixRanges(
-                *together(PrefixRanges._within(torch.from_numpy(byte_order), teacher_vocab_size), device)
+                *to_device_batched(PrefixRanges._within(torch.from_numpy(byte_order), teacher_vocab_size), device)
             ),
             (byte_order,),
             PrefixRanges,
@@ -120,7 +120,7 @@ class Chains:
 
         fields = (units.student_lengths, units.teacher_lengths, units.teacher_rows, units.student_rows)
         optional = () if num_compared is None else (num_compared,)
-        is_chain, lengths, begins, last_rows = planned(chains, *fields, *optional)
+        is_chain, lengths, begins, last_rows = compute_on_host(chains, *fields, *optional)
         positions = ChunkPositions.of(begins, lengths)
         targets = positions.targets(inputs.teacher_ids)
         last = positions.place == positions.per_position(lengths) - 1

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import planned
+from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.losses.arguments import check_same_length
 from nemo_opd.types import Batch, SampledRows
 
@@ -32,32 +32,34 @@ class ChunkUnits:
     @property
     def have_several_tokens(self) -> Tensor:
         """bool [U]: several tokens on at least one side."""
-        return planned(lambda m, n: [(m > 1) | (n > 1)], self.student_lengths, self.teacher_lengths)[0]
+        return compute_on_host(lambda m, n: [(m > 1) | (n > 1)], self.student_lengths, self.teacher_lengths)[0]
 
     def where(self, mask: Tensor) -> ChunkUnits:
-        """Select units by a mask, bool [U], through `planned`."""
+        """Select units by a mask, bool [U], through `compute_on_host`."""
 
         def selected(mask: Tensor, *fields: Tensor) -> list[Tensor]:
             index = mask.nonzero().squeeze(1)
             return [field[index] for field in fields]
 
         fields = (self.student_rows, self.teacher_rows, self.student_lengths, self.teacher_lengths)
-        return ChunkUnits(*planned(selected, mask, *fields))
+        return ChunkUnits(*compute_on_host(selected, mask, *fields))
 
 
 def sampled_mask(mask: Tensor, sampled: SampledRows | None) -> Tensor:
-    """Restrict a mask [B, S] to sampled sequences: bool [B, S], through `planned`. All false if `sampled` is None."""
+    """Restrict a mask [B, S] to sampled sequences: bool [B, S], by `compute_on_host`; all false without samples."""
     if sampled is None:
-        return planned(lambda mask: [torch.zeros_like(mask)], mask)[0]
-    return planned(lambda mask, is_sampled: [mask & is_sampled.unsqueeze(1)], mask, sampled.is_sampled)[0]
+        return compute_on_host(lambda mask: [torch.zeros_like(mask)], mask)[0]
+    return compute_on_host(lambda mask, is_sampled: [mask & is_sampled.unsqueeze(1)], mask, sampled.is_sampled)[0]
 
 
 def label_mask(batch: Batch) -> Tensor:
-    """Return the scored tokens for cross-entropy, without sampled sequences: bool [B, S], through `planned`."""
+    """Return the scored tokens for cross-entropy, without sampled sequences: bool [B, S], through `compute_on_host`."""
     mask = batch.student.loss_mask
     if batch.sampled is None:
         return mask
-    return planned(lambda mask, is_sampled: [mask & ~is_sampled.unsqueeze(1)], mask, batch.sampled.is_sampled)[0]
+    return compute_on_host(lambda mask, is_sampled: [mask & ~is_sampled.unsqueeze(1)], mask, batch.sampled.is_sampled)[
+        0
+    ]
 
 
 def count_label_tokens(mask: Tensor) -> Tensor:
@@ -77,9 +79,9 @@ def count_chunks(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> Tensor:
 def label_rows(mask: Tensor) -> Tensor:
     """Return the logit rows that predict the scored tokens of a mask [B, S]: indices [U] into [B·S].
 
-    Computed through `planned`, like all units in this file.
+    Computed through `compute_on_host`, like all units in this file.
     """
-    return planned(lambda mask: [_label_rows(mask)], mask)[0]
+    return compute_on_host(lambda mask: [_label_rows(mask)], mask)[0]
 
 
 def next_tokens(values: Tensor, rows: Tensor) -> Tensor:
@@ -96,13 +98,13 @@ def weighted_label_rows(mask: Tensor, sequence_weights: Tensor | None) -> tuple[
     """Return `label_rows` of sequences with nonzero weight [B], and each row's weight [U] (None if all are 1)."""
     if sequence_weights is None:
         return label_rows(mask), None
-    (rows,) = planned(lambda mask, w: [_label_rows(mask * (w != 0).unsqueeze(1))], mask, sequence_weights)
+    (rows,) = compute_on_host(lambda mask, w: [_label_rows(mask * (w != 0).unsqueeze(1))], mask, sequence_weights)
     return rows, sequence_weights.index_select(0, rows // mask.shape[1])
 
 
 def chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> ChunkUnits:
-    """Return the units in chunk ids [B, S] and [B, T], through `planned`."""
-    return ChunkUnits(*planned(_chunk_units, student_chunk_id, teacher_chunk_id))
+    """Return the units in chunk ids [B, S] and [B, T], through `compute_on_host`."""
+    return ChunkUnits(*compute_on_host(_chunk_units, student_chunk_id, teacher_chunk_id))
 
 
 def _chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> list[Tensor]:

@@ -7,12 +7,12 @@ from torch import Tensor
 from nemo_opd.kernels.forms import Comparison, RowLoss
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, Term, UnitRows, unit_cells
+from nemo_opd.logits.term import GradientSink, Term, UnitRows, unit_cells
 from nemo_opd.losses.arguments import check_temperature, over
 from nemo_opd.losses.divergence import Divergence, add_comparison
 from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
 from nemo_opd.losses.support import Support
-from nemo_opd.losses.truncated import reached_and_rest, require_temperature_1, require_whole, split
+from nemo_opd.losses.truncated import require_temperature_1, require_whole, split, with_tail_cell
 
 _LIVE_COPIES = 12
 """Tensors of the size of a block's cells that are alive at the memory peak (of jsd, the largest)."""
@@ -57,10 +57,10 @@ def same_vocab(
         teacher = over(ahead.of(part).to(logits.dtype), temperature)
         if is_truncated:
             log_t, log_rest = split(teacher)
-            return compare.of_logits(*reached_and_rest(log_t, logits, log_rest))
+            return compare.of_logits(*with_tail_cell(log_t, logits, log_rest))
         return columns.compare(compare, teacher, over(logits, temperature))
 
-    def closed_form(rows: UnitRows, part: slice, onto: Onto) -> Tensor:
+    def closed_form(rows: UnitRows, part: slice, onto: GradientSink) -> Tensor:
         teacher = UnitRows(ahead.of(part), None)
         return add_comparison(rows.over(temperature), teacher.over(temperature), compare, onto.over(temperature))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, UnitRows
+from nemo_opd.logits.term import GradientSink, UnitRows
 from nemo_opd.losses.cell_map import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
@@ -59,7 +59,7 @@ def shared_prefix(
             return compare.of_logits(*cells.reached(*log_masses, log_rest))
         return compare.of_logits(cells.teacher.log_project(teacher), cells.student.log_project(student))
 
-    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: GradientSink) -> Tensor:
         log_q, _ = project(teacher, cells.teacher, has_shares=False)
         log_p, shares = project(student, cells.student)
         value, gradient = compare_with_gradient(log_q, log_p, compare)

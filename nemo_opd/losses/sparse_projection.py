@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.logits.term import Onto, UnitRows
+from nemo_opd.logits.term import GradientSink, UnitRows
+from nemo_opd.losses.array_cache import cached_by_array
 from nemo_opd.losses.fused import fused
-from nemo_opd.losses.made_once import made_once
 from nemo_opd.losses.segments import Segments
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class SparseProjection:
         """
         indices, weights = projection.indices, projection.weights
         sizes = student_vocab_size, teacher_vocab_size
-        return made_once(
+        return cached_by_array(
             lambda: SparseProjection.of_entries(*entries_within(indices, weights, *sizes), sizes[0]).to(device),
             (indices, weights),
             SparseProjection,
@@ -136,7 +136,7 @@ class _LogProject(torch.autograd.Function):
 @fused
 def project(rows: UnitRows, sparse: SparseProjection, has_shares: bool = True) -> tuple[Tensor, Tensor]:
     """Return log(Rᵀ exp(log-mass)) [U, X], and each block cell's share of its column [U, M], or [U, 0]."""
-    log_mass, block = rows.taken(), sparse.block
+    log_mass, block = rows.gather(), sparse.block
     cells = log_mass.index_select(1, block.student).add_(block.log_weight.to(log_mass.dtype))
     # A column whose cells are all −inf would give −inf − −inf.
     peaks = block.by_column.max(cells).clamp_(min=torch.finfo(cells.dtype).min)
@@ -174,7 +174,7 @@ def _cell_gradient(gradient: Tensor, shares: Tensor, block: _Block) -> Tensor:
 
 
 @fused
-def add_pulled_back(gradient: Tensor, shares: Tensor, sparse: SparseProjection, onto: Onto) -> None:
+def add_pulled_back(gradient: Tensor, shares: Tensor, sparse: SparseProjection, onto: GradientSink) -> None:
     """Add the result of `pull_back` to `onto`."""
     onto.add(pull_back.function(gradient, shares, sparse))
 

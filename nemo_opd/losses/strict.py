@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import planned
+from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.errors import ConfigError
 from nemo_opd.kernels.forms import CellMap
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, UnitRows
+from nemo_opd.logits.term import GradientSink, UnitRows
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
@@ -22,7 +22,7 @@ from nemo_opd.losses.paired_comparison import add_comparison_of_pairs
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units, next_tokens
 from nemo_opd.losses.support import Columns
-from nemo_opd.losses.truncated import joined, reached_and_rest, require_temperature_1, split
+from nemo_opd.losses.truncated import joined, require_temperature_1, split, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -67,7 +67,7 @@ def strict(
         cells = vocabulary.reached if inputs.is_truncated else vocabulary.cells
         return compare.of_logits(*cells(teacher, student))
 
-    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: GradientSink) -> Tensor:
         return add_comparison_of_pairs(student, teacher, vocabulary.pairs, compare, vocabulary.has_rest, onto)
 
     def for_kernels() -> CellMap:
@@ -107,7 +107,7 @@ def strict_units(
 def _are_realised_pairs(
     units: ChunkUnits, student_ids: Tensor, teacher_ids: Tensor, projection: ProjectionMatrix
 ) -> Tensor:
-    """Test whether units are one token per side and an exact pair: bool [U], through `planned`."""
+    """Test whether units are one token per side and an exact pair: bool [U], through `compute_on_host`."""
     sizes = projection.student_vocab_size, projection.teacher_vocab_size
 
     def are_pairs(
@@ -119,7 +119,7 @@ def _are_realised_pairs(
         return [~several & (partner.index_select(0, student) == teacher)]
 
     rows = (units.student_rows, units.teacher_rows, units.have_several_tokens)
-    return planned(are_pairs, *rows, student_ids, teacher_ids)[0]
+    return compute_on_host(are_pairs, *rows, student_ids, teacher_ids)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +157,9 @@ class _SharedVocabulary:
         log_t, log_rest = split(teacher)
         cells_t, cells_s = teacher_columns.take(log_t), student_columns.take(student)
         if not self.has_rest:
-            return reached_and_rest(cells_t, cells_s, log_rest)
+            return with_tail_cell(cells_t, cells_s, log_rest)
         outside = log_t.scatter(1, teacher_columns.index, -torch.inf)
-        return reached_and_rest(cells_t, cells_s, joined(log_rest, outside), student_columns.cells(student)[:, -1:])
+        return with_tail_cell(cells_t, cells_s, joined(log_rest, outside), student_columns.cells(student)[:, -1:])
 
     def _columns(self, student: Tensor) -> tuple[Columns, Columns]:
         """Return each row's compared columns of teacher and student, without a gradient."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.logits.saved import scaled
-from nemo_opd.logits.term import Onto, UnitRows
+from nemo_opd.logits.term import GradientSink, UnitRows
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.softmax import softmax
 
@@ -21,9 +21,9 @@ def surprise(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @fused
-def add_surprise(rows: UnitRows, targets: Tensor, onto: Onto) -> Tensor:
+def add_surprise(rows: UnitRows, targets: Tensor, onto: GradientSink) -> Tensor:
     """Compute −log p from logits/τ of units and targets, int64 [u] → [u], and add the gradient to `onto`."""
-    logits, targets = rows.taken(), targets.unsqueeze(1)
+    logits, targets = rows.gather(), targets.unsqueeze(1)
     p, log_sum = softmax.function(logits)
     onto.add(_subtract_one_at(p, targets))
     return (log_sum - logits.gather(1, targets)).squeeze(1).to(logits.dtype)

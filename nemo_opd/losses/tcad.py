@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import planned
+from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
@@ -135,7 +135,7 @@ class _SequenceMeans:
             return [has_tokens * optional[0] if optional else has_tokens, tokens]
 
         optional = () if sequence_weights is None else (sequence_weights,)
-        return _SequenceMeans(*planned(means, places.sequences, *optional))
+        return _SequenceMeans(*compute_on_host(means, places.sequences, *optional))
 
     def token_weights(self, places: LabelPositions) -> Tensor:
         """Return each token's w_b / (number of tokens of b): [U]."""

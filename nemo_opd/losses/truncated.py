@@ -45,9 +45,7 @@ def joined(*log_masses: Tensor) -> Tensor:
     return torch.cat(log_masses, 1).logsumexp(1, keepdim=True)
 
 
-def reached_and_rest(
-    log_t: Tensor, log_s: Tensor, rest_t: Tensor, rest_s: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def with_tail_cell(log_t: Tensor, log_s: Tensor, rest_t: Tensor, rest_s: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Merge the cells that no stored teacher token reaches into a rest cell, per unit: [U, X] → [U, X + 1] each.
 
     log_t, log_s: log-masses of cells, not normalised. log_t is −inf in unreached cells, both are −inf in cells that a

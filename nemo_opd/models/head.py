@@ -149,7 +149,7 @@ class _LogitSource(ABC):
         return packed_attention(self._model) if self.reads_packed else nullcontext()
 
 
-class WithHead(_LogitSource):
+class LogitModel(_LogitSource):
     """Model that is called for its logits."""
 
     def __init__(
@@ -161,7 +161,7 @@ class WithHead(_LogitSource):
         return TensorLogits(self._run(ids, packing, lambda logits: logits))
 
 
-class Headless(_LogitSource):
+class HiddenStateModel(_LogitSource):
     """Model that is called for its final hidden states and its head; losses compute logits from them.
 
     The model and its exports do not change. Hidden states are the same on every rank of a tensor-parallel group; each
@@ -244,7 +244,7 @@ class Headless(_LogitSource):
         )
 
 
-ReadingModel = Headless | WithHead
+ReadingModel = HiddenStateModel | LogitModel
 """Map from ids [B, T] to logits [1, N, len(columns)] of their tokens, for handoff=hidden_states or logits."""
 
 
@@ -256,10 +256,10 @@ def reading_model(
     mesh: DeviceMesh,
     parallelism: Parallelism,
 ) -> ReadingModel:
-    """Wrap a model for a form of handoff. Raises ModelError as `Headless` does."""
+    """Wrap a model for a form of handoff. Raises ModelError as `HiddenStateModel` does."""
     if handoff == "hidden_states":
-        return Headless(model, key=key, mesh=mesh, parallelism=parallelism)
-    return WithHead(model, mesh=mesh, parallelism=parallelism)
+        return HiddenStateModel(model, key=key, mesh=mesh, parallelism=parallelism)
+    return LogitModel(model, mesh=mesh, parallelism=parallelism)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ class Answers(Protocol):
 
 
 class StoredOutput(ABC):
-    """Rows from a cache or servers, looked up by the teacher's ids; called like a model (`Headless`)."""
+    """Rows from a cache or servers, looked up by the teacher's ids; called like a model (`HiddenStateModel`)."""
 
     reads_packed = True
     rotary = None

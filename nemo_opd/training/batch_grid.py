@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nemo_opd.data.collate import numbered, placed, shards
+from nemo_opd.data.collate import gather_rows, row_ids, shards
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logging.metrics import merge
 from nemo_opd.training.micro_batches import dealt
@@ -33,7 +33,7 @@ class BatchGrid:
         """Smallest number of parts that divides equally among the data-parallel ranks of every group."""
         return lcm(self.student.dp, *(teacher.dp for teacher in self.teachers))
 
-    def dealt(self, batch: Batch) -> Batch:
+    def balanced(self, batch: Batch) -> Batch:
         """Reorder the batch so that all ranks of a group get about the same work; rows stay together."""
         counts = _row_of(batch).bincount().tolist()
         size = -(-len(counts) // self.unit)
@@ -41,20 +41,20 @@ class BatchGrid:
         lengths = [part.tolist() for part in batch.student.lengths.clamp(min=1).split(counts)]
         order = dealt(lengths, sizes)
         members = torch.arange(len(batch)).split(counts)
-        reordered = placed(batch, torch.cat([members[row] for row in order]))
+        reordered = gather_rows(batch, torch.cat([members[row] for row in order]))
         if batch.row is None:
             return reordered
-        return replace(reordered, row=numbered([counts[row] for row in order]))
+        return replace(reordered, row=row_ids([counts[row] for row in order]))
 
     def padded(self, batch: Batch) -> Batch:
         """Add empty sequences of one position each, so that all ranks of a group get the same number."""
-        return placed(batch, self._places(batch))
+        return gather_rows(batch, self._places(batch))
 
     def is_given(self, batch: Batch) -> Tensor:
         """Return a mask of the padded batch that is false for padding sequences: bool [padded B]."""
         return self._places(batch) >= 0
 
-    def given(self, rows: _Rows, batch: Batch) -> _Rows:
+    def unpad(self, rows: _Rows, batch: Batch) -> _Rows:
         """Drop padding rows and restore the batch's width."""
         is_given, width = self.is_given(batch), batch.student.ids.shape[1]
         return rows.map(lambda tensor, fill: F.pad(tensor[is_given], (0, width - tensor.shape[1]), value=fill))
@@ -85,7 +85,7 @@ def shared_out(items: Sequence[_Item], layout: Layout) -> list[list[_Item]]:
     return [parts[layout.coordinates(rank)[0]] for rank in range(layout.size)]
 
 
-def leads(layout: Layout) -> list[int]:
+def dp_leader_ranks(layout: Layout) -> list[int]:
     """Return the first rank of each data-parallel index, since its cp · tp ranks all have the same sums."""
     return [layout.rank(d) for d in range(layout.dp)]
 
@@ -93,4 +93,4 @@ def leads(layout: Layout) -> list[int]:
 def reduced(by_rank: Sequence[Metrics], layout: Layout) -> dict[str, Metric]:
     """Reduce a group's metrics: each row counts once, and maxima are over all ranks."""
     maxima = ({name: metric for name, metric in metrics.items() if isinstance(metric, Max)} for metrics in by_rank)
-    return merge(by_rank[rank] for rank in leads(layout)) | merge(maxima)
+    return merge(by_rank[rank] for rank in dp_leader_ranks(layout)) | merge(maxima)

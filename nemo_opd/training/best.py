@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from copy import copy
 
-from nemo_opd.checkpoint.manager import Chosen
+from nemo_opd.checkpoint.manager import BestMetric
 from nemo_opd.config.train import ChosenMetric, EarlyStopping, KeepBest
 
 _BEST, _WAITED = "best", "waited"
@@ -38,13 +38,13 @@ class BestSteps:
         """Steps with their values, best first."""
         return list(self._values.items())
 
-    def state(self) -> Chosen:
+    def state(self) -> BestMetric:
         """Return the state, for resuming."""
         if self._settings is None:
-            return Chosen()
-        return Chosen(_criterion(self._settings), {str(step): value for step, value in self._values.items()})
+            return BestMetric()
+        return BestMetric(_criterion(self._settings), {str(step): value for step, value in self._values.items()})
 
-    def load_state(self, state: Chosen) -> None:
+    def load_state(self, state: BestMetric) -> None:
         if self._settings is not None and state.by == _criterion(self._settings):
             ranked = [(int(step), value) for step, value in state.values.items()]
             self._values = dict(ranked[: self._settings.n])
@@ -88,12 +88,12 @@ class Patience:
             f"(train.early_stopping.patience={self._settings.patience}); ending"
         )
 
-    def state(self) -> Chosen:
+    def state(self) -> BestMetric:
         """Return the state, for resuming."""
         if self._settings is None or self._best is None:
-            return Chosen()
-        return Chosen(_criterion(self._settings), {_BEST: self._best, _WAITED: float(self._waited)})
+            return BestMetric()
+        return BestMetric(_criterion(self._settings), {_BEST: self._best, _WAITED: float(self._waited)})
 
-    def load_state(self, state: Chosen) -> None:
+    def load_state(self, state: BestMetric) -> None:
         if self._settings is not None and state.by == _criterion(self._settings):
             self._best, self._waited = state.values[_BEST], int(state.values[_WAITED])

@@ -39,10 +39,10 @@ from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.teacher_cache.shard import key_of
 from nemo_opd.teacher_cache.writer import SHARD_BYTES, CacheWriter
 from nemo_opd.training.cache_teacher import Ask, CacheTeacher, server_answers
+from nemo_opd.training.cached_teachers import segment_ids, settle_tokenizers
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.ranks import resolve_device, resolve_layout
-from nemo_opd.training.teachers_without_model import segment_ids, settle_tokenizers
 
 _DEFAULT_BATCH_TOKENS = 8192
 """Tokens per forward pass if the teacher's settings do not specify them."""
@@ -69,7 +69,7 @@ class CacheForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CacheShard:
     """Work shard `index` of `number`, selected by segment key."""
 
     index: int = 0
@@ -95,7 +95,7 @@ def build_cache(
     folder: Path,
     form: CacheForm,
     *,
-    part: Part = Part(),
+    part: CacheShard = CacheShard(),
     shard_bytes: int = SHARD_BYTES,
 ) -> CacheBuilt:
     """Compute and store active teacher i's output for all texts of a run that the cache in `folder` lacks.
@@ -268,7 +268,9 @@ def _require_no_other_files(folder: Path, described: Path) -> None:
 class MissingSegments:
     """Distinct segments of a run's texts that a cache lacks or holds damaged."""
 
-    def __init__(self, corpus: Corpus, config: RunConfig, i: int, reader: CacheReader, part: Part = Part()) -> None:
+    def __init__(
+        self, corpus: Corpus, config: RunConfig, i: int, reader: CacheReader, part: CacheShard = CacheShard()
+    ) -> None:
         self._corpus, self._config, self._i, self._reader, self._part = corpus, config, i, reader, part
         self.number = self.num_present = 0
 

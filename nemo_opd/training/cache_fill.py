@@ -11,10 +11,10 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.models.stored_output import lacks_head
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.training.cache_build import CacheForm, MissingSegments, build_cache
+from nemo_opd.training.cached_teachers import settle_tokenizers
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.ranks import resolve_device
-from nemo_opd.training.teachers_without_model import settle_tokenizers
 
 
 def fill_caches(plan: Plan) -> None:

@@ -23,7 +23,7 @@ from nemo_opd.models.stored_output import save_head, sparse_layout
 from nemo_opd.served.answers import EndpointAnswers
 from nemo_opd.teacher_cache.manifest import CacheManifest
 from nemo_opd.teacher_cache.shard import Bytes
-from nemo_opd.training.batch_grid import leads
+from nemo_opd.training.batch_grid import dp_leader_ranks
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.caching_teacher import CachingTeacher
 
@@ -76,7 +76,7 @@ class CacheTeacher:
         dp_groups = [rank_groups[d % len(rank_groups)] for d in range(self._layout.dp)]
         all_groups = [dp_groups[self._layout.coordinates(rank)[0]] for rank in range(self._layout.size)]
         outputs = self._group.call("answers", [(*_padded(segments), self._sparse, False) for segments in all_groups])
-        for segments, rank in zip(rank_groups, leads(self._layout), strict=False):
+        for segments, rank in zip(rank_groups, dp_leader_ranks(self._layout), strict=False):
             for ids, rows in zip(segments, outputs[rank][0], strict=True):
                 yield ids, rows.numpy()
 

@@ -9,10 +9,10 @@ from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.obstacle import obstacle
-from nemo_opd.handoff.plan import Readers, Sides
+from nemo_opd.handoff.plan import LayoutPair, Readers
 from nemo_opd.handoff.traffic import Payload, Traffic, check_stays_on_node, planned_readers, planned_traffic
 from nemo_opd.handoff.transport import choose_transport
+from nemo_opd.handoff.transport_probe import probe_transport
 from nemo_opd.progress import working
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.teacher_output import output_columns
@@ -22,7 +22,7 @@ from nemo_opd.training.teacher_output import output_columns
 class Delivery:
     """Transfer of output from a teacher's ranks to the student's ranks."""
 
-    sides: Sides
+    sides: LayoutPair
     readers: tuple[Readers, ...]
     """Readers of each teacher rank."""
     traffic: tuple[Traffic, ...]
@@ -48,7 +48,7 @@ def settle_transport(config: RunConfig, device: str, deliveries: Sequence[Delive
         if not local_pairs:
             return None
         with working("trying to read another process's GPU memory"):
-            return obstacle("cuda_ipc", local_pairs)
+            return probe_transport("cuda_ipc", local_pairs)
 
     return choose_transport(config.handoff, device, probe)
 
@@ -126,7 +126,7 @@ def _transfers(
     teachers: Sequence[ModelInfo],
     lengths: Sequence[int],
     device: str,
-) -> Iterator[tuple[str, Sides, Payload]]:
+) -> Iterator[tuple[str, LayoutPair, Payload]]:
     """Yield each active teacher's name, the layouts and places of both groups, and a batch's largest output."""
     student, teacher_layouts = layouts
     for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True)):
@@ -138,4 +138,4 @@ def _transfers(
             hidden_size=columns,
             itemsize=itemsize,
         )
-        yield settings.name, Sides(student, teacher_layouts[i], placement.student, placement.teachers[i]), payload
+        yield settings.name, LayoutPair(student, teacher_layouts[i], placement.student, placement.teachers[i]), payload

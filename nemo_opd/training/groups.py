@@ -38,7 +38,7 @@ def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:
         "score": plan.config.aggregation.score if alpha is None else "log_probability",
         "readers": plan.deliveries[i].readers,
         "num_slots": 1 if settings.is_student else 1 + plan.lookahead,
-        "gives_back": plan.gives_back,
+        "empties_cache": plan.empties_cache,
         "shares_process": settings.is_student or plan.config.cluster.launcher == "local",
     }
 
@@ -57,7 +57,7 @@ def student_group(cluster: Cluster, plan: Plan) -> Group:
             "device": plan.device,
             "transport": plan.transport,
             "block_bytes": plan.memory.block_bytes,
-            "gives_back": plan.gives_back,
+            "empties_cache": plan.empties_cache,
             "end_ids": plan.sampled_end_ids,
             "own_teachers": {
                 i: _teacher_arguments(plan, i)

@@ -16,7 +16,7 @@ ECHO_S = 1.0
 """Window of duplicate signals: timeout(1) signals a process and its group, and `uv run` forwards signals."""
 
 
-class Echoes:
+class SignalDebouncer:
     """Filter of duplicate signals within `ECHO_S`."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Echoes:
         return False
 
 
-_echoes = Echoes()
+_echoes = SignalDebouncer()
 _was_requested = threading.Event()
 
 

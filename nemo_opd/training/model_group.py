@@ -11,7 +11,7 @@ from nemo_opd.evaluation.likelihoods import Scored, answers, batches, token_rows
 from nemo_opd.progress import working
 from nemo_opd.rollout.base import Completion, Request
 from nemo_opd.rotary import RotaryLimit
-from nemo_opd.training.batch_grid import leads, shared_out
+from nemo_opd.training.batch_grid import dp_leader_ranks, shared_out
 from nemo_opd.training.micro_batches import micro_batches
 from nemo_opd.types import TokenRows
 
@@ -43,7 +43,7 @@ class ModelGroup:
                 arguments = list(zip(by_rank, self.micro_batches(by_rank), strict=True))
                 answered = self._group.call("likelihoods", arguments, about="benchmarks")
                 # `batches` deals sequences to ranks round-robin.
-                in_order = torch.stack([answered[rank] for rank in leads(layout)], dim=1).flatten(0, 1)
+                in_order = torch.stack([answered[rank] for rank in dp_leader_ranks(layout)], dim=1).flatten(0, 1)
                 for i, answer in zip(indices, answers(in_order), strict=False):  # further rows are padding
                     results[i] = answer
                 work.advance(len(indices))
@@ -53,4 +53,4 @@ class ModelGroup:
         """Return the completions of requests, in order. more: further arguments of `generate` on every rank."""
         arguments: list[tuple[Any, ...]] = [(part, *more) for part in shared_out(requests, self._layout)]
         by_rank: list[list[Completion]] = self._group.call("generate", arguments, about=about)
-        return [completion for rank in leads(self._layout) for completion in by_rank[rank]]
+        return [completion for rank in dp_leader_ranks(self._layout) for completion in by_rank[rank]]

@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.aggregation import (
+    apply_teacher_weights,
     build_parts,
     coverage_metrics,
     gap,
     joined_scores,
     leakage_metrics,
     share_metrics,
-    share_out,
     weighted_by_confidence,
 )
 from nemo_opd.checkpoint.verify import require_whole_export
-from nemo_opd.cluster.base import Call, Cluster, Group, in_turn
+from nemo_opd.cluster.base import Call, Cluster, Group, submit_sequentially
 from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.evaluation.groups import teachers_bits_per_byte
 from nemo_opd.evaluation.likelihoods import Scored
@@ -32,7 +32,7 @@ from nemo_opd.files import replacing
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.window import Window, windows
 from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.training.batch_grid import leads, reduced
+from nemo_opd.training.batch_grid import dp_leader_ranks, reduced
 from nemo_opd.training.groups import separate, student_group, teacher_group
 from nemo_opd.training.links import Links
 from nemo_opd.training.model_group import ModelGroup
@@ -130,7 +130,7 @@ class Models:
 
         about: description of the batch for messages.
         """
-        slot, batch = self._free_slots.popleft(), self._grid.dealt(batch)
+        slot, batch = self._free_slots.popleft(), self._grid.balanced(batch)
         calls = self._on_teachers("forward", batch, slot, about=about, only=self._ahead)
         return InFlightBatch(batch, slot, calls, about)
 
@@ -149,7 +149,7 @@ class Models:
             cuts_by_rank = self._teachers[i].micro_batches(by_rank)
             arguments = [(tokens, cuts, *more) for tokens, cuts in zip(by_rank, cuts_by_rank, strict=True)]
             calls.append((group, partial(group.submit, method, arguments, about=about)))
-        return in_turn(calls)
+        return submit_sequentially(calls)
 
     def collect(self, in_flight: InFlightBatch) -> ScoredBatch:
         """Wait for the teachers, set their weights for each sequence and locate their output for the student."""
@@ -158,7 +158,7 @@ class Models:
         scores = self._scores(by_teacher, in_flight.batch)
         batch, unanswered = only_answered(in_flight.batch, by_teacher, self._grid)
         available_scores = [teacher_scores for teacher_scores in scores if teacher_scores is not None]
-        batch = share_out(self._aggregation, batch, available_scores, priors=self._priors)
+        batch = apply_teacher_weights(self._aggregation, batch, available_scores, priors=self._priors)
         batch = weighted_by_confidence(batch, scores, self._alphas)
         by_teacher_and_reader = [
             windows([output.handle for output in by_rank], delivery.sides, rows.tokens.packed_lengths)
@@ -168,7 +168,7 @@ class Models:
         by_student_rank = list(zip(*by_teacher_and_reader, strict=True)) or [()] * self._grid.student.size
         seconds = tuple(max(output.seconds for output in by_rank) for by_rank in by_teacher)
         positions = tuple(
-            sum(by_rank[rank].positions for rank in leads(layout))
+            sum(by_rank[rank].positions for rank in dp_leader_ranks(layout))
             for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True)
         )
         retried = _retried(dict(zip(self._names, by_teacher, strict=True)))
@@ -194,7 +194,7 @@ class Models:
         """Return each teacher's scores for the batch's sequences, or None if it has no scores."""
         scores: list[SequenceScores | None] = []
         for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
-            parts = [part for rank in leads(layout) if (part := by_rank[rank].scores) is not None]
+            parts = [part for rank in dp_leader_ranks(layout) if (part := by_rank[rank].scores) is not None]
             scores.append(joined_scores(parts, self._grid.is_given(batch)) if parts else None)
         return scores
 
@@ -214,8 +214,8 @@ class Models:
         metrics = self._reduced([metrics for metrics, _ in by_rank], scored)
         if self._token_groups is None:
             return metrics
-        losses = joined_losses([by_rank[rank][1] for rank in leads(self._grid.student)])
-        return metrics | self._token_groups.of_student(scored.batch, self._grid.given(losses, scored.batch))
+        losses = joined_losses([by_rank[rank][1] for rank in dp_leader_ranks(self._grid.student)])
+        return metrics | self._token_groups.of_student(scored.batch, self._grid.unpad(losses, scored.batch))
 
     def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows, tuple[slice, ...]]]:
         """Return the rows, windows and microbatches of each student rank."""
@@ -255,7 +255,7 @@ class Models:
         nats: list[Tensor] = []
         by_teacher = self._cluster.gather(self._on_teachers("token_nats", batch))
         for by_rank, layout, rows in zip(by_teacher, self._grid.teachers, batch.teachers, strict=True):
-            parts = [by_rank[rank] for rank in leads(layout)]
+            parts = [by_rank[rank] for rank in dp_leader_ranks(layout)]
             width = rows.tokens.ids.shape[1]
             padded = torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
             nats.append(padded[self._grid.is_given(batch)])
@@ -280,7 +280,7 @@ class Models:
         by_teacher = self._cluster.gather(self._on_teachers("log_probability", batch, only=teachers))
         is_given = self._grid.is_given(batch)
         return {
-            i: joined_scores([by_rank[rank] for rank in leads(self._grid.teachers[i])], is_given)
+            i: joined_scores([by_rank[rank] for rank in dp_leader_ranks(self._grid.teachers[i])], is_given)
             for i, by_rank in zip(teachers, by_teacher, strict=True)
         }
 

@@ -19,7 +19,7 @@ from nemo_opd.training.memory import MemoryEstimate
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.questions import LoadedSet
 from nemo_opd.training.sampling_batches import student_batch, student_samples, teacher_batch, teachers_answer
-from nemo_opd.training.survey import Survey
+from nemo_opd.training.survey import DataStatistics
 from nemo_opd.training.teacher_plan import TeacherPlan
 
 
@@ -54,7 +54,7 @@ class Plan:
     """Benchmarks of the evaluation; None if it has none."""
     token_groups: TokenGroups | None
     """Groups of validation tokens, or None if the run has no validation or they are off."""
-    survey: Survey
+    survey: DataStatistics
     """Statistics of a few training texts."""
     warnings: tuple[str, ...]
     steps_per_epoch: int
@@ -109,7 +109,7 @@ class Plan:
         return tuple(teacher_batch(self.config, teacher).limit for teacher in teachers)
 
     @property
-    def gives_back(self) -> bool:
+    def empties_cache(self) -> bool:
         """Whether ranks empty PyTorch's CUDA cache for other processes on their GPU."""
         cluster, rollout = self.config.cluster, self.config.rollout
         if isinstance(rollout, ServerRollout) and rollout.shares_devices:

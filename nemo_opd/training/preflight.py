@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_opd.aggregation import Parts, build_parts
+from nemo_opd.aggregation import TeacherLosses, build_parts
 from nemo_opd.alignment.token_classes import token_classes
 from nemo_opd.config.model import Student
 from nemo_opd.config.run import RunConfig
@@ -18,10 +18,16 @@ from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import compute_dtype, load_config
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.benchmarks import load_tasks, longest_question, plan_benchmarks
-from nemo_opd.training.copies import settle_copies
+from nemo_opd.training.cached_teachers import check_answers, settle_tokenizers
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
-from nemo_opd.training.findings import (
+from nemo_opd.training.flops import Utilization, peak_flops
+from nemo_opd.training.launch import require_processes, require_shared_gpus, warn_of_shared_memory
+from nemo_opd.training.memory import Machine, MemoryInputs, ModelSetup, server_share, settle_memory, state_bytes
+from nemo_opd.training.model_info import ModelInfo, has_configuration, read_model_info
+from nemo_opd.training.model_size import ModelSize
+from nemo_opd.training.plan import Plan
+from nemo_opd.training.preflight_warnings import (
     check_positions,
     check_texts,
     warn_of_other_ends,
@@ -29,13 +35,6 @@ from nemo_opd.training.findings import (
     warn_of_short_rows,
     warn_of_spelled_tokens,
 )
-from nemo_opd.training.flops import Utilization, peak_flops
-from nemo_opd.training.kept import settle_kept
-from nemo_opd.training.launch import require_processes, require_shared_gpus, warn_of_shared_memory
-from nemo_opd.training.memory import Machine, ModelSetup, Situation, server_share, settle_memory, state_bytes
-from nemo_opd.training.model_info import ModelInfo, has_configuration, read_model_info
-from nemo_opd.training.model_size import ModelSize
-from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts, check_users_code, load_prompts
 from nemo_opd.training.questions import load_sets
 from nemo_opd.training.ranks import (
@@ -44,11 +43,12 @@ from nemo_opd.training.ranks import (
     resolve_layouts,
     resolve_placement,
 )
+from nemo_opd.training.replicas import resolve_replicas
+from nemo_opd.training.resharding import resolve_resharding
 from nemo_opd.training.run_directory import checkpoints_of, progress_to_resume, require_not_beyond, resolve_output_dir
 from nemo_opd.training.summary import device_name
-from nemo_opd.training.survey import Survey, survey
+from nemo_opd.training.survey import DataStatistics, survey
 from nemo_opd.training.teacher_plan import plan_teacher, require_templates
-from nemo_opd.training.teachers_without_model import check_answers, settle_tokenizers
 from nemo_opd.training.template_findings import check_templates
 from nemo_opd.workers.optimizer import check_optimizer
 
@@ -108,7 +108,7 @@ def preflight(config: RunConfig) -> Plan:
         require_not_beyond(resumed.progress.step, total_steps, output_dir)
     machine = Machine.of_this_node(device, placement.devices_per_node, is_remote=config.cluster.address is not None)
     stretches = [Fraction(width, config.train.max_length) for width in statistics.widths]
-    situation = Situation(
+    situation = MemoryInputs(
         ModelSetup(
             student.size,
             student.vocab_size,
@@ -130,8 +130,8 @@ def preflight(config: RunConfig) -> Plan:
         through_host=transport == "pinned_memory",
         num_learned=sum(teacher.num_learned for teacher in teacher_plans),
     )
-    config, situation = settle_copies(config, situation, placement)
-    config = settle_kept(config, situation)
+    config, situation = resolve_replicas(config, situation, placement)
+    config = resolve_resharding(config, situation)
     config, memory = settle_memory(config, situation)
     return Plan(
         config=config,
@@ -169,7 +169,9 @@ def preflight(config: RunConfig) -> Plan:
     )
 
 
-def _token_groups(config: RunConfig, student: ModelInfo, data: Corpus | Prompts, parts: Parts) -> TokenGroups | None:
+def _token_groups(
+    config: RunConfig, student: ModelInfo, data: Corpus | Prompts, parts: TeacherLosses
+) -> TokenGroups | None:
     """Return the groups of validation tokens, or None if the run has no validation or they are off."""
     if data.validation is None or not config.logging.token_groups:
         return None
@@ -181,7 +183,7 @@ def _token_groups(config: RunConfig, student: ModelInfo, data: Corpus | Prompts,
     )
 
 
-def _steps(config: RunConfig, data: Corpus | Prompts, statistics: Survey) -> list[int]:
+def _steps(config: RunConfig, data: Corpus | Prompts, statistics: DataStatistics) -> list[int]:
     """Return the steps of each epoch.
 
     Packed documents without `train.epochs`: one entry, estimated from the sampled texts.

@@ -14,7 +14,7 @@ from nemo_opd.data.collate import collate
 from nemo_opd.data.contrast import with_others
 from nemo_opd.data.documents import TEACHER
 from nemo_opd.data.domains import Domains, domains_of, in_domains
-from nemo_opd.data.in_context import InContext
+from nemo_opd.data.in_context import PrivilegedPrompt
 from nemo_opd.data.order import BatchOrder, State
 from nemo_opd.data.prompts import read_prompts
 from nemo_opd.data.record import Prompt, Rollout
@@ -183,7 +183,7 @@ def _require_responses(prompts: _PromptSet, renderer: Renderer, key: str) -> Non
 
 def _require_room(maker: RolloutSampleMaker, prompts: _PromptSet | None, key: str) -> None:
     """Raise DataError, with the row, if a teacher's context cannot be built or leaves no room for a response."""
-    readers = [teacher for teacher in maker.teachers if isinstance(teacher, InContext)]
+    readers = [teacher for teacher in maker.teachers if isinstance(teacher, PrivilegedPrompt)]
     if prompts is None or not readers:
         return
     for prompt in tracked(prompts.all(), f"tokenizing the contexts of {key}", "prompts"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self, TextIO
 
 from nemo_opd.checkpoint.identity import newest_of_same_run
-from nemo_opd.checkpoint.manager import CheckpointManager, Found
+from nemo_opd.checkpoint.manager import CheckpointManager, NewestCheckpoint
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.run_fields import Run
 from nemo_opd.disk import existing, storage_errors
@@ -43,7 +43,7 @@ def checkpoints_of(config: RunConfig, output_dir: Path) -> CheckpointManager:
     return CheckpointManager(output_dir / "checkpoints", config.train.keep_last)
 
 
-def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = True) -> Found | None:
+def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = True) -> NewestCheckpoint | None:
     """Return the checkpoint to continue from, or None in a new run.
 
     hashed: as for `CheckpointManager.newest`. Raises ConfigError if the directory has checkpoints and `run.resume` is

@@ -14,7 +14,7 @@ from nemo_opd.data.cache import CachedSampleMaker, CachedWindowMaker
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
 from nemo_opd.data.context import Context
 from nemo_opd.data.encoders import ChatEncoder, Encoder
-from nemo_opd.data.in_context import InContext
+from nemo_opd.data.in_context import PrivilegedPrompt
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import HasIdentity, SameTokenizer, SampleMaker, WindowMaker
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
@@ -110,20 +110,20 @@ def _readers(
 
 def _add_contexts(
     config: RunConfig, teachers: Sequence[ModelInfo], readers: Sequence[_IdentifiedReader]
-) -> tuple[_IdentifiedReader | InContext[_IdentifiedReader], ...]:
+) -> tuple[_IdentifiedReader | PrivilegedPrompt[_IdentifiedReader], ...]:
     """Wrap the readers of those active teachers that have a context."""
     columns = layout_of(config).columns
 
     def in_context(
         i: int, reader: _IdentifiedReader, context_settings: ContextSettings
-    ) -> InContext[_IdentifiedReader]:
+    ) -> PrivilegedPrompt[_IdentifiedReader]:
         settings, info = config.active_teachers[i], teachers[i]
         fields = {name: columns[name] for name in context_settings.fields}
         context = Context(context_settings, fields, f"teachers.{i}.context")
         renderer = None
         if config.data.messages_key is not None:
             renderer = ChatRenderer(info.tokenizer, template_kwargs=settings.chat_template_kwargs)
-        return InContext(reader, context, info.tokenizer, renderer, info.vocab_size, info.longest_text(settings))
+        return PrivilegedPrompt(reader, context, info.tokenizer, renderer, info.vocab_size, info.longest_text(settings))
 
     contexts = [teacher.context for teacher in config.active_teachers]
     return tuple(

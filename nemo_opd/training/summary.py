@@ -23,7 +23,7 @@ from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.memory.report import memory_report
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
-from nemo_opd.training.survey import Survey
+from nemo_opd.training.survey import DataStatistics
 
 
 def run_summary(plan: Plan) -> RunSummary:
@@ -69,7 +69,7 @@ def _origin(teacher: Teacher) -> str:
     return without_secrets(teacher.reference)
 
 
-def _coverage_lines(statistics: Survey, teacher: int) -> list[str]:
+def _coverage_lines(statistics: DataStatistics, teacher: int) -> list[str]:
     share = statistics.coverage[teacher]
     return [] if share is None else [f"{share:.1%} of the scored tokens in {statistics.num_texts} texts get KD from it"]
 

@@ -9,13 +9,13 @@ from math import ceil
 import numpy as np
 import torch
 
-from nemo_opd.aggregation import Parts, coverage_metrics
+from nemo_opd.aggregation import TeacherLosses, coverage_metrics
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.collate import collate
-from nemo_opd.data.context import said_in
+from nemo_opd.data.context import prompt_text
 from nemo_opd.data.documents import read_documents
-from nemo_opd.data.in_context import InContext
+from nemo_opd.data.in_context import PrivilegedPrompt
 from nemo_opd.data.record import Prompt
 from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
@@ -23,11 +23,11 @@ from nemo_opd.logging.metrics import merge
 from nemo_opd.progress import tracked
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.renderer import num_tokens
+from nemo_opd.training.cached_teachers import require_stored
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.target_shares import TargetShares
-from nemo_opd.training.teachers_without_model import require_stored
 from nemo_opd.types import Batch, SampledRows
 
 _NUM_TEXTS = 64
@@ -44,7 +44,7 @@ space; a teacher with truncated texts stays far below.
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class DataStatistics:
     """Statistics of a few training texts."""
 
     num_texts: int
@@ -58,7 +58,7 @@ class Survey:
     widths: tuple[int, ...]
     """Estimated tokens of each active teacher's longest sequence."""
     targets: tuple[TargetShares | None, ...]
-    """What each active teacher's loss can compare; None for the student's tokenizer, or without texts."""
+    """Tokens that each active teacher's loss can compare, or None with the student's tokenizer or without texts."""
     tokens_per_byte: tuple[float, ...]
     """Tokens of the student and of each active teacher for a byte of text; 0 where unknown."""
 
@@ -68,9 +68,9 @@ def survey(
     data: Corpus | Prompts,
     student: ModelInfo,
     teachers: Sequence[ModelInfo],
-    parts: Parts,
+    parts: TeacherLosses,
     projections: Sequence[ProjectionMatrix | None],
-) -> Survey:
+) -> DataStatistics:
     """Survey the data. projections: of the active teachers, None for the student's tokenizer.
 
     Raises DataError, with the row, for a text that cannot be used, or that a cache lacks."""
@@ -89,7 +89,7 @@ def survey(
         lengths = [len(sample.student) for sample in samples]
         by_teacher = [[len(sample.teachers[i].tokens) for sample in samples] for i in range(len(teachers))]
     else:
-        said = [said_in(prompt.content) for prompt in prompts]
+        said = [prompt_text(prompt.content) for prompt in prompts]
         lengths, *by_teacher = ([num_tokens(info.tokenizer, text) for text in said] for info in (student, *teachers))
     rates = [_rate(i, samples, own, lengths) for i, own in enumerate(by_teacher)]
     if isinstance(data, Prompts) and not samples:
@@ -98,7 +98,7 @@ def survey(
             for i, (own, reader) in enumerate(zip(by_teacher, data.sample_maker.teachers, strict=True))
         ]
     names = [f"kd_coverage/{name}" for name in config.active_names]
-    return Survey(
+    return DataStatistics(
         num_texts=len(texts),
         num_without_label=sum(not any(sample.student.loss_mask.any() for sample in text) for text in texts),
         is_complete=len(texts) == len(data.train),
@@ -158,10 +158,10 @@ def _batch_of(sample: Sample, config: RunConfig) -> Batch:
 
 def _added(reader: object, teacher: ModelInfo, prompt: Prompt) -> int:
     """Return the tokens of the teacher's prompt in excess of the student's."""
-    if not isinstance(reader, InContext):
+    if not isinstance(reader, PrivilegedPrompt):
         return 0
     contents = prompt.content, reader.context.content(prompt.content, prompt.fields)
-    before, own = (num_tokens(teacher.tokenizer, said_in(content)) for content in contents)
+    before, own = (num_tokens(teacher.tokenizer, prompt_text(content)) for content in contents)
     return own - before
 
 

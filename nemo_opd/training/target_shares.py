@@ -26,7 +26,7 @@ _FIRST_POSITION_LOSSES = ("p_kl", "gold", "h_kl", "strict", "byte_prefix", "shar
 
 @dataclass(frozen=True, slots=True)
 class TargetShares:
-    """What the loss of one teacher with another tokenizer can compare."""
+    """Shares for one teacher with another tokenizer."""
 
     starts: float
     """Share of the student's scored tokens that begin a chunk."""

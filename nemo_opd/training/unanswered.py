@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.batch_grid import BatchGrid, leads
+from nemo_opd.training.batch_grid import BatchGrid, dp_leader_ranks
 from nemo_opd.types import NO_CHUNK, Batch, TeacherRows
 from nemo_opd.workers.teacher import TeacherOutput
 
@@ -38,7 +38,7 @@ def _join_ranks(
     batch: Batch, i: int, by_rank: Sequence[TeacherOutput], layout: Layout, grid: BatchGrid
 ) -> Tensor | None:
     """Join the ranks' `is_answered` for the batch: bool [B, T]; None if the teacher always answers every token."""
-    parts = [by_rank[rank].is_answered for rank in leads(layout)]
+    parts = [by_rank[rank].is_answered for rank in dp_leader_ranks(layout)]
     width = batch.teachers[i].tokens.ids.shape[1]
     padded = [F.pad(part, (0, width - part.shape[1]), value=True) for part in parts if part is not None]
     return torch.cat(padded)[grid.is_given(batch)] if padded else None

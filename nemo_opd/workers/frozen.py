@@ -24,7 +24,7 @@ from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.layer_stream import LayerStream
 from nemo_opd.workers.memory import FrozenTasks, Task, needs_memory
-from nemo_opd.workers.residence import Residence
+from nemo_opd.workers.residence import DeviceOffload
 from nemo_opd.workers.sampler import WorkerSampler
 
 Handoff = Literal["hidden_states", "logits"]
@@ -52,7 +52,7 @@ class TeacherModel(TeacherSource):
 
 
 def _load(
-    settings: TeacherBase, task: Task, *, key: str, device: str, handoff: Handoff, gives_back: bool
+    settings: TeacherBase, task: Task, *, key: str, device: str, handoff: Handoff, empties_cache: bool
 ) -> TeacherModel:
     """Load the model. Raises ModelError and ClusterError like `FrozenWorker`."""
     dtype, parallelism = compute_dtype(settings.dtype, device), settings.parallelism
@@ -73,7 +73,7 @@ def _load(
             attn_implementation=settings.attn_implementation,
         )
     stream = LayerStream(model, device) if settings.offload == "layers" and device == "cuda" else None
-    residence = Residence(model, device, offload=offload, gives_back=gives_back, stream=stream)
+    residence = DeviceOffload(model, device, offload=offload, empties_cache=empties_cache, stream=stream)
     logit_rows = reading_model(model, handoff, key=key, mesh=mesh, parallelism=parallelism)
     return TeacherModel(model=model, mesh=mesh, logit_rows=logit_rows, use=residence.use, close=residence.close)
 
@@ -93,19 +93,21 @@ class FrozenWorker:
         vocab_size: int,
         device: str,
         handoff: Handoff = "hidden_states",
-        gives_back: bool = False,
+        empties_cache: bool = False,
         source: TeacherSource | None = None,
     ) -> None:
         """Load the model, or use `source`.
 
         key: the model's key in the settings. vocab_size: size of the tokenizer. handoff: form of a teacher's output.
-        gives_back: release cached device memory after use, for other processes. Raises ModelError for unusable weights
+        empties_cache: release cached device memory after use. Raises ModelError for unusable weights
         or an unusable head, and ClusterError if memory runs out.
         """
         self.vocab_size, self.device = vocab_size, device
         self._settings, self._key, self._tasks = settings, key.removesuffix(".model"), tasks
         if source is None:
-            source = _load(settings, tasks.loading, key=key, device=device, handoff=handoff, gives_back=gives_back)
+            source = _load(
+                settings, tasks.loading, key=key, device=device, handoff=handoff, empties_cache=empties_cache
+            )
         self._source, self.logit_rows = source, source.logit_rows
 
     @property

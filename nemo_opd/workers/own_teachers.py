@@ -17,7 +17,7 @@ from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.workers.average import Average
 from nemo_opd.workers.frozen import TeacherModel
 from nemo_opd.workers.memory import averaging, needs_memory
-from nemo_opd.workers.residence import Residence
+from nemo_opd.workers.residence import DeviceOffload
 from nemo_opd.workers.teacher import TeacherWorker
 
 
@@ -33,7 +33,7 @@ class OwnTeachers:
         model: PreTrainedModel,
         mesh: DeviceMesh,
         logit_rows: ReadingModel,
-        residence: Residence,
+        residence: DeviceOffload,
     ) -> None:
         """Build the teachers. arguments: `TeacherWorker` arguments, keyed by teacher index."""
         self._model, self._residence = model, residence

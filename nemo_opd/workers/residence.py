@@ -14,7 +14,7 @@ from nemo_opd.workers.host_copy import HostCopy, storages_of
 from nemo_opd.workers.layer_stream import LayerStream
 
 
-class Residence:
+class DeviceOffload:
     """A model and its optimizer state, which are on the device only while in use.
 
     Parameters and state remain the same tensor objects while their values are on the host.
@@ -26,18 +26,18 @@ class Residence:
         device: str,
         *,
         offload: bool,
-        gives_back: bool,
+        empties_cache: bool,
         optimizer: Optimizer | None = None,
         stream: LayerStream | None = None,
     ) -> None:
         """Store the arguments.
 
-        offload: move the model to the host between uses (no effect on CPU); it may start on the host. gives_back:
+        offload: move the model to the host between uses (no effect on CPU); it may start on the host. empties_cache:
         release PyTorch's cached device memory after use, for other processes. stream: brings the layers while the
         model is in use; needs `offload`.
         """
         self._model, self._optimizer, self._device = model, optimizer, device
-        self._offload, self._gives_back, self._stream = offload, gives_back, stream
+        self._offload, self._empties_cache, self._stream = offload, empties_cache, stream
         self._moves = offload and device == "cuda"
         self._has_arrived = False
         self._parameters, self._state = HostCopy(), HostCopy()
@@ -54,7 +54,7 @@ class Residence:
                 self._reshard()
             if self._moves:
                 self._to_host(optimizer)
-            if self._gives_back:
+            if self._empties_cache:
                 torch.cuda.empty_cache()
 
     def _to_device(self, optimizer: bool) -> None:

@@ -17,7 +17,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
 from nemo_opd.distributed.shards import gathered
-from nemo_opd.distributed.transfer import moved
+from nemo_opd.distributed.transfer import to_device
 from nemo_opd.evaluation import likelihoods
 from nemo_opd.evaluation.token_losses import TokenLosses, joined_losses
 from nemo_opd.handoff.handle import Handle
@@ -30,7 +30,7 @@ from nemo_opd.logging.metrics import merge
 from nemo_opd.logits import saved
 from nemo_opd.logits.packed import Packing
 from nemo_opd.logits.planned import PlannedLoss, compute_together
-from nemo_opd.logits.recording import Recording
+from nemo_opd.logits.recording import UnitLossRecorder
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.accuracy import plan_accuracy
 from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
@@ -55,7 +55,7 @@ from nemo_opd.workers.metrics import with_numbers
 from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
 from nemo_opd.workers.own_teachers import OwnTeachers
 from nemo_opd.workers.phases import Phases
-from nemo_opd.workers.residence import Residence
+from nemo_opd.workers.residence import DeviceOffload
 from nemo_opd.workers.sampler import WorkerSampler
 from nemo_opd.workers.student_model import load_student
 from nemo_opd.workers.terms import IS_TAKEN, is_finite_everywhere, objective_terms
@@ -118,14 +118,14 @@ class StudentWorker:
         device: str,
         transport: str,
         block_bytes: int,
-        gives_back: bool = False,
+        empties_cache: bool = False,
         end_ids: Collection[int] = (),
         own_teachers: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
         """Load the model. Vocabulary sizes are tokenizer sizes. Raises ModelError and ClusterError.
 
         projections: None for a teacher with the student's tokenizer. block_bytes: memory budget of a block of logits,
-        the same on all ranks. gives_back: release cached device memory after use, for other processes. end_ids: tokens
+        the same on all ranks. empties_cache: release cached device memory after use. end_ids: tokens
         that end a sampled sequence. own_teachers: see `OwnTeachers`.
         """
         self.config = config
@@ -144,11 +144,11 @@ class StudentWorker:
         self.logit_rows.block_bytes = block_bytes
         self.exports = Exports(config.student, self.model, student.adapters)
         self.optimizer = build_optimizer(config.student.optimizer, self.model)
-        self._residence = Residence(
+        self._residence = DeviceOffload(
             self.model,
             device,
             offload=config.student.offload is True,
-            gives_back=gives_back,
+            empties_cache=empties_cache,
             optimizer=self.optimizer,
         )
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
@@ -303,7 +303,7 @@ class StudentWorker:
                 student, size = micro.batch.student, self.vocab_size
                 terms = self.objective.plan(logits, *micro.plan_arguments, step.normalizers)
                 number = 1 + len(self.parts.parts)  # cross-entropy, then the parts of KD
-                recordings = [Recording.of(plan) for plan in terms[:number]]
+                recordings = [UnitLossRecorder.of(plan) for plan in terms[:number]]
                 statistics = self._statistics(logits, micro)
                 planned = [
                     *(recording.plan for recording in recordings),
@@ -328,7 +328,7 @@ class StudentWorker:
                 ]
             # Packing and divisors are computed on the host, without waiting for the device.
             packing = Packing.of(batch.student).to(self.device)
-            yield _MicroBatch(moved(batch, self.device), packing, teacher_logits, self.parts.divisors(batch))
+            yield _MicroBatch(to_device(batch, self.device), packing, teacher_logits, self.parts.divisors(batch))
 
     def _clip_gradient(self) -> Tensor:
         limit = self.config.train.gradient_clip

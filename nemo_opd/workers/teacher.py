@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_opd.aggregation import joined_scores, sequence_scores, token_nats
 from nemo_opd.config.aggregation import Score
 from nemo_opd.config.teacher import TeacherBase
-from nemo_opd.distributed.transfer import moved
+from nemo_opd.distributed.transfer import to_device
 from nemo_opd.handoff.handle import Message
 from nemo_opd.handoff.hidden_states import HiddenStatesWriter
 from nemo_opd.handoff.link import Link, Rendezvous
@@ -26,7 +26,7 @@ from nemo_opd.handoff.writer import NewSender
 from nemo_opd.logits.packed import Packing
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.sparse import SparseLogits
-from nemo_opd.models.head import Headless
+from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.types import SequenceScores, TokenRows
 from nemo_opd.workers.frozen import FrozenWorker, Handoff, TeacherSource
@@ -73,7 +73,7 @@ class TeacherWorker(FrozenWorker):
         score: Score | None = None,
         readers: Sequence[Readers] | None = None,
         num_slots: int = 1,
-        gives_back: bool = False,
+        empties_cache: bool = False,
         shares_process: bool = False,
         source: TeacherSource | None = None,
     ) -> None:
@@ -81,8 +81,8 @@ class TeacherWorker(FrozenWorker):
 
         vocab_size: size of the tokenizer; extra columns of the head are never handed over. handoff: form of the output.
         score: score to compute for each sequence. readers: for each rank, the receivers that map its buffers; receiver
-        0 by default. num_slots: number of batches whose output is kept. gives_back: release cached device memory after
-        use, for other processes. shares_process: the student's rank with the same number is in this process. Raises
+        0 by default. num_slots: number of batches whose output is kept. empties_cache: release cached device memory
+        after use. shares_process: the student's rank with the same number is in this process. Raises
         ModelError for unusable weights or an unusable head, and, like `forward`, ClusterError if memory runs out.
         """
         super().__init__(
@@ -92,7 +92,7 @@ class TeacherWorker(FrozenWorker):
             vocab_size=vocab_size,
             device=device,
             handoff=handoff,
-            gives_back=gives_back,
+            empties_cache=empties_cache,
             source=source,
         )
         self.score, self._buffer_task = score, handoff_buffer(settings.name)
@@ -106,7 +106,7 @@ class TeacherWorker(FrozenWorker):
         """Build the writer for this form of output."""
         model, dtype = self._model, compute_dtype(settings.dtype, self.device)
         build: Callable[..., Writer]
-        if isinstance(self.logit_rows, Headless):
+        if isinstance(self.logit_rows, HiddenStateModel):
             width = self.logit_rows.hidden_size
             build = partial(HiddenStatesWriter, sender, self.vocab_size, width, dtype, is_fixed=model.is_fixed)
         else:
@@ -155,7 +155,7 @@ class TeacherWorker(FrozenWorker):
     ) -> Iterator[tuple[TokenRows, Packing]]:
         for sequences in micro_batches:
             micro = tokens.rows(sequences.start, sequences.stop)
-            yield moved(micro, self.device), Packing.of(micro).to(self.device)
+            yield to_device(micro, self.device), Packing.of(micro).to(self.device)
 
     @torch.no_grad()
     def token_nats(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:

@@ -16,8 +16,8 @@ from nemo_opd.aggregation import (
     weighted_by_confidence,
 )
 from nemo_opd.aggregation.weighted_sum import weighted
-from nemo_opd.data.collate import only_chosen, shards
-from nemo_opd.distributed.transfer import moved
+from nemo_opd.data.collate import mask_unrouted, shards
+from nemo_opd.distributed.transfer import to_device
 from nemo_opd.logits.planned import compute_together
 from nemo_opd.losses.reduction import label_mask, sampled_mask
 from nemo_opd.types import Batch, ChunkRows, Mean, MovedRows, SampledRows, SequenceScores, TeacherRows, TokenRows
@@ -43,7 +43,7 @@ def batch() -> Batch:
 
 
 def test_only_the_chosen_teacher_has_a_row() -> None:
-    chosen = only_chosen(batch(), torch.tensor([1, 0, 1]))
+    chosen = mask_unrouted(batch(), torch.tensor([1, 0, 1]))
     cross, same = chosen.teachers
     assert cross.tokens.lengths.tolist() == [0, 2, 0]
     assert same.tokens.lengths.tolist() == [5, 0, 4]
@@ -64,7 +64,7 @@ def test_weights_follow_their_rows() -> None:
     first, second = shards(pad_rows(weighted(batch(), weights), 4), 2)
     assert first.teachers[0].weights.tolist() == pytest.approx([0.1, 0.2])
     assert second.teachers[1].weights.tolist() == pytest.approx([0.7, 0.0])
-    assert moved(second.rows(0, 1), "cpu").teachers[0].weights.tolist() == pytest.approx([0.3])
+    assert to_device(second.rows(0, 1), "cpu").teachers[0].weights.tolist() == pytest.approx([0.3])
 
 
 def with_samples(of: Batch) -> Batch:
@@ -84,7 +84,7 @@ def with_samples(of: Batch) -> Batch:
 
 def test_what_is_known_of_samples_follows_its_rows() -> None:
     """Bugs: left behind where a batch is padded, cut, emptied or sent to ranks; a view that carries the whole batch."""
-    first, second = shards(pad_rows(with_samples(only_chosen(with_samples(batch()), torch.tensor([1, 0, 1]))), 4), 2)
+    first, second = shards(pad_rows(with_samples(mask_unrouted(with_samples(batch()), torch.tensor([1, 0, 1]))), 4), 2)
     assert second.sampled is not None
     assert second.sampled.is_sampled.tolist() == [True, False]
     assert second.sampled.prompts.tolist() == [4, -1]
@@ -92,9 +92,9 @@ def test_what_is_known_of_samples_follows_its_rows() -> None:
     assert second.sampled.logprobs.tolist() == [[-10.0, -11.0, -12.0, -13.0], [0.0] * 4]
     assert second.sampled.behaviour_logprobs.tolist() == [[-5.0, -5.5, -6.0, -6.5], [0.0] * 4]
     assert second.teachers[1].rollout_weights.tolist() == [0.75, 0.0]
-    assert moved(first.rows(1, 2), "cpu").teachers[0].rollout_weights.tolist() == [1.0]
+    assert to_device(first.rows(1, 2), "cpu").teachers[0].rollout_weights.tolist() == [1.0]
     assert first.rows(1, 2).sampled.logprobs.tolist() == [[-5.0, -6.0]]
-    assert moved(first.rows(1, 2), "cpu").sampled.behaviour_logprobs.tolist() == [[-2.5, -3.0]]
+    assert to_device(first.rows(1, 2), "cpu").sampled.behaviour_logprobs.tolist() == [[-2.5, -3.0]]
     for logprobs in (second.sampled.logprobs, second.sampled.behaviour_logprobs):
         assert logprobs.untyped_storage().nbytes() == 8 * 4
     assert sampled_mask(second.student.loss_mask, second.sampled).sum() == 3
@@ -140,12 +140,12 @@ def parts_of(tiny: Tiny, *overrides: str):  # type: ignore[no-untyped-def]
 
 def test_units_are_counted_together_where_each_text_has_one_teacher(tiny: Tiny) -> None:
     """9 − 1 label tokens of the chosen same-tokenizer teacher, 2 − 1 chunks of the other."""
-    chosen = only_chosen(batch(), torch.tensor([1, 0, 1]))
+    chosen = mask_unrouted(batch(), torch.tensor([1, 0, 1]))
     assert parts_of(tiny).normalizers(batch()).kd == (8, 8)
     assert parts_of(tiny).normalizers(chosen).kd == (1, 7)
     together = parts_of(tiny, "aggregation=select_teacher")
     assert together.normalizers(chosen).kd == (8, 8)
-    assert together.normalizers(only_chosen(batch(), torch.tensor([5, 5, 5]))).kd == (1, 1)
+    assert together.normalizers(mask_unrouted(batch(), torch.tensor([5, 5, 5]))).kd == (1, 1)
 
 
 TCAD = ["loss=same_vocab", "teachers.0.type=same_tokenizer", "+teachers.0.loss={type: tcad, support_size: 3}"]
@@ -161,12 +161,12 @@ def test_kinds_of_units_count_by_their_texts(tiny: Tiny) -> None:
     Bug: one divisor of 8 for a mean over the tokens of a text and for tokens, which leaves teacher 0 next to nothing.
     """
     parts = parts_of(tiny, "aggregation=select_teacher", *TCAD)
-    chosen = only_chosen(without_chunks(batch()), torch.tensor([1, 0, 1]))
+    chosen = mask_unrouted(without_chunks(batch()), torch.tensor([1, 0, 1]))
     assert parts.divisors(chosen) == (Divisor(1, Mean(1, 3)), Divisor(7, Mean(2, 3)))
     assert parts.normalizers(chosen).kd == pytest.approx((3, 10.5))
-    alone = only_chosen(without_chunks(batch()), torch.tensor([1, 1, 1]))
+    alone = mask_unrouted(without_chunks(batch()), torch.tensor([1, 1, 1]))
     assert parts.normalizers(alone).kd == (1, 8), "as if there were no other teacher"
-    nothing = only_chosen(without_chunks(batch()), torch.tensor([5, 5, 5]))
+    nothing = mask_unrouted(without_chunks(batch()), torch.tensor([5, 5, 5]))
     assert parts.normalizers(nothing).kd == (1, 1)
 
 
@@ -181,7 +181,7 @@ def test_a_text_counts_as_much_whichever_kind_of_unit_it_has(tiny: Tiny) -> None
     )
     of_text = rows((5, 5, 5, 5))
     whole = Batch(of_text, (TeacherRows(of_text, None), TeacherRows(of_text, None)))
-    chosen = only_chosen(whole, torch.tensor([0, 1, 0, 1]))
+    chosen = mask_unrouted(whole, torch.tensor([0, 1, 0, 1]))
     torch.manual_seed(0)
     row, teacher = (torch.randn(1, 5, 9, dtype=torch.float64).expand(4, -1, -1).contiguous() for _ in range(2))
     row.requires_grad_()
@@ -196,7 +196,7 @@ def test_averaged_teachers_are_compared_where_all_of_them_read(tiny: Tiny) -> No
     student = rows()
     scored = student.loss_mask.clone()
     scored[0, 3:] = False
-    behind = TeacherRows(rows((7, 4, 6)), None, moved=MovedRows(torch.tensor([2, 2, 2]), scored))
+    behind = TeacherRows(rows((7, 4, 6)), None, to_device=MovedRows(torch.tensor([2, 2, 2]), scored))
     for teachers in ((TeacherRows(student, None), behind), (behind, TeacherRows(student, None))):
         of = Batch(student, teachers)
         (part,) = parts.parts
@@ -219,7 +219,7 @@ def test_parts_add_up_however_batches_are_pooled(tiny: Tiny, aggregation: str, i
     parts = parts_of(tiny, *AGGREGATIONS[aggregation])
     torch.manual_seed(0)
     whole = without_chunks(batch()) if "kinds" in aggregation else batch()
-    whole = whole if aggregation == "weighted_sum" else only_chosen(whole, torch.tensor([1, 0, 1]))
+    whole = whole if aggregation == "weighted_sum" else mask_unrouted(whole, torch.tensor([1, 0, 1]))
     whole = with_samples(whole) if is_sampled else whole
     student, *teachers = (torch.randn(3, 5, 9, dtype=torch.float64) for _ in range(3))
     student.requires_grad_()
@@ -246,7 +246,7 @@ def views(logits: list[torch.Tensor], part: Batch, start: int) -> list[torch.Ten
 
 def test_what_is_said_of_the_shares(tiny: Tiny) -> None:
     assert share_metrics(parts_of(tiny), batch()) == {}
-    chosen = only_chosen(batch(), torch.tensor([1, 0, 1]))
+    chosen = mask_unrouted(batch(), torch.tensor([1, 0, 1]))
     shares = share_metrics(parts_of(tiny, "aggregation=select_teacher"), chosen)
     assert shares == {"share/cross": Mean(1, 3), "share/same": Mean(2, 3)}
     weights = weighted(batch(), torch.tensor([[0.25, 0.25, 0.4], [0.75, 0.75, 0.6]]))
@@ -270,7 +270,7 @@ def test_the_share_of_tokens_that_get_kd(tiny: Tiny) -> None:
     }
     parts = [coverage_metrics(parts_of(tiny), part, names) for part in shards(pad_rows(whole, 4), 2)]
     assert parts[0]["kd_coverage/cross"].merge(parts[1]["kd_coverage/cross"]) == Mean(4, 8)
-    chosen = only_chosen(whole, torch.tensor([1, 0, 0]))
+    chosen = mask_unrouted(whole, torch.tensor([1, 0, 0]))
     shared = coverage_metrics(parts_of(tiny, "aggregation=select_teacher"), chosen, names)
     assert shared["kd_coverage/cross"] == shared["kd_positions/cross"] == Mean(1, 4), "in its own texts"
     assert shared["kd_coverage/same"] == Mean(4, 4), "in its own texts"

@@ -95,7 +95,7 @@ def test_without_the_column(tiny: Tiny) -> None:
     with pytest.raises(DataError) as caught:
         preflight(compose(*tiny.overrides("aggregation=routed", "aggregation.key=from")))
     message = str(caught.value)
-    assert message.startswith(f"data.train.arrow_files='{tiny.documents}' has no column 'from', by which")
+    assert message.startswith(f"data.train.arrow_files='{tiny.documents}' has no column 'from', in which")
     assert "set aggregation.key to one of its columns (text)" in message
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.cluster.base import Call, Cluster, Group, in_turn
+from nemo_opd.cluster.base import Call, Cluster, Group, submit_sequentially
 from nemo_opd.cluster.placement import Placement
 
 
@@ -52,7 +52,7 @@ class NotedGroup(Group):
 def together(placement: Placement) -> set[frozenset[str]]:
     cluster = Noted()
     groups = [NotedGroup(cluster, f"teacher {i}", places) for i, places in enumerate(placement.teachers)]
-    calls = in_turn([(group, partial(group.submit, "forward")) for group in groups])
+    calls = submit_sequentially([(group, partial(group.submit, "forward")) for group in groups])
     assert [call.group for call in calls] == [group.name for group in groups]
     assert len(cluster.ended) == len(set(map(id, cluster.ended))), "each is waited for once"
     return cluster.together

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_opd.data.collate import collate, only_chosen, placed, shards
+from nemo_opd.data.collate import collate, gather_rows, mask_unrouted, shards
 from nemo_opd.data.compared import compared
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
@@ -120,7 +120,7 @@ def test_padding_rows_are_empty(samples: list[Sample], missing: int) -> None:
 
 def test_sequences_are_put_where_they_are_asked_for() -> None:
     batch = collate([make_sample(length, length + 1, np.random.default_rng(length)) for length in (4, 2, 3)])
-    moved = placed(batch, torch.tensor([2, -1, 0]))
+    moved = gather_rows(batch, torch.tensor([2, -1, 0]))
     rows = unpadded(batch)
     assert [unpadded(moved)[place] for place in (0, 2)] == [rows[2], rows[0]]
     assert_trimmed_and_masked(moved)
@@ -166,7 +166,7 @@ def test_chunks_behind_other_contents_are_no_chunks_of_the_batch() -> None:
         assert chunks.histories is not None
         assert chunks.histories.tolist() == [[3, 2]]
     assert skipped.student.num_bytes.equal(kept.student.num_bytes)
-    assert only_chosen(skipped, torch.tensor([1])).teachers[0].chunks.histories.tolist() == [[0, 0]]  # type: ignore[union-attr]
+    assert mask_unrouted(skipped, torch.tensor([1])).teachers[0].chunks.histories.tolist() == [[0, 0]]  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, slots=True)

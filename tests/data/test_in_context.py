@@ -17,7 +17,7 @@ from nemo_opd.data.compared import compared
 from nemo_opd.data.context import Context
 from nemo_opd.data.documents import FIELD, OTHER, Conversation
 from nemo_opd.data.encoders import ChatEncoder
-from nemo_opd.data.in_context import InContext
+from nemo_opd.data.in_context import PrivilegedPrompt
 from nemo_opd.data.leakage import LEAST, leakage
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker
@@ -36,12 +36,12 @@ NAMES = st.sampled_from(["{prompt}", "{hint}", "{{", "}}"])
 TEMPLATES = st.lists(st.one_of(NAMES, TEXT_CHARACTERS.map(lambda text: text.replace("{", "").replace("}", ""))))
 
 
-def of_texts(tokenizer: Any, reader: Any, max_length: int = 999, **context: Any) -> InContext[Any]:
+def of_texts(tokenizer: Any, reader: Any, max_length: int = 999, **context: Any) -> PrivilegedPrompt[Any]:
     own = Context(ContextSettings(**context), HINT, "teachers.0.context")
-    return InContext(reader, own, tokenizer, None, pieces_of(tokenizer).vocab_size, max_length)
+    return PrivilegedPrompt(reader, own, tokenizer, None, pieces_of(tokenizer).vocab_size, max_length)
 
 
-def of_chats(tokenizer: Any, reader: Any, max_length: int = 999, **context: Any) -> InContext[Any]:
+def of_chats(tokenizer: Any, reader: Any, max_length: int = 999, **context: Any) -> PrivilegedPrompt[Any]:
     renderer = ChatEncoder.of(tokenizer, 999, {}).renderer
     return replace(of_texts(tokenizer, reader, max_length, **context), renderer=renderer)
 

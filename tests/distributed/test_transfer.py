@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_opd.distributed.transfer import _send_as_one_buffer, moved, on_host, planned, together
+from nemo_opd.distributed.transfer import _send_as_one_buffer, compute_on_host, on_host, to_device, to_device_batched
 from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
 
 TENSORS = [
@@ -32,26 +32,26 @@ def test_values_shapes_and_dtypes_are_kept() -> None:
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
-    assert all(ours is given for ours, given in zip(together(TENSORS, "cpu"), TENSORS, strict=True))
+    assert all(ours is given for ours, given in zip(to_device_batched(TENSORS, "cpu"), TENSORS, strict=True))
     assert on_host(TENSORS[0]) is TENSORS[0]
 
 
 def test_what_was_sent_is_known_and_what_is_made_of_it_there_is_not() -> None:
-    (ids,) = together([torch.arange(4)], "meta")
+    (ids,) = to_device_batched([torch.arange(4)], "meta")
     assert torch.equal(on_host(ids), torch.arange(4))
     assert on_host(ids + 1) is None
 
 
 def test_a_plan_of_known_values_is_made_on_the_host() -> None:
     """On meta tensors there are no values: a plan made there would fail."""
-    ids, mask = together([torch.arange(4), torch.tensor([True, False, True, True])], "meta")
-    (kept,) = planned(lambda ids, mask: [ids[mask.nonzero().squeeze(1)]], ids, mask)
+    ids, mask = to_device_batched([torch.arange(4), torch.tensor([True, False, True, True])], "meta")
+    (kept,) = compute_on_host(lambda ids, mask: [ids[mask.nonzero().squeeze(1)]], ids, mask)
     assert kept.device.type == "meta"
     assert on_host(kept).tolist() == [0, 2, 3]
-    (again,) = planned(lambda kept: [kept + 1], kept)
+    (again,) = compute_on_host(lambda kept: [kept + 1], kept)
     assert on_host(again).tolist() == [1, 3, 4]
     with pytest.raises(NotImplementedError):
-        planned(lambda ids, mask: [ids[mask.nonzero().squeeze(1)]], ids + 1, mask)
+        compute_on_host(lambda ids, mask: [ids[mask.nonzero().squeeze(1)]], ids + 1, mask)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -61,7 +61,7 @@ def test_rows_are_the_same_rows_there(device: str) -> None:
     chunks = ChunkRows(ids.int(), ids.int() - 1)
     batch = Batch(tokens, (TeacherRows(tokens, chunks), TeacherRows(tokens, None, torch.tensor([0.5, 1.0]))))
 
-    made = moved(batch, device)
+    made = to_device(batch, device)
 
     assert made.student.ids.device.type == device
     assert made.teachers[1].chunks is None
@@ -75,6 +75,6 @@ def test_rows_are_the_same_rows_there(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_arrive_on_a_gpu() -> None:
-    for found, expected in zip(together(TENSORS, "cuda"), TENSORS, strict=True):
+    for found, expected in zip(to_device_batched(TENSORS, "cuda"), TENSORS, strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found.cpu(), expected)

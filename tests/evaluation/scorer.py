@@ -7,12 +7,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nemo_opd.evaluation.likelihoods import Scored, Scorer, answers, batches, read, token_rows
-from nemo_opd.models.head import Headless, WithHead
+from nemo_opd.models.head import HiddenStateModel, LogitModel
 
 
 def model_scorer(model: PreTrainedModel, device: str) -> Scorer:
     """Return the scorer of a model in this process."""
-    source = Headless(model, key="model") if type(model.get_output_embeddings()) is nn.Linear else WithHead(model)
+    source = (
+        HiddenStateModel(model, key="model") if type(model.get_output_embeddings()) is nn.Linear else LogitModel(model)
+    )
 
     @torch.no_grad()
     def scorer(rows: Sequence[Scored]) -> list[tuple[float, bool]]:

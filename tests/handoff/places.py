@@ -1,7 +1,7 @@
 """Places of ranks on nodes."""
 
 from nemo_opd.distributed.layout import Layout, Place
-from nemo_opd.handoff.plan import Sides
+from nemo_opd.handoff.plan import LayoutPair
 
 
 def filled(num_ranks: int, ranks_per_node: int, first: int = 0) -> tuple[Place, ...]:
@@ -9,6 +9,6 @@ def filled(num_ranks: int, ranks_per_node: int, first: int = 0) -> tuple[Place, 
     return tuple(Place(*divmod(device, ranks_per_node)) for device in range(first, first + num_ranks))
 
 
-def colocated(student: Layout, teacher: Layout, ranks_per_node: int) -> Sides:
+def colocated(student: Layout, teacher: Layout, ranks_per_node: int) -> LayoutPair:
     """Return both on the same devices, rank by rank, nodes filled one after another."""
-    return Sides(student, teacher, *(filled(layout.size, ranks_per_node) for layout in (student, teacher)))
+    return LayoutPair(student, teacher, *(filled(layout.size, ranks_per_node) for layout in (student, teacher)))

@@ -7,7 +7,7 @@ from math import lcm
 from hypothesis import strategies as st
 
 from nemo_opd.distributed.layout import Layout, Place
-from nemo_opd.handoff.plan import Piece, Shard, Sides
+from nemo_opd.handoff.plan import BufferShard, BufferSlice, LayoutPair
 
 Cell = tuple[int, int]
 Buffer = dict[Cell, Cell]
@@ -16,7 +16,7 @@ Buffer = dict[Cell, Cell]
 
 @dataclass(frozen=True)
 class Case:
-    sides: Sides
+    sides: LayoutPair
     lengths: list[int]
     """Of the sequences of the batch."""
     columns: list[range]
@@ -26,13 +26,13 @@ class Case:
     def num_columns(self) -> int:
         return max(each.stop for each in self.columns)
 
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[BufferShard]:
         teacher = self.sides.teacher
         shards = []
         for rank in range(teacher.size):
             d, _, t = teacher.coordinates(rank)
             rows = self.rows(d, teacher.dp)
-            shards.append(Shard(rank, range(rows[0], rows[-1] + 1), self.columns[t]))
+            shards.append(BufferShard(rank, range(rows[0], rows[-1] + 1), self.columns[t]))
         return shards
 
     def rows(self, part: int, parts: int) -> list[int]:
@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn, *, replicated: bool) -> Case:
     """replicated: every tensor-parallel rank has all columns, as with hidden states."""
     student, teacher = draw(layouts()), draw(layouts())
     places = st.builds(Place, st.integers(0, 1), st.integers(0, 2))
-    sides = Sides(
+    sides = LayoutPair(
         student,
         teacher,
         tuple(draw(st.lists(places, min_size=student.size, max_size=student.size))),
@@ -73,7 +73,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2])))
 
 
-def check(case: Case, by_student: list[list[Piece]]) -> None:
+def check(case: Case, by_student: list[list[BufferSlice]]) -> None:
     """Every cell that some teacher rank has is read once, from the right place, of the nearest that has it."""
     sides = case.sides
     buffers = [case.buffer(rank) for rank in range(sides.teacher.size)]
@@ -96,12 +96,12 @@ def check(case: Case, by_student: list[list[Piece]]) -> None:
         assert set(read) == expected
 
 
-def nearest(sides: Sides, student_rank: int, holders: list[int]) -> list[int]:
+def nearest(sides: LayoutPair, student_rank: int, holders: list[int]) -> list[int]:
     """The lowest rank of the nearest; any where all are on other nodes."""
     by_distance = {each: [rank for rank in holders if distance(sides, student_rank, rank) == each] for each in range(3)}
     return by_distance[0][:1] or by_distance[1][:1] or by_distance[2]
 
 
-def distance(sides: Sides, student_rank: int, teacher_rank: int) -> int:
+def distance(sides: LayoutPair, student_rank: int, teacher_rank: int) -> int:
     ours, theirs = sides.student_places[student_rank], sides.teacher_places[teacher_rank]
     return 0 if ours == theirs else 1 if ours.node == theirs.node else 2

@@ -13,7 +13,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.base import Receiver
 from nemo_opd.handoff.hidden_states import HiddenStatesWindow, HiddenStatesWriter
 from nemo_opd.handoff.logits import LogitsWriter
-from nemo_opd.handoff.plan import Readers, Sides
+from nemo_opd.handoff.plan import LayoutPair, Readers
 from nemo_opd.handoff.traffic import Payload, planned_readers
 from nemo_opd.handoff.window import OutputHandle, Window
 from nemo_opd.logits.head import Head, HeadLogits
@@ -67,11 +67,11 @@ class Ranks:
     """The writers of a teacher's ranks."""
 
     kind: Kind
-    sides: Sides
+    sides: LayoutPair
     writers: list[HiddenStatesWriter | LogitsWriter]
 
     @classmethod
-    def start(cls, kind: Kind, sides: Sides, *, num_slots: int = 1) -> "Ranks":
+    def start(cls, kind: Kind, sides: LayoutPair, *, num_slots: int = 1) -> "Ranks":
         hidden_size = HIDDEN if kind == "hidden_states" else None
         payload = Payload(len(LENGTHS), LENGTH, VOCAB, hidden_size, 8)
         writers: list[HiddenStatesWriter | LogitsWriter] = []
@@ -129,7 +129,7 @@ def tokens_of(lengths: Sequence[int], sequences: range) -> slice:
     return slice(sum(lengths[: sequences.start]), sum(lengths[: sequences.stop]))
 
 
-def own_tokens(sides: Sides, student_rank: int, lengths: tuple[int, ...] = LENGTHS) -> slice:
+def own_tokens(sides: LayoutPair, student_rank: int, lengths: tuple[int, ...] = LENGTHS) -> slice:
     """Return the rows of the whole output that are in a student rank's window."""
     size = len(lengths) // sides.student.dp
     d, _, _ = sides.student.coordinates(student_rank)

@@ -12,7 +12,7 @@ from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.base import Receiver
 from nemo_opd.handoff.exchange import Exchange, ExchangePlanner
 from nemo_opd.handoff.handle import Message
-from nemo_opd.handoff.plan import Sides
+from nemo_opd.handoff.plan import LayoutPair
 from nemo_opd.handoff.traffic import Payload, Traffic, planned_traffic
 from nemo_opd.handoff.window import windows
 from tests.handoff.counting import EXPORTED
@@ -74,7 +74,7 @@ def test_every_rank_reads_its_rows_of_the_whole(
     """Over two batches, the first of full and the second of more sequences; every export is taken, and none is made for
     who cannot map it.
     """
-    sides = Sides(student, teacher, *PLACES[places](student.size, teacher.size))
+    sides = LayoutPair(student, teacher, *PLACES[places](student.size, teacher.size))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     reading, planner = receivers(stack, student.size), ExchangePlanner(teacher.size)
     planned = sum(planned_traffic(sides, PAYLOAD), Traffic())
@@ -95,7 +95,7 @@ def test_every_rank_reads_its_rows_of_the_whole(
 
 
 def test_nothing_is_sent_on_a_node(stack: ExitStack) -> None:
-    sides = Sides(Layout(2), Layout(1, 1, 2), filled(2, 8), filled(2, 8))
+    sides = LayoutPair(Layout(2), Layout(1, 1, 2), filled(2, 8), filled(2, 8))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
 
     assert ExchangePlanner(2).plan(windows(ranks.write(output()), sides, LENGTHS)).is_empty
@@ -104,7 +104,7 @@ def test_nothing_is_sent_on_a_node(stack: ExitStack) -> None:
 
 def test_replicas_on_other_nodes_take_turns() -> None:
     """Bug: all ranks of the student read from one, whose network is then what a step waits for."""
-    sides = Sides(Layout(4), Layout(1, 1, 4), filled(4, 4), filled(4, 4, first=4))
+    sides = LayoutPair(Layout(4), Layout(1, 1, 4), filled(4, 4), filled(4, 4, first=4))
     ranks = Ranks.start("hidden_states", sides)
     exchange = ExchangePlanner(4).plan(windows(ranks.write(output()), sides, LENGTHS))
 
@@ -117,7 +117,7 @@ def test_replicas_on_other_nodes_take_turns() -> None:
 
 def test_a_slot_has_its_own_receive_buffer(stack: ExitStack) -> None:
     """A batch that is sent ahead must not take the place of the one that is being read."""
-    sides = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
+    sides = LayoutPair(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides, num_slots=2)))
     (receiver,), planner = receivers(stack, 1), ExchangePlanner(1)
     first, second = output(0), replace(output(1), head=output().head)
@@ -132,7 +132,7 @@ def test_a_slot_has_its_own_receive_buffer(stack: ExitStack) -> None:
 
 
 def test_what_has_not_arrived_is_refused(stack: ExitStack) -> None:
-    sides = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
+    sides = LayoutPair(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     (window,), (receiver,) = windows(ranks.write(output()), sides, LENGTHS), receivers(stack, 1)
 
@@ -142,7 +142,7 @@ def test_what_has_not_arrived_is_refused(stack: ExitStack) -> None:
 
 def test_receive_buffers_persist_and_grow(stack: ExitStack) -> None:
     """Catches an allocation a step."""
-    sides = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
+    sides = LayoutPair(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     (receiver,) = receivers(stack, 1)
     (window,) = windows(ranks.write(output()), sides, LENGTHS)

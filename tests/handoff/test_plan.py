@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.plan import (
-    Piece,
-    Sides,
+    BufferSlice,
+    LayoutPair,
     head_pieces,
     output_pieces,
     output_shards,
@@ -65,7 +65,7 @@ def test_equal_layouts_read_their_own_device_and_nothing_is_put_together(layout:
     by_student = output_pieces(sides, output_shards(layout, [1] * 8, [range(5)] * layout.tp), [1] * 8)
 
     own_rows = range(8 // layout.dp)
-    assert by_student == [[Piece(rank, own_rows, own_rows, range(5))] for rank in range(layout.size)]
+    assert by_student == [[BufferSlice(rank, own_rows, own_rows, range(5))] for rank in range(layout.size)]
 
 
 def test_a_head_s_shards_are_taken_from_the_own_device_then_the_own_node() -> None:
@@ -86,15 +86,15 @@ def test_an_empty_shard_of_the_vocabulary_is_not_read() -> None:
 
 
 def test_batches_that_do_not_divide_are_read_from_both_sides_of_a_cut() -> None:
-    sides = Sides(Layout(3), Layout(2), filled(3, 8), filled(2, 8, first=3))
+    sides = LayoutPair(Layout(3), Layout(2), filled(3, 8), filled(2, 8, first=3))
     one = range(1)
 
     by_student = output_pieces(sides, output_shards(Layout(2), [1] * 6, [one]), [1] * 6)
 
     assert by_student == [
-        [Piece(0, range(2), range(2), one)],
-        [Piece(0, range(2, 3), range(1), one), Piece(1, range(1), range(1, 2), one)],
-        [Piece(1, range(1, 3), range(2), one)],
+        [BufferSlice(0, range(2), range(2), one)],
+        [BufferSlice(0, range(2, 3), range(1), one), BufferSlice(1, range(1), range(1, 2), one)],
+        [BufferSlice(1, range(1, 3), range(2), one)],
     ]
 
 
@@ -120,7 +120,7 @@ def test_rows_that_cannot_be_cut_are_refused() -> None:
 
 def test_every_rank_needs_a_place() -> None:
     with pytest.raises(ConfigError, match="the layouts have 2 student and 1 teacher ranks"):
-        Sides(Layout(2), Layout(1), (Place(0, 0),), (Place(0, 0),))
+        LayoutPair(Layout(2), Layout(1), (Place(0, 0),), (Place(0, 0),))
 
 
 @pytest.mark.parametrize("layout", [lambda n: Layout(n), lambda n: Layout(n // 8, 1, 8)], ids=["dp", "tp 8"])

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.plan import Readers, Sides
+from nemo_opd.handoff.plan import LayoutPair, Readers
 from nemo_opd.handoff.traffic import Payload, Traffic, check_stays_on_node, planned_readers, planned_traffic
 from tests.handoff.places import colocated, filled
 
@@ -41,7 +41,7 @@ def test_a_window_over_two_nodes_is_refused() -> None:
 @pytest.mark.parametrize(("cp", "tp"), [(cp, tp) for cp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if cp * tp <= NODE])
 def test_the_layouts_that_the_refusal_recommends_pass(cp: int, tp: int) -> None:
     """On the same devices, with the same tp and cp, whose product divides the ranks of a node."""
-    sides = Sides(Layout(16), Layout(16), filled(16, NODE), filled(16, NODE, first=16))
+    sides = LayoutPair(Layout(16), Layout(16), filled(16, NODE), filled(16, NODE, first=16))
     with pytest.raises(ConfigError, match=r"or cluster\.placement=colocated with the same parallelism\.tp and "):
         check_stays_on_node("big", sides, LOGITS)
 
@@ -83,6 +83,6 @@ def test_readers_are_known_before_the_first_batch() -> None:
 
 
 def test_who_is_on_another_node_maps_nothing() -> None:
-    sides = Sides(Layout(2), Layout(1), filled(2, NODE), filled(1, NODE, first=NODE))
+    sides = LayoutPair(Layout(2), Layout(1), filled(2, NODE), filled(1, NODE, first=NODE))
 
     assert planned_readers(sides, PAYLOAD) == (Readers((), (), sends_head=True),)

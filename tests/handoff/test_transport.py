@@ -7,8 +7,8 @@ import pytest
 
 from nemo_opd.config.handoff import HiddenStatesHandoff
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.obstacle import complaint, hand_over, obstacle
 from nemo_opd.handoff.transport import TRANSPORTS, choose_transport
+from nemo_opd.handoff.transport_probe import complaint, hand_over, probe_transport
 
 
 def never() -> str | None:
@@ -67,7 +67,7 @@ def test_the_last_line_of_a_failed_try_is_its_reason() -> None:
 )
 def test_buffers_can_be_read_on_this_machine(transport: str) -> None:
     """The whole try, a larger buffer and a reader for each kind of pair included."""
-    assert obstacle(transport, [(0, 0), (0, 1)] if transport == "shared_memory" else [(0, 0)]) is None
+    assert probe_transport(transport, [(0, 0), (0, 1)] if transport == "shared_memory" else [(0, 0)]) is None
 
 
 @pytest.mark.world

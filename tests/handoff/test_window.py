@@ -10,7 +10,7 @@ import torch
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError, HandoffError
 from nemo_opd.handoff.hidden_states import HiddenStatesWriter
-from nemo_opd.handoff.plan import Sides
+from nemo_opd.handoff.plan import LayoutPair
 from nemo_opd.handoff.window import windows
 from nemo_opd.logits.combined import SideBySideLogits
 from nemo_opd.logits.packed import PackedLogits
@@ -48,13 +48,13 @@ def stack() -> Iterator[ExitStack]:
         yield entered
 
 
-def two_for_one() -> Sides:
+def two_for_one() -> LayoutPair:
     """A teacher of two data-parallel ranks, and a student that is beside the first."""
-    return Sides(Layout(1), Layout(2), filled(1, 8), filled(2, 8))
+    return LayoutPair(Layout(1), Layout(2), filled(1, 8), filled(2, 8))
 
 
-def sides_of(student: Layout, teacher: Layout) -> Sides:
-    return Sides(student, teacher, filled(student.size, 8), filled(teacher.size, 8))
+def sides_of(student: Layout, teacher: Layout) -> LayoutPair:
+    return LayoutPair(student, teacher, filled(student.size, 8), filled(teacher.size, 8))
 
 
 @pytest.mark.parametrize("kind", KINDS)

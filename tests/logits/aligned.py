@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_opd.distributed.transfer import together
+from nemo_opd.distributed.transfer import to_device_batched
 from nemo_opd.logits import Head, HeadLogits, aligned
 from tests.losses.cases import ALL_LOSSES, Batch, Case, random_logits
 from tests.losses.counted import MOVED
@@ -73,7 +73,7 @@ def value_and_gradients(case: Case, batch: Batch, further_rows: int, dtype: torc
 def difference(case: Case, further_rows: int, dtype: torch.dtype) -> Difference:
     with counted():
         batch = case.batch(0, torch.float32)
-        sent = dict(zip(MOVED, together([getattr(batch, name) for name in MOVED], DEVICE), strict=True))
+        sent = dict(zip(MOVED, to_device_batched([getattr(batch, name) for name in MOVED], DEVICE), strict=True))
         with Strides() as strides:
             ours = value_and_gradients(case, replace(batch, **sent), further_rows, dtype)
         with patch.object(aligned, "_NUMBERS", 1), Strides() as plain_strides:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from nemo_opd.distributed.transfer import together
+from nemo_opd.distributed.transfer import to_device_batched
 from tests.losses.cases import ALL_LOSSES, Case
 from tests.pretend_gpu import DEVICE, counted
 
@@ -30,12 +30,12 @@ def found(case: Case) -> Found:
     batch = case.batch(0, torch.float32)
     expected = case.value_and_gradient(batch)
     with counted() as work:
-        sent = dict(zip(MOVED, together([getattr(batch, name) for name in MOVED], DEVICE), strict=True))
+        sent = dict(zip(MOVED, to_device_batched([getattr(batch, name) for name in MOVED], DEVICE), strict=True))
         there = replace(batch, student=batch.student.to(DEVICE), teacher=batch.teacher.to(DEVICE), **sent)
         case.value_and_gradient(there)
         work.clear()
         made = case.value_and_gradient(there)
-        counts = work.taken()
+        counts = work.gather()
         pairs = [(ours.cpu(), theirs) for ours, theirs in zip(made, expected, strict=True)]
     error = max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
     return Found(**counts, error=error)

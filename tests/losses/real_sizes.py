@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import together
+from nemo_opd.distributed.transfer import to_device_batched
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.losses import (
@@ -101,7 +101,7 @@ class Sides:
         in_chunks = places - (places + 1) // 4
         pairs = torch.from_numpy(between.shared_pairs[:positions].astype(np.int64))
         own, others = (side.unsqueeze(0).contiguous() for side in pairs.unbind(1))
-        ids, teacher_ids, mask, chunks = together([own, others, torch.ones_like(places), in_chunks], device)
+        ids, teacher_ids, mask, chunks = to_device_batched([own, others, torch.ones_like(places), in_chunks], device)
         student, same, cross = (
             HeadLogits(draw(1, positions, width, device=device), Head(draw(vocabulary, width, device=device)))
             for width, vocabulary in sizes

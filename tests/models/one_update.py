@@ -17,7 +17,7 @@ from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
 from nemo_opd.distributed.shards import gathered
 from nemo_opd.logits.head import HeadLogits
 from nemo_opd.losses.cross_entropy import cross_entropy
-from nemo_opd.models.head import Headless, WithHead
+from nemo_opd.models.head import HiddenStateModel, LogitModel
 from nemo_opd.models.sharded_load import load_sharded
 from tests.models.families import VOCABULARY
 from tests.packings import unpadded
@@ -70,7 +70,7 @@ def cut(
     return mesh, model
 
 
-def accumulate(headless: Headless, rows: slice, mesh: Any) -> None:
+def accumulate(headless: HiddenStateModel, rows: slice, mesh: Any) -> None:
     """As a student does: losses go backward to a leaf one after the other, then the model's own pass runs once."""
     packing = unpadded(IDS[rows])
     made = headless(IDS[rows], packing)
@@ -87,12 +87,12 @@ def full(tensors: Iterator[tuple[str, Any]]) -> dict[str, Tensor]:
 
 
 def train(model: PreTrainedModel, mesh: Any, parallelism: Parallelism) -> tuple[Trained, torch.optim.Optimizer]:
-    headless = Headless(model, key="student.model", mesh=mesh, parallelism=parallelism)
+    headless = HiddenStateModel(model, key="student.model", mesh=mesh, parallelism=parallelism)
     optimizer = adamw(model)
     with torch.no_grad():
         rows, packing = torch.arange(IDS.numel()), unpadded(IDS)
         logits = headless.whole(headless(IDS, packing), packing).read(rows, VOCABULARY)
-        of_head = WithHead(model, mesh=mesh, parallelism=parallelism)
+        of_head = LogitModel(model, mesh=mesh, parallelism=parallelism)
         of_logits = of_head.whole(of_head(IDS, packing), packing).read(rows, VOCABULARY)
         torch.testing.assert_close(of_logits, logits, rtol=1e-6, atol=1e-6)
     model.train()

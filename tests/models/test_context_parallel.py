@@ -23,7 +23,7 @@ from nemo_opd.models.context_parallel import (
     gather_positions,
     use_ring_attention,
 )
-from nemo_opd.models.head import Headless
+from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.models.sharded_load import load_sharded
 from tests.models.families import VOCABULARY, model_of, save
 from tests.models.world import as_rank, on_ranks
@@ -81,7 +81,7 @@ def gathered_attention(ring: RingAttention, length: int, device: torch.device) -
         yield own
 
 
-def loss_and_gradient(source: Headless, embedding: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(source: HiddenStateModel, embedding: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy of packed sequences, and this rank's share of the gradient of the tied embedding."""
     ids = torch.randint(4, VOCABULARY, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(3))
     packing = packing_of(*LENGTHS)
@@ -101,7 +101,7 @@ def learned_on_rank() -> tuple[Tensor, Tensor]:
     mesh, model = build_mesh(Layout(1, 2, 1), "cpu"), model_of("llama, tied")
     use_ring_attention(model, 2, key=KEY)
     with patch.object(RingAttention, "positions", gathered_attention):
-        source = Headless(model, key=KEY, mesh=mesh, parallelism=Parallelism(cp=2))
+        source = HiddenStateModel(model, key=KEY, mesh=mesh, parallelism=Parallelism(cp=2))
         assert not source.reads_packed
         assert source.num_positions(packing_of(*LENGTHS)) == len(LENGTHS) * 12
         return loss_and_gradient(source, model.get_input_embeddings().weight)
@@ -110,7 +110,7 @@ def learned_on_rank() -> tuple[Tensor, Tensor]:
 def test_packed_sequences_are_learned_as_on_one_rank(two_ranks: list[Any]) -> None:
     """Bugs: padding of a ring that a loss reads; positions of a neighbour; a gradient that each rank has whole."""
     model = model_of("llama, tied")
-    loss, gradient = loss_and_gradient(Headless(model, key=KEY), model.get_input_embeddings().weight)
+    loss, gradient = loss_and_gradient(HiddenStateModel(model, key=KEY), model.get_input_embeddings().weight)
     for own, _ in (each.learned for each in two_ranks):
         torch.testing.assert_close(own, loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(sum(each.learned[1] for each in two_ranks), gradient, rtol=1e-5, atol=1e-6)
@@ -166,7 +166,7 @@ def hidden_states_on_rank(folder: Path) -> tuple[Tensor, Tensor]:
         device="cuda",
         trainable=True,
     )
-    headless = Headless(model, key="student.model", mesh=mesh, parallelism=parallelism)
+    headless = HiddenStateModel(model, key="student.model", mesh=mesh, parallelism=parallelism)
     ids = torch.arange(22, device="cuda").view(2, 11)
     packing = unpadded(ids).to("cuda")
     made = headless(ids, packing)

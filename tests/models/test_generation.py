@@ -16,7 +16,7 @@ from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.mesh import tensor_axis
 from nemo_opd.models.context_parallel import RING, use_ring_attention
 from nemo_opd.models.generation import generating
-from nemo_opd.models.head import Headless
+from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.models.load import load_model
 from nemo_opd.models.parallelize import checkpoint_activations
 from nemo_opd.rollout.base import Completion, Request, Sampling
@@ -193,7 +193,7 @@ def test_sampled_probabilities_have_the_digits_of_the_losses(family: str) -> Non
     model: Any = model_of(family).bfloat16()
     ids = torch.arange(1, 13).view(2, 6)
     own = model(ids).logits
-    made = Headless(model, key="model")(ids, unpadded(ids))
+    made = HiddenStateModel(model, key="model")(ids, unpadded(ids))
     expected = made.read(torch.arange(12), made.shape[2]).view(own.shape)
     head = model.get_output_embeddings()
 

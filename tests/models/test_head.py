@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from nemo_opd.errors import ModelError
-from nemo_opd.models.head import Headless
+from nemo_opd.models.head import HiddenStateModel
 from tests.packings import unpadded
 
 SIZES = {
@@ -67,7 +67,7 @@ def test_the_logits_are_the_models_own(kind: str) -> None:
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
     parameters = list(model.parameters())
     wanted = torch.autograd.grad((expected * weight).sum(), parameters)
-    made = Headless(model, key="student.model")(IDS, ALL)
+    made = HiddenStateModel(model, key="student.model")(IDS, ALL)
     assert made.shape == (1, 10, 40)
     torch.testing.assert_close(made.read(torch.arange(10), 40), expected.flatten(0, 1), rtol=1e-5, atol=1e-6)
     logits = made.head.after_linear(nn.functional.linear(made.hidden, made.head.weight, made.head.bias))
@@ -78,7 +78,7 @@ def test_the_logits_are_the_models_own(kind: str) -> None:
 
 def test_the_soft_cap_and_the_scales_matter_in_the_test() -> None:
     for kind in ("gemma2 with a soft-cap", "cohere with a scale", "granite with a divisor"):
-        made = Headless(model_of(CONFIGS[kind]), key="student.model")(IDS, ALL)
+        made = HiddenStateModel(model_of(CONFIGS[kind]), key="student.model")(IDS, ALL)
         plain = nn.functional.linear(made.hidden, made.head.weight).flatten(0, 1)
         assert (made.read(torch.arange(10), 40) - plain).abs().max() > 0.1
 
@@ -86,7 +86,7 @@ def test_the_soft_cap_and_the_scales_matter_in_the_test() -> None:
 def test_the_model_is_as_it_was() -> None:
     model = model_of(CONFIGS["qwen3"])
     before = model(input_ids=IDS).logits
-    Headless(model, key="student.model")(IDS, ALL)
+    HiddenStateModel(model, key="student.model")(IDS, ALL)
     assert torch.equal(model(input_ids=IDS).logits, before)
 
 
@@ -103,15 +103,15 @@ def test_what_is_not_a_plain_head_is_refused() -> None:
     model = model_of(CONFIGS["llama"])
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(ModelError, match=r"teachers\.0\.model: the head is a Sequential.*use handoff=logits"):
-        Headless(model, key="teachers.0.model")
+        HiddenStateModel(model, key="teachers.0.model")
     with pytest.raises(ModelError, match=r"student\.model: Shifted does more.*use handoff=logits"):
-        Headless(Shifted(CONFIGS["llama"]).eval(), key="student.model")(IDS, ALL)
+        HiddenStateModel(Shifted(CONFIGS["llama"]).eval(), key="student.model")(IDS, ALL)
 
 
 def test_a_text_that_overflows_says_nothing_about_the_head() -> None:
     """Bug: a model that gives NaN is told that it does more than a scale, and to use handoff=logits."""
     model = model_of(CONFIGS["qwen3"])
-    source, embedding = Headless(model, key="student.model"), model.get_input_embeddings()
+    source, embedding = HiddenStateModel(model, key="student.model"), model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda _, __, embedded: embedded * float("nan"))
     assert source(IDS, ALL).hidden.isnan().all()
     hook.remove()

@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from nemo_opd.models import packed_attention
-from nemo_opd.models.head import Headless
+from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.models.packed_attention import is_packable
 from nemo_opd.models.parallelize import checkpoint_activations
 from tests.models.families import FAMILIES, SIZES, VOCABULARY
@@ -120,7 +120,7 @@ def in_one_row(model: PreTrainedModel) -> Tensor:
     packing = packing_of(*LENGTHS, width=10)
     ids = nn.utils.rnn.pad_sequence(sequences(), batch_first=True)
     ids = nn.functional.pad(ids, (0, 10 - ids.shape[1]))
-    source = Headless(model, key="student.model")
+    source = HiddenStateModel(model, key="student.model")
     made = source(ids, packing)
     head = made.head
     logits = head.after_linear(nn.functional.linear(made.hidden, head.weight, head.bias)).squeeze(0)
@@ -171,7 +171,7 @@ def test_positions_are_those_that_the_model_reads(family: str) -> None:
     read: list[int] = []
     model.get_input_embeddings().register_forward_hook(lambda _, given, __: read.append(given[0].numel()))
     ids, packing = nn.utils.rnn.pad_sequence(sequences(), batch_first=True), packing_of(*LENGTHS)
-    source = Headless(model, key="student.model")
+    source = HiddenStateModel(model, key="student.model")
 
     source(ids, packing)
 

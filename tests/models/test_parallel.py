@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from nemo_opd.checkpoint.state import load_state, save_state
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.models.export import save_pretrained
-from nemo_opd.models.head import WithHead
+from nemo_opd.models.head import LogitModel
 from tests.models.families import MIXED, VOCABULARY, save
 from tests.models.one_update import IDS, MASKS, NORMALIZER, USED, Trained, adamw, cut, train
 from tests.models.world import on_ranks
@@ -110,7 +110,7 @@ def default_experts(folder: Path) -> Tensor:
     """Logits of the way of computing experts that transformers takes by itself, in its float32."""
     parallelism = Parallelism(tp=2)
     mesh, model = cut(folder, parallelism, dtype=torch.float32)
-    with_head, packing = WithHead(model, mesh=mesh, parallelism=parallelism), unpadded(IDS)
+    with_head, packing = LogitModel(model, mesh=mesh, parallelism=parallelism), unpadded(IDS)
     with torch.no_grad():
         logits = with_head.whole(with_head(IDS, packing), packing).read(torch.arange(IDS.numel()), VOCABULARY)
     return logits.view(*IDS.shape, -1)

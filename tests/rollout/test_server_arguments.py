@@ -12,7 +12,7 @@ from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.engines import ENGINES
 from nemo_opd.rollout.installed import REQUIREMENTS
-from nemo_opd.rollout.server.completion import Terms
+from nemo_opd.rollout.server.completion import RequestContext
 from nemo_opd.rollout.server.engine import PROGRAMS
 from nemo_opd.rollout.server.http import UnusableError
 from nemo_opd.rollout.server.program import Program
@@ -85,7 +85,7 @@ def test_sglang_has_room_for_the_longest_sequence() -> None:
 def test_sglang_ends_at_stop_tokens() -> None:
     """Bug: with ignore_eos it goes on after `stop_token_ids` as well."""
     request = Request(np.array([1], np.int32), max_new_tokens=4, seed=0)
-    sampling = SGLang().body(request, Sampling(), Terms("m", frozenset({2}), 8, 8))["sampling_params"]
+    sampling = SGLang().body(request, Sampling(), RequestContext("m", frozenset({2}), 8, 8))["sampling_params"]
     assert sampling["stop_token_ids"] == [2]
     assert "ignore_eos" not in sampling
 

@@ -15,7 +15,7 @@ from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, Request
 from nemo_opd.rollout.server import http
 from nemo_opd.rollout.server.client import Client
-from nemo_opd.rollout.server.completion import Terms
+from nemo_opd.rollout.server.completion import RequestContext
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import openai_models
 from nemo_opd.rollout.server.vllm import VLLM
@@ -79,7 +79,7 @@ def choice(**changes: object) -> str:
     return json.dumps({"model": "m", "choices": [whole | changes]})
 
 
-EXPECTED = Terms("m", frozenset({2}), 100, 100)
+EXPECTED = RequestContext("m", frozenset({2}), 100, 100)
 
 
 def completed(answer: Answers, timeout_s: float = LONG_S) -> Completion:

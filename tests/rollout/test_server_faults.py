@@ -15,7 +15,7 @@ from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server import spread
-from nemo_opd.rollout.server.completion import Terms
+from nemo_opd.rollout.server.completion import RequestContext
 from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.http import UnusableError
 from nemo_opd.rollout.server.sglang import SGLang
@@ -375,7 +375,7 @@ def test_sglangs_own_form() -> None:
     request = Request(np.array([4, 5], np.int32), 3, seed=2**40, stop=("end",))
     program = SGLang()
 
-    body = program.body(request, Sampling(0.5, top_k=9), Terms("student", frozenset({END}), VOCAB, VOCAB))
+    body = program.body(request, Sampling(0.5, top_k=9), RequestContext("student", frozenset({END}), VOCAB, VOCAB))
     answer = program.answer(sglang_says(body)[1])
 
     assert body["input_ids"] == [4, 5]
@@ -391,7 +391,7 @@ def test_sglangs_raw_log_probabilities() -> None:
     completion = Completion(np.array([7, 8, 9], np.int32), sampled, sampled, "length", 0)
     program = SGLang()
 
-    body = program.raw_body(request, completion, Terms("student", frozenset({END}), VOCAB, VOCAB))
+    body = program.raw_body(request, completion, RequestContext("student", frozenset({END}), VOCAB, VOCAB))
     assert body is not None
     about = {
         "input_token_logprobs": [[None, 4, None], [-1.0, 5, None], [-2.0, 7, None], [-3.0, 8, None]],

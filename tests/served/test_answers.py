@@ -13,7 +13,7 @@ import torch
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.errors import EndpointError
 from nemo_opd.logits.sparse import SparseRows
-from nemo_opd.rollout.server.spread import Spread
+from nemo_opd.rollout.server.spread import LoadBalancer
 from nemo_opd.served.answers import EndpointAnswers, served_layout
 from nemo_opd.served.check import check_endpoint
 from tests.rollout.fake_server import Handler, Json, Says
@@ -307,7 +307,7 @@ def test_a_server_that_failed_gets_a_single_request_after_its_rest(monkeypatch: 
     """Catches all requests that go to the dead server, since it has fewest."""
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    spread = Spread(["a", "b"])
+    spread = LoadBalancer(["a", "b"])
     with pytest.raises(EndpointError), spread.next().track_request():
         raise EndpointError
     with spread.next().track_request():

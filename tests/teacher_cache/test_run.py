@@ -17,7 +17,7 @@ from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.metrics import values
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.teacher_cache.reader import CacheReader, shard_files
-from nemo_opd.training.cache_build import CacheForm, Part, build_cache
+from nemo_opd.training.cache_build import CacheForm, CacheShard, build_cache
 from nemo_opd.training.inputs import check_inputs
 from nemo_opd.training.off_policy import distil
 from nemo_opd.training.preflight import preflight
@@ -166,7 +166,7 @@ def test_another_tokenizer_in_the_folder_is_refused(built: Built, tmp_path: Path
 
 def test_workers_share_the_work_and_add_what_is_missing(built: Built, tmp_path: Path) -> None:
     """Catches a segment that no worker takes, one that two take, and one that is asked about again."""
-    parts = [build_cache(built.live, 1, tmp_path / "c", CacheForm(4), part=Part(index, 2)) for index in range(2)]
+    parts = [build_cache(built.live, 1, tmp_path / "c", CacheForm(4), part=CacheShard(index, 2)) for index in range(2)]
     assert all(part.segments for part in parts)
     whole = CacheReader(built.folder / "same_some")
     assert sum(part.segments for part in parts) == len(whole) == len(CacheReader(tmp_path / "c"))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Pretr
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.rollout.base import Request
-from nemo_opd.training.memory import Machine, MemoryEstimate, ModelSetup, Situation
+from nemo_opd.training.memory import Machine, MemoryEstimate, MemoryInputs, ModelSetup
 from nemo_opd.training.memory.report import memory_report
 from nemo_opd.training.model_size import model_size
 from tests.tiny import Tiny
@@ -61,11 +61,11 @@ def situation(
     layout: Layout,
     device: str = "cpu",
     teachers: Sequence[PretrainedConfig] = (),
-) -> Situation:
+) -> MemoryInputs:
     """model: of the student, and of the teachers unless they are given."""
     models = [model, *(teachers or [model] * len(config.teachers))]
     student, *others = (ModelSetup(model_size(each), each.vocab_size, layout) for each in models)
-    return Situation(student, tuple(others), Machine(device, None, None, layout.size))
+    return MemoryInputs(student, tuple(others), Machine(device, None, None, layout.size))
 
 
 def saved(config: PretrainedConfig, folder: Path, tiny: Tiny) -> Path:

@@ -15,7 +15,7 @@ from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ClusterError
-from nemo_opd.handoff.plan import Readers, Sides
+from nemo_opd.handoff.plan import LayoutPair, Readers
 from nemo_opd.handoff.traffic import Traffic
 from nemo_opd.handoff.window import windows
 from nemo_opd.logging.jsonl import read
@@ -89,7 +89,7 @@ def test_weights_are_those_of_one_process(in_one_process: Path, run: Run) -> Non
 def test_a_teacher_that_dies_while_it_sends(nodes: "Nodes") -> None:
     """The student waits for what will never come: the message names who died, and comes at once."""
     placement = Placement.consecutive([1, 1], together=[1, 1], num_nodes=2)
-    sides = Sides(Layout(1), Layout(1), placement.student, placement.teachers[0])
+    sides = LayoutPair(Layout(1), Layout(1), placement.student, placement.teachers[0])
     delivery = Delivery(sides, (Readers((), (), sends_head=True),), (Traffic(1, 1),))
     settings = Cluster(address=nodes.address, num_nodes=2, timeout_s=TIMEOUT_S)
     with (

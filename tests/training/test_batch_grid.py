@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_opd.data.collate import numbered
+from nemo_opd.data.collate import row_ids
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.batch_grid import BatchGrid, leads, reduced, shared_out
+from nemo_opd.training.batch_grid import BatchGrid, dp_leader_ranks, reduced, shared_out
 from nemo_opd.types import Batch, Last, Max, Mean, Metrics, Sum, TeacherRows, TokenRows
 
 LAYOUTS = [Layout(1), Layout(2), Layout(3, tp=2), Layout(2, cp=2), Layout(1, cp=2, tp=2), Layout(4, cp=3, tp=2)]
@@ -52,7 +52,7 @@ def test_rows_that_are_dealt_are_the_same_rows(num_rows: int) -> None:
     batch = batch_of(num_rows)
     batch = replace(batch, teachers=(replace(batch.teachers[0], weights=batch.student.lengths.float()),))
 
-    made = grid.dealt(batch)
+    made = grid.balanced(batch)
 
     assert sorted(made.student.lengths.tolist()) == list(range(1, num_rows + 1))
     (teacher,) = made.teachers
@@ -67,13 +67,13 @@ def test_rows_that_are_dealt_are_the_same_rows(num_rows: int) -> None:
 def test_packed_rows_stay_together_and_ranks_have_equally_many(sizes: list[int], student: int, teacher: int) -> None:
     """Bugs: a row on two ranks, a rank with fewer sequences than others, padding taken for a sequence."""
     grid = BatchGrid(Layout(student), (Layout(teacher),))
-    batch = replace(batch_of(sum(sizes)), row=numbered(sizes))
-    row_of_length = dict(zip(batch.student.lengths.tolist(), numbered(sizes).tolist(), strict=True))
+    batch = replace(batch_of(sum(sizes)), row=row_ids(sizes))
+    row_of_length = dict(zip(batch.student.lengths.tolist(), row_ids(sizes).tolist(), strict=True))
 
-    made = grid.dealt(batch)
+    made = grid.balanced(batch)
 
     assert made.row is not None
-    assert made.row.tolist() == numbered(made.row.bincount().tolist()).tolist(), "numbered from 0, in order"
+    assert made.row.tolist() == row_ids(made.row.bincount().tolist()).tolist(), "numbered from 0, in order"
     lengths = made.student.lengths.tolist()
     assert sorted(lengths) == list(range(1, sum(sizes) + 1))
     assert len({(row_of_length[n], row) for n, row in zip(lengths, made.row.tolist(), strict=True)}) == len(sizes)
@@ -107,7 +107,7 @@ def test_a_maximum_that_a_lead_does_not_report_is_kept() -> None:
 
 
 def test_leads_are_the_first_of_each_data_parallel_index() -> None:
-    assert leads(Layout(3, cp=2, tp=2)) == [0, 4, 8]
+    assert dp_leader_ranks(Layout(3, cp=2, tp=2)) == [0, 4, 8]
 
 
 @pytest.mark.parametrize("number", [0, 1, 7, 12])
@@ -115,8 +115,8 @@ def test_leads_are_the_first_of_each_data_parallel_index() -> None:
 def test_each_item_is_with_one_data_parallel_index_and_all_of_its_ranks(number: int, layout: Layout) -> None:
     by_rank = shared_out(range(number), layout)
 
-    assert [item for rank in leads(layout) for item in by_rank[rank]] == list(range(number))
+    assert [item for rank in dp_leader_ranks(layout) for item in by_rank[rank]] == list(range(number))
     assert len(by_rank) == layout.size
     for rank, own in enumerate(by_rank):
-        assert own == by_rank[leads(layout)[layout.coordinates(rank)[0]]]
+        assert own == by_rank[dp_leader_ranks(layout)[layout.coordinates(rank)[0]]]
         assert abs(len(own) - number / layout.dp) < 1

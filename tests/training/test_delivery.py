@@ -124,7 +124,7 @@ def test_the_try_is_of_devices_that_are_read(configure: Configure, monkeypatch: 
     assert mapped_devices(plan.deliveries[1:], shares_process=True) == []
 
     tried: list[object] = []
-    monkeypatch.setattr(transfers, "obstacle", lambda *given: tried.append(given) or "no peer access")
+    monkeypatch.setattr(transfers, "probe_transport", lambda *arguments: tried.append(arguments) or "no peer access")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     name, (warning,) = settle_transport(plan.config, "cuda", plan.deliveries)
     assert name == "pinned_memory"

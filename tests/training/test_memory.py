@@ -17,9 +17,9 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.training.memory import (
     Machine,
     MemoryEstimate,
+    MemoryInputs,
     ModelSetup,
     Phase,
-    Situation,
     estimate,
     settle_memory,
 )
@@ -82,10 +82,10 @@ def changed(override: str) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={name: int(value)})})
 
 
-def situation(sizes: list[ModelSize], *, gib: float | None, device: str = "cuda", ranks: int = 1) -> Situation:
+def situation(sizes: list[ModelSize], *, gib: float | None, device: str = "cuda", ranks: int = 1) -> MemoryInputs:
     student, *teachers = (ModelSetup(size, size.vocab_size, Layout(ranks)) for size in sizes)
     machine = Machine(device, None if gib is None else int(gib * GIB), 256 * GIB, ranks)
-    return Situation(student, tuple(teachers), machine)
+    return MemoryInputs(student, tuple(teachers), machine)
 
 
 def offloaded(config: RunConfig) -> tuple[bool | str, bool | str, bool | str]:
@@ -517,4 +517,4 @@ def test_who_gives_back(
         placement=SimpleNamespace(groups_per_device=shared),
         memory=SimpleNamespace(caches_fit=caches_fit),
     )
-    assert Plan.gives_back.fget(plan) is expected  # type: ignore[attr-defined]
+    assert Plan.empties_cache.fget(plan) is expected  # type: ignore[attr-defined]

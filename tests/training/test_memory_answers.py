@@ -10,7 +10,7 @@ from nemo_opd.config import RunConfig
 from nemo_opd.config.data import ValidationSource
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.rollout.base import Sampling
-from nemo_opd.training.memory import Memory, Phase, Situation, estimate
+from nemo_opd.training.memory import Memory, MemoryInputs, Phase, estimate
 from nemo_opd.training.memory.offload import advice, variants
 from nemo_opd.training.memory.processes import SAMPLING
 from nemo_opd.training.sampling_batches import SamplingBatch, teacher_batch
@@ -115,7 +115,7 @@ def two_teachers(*settings: str) -> RunConfig:
 
 
 @cache
-def around() -> Situation:
+def around() -> MemoryInputs:
     """Two GPUs and two teachers: one with wide keys and few parameters, and one with many parameters."""
     return situation(two_teachers(), LLAMA, Layout(2), "cuda", [WIDE_KEYS, MANY_PARAMETERS])
 

@@ -9,11 +9,11 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.base import Sender
 from nemo_opd.handoff.hidden_states import HiddenStatesWriter
 from nemo_opd.handoff.logits import LogitsWriter
-from nemo_opd.handoff.plan import Readers, Sides
+from nemo_opd.handoff.plan import LayoutPair, Readers
 from nemo_opd.handoff.window import windows
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits
-from nemo_opd.training.memory import Machine, ModelSetup, Part, Phase, Situation, estimate
+from nemo_opd.training.memory import Machine, MemoryInputs, ModelSetup, Part, Phase, estimate
 from nemo_opd.training.memory.processes import TeacherProcess
 from nemo_opd.training.model_size import ModelSize, model_size
 from tests.composition import compose
@@ -42,7 +42,9 @@ def job(size: ModelSize, layout: Layout, kind: str, micro: int, buffers: int = 1
         *([f"cluster.prefetch={buffers - 1}", "cluster.placement=separate"] if buffers > 1 else []),
     )
     setup = ModelSetup(size, VOCAB, layout)
-    return TeacherProcess(config, config.teachers[0], setup, Situation(setup, (setup,), Machine("cpu", None, None, 1)))
+    return TeacherProcess(
+        config, config.teachers[0], setup, MemoryInputs(setup, (setup,), Machine("cpu", None, None, 1))
+    )
 
 
 def columns_of(of: TeacherProcess, rank: int) -> range:
@@ -91,7 +93,7 @@ def test_buffers_are_what_is_estimated(size: ModelSize, layout: Layout, kind: st
 def test_what_is_put_together_is_what_is_estimated(size: ModelSize, micro: int) -> None:
     """Of a microbatch at most, where one teacher's rows end in its midst: 8 rows a rank of three. Bug: all rows."""
     of = job(size, Layout(3), "hidden_states", micro)
-    sides = Sides(Layout(2), Layout(3), filled(2, 8), filled(3, 8))
+    sides = LayoutPair(Layout(2), Layout(3), filled(2, 8), filled(3, 8))
     writers = [written(of, rank, reader=rank // 2) for rank in range(3)]
     # The middle one's rows are read by both.
     writers[1].close()
@@ -118,7 +120,7 @@ def test_output_in_main_memory_is_not_on_the_gpu(size: ModelSize) -> None:
     setup = of.setup
     machine = Machine("cuda", 2**30, 2**30, 1)
     near, far = (
-        estimate(of.config, Situation(setup, (setup,) * len(of.config.teachers), machine, through_host=through_host))
+        estimate(of.config, MemoryInputs(setup, (setup,) * len(of.config.teachers), machine, through_host=through_host))
         for through_host in (False, True)
     )
     positions = of.config.train.longest_at_a_time(1) * LENGTH

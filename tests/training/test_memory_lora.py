@@ -10,7 +10,7 @@ from nemo_opd.config.lora import Lora
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ModelError
 from nemo_opd.models.lora import Adapters
-from nemo_opd.training.memory import Machine, ModelSetup, Phase, Situation, estimate
+from nemo_opd.training.memory import Machine, MemoryInputs, ModelSetup, Phase, estimate
 from nemo_opd.training.memory.formulas import Work, saved_activations
 from nemo_opd.training.model_size import model_size
 from tests.composition import compose
@@ -47,9 +47,9 @@ def test_targets_that_are_not_there_are_told_before_anything_loads() -> None:
         model_size(CONFIG, adapted(target_modules=["query"]))
 
 
-def situation(adapters: Adapters | None, ranks: int = 1) -> Situation:
+def situation(adapters: Adapters | None, ranks: int = 1) -> MemoryInputs:
     setup = ModelSetup(model_size(CONFIG, adapters), 32_000, Layout(ranks))
-    return Situation(setup, (), Machine("cuda", 80 * 2**30, None, ranks))
+    return MemoryInputs(setup, (), Machine("cuda", 80 * 2**30, None, ranks))
 
 
 @pytest.fixture(scope="module")

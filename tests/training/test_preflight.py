@@ -35,11 +35,11 @@ from nemo_opd.rotary import RotaryLimit
 from nemo_opd.training import ranks as module
 from nemo_opd.training import run_directory
 from nemo_opd.training.corpus import Corpus
-from nemo_opd.training.findings import check_positions, require_room_to_sample
 from nemo_opd.training.memory import Phase
 from nemo_opd.training.model_info import read_model_info
 from nemo_opd.training.off_policy import distil
 from nemo_opd.training.preflight import preflight
+from nemo_opd.training.preflight_warnings import check_positions, require_room_to_sample
 from nemo_opd.training.ranks import require_batch_divides, reserved_gpus, resolve_device, resolve_ranks
 from nemo_opd.training.run_directory import default_output_dir
 from nemo_opd.training.teacher_plan import require_same_tokenizer

@@ -14,7 +14,7 @@ import pytest
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.training import interrupt as interrupt_module
-from nemo_opd.training.interrupt import ECHO_S, Echoes, Interrupt, interruptible
+from nemo_opd.training.interrupt import ECHO_S, Interrupt, SignalDebouncer, interruptible
 from nemo_opd.training.run_directory import RunLock
 from nemo_opd.training.session import Session
 from nemo_opd.training.time_limit import TimeLimit
@@ -47,7 +47,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         nonlocal now
         now += ECHO_S
 
-    monkeypatch.setattr(interrupt_module, "_echoes", Echoes())
+    monkeypatch.setattr(interrupt_module, "_echoes", SignalDebouncer())
     monkeypatch.setattr(interrupt_module.time, "monotonic", lambda: now)
     return wait
 

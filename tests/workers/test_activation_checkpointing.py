@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nemo_opd.logits.head import HeadLogits
 from nemo_opd.logits.packed import Packing
-from nemo_opd.models.head import Headless
+from nemo_opd.models.head import HiddenStateModel
 from tests.tiny import Tiny
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
 
@@ -19,18 +19,18 @@ def trained(tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch, *options:
     """Make two steps, and count the bytes that the model's forward passes kept for backward."""
     plan = plan_of(tiny.overrides("train.max_steps=2", *options))
     kept = 0
-    forward = Headless.__call__
+    forward = HiddenStateModel.__call__
 
     def counted(tensor: Tensor) -> Tensor:
         nonlocal kept
         kept += tensor.numel() * tensor.element_size()
         return tensor
 
-    def watched(headless: Headless, ids: Tensor, packing: Packing) -> HeadLogits:
+    def watched(headless: HiddenStateModel, ids: Tensor, packing: Packing) -> HeadLogits:
         with torch.autograd.graph.saved_tensors_hooks(counted, lambda tensor: tensor):
             return forward(headless, ids, packing)
 
-    monkeypatch.setattr(Headless, "__call__", watched)
+    monkeypatch.setattr(HiddenStateModel, "__call__", watched)
     (result,) = in_world(1, train, [Training(plan, first_batches(plan, 2))], folder)
     monkeypatch.undo()
     return result, kept

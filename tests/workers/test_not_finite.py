@@ -150,7 +150,7 @@ def job_of(tiny: Tiny, *overrides: str, **more: Any) -> Job:
 
 def only_on_the_last_rank(batch: Batch) -> int:
     """Return a token of the first teacher that only rank 1 of 2 reads."""
-    batch = BatchGrid(Layout(2), ()).dealt(batch)
+    batch = BatchGrid(Layout(2), ()).balanced(batch)
     ids, lengths = batch.teachers[0].tokens.ids, batch.teachers[0].tokens.lengths
     half = len(ids) // 2
     first, last = (

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_opd.workers import host_copy, residence
 from nemo_opd.workers.host_copy import HostCopy, storages_of
-from nemo_opd.workers.residence import Residence
+from nemo_opd.workers.residence import DeviceOffload
 from tests.models.world import alone, as_rank
 
 
@@ -155,14 +155,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     yield seen
 
 
-@pytest.mark.parametrize(("offload", "gives_back"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("offload", "empties_cache"), [(True, True), (True, False), (False, True), (False, False)])
 def test_one_wait_and_no_emptied_cache_where_all_fits(
-    monkeypatch: pytest.MonkeyPatch, offload: bool, gives_back: bool
+    monkeypatch: pytest.MonkeyPatch, offload: bool, empties_cache: bool
 ) -> None:
     """Bugs: a wait for each tensor; memory that nobody needs given back to the driver and asked for again each step."""
     own = OnGPU(3, 3)
     optimizer = torch.optim.AdamW(own.parameters())
-    place = Residence(own, "cuda", offload=offload, gives_back=gives_back, optimizer=optimizer)
+    place = DeviceOffload(own, "cuda", offload=offload, empties_cache=empties_cache, optimizer=optimizer)
     with calls(monkeypatch) as seen:
         for step in range(3):
             with place.use(optimizer=True):
@@ -174,14 +174,14 @@ def test_one_wait_and_no_emptied_cache_where_all_fits(
             with place.use():
                 assert held_bytes(own.parameters()) > 0
                 assert (held_bytes(residence._moments(optimizer)) == 0) == offload
-            assert seen == Counter(waits=2 * (step + 1) * offload, empties=2 * (step + 1) * gives_back)
+            assert seen == Counter(waits=2 * (step + 1) * offload, empties=2 * (step + 1) * empties_cache)
     assert own.moves == offload
 
 
 def test_the_model_leaves_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     own = OnGPU(3, 3)
     expected = own.weight.detach().clone()
-    place = Residence(own, "cuda", offload=True, gives_back=False)
+    place = DeviceOffload(own, "cuda", offload=True, empties_cache=False)
     with calls(monkeypatch):
         with pytest.raises(KeyError), place.use():
             raise KeyError
@@ -194,7 +194,7 @@ def test_on_a_cpu_nothing_moves() -> None:
     own = OnGPU(3, 3)
     with Copies() as copies:
         for _ in range(2):
-            with Residence(own, "cpu", offload=True, gives_back=False).use(optimizer=True):
+            with DeviceOffload(own, "cpu", offload=True, empties_cache=False).use(optimizer=True):
                 own(torch.ones(3))
     assert (own.moves, copies.number) == (0, 0)
     assert held_bytes(own.parameters()) > 0

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.handoff.hidden_states import HiddenStatesHandle
-from nemo_opd.handoff.plan import Sides
+from nemo_opd.handoff.plan import LayoutPair
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver
 from nemo_opd.handoff.window import OutputHandle, windows
 from nemo_opd.logits.packed import PackedLogits
@@ -24,7 +24,7 @@ from tests.tiny import Tiny
 from tests.workers.local import first_batches, in_world, on_ranks_of, opened, plan_of, rank_zero
 
 pytestmark = pytest.mark.world
-ALONE = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(0, 0),))
+ALONE = LayoutPair(Layout(1), Layout(1), (Place(0, 0),), (Place(0, 0),))
 
 
 @dataclass(frozen=True)

@@ -130,13 +130,13 @@ def build(arguments: Namespace, console: Console) -> None:
 
 
 def _drive(arguments: Namespace, console: Console) -> None:
-    from nemo_opd.training.cache_build import CacheForm, Part, build_cache
+    from nemo_opd.training.cache_build import CacheForm, CacheShard, build_cache
 
     form = CacheForm(arguments.top_k, 4 if arguments.float32 else 3)
     try:
         config, i = _run_config(arguments) if arguments.config else (_file_config(arguments), 0)
         with busy("reading texts and models"):
-            built = build_cache(config, i, arguments.output, form, part=Part(*arguments.part))
+            built = build_cache(config, i, arguments.output, form, part=CacheShard(*arguments.part))
     except KeyboardInterrupt as interrupt:
         interrupt.add_note(f"{arguments.output} has all answers so far; the same command continues")
         raise

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_opd.handoff.obstacle import obstacle
+from nemo_opd.handoff.transport_probe import probe_transport
 
 _TIMED = 20
 _SHARE = 64
@@ -144,15 +144,15 @@ def _shared_memory(has_gpu: bool) -> dict[str, str | None]:
     """
     limit_s = 40.0
     if not has_gpu:
-        return {"shared memory": obstacle("shared_memory", [(0, 0)], limit_s)}
+        return {"shared memory": probe_transport("shared_memory", [(0, 0)], limit_s)}
     number = torch.cuda.device_count()
     pairs = [(i, j) for i in range(number) for j in range(number)]
     same, different = ([pair for pair in pairs if (pair[0] == pair[1]) is is_same] for is_same in (True, False))
     problems = {
-        "pinned memory": obstacle("pinned_memory", same, limit_s),
-        "CUDA IPC, one GPU": obstacle("cuda_ipc", same, limit_s),
+        "pinned memory": probe_transport("pinned_memory", same, limit_s),
+        "CUDA IPC, one GPU": probe_transport("cuda_ipc", same, limit_s),
     }
-    return problems | ({"CUDA IPC, two GPUs": obstacle("cuda_ipc", different, limit_s)} if different else {})
+    return problems | ({"CUDA IPC, two GPUs": probe_transport("cuda_ipc", different, limit_s)} if different else {})
 
 
 if __name__ == "__main__":

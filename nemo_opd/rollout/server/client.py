@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from nemo_opd.errors import OPDError, RolloutError
 from nemo_opd.progress import working
 from nemo_opd.rollout.server.http import UnansweredError, UnusableError, fetch, open_client
-from nemo_opd.rollout.server.spread import Address, Spread, pause_s
+from nemo_opd.rollout.server.spread import Address, LoadBalancer, pause_s
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
@@ -48,10 +48,10 @@ class Client(Generic[_Answer]):
     """Size limit of an answer; `http.MAX_BYTES` if None."""
     retried: int = 0
     """Requests sent again, so far."""
-    _spread: Spread = field(init=False)
+    _spread: LoadBalancer = field(init=False)
 
     def __post_init__(self) -> None:
-        self._spread = Spread(self.urls)
+        self._spread = LoadBalancer(self.urls)
 
     def complete(
         self, bodies: Sequence[_Body], read: Callable[[int, Any], _Answer], check: Callable[[], None] = lambda: None

@@ -32,7 +32,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestContext:
     """Properties of the served model that requests use and answers are checked against."""
 
     model: str

@@ -17,7 +17,7 @@ from nemo_opd.errors import RolloutError
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.rollout.base import Completion, EngineSpec, Generator, Request, Sampling, check_lengths
 from nemo_opd.rollout.server.client import Client
-from nemo_opd.rollout.server.completion import ROUNDING, Terms, checked_logprobs
+from nemo_opd.rollout.server.completion import ROUNDING, RequestContext, checked_logprobs
 from nemo_opd.rollout.server.folder import ModelFolder, Shapes, shapes_in
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.process import ServerProcess
@@ -74,7 +74,7 @@ class ServerEngine(Generator):
             )
             name = self._first_name(model)
             head_size = max(spec.vocab_size, self._first.head_size if self._first else 0)
-            self._terms = Terms(name, spec.end_ids, spec.vocab_size, head_size)
+            self._terms = RequestContext(name, spec.end_ids, spec.vocab_size, head_size)
             self._probe()
             undo.pop_all()
 

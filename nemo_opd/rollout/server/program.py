@@ -9,7 +9,7 @@ import numpy as np
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server.completion import Answer, Terms
+from nemo_opd.rollout.server.completion import Answer, RequestContext
 from nemo_opd.rollout.server.http import Http
 
 Json = dict[str, Any]
@@ -48,7 +48,7 @@ class Program(ABC):
         """
 
     @abstractmethod
-    def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:
+    def body(self, request: Request, sampling: Sampling, terms: RequestContext) -> Json:
         """Return the body of a request for a completion."""
 
     def answer(self, reply: Json) -> Answer:
@@ -63,7 +63,7 @@ class Program(ABC):
             raw_logprobs=logprobs.get("raw_logprobs"),
         )
 
-    def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json | None:
+    def raw_body(self, request: Request, completion: Completion, terms: RequestContext) -> Json | None:
         """Return the body of a request for raw log-probabilities; None if the first answer has them.
 
         The model reads the sampled sequence once, without sampling it again.

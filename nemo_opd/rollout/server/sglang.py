@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server.completion import Answer, Terms
+from nemo_opd.rollout.server.completion import Answer, RequestContext
 from nemo_opd.rollout.server.http import Http, UnusableError
 from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed
 from nemo_opd.users_code import shown
@@ -48,7 +48,7 @@ class SGLang(Program):
             options.append("--enable-fp32-lm-head")
         return [*options, "--host", HOST, "--port", str(port), "--enable-deterministic-inference"]
 
-    def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:
+    def body(self, request: Request, sampling: Sampling, terms: RequestContext) -> Json:
         return {
             "input_ids": request.prompt_ids.tolist(),
             "return_logprob": True,
@@ -79,7 +79,7 @@ class SGLang(Program):
             model=None,
         )
 
-    def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json:
+    def raw_body(self, request: Request, completion: Completion, terms: RequestContext) -> Json:
         # Without the last token, since a prompt of `max_length` would be rejected.
         *first, last = completion.ids.tolist()
         return {

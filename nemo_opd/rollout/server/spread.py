@@ -41,7 +41,7 @@ class Address:
             self.in_flight -= 1
 
 
-class Spread:
+class LoadBalancer:
     """A load balancer over equal servers. A failed server rests for a while, and is then tried with one request."""
 
     def __init__(self, urls: Sequence[str]) -> None:

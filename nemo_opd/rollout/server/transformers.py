@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import EngineSpec, Request, Sampling
-from nemo_opd.rollout.server.completion import Terms
+from nemo_opd.rollout.server.completion import RequestContext
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import HOST, Json, Program
 from nemo_opd.users_code import shown
@@ -32,7 +32,7 @@ class Transformers(Program):
     def arguments(self, model: str, spec: EngineSpec, port: int, memory_share: float) -> list[str]:
         return ["--host", HOST, "--port", str(port), "--dtype", spec.dtype, "--model-timeout=-1"]
 
-    def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:
+    def body(self, request: Request, sampling: Sampling, terms: RequestContext) -> Json:
         return {
             "model": terms.model,
             "prompt": request.prompt_ids.tolist(),

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server.completion import Terms
+from nemo_opd.rollout.server.completion import RequestContext
 from nemo_opd.rollout.server.folder import weight_files
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed
@@ -59,7 +59,7 @@ class VLLM(Program):
             options += ["--hf-overrides", _FP32_HEAD]
         return [model, "--host", HOST, "--port", str(port), "--served-model-name", NAME, *options]
 
-    def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:
+    def body(self, request: Request, sampling: Sampling, terms: RequestContext) -> Json:
         return {
             "model": terms.model,
             "prompt": request.prompt_ids.tolist(),
@@ -75,7 +75,7 @@ class VLLM(Program):
             **terms.bias,
         }
 
-    def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json:
+    def raw_body(self, request: Request, completion: Completion, terms: RequestContext) -> Json:
         # Without the last token, since a prompt of the model's full length would be rejected.
         *first, last = completion.ids.tolist()
         return {

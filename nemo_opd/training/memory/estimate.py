@@ -12,7 +12,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.rollout.server.share import COMMON_SHARE, OWN_SHARE
 from nemo_opd.training.memory.parts import LOADED, SLACK, USABLE, Memory, MemoryEstimate, Part, Phase, constant_part
 from nemo_opd.training.memory.processes import student_parts, teacher_processes
-from nemo_opd.training.memory.situation import Machine, Situation
+from nemo_opd.training.memory.situation import Machine, MemoryInputs
 from nemo_opd.training.sampling_batches import student_samples, teachers_answer
 
 CONTEXT_BYTES = 512 * 2**20
@@ -22,7 +22,7 @@ ASLEEP_BYTES = 2 * 2**30
 SERVER = "rollout server"
 
 
-def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
+def estimate(config: RunConfig, situation: MemoryInputs) -> MemoryEstimate:
     """Return the bytes on one rank by part and phase, with the settings as they are: `offload: auto` counts as false.
 
     Parameters, gradients, optimizer state, handoff buffers and caches are exact; activations are estimated. Processes
@@ -49,7 +49,7 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
     return MemoryEstimate(tuple(Memory(*memory, phases) for memory in memories), situation.block_bytes, caches_fit)
 
 
-def _processes(config: RunConfig, situation: Situation) -> list[list[Part]]:
+def _processes(config: RunConfig, situation: MemoryInputs) -> list[list[Part]]:
     """Return the parts of each process of a rank.
 
     The student's process is first, and has the parts of teachers with its weights and of a rollout server.

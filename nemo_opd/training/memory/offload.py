@@ -17,7 +17,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.training.memory.estimate import estimate
 from nemo_opd.training.memory.parts import Advice, MemoryEstimate
 from nemo_opd.training.memory.report import gib, largest_parts
-from nemo_opd.training.memory.situation import Situation
+from nemo_opd.training.memory.situation import MemoryInputs
 from nemo_opd.training.sampling_batches import student_batch
 
 _Model = TypeVar("_Model", Student, Teacher)
@@ -27,7 +27,7 @@ _SMALLEST_SAVING = 0.01
 """Smallest saving worth advising, as a share of the peak."""
 
 
-def settle_memory(config: RunConfig, situation: Situation) -> tuple[RunConfig, MemoryEstimate]:
+def settle_memory(config: RunConfig, situation: MemoryInputs) -> tuple[RunConfig, MemoryEstimate]:
     """Return the settings with every `offload: auto` decided, and their estimate.
 
     Takes the smallest set that fits: none, then teachers, the largest first, then the student's parameters and
@@ -83,7 +83,7 @@ def _does_not_fit(estimated: MemoryEstimate, condition: str) -> str:
     )
 
 
-def advice(config: RunConfig, situation: Situation) -> list[Advice]:
+def advice(config: RunConfig, situation: MemoryInputs) -> list[Advice]:
     """Return single changes that lower the peak of the memory that is short, largest saving first."""
     short, changes = estimate(config, situation).shortest, []
     for setting, changed, inputs in variants(config, situation):
@@ -93,7 +93,7 @@ def advice(config: RunConfig, situation: Situation) -> list[Advice]:
     return sorted(worthwhile, key=lambda change: change.saved_bytes, reverse=True)
 
 
-def variants(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
+def variants(config: RunConfig, situation: MemoryInputs) -> Iterator[tuple[str, RunConfig, MemoryInputs]]:
     """Yield single changes as `key=value`, each with the settings and the inputs of the estimate it leads to."""
     same_layouts = ((key, value, situation) for key, value in _changes(config, situation))
     for key, value, inputs in chain(same_layouts, _other_layouts(config, situation)):
@@ -101,7 +101,7 @@ def variants(config: RunConfig, situation: Situation) -> Iterator[tuple[str, Run
             yield f"{key}={'null' if value is None else str(value).lower()}", changed, inputs
 
 
-def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, object]]:
+def _changes(config: RunConfig, situation: MemoryInputs) -> Iterator[tuple[str, object]]:
     train, rollout, evaluation = config.train, config.rollout, config.evaluation
     yield "student.sync_each_micro_batch", True
     yield "student.activation_checkpointing", True
@@ -143,7 +143,7 @@ def _change(config: RunConfig, key: str, value: object) -> RunConfig | None:
         return None
 
 
-def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, object, Situation]]:
+def _other_layouts(config: RunConfig, situation: MemoryInputs) -> Iterator[tuple[str, object, MemoryInputs]]:
     """Yield `replicas=1` for each model, and twice its `tp` if that divides its ranks and the model."""
     for i, setup in enumerate((situation.student, *situation.teachers)):
         if i and not config.active_teachers[i - 1].has_model:

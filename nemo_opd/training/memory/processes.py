@@ -14,7 +14,7 @@ from nemo_opd.models.load import compute_dtype
 from nemo_opd.training.memory import formulas
 from nemo_opd.training.memory.formulas import FP32
 from nemo_opd.training.memory.parts import LOADED, STEP, STUDENT_PHASES, Part, Phase, constant_part
-from nemo_opd.training.memory.situation import ModelSetup, Situation
+from nemo_opd.training.memory.situation import MemoryInputs, ModelSetup
 from nemo_opd.training.model_size import cut_numel, shard_numel
 from nemo_opd.training.sampling_batches import (
     SamplingBatch,
@@ -41,7 +41,7 @@ SAMPLING = (
 """Names of the parts of sampling."""
 
 
-def student_parts(config: RunConfig, situation: Situation) -> list[Part]:
+def student_parts(config: RunConfig, situation: MemoryInputs) -> list[Part]:
     """Return the parts of the student's process, without the teachers inside it."""
     student, setup = config.student, situation.student
     c = compute_dtype(student.dtype, situation.device).itemsize
@@ -69,7 +69,7 @@ def student_parts(config: RunConfig, situation: Situation) -> list[Part]:
     ]
 
 
-def _pass_parts(config: RunConfig, situation: Situation, c: int) -> list[Part]:
+def _pass_parts(config: RunConfig, situation: MemoryInputs, c: int) -> list[Part]:
     """Return the parts of a forward and a backward pass.
 
     The backward pass counts the largest of three moments: in the last layer all activations are alive, in the first
@@ -104,7 +104,7 @@ def _pass_parts(config: RunConfig, situation: Situation, c: int) -> list[Part]:
     ]
 
 
-def _loss_parts(config: RunConfig, situation: Situation, c: int) -> list[Part]:
+def _loss_parts(config: RunConfig, situation: MemoryInputs, c: int) -> list[Part]:
     """Return the parts of the loss.
 
     If logits are handed over: whole logits and their gradient; a soft cap also keeps the tanh. Otherwise: the
@@ -143,7 +143,7 @@ class TeacherProcess:
     config: RunConfig
     settings: Teacher
     setup: ModelSetup
-    situation: Situation
+    situation: MemoryInputs
 
     @property
     def item_bytes(self) -> int:
@@ -263,7 +263,7 @@ class TeacherProcess:
         ]
 
 
-def teacher_processes(config: RunConfig, situation: Situation) -> list[TeacherProcess]:
+def teacher_processes(config: RunConfig, situation: MemoryInputs) -> list[TeacherProcess]:
     teachers = zip(config.active_teachers, situation.teachers, strict=True)
     return [TeacherProcess(config, settings, setup, situation) for settings, setup in teachers]
 

@@ -116,7 +116,7 @@ class ModelSetup:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class MemoryInputs:
     """Inputs of the estimate: models and machine of a run."""
 
     student: ModelSetup
@@ -132,7 +132,7 @@ class Situation:
     small_blocks: bool = False
     """Whether blocks of logits are as small as on a GPU with little memory."""
 
-    def with_layouts(self, layouts: Mapping[int, Layout], config: RunConfig) -> Situation:
+    def with_layouts(self, layouts: Mapping[int, Layout], config: RunConfig) -> MemoryInputs:
         """Return the situation with other layouts, keyed by 0 for the student and 1 + i for teacher i.
 
         A teacher with the student's weights has the student's layout.

@@ -9,13 +9,15 @@ from dataclasses import replace
 from nemo_opd.cluster.placement import Placement, Places
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.memory import Situation, estimate
+from nemo_opd.training.memory import MemoryInputs, estimate
 
 _STUDENT = 0
 """Index of the student among the models, before the teachers."""
 
 
-def settle_copies(config: RunConfig, situation: Situation, placement: Placement) -> tuple[RunConfig, Situation]:
+def resolve_replicas(
+    config: RunConfig, situation: MemoryInputs, placement: Placement
+) -> tuple[RunConfig, MemoryInputs]:
     """Resolve every `replicas: auto` in settings and layouts.
 
     As many models as fit easily without more offloading get a replica on every node. If not all fit, teachers lose

@@ -8,14 +8,14 @@ from typing import Literal, TypeVar
 from nemo_opd.config.model import Student
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
-from nemo_opd.training.memory import Situation, estimate
+from nemo_opd.training.memory import MemoryInputs, estimate
 
 _Item = int | Literal["student", "gradients"]
 """Item that may stay unsharded: a teacher's weights (its index), the student's weights, or its gradients."""
 _Model = TypeVar("_Model", Student, Teacher)
 
 
-def settle_kept(config: RunConfig, situation: Situation) -> RunConfig:
+def resolve_resharding(config: RunConfig, situation: MemoryInputs) -> RunConfig:
     """Resolve every `reshard_after_forward: auto` and `sync_each_micro_batch: auto` in the settings.
 
     They become false if the unsharded item fits easily without more offloading. Items are tried in this order: the
@@ -29,7 +29,7 @@ def settle_kept(config: RunConfig, situation: Situation) -> RunConfig:
     return _resolved(config, unsharded)
 
 
-def _undecided(config: RunConfig, situation: Situation) -> Iterator[_Item]:
+def _undecided(config: RunConfig, situation: MemoryInputs) -> Iterator[_Item]:
     """Yield the items with `auto` in the order of trial."""
     sizes = [setup.size.parameters for setup in situation.teachers]
     for i in sorted(range(len(sizes)), key=sizes.__getitem__):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nemo_opd.aggregation import Parts
+from nemo_opd.aggregation import TeacherLosses
 from nemo_opd.alignment import fingerprint
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.load import from_dict
@@ -123,7 +123,9 @@ def _reads_students_ids(
     return True
 
 
-def check_answers(config: RunConfig, device: str, teachers: Sequence[ModelInfo], parts: Parts, width: int) -> None:
+def check_answers(
+    config: RunConfig, device: str, teachers: Sequence[ModelInfo], parts: TeacherLosses, width: int
+) -> None:
     """Raise ConfigError if the run cannot learn from the content of its caches or the answers of its servers.
 
     width: columns of the student's head.
@@ -170,7 +172,7 @@ def require_stored(config: RunConfig, samples: Collection[Sample]) -> None:
             raise DataError(f"teachers.{i}.cache: {error}") from error
 
 
-def _check_cache(config: RunConfig, i: int, cache: str, teacher: ModelInfo, parts: Parts, width: int) -> None:
+def _check_cache(config: RunConfig, i: int, cache: str, teacher: ModelInfo, parts: TeacherLosses, width: int) -> None:
     key = f"teachers.{i}.cache={cache}"
     manifest = require_cache(cache, f"teachers.{i}.cache")
     if teacher.vocab_size != manifest.vocab_size:
@@ -204,7 +206,9 @@ def _require_no_entropy(config: RunConfig, reason: str) -> None:
         )
 
 
-def _check_likeliest(config: RunConfig, i: int, parts: Parts, layout: SparseLayout, width: int, key: str) -> None:
+def _check_likeliest(
+    config: RunConfig, i: int, parts: TeacherLosses, layout: SparseLayout, width: int, key: str
+) -> None:
     """Plan a teacher's loss on an empty sample. Raises ConfigError if the loss needs more than the likeliest tokens."""
     if config.aggregation.type == "averaged_logits":
         way_out = "build it with --hidden-states" if config.active_teachers[i].cache else "name its model's folder"

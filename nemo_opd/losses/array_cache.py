@@ -14,7 +14,7 @@ _Object = TypeVar("_Object")
 _cache: dict[tuple[Hashable, ...], Any] = {}
 
 
-def made_once(make: Callable[[], _Object], arrays: Sequence[NDArray[np.generic]], *key: Hashable) -> _Object:
+def cached_by_array(make: Callable[[], _Object], arrays: Sequence[NDArray[np.generic]], *key: Hashable) -> _Object:
     """Call `make` once per arrays and key; `key` identifies the object and its other inputs."""
     full_key = (*key, *map(id, arrays))
     if full_key not in _cache:

@@ -1,6 +1,6 @@
 """A trial, in separate processes, of whether processes of this machine can read each other's buffers.
 
-`python -m nemo_opd.handoff.obstacle TRANSPORT PAIRS` hands numbers over as a run does. PAIRS: JSON list of pairs
+`python -m nemo_opd.handoff.transport_probe TRANSPORT PAIRS` hands numbers over as a run does. PAIRS: JSON list of pairs
 [writing device index, reading device index].
 """
 
@@ -25,7 +25,7 @@ _SIZES = (1_000, 1_000_000)
 """Sizes of the tensors that are handed over; the second needs a larger buffer."""
 
 
-def obstacle(transport: str, pairs: _Pairs, limit_s: float = _LIMIT_S) -> str | None:
+def probe_transport(transport: str, pairs: _Pairs, limit_s: float = _LIMIT_S) -> str | None:
     """Return why a buffer on the first device of a pair cannot be read from the second, or None if all can.
 
     Tries one pair with the same device and one with different devices, and checks peer access for all pairs. Returns

@@ -8,10 +8,10 @@ from transformers import LlamaConfig
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.copies import settle_copies
-from nemo_opd.training.memory import Machine, ModelSetup, Situation, estimate
+from nemo_opd.training.memory import Machine, MemoryInputs, ModelSetup, estimate
 from nemo_opd.training.memory.parts import SLACK, USABLE
 from nemo_opd.training.model_size import model_size
+from nemo_opd.training.replicas import resolve_replicas
 from tests.composition import compose
 
 GIB = 2**30
@@ -24,25 +24,27 @@ def configure(*overrides: str) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def situation() -> Situation:
+def situation() -> MemoryInputs:
     """A student and two teachers, the second of them larger, on GPUs that hold anything."""
     sizes = [
         model_size(LlamaConfig(vocab_size=1000, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=4))
         for width in (1024, 1024, 2048)
     ]
     setups = [ModelSetup(size, size.vocab_size, Layout(NODES * GPUS)) for size in sizes]
-    return Situation(setups[0], tuple(setups[1:]), Machine("cuda", 80 * GIB, None, GPUS))
+    return MemoryInputs(setups[0], tuple(setups[1:]), Machine("cuda", 80 * GIB, None, GPUS))
 
 
-def copies(config: RunConfig, situation: Situation, placement: Placement = PLACEMENT) -> tuple[list[object], list[int]]:
+def copies(
+    config: RunConfig, situation: MemoryInputs, placement: Placement = PLACEMENT
+) -> tuple[list[object], list[int]]:
     """Return the number of copies of each model in the settings, and in the layouts."""
-    settled, found = settle_copies(config, situation, placement)
+    settled, found = resolve_replicas(config, situation, placement)
     models = (settled.student, *settled.teachers)
     setups = (found.student, *found.teachers)
     return [model.parallelism.replicas for model in models], [setup.layout.replicas for setup in setups]
 
 
-def with_copies(situation: Situation, *numbers: int) -> Situation:
+def with_copies(situation: MemoryInputs, *numbers: int) -> MemoryInputs:
     student, *teachers = (
         replace(setup, layout=replace(setup.layout, replicas=number))
         for setup, number in zip((situation.student, *situation.teachers), numbers, strict=True)
@@ -50,7 +52,7 @@ def with_copies(situation: Situation, *numbers: int) -> Situation:
     return replace(situation, student=student, teachers=tuple(teachers))
 
 
-def test_as_many_models_as_fit_have_a_copy_on_every_node(situation: Situation) -> None:
+def test_as_many_models_as_fit_have_a_copy_on_every_node(situation: MemoryInputs) -> None:
     """Bugs: a run that fits is made one that does not, or one that is offloaded; layouts other than the settings'."""
     config = configure()
     steps = [(2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1)]
@@ -64,16 +66,16 @@ def test_as_many_models_as_fit_have_a_copy_on_every_node(situation: Situation) -
 @pytest.mark.parametrize(
     "machine", [Machine("cuda", None, None, GPUS), Machine("cpu", None, None, GPUS), Machine("cuda", GIB // 8, None, 4)]
 )
-def test_one_copy_where_it_is_unknown_whether_more_fit(situation: Situation, machine: Machine) -> None:
+def test_one_copy_where_it_is_unknown_whether_more_fit(situation: MemoryInputs, machine: Machine) -> None:
     assert copies(configure(), replace(situation, machine=machine)) == ([1, 1, 1], [1, 1, 1])
 
 
-def test_what_was_asked_for_stays(situation: Situation) -> None:
+def test_what_was_asked_for_stays(situation: MemoryInputs) -> None:
     config = configure("+student.parallelism.replicas=8", "+teachers.1.parallelism.replicas=1")
     assert copies(config, with_copies(situation, 8, 1, 1)) == ([8, 2, 1], [8, 2, 1])
 
 
-def test_a_copy_is_on_one_node(situation: Situation) -> None:
+def test_a_copy_is_on_one_node(situation: MemoryInputs) -> None:
     """Bug: two copies of a model whose ranks are on nodes in other numbers, so that each would be on both."""
     one = Placement.colocated(num_nodes=1, ranks_per_node=NODES * GPUS, num_teachers=2)
     assert copies(configure(), situation, one) == ([1, 1, 1], [1, 1, 1])

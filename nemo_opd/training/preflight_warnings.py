@@ -18,7 +18,7 @@ from nemo_opd.rollout.hf import end_ids
 from nemo_opd.rollout.renderer import encode
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.model_info import ModelInfo
-from nemo_opd.training.survey import GOOD_COVERAGE, Survey, sampled_rows
+from nemo_opd.training.survey import GOOD_COVERAGE, DataStatistics, sampled_rows
 
 _CHECKED_CHARACTERS = 100_000
 """Number of leading characters of a text that are searched for special tokens."""
@@ -176,7 +176,7 @@ def warn_of_shared_data(config: RunConfig) -> Iterator[str]:
             )
 
 
-def check_texts(config: RunConfig, statistics: Survey) -> list[str]:
+def check_texts(config: RunConfig, statistics: DataStatistics) -> list[str]:
     """Return warnings for texts without a token to learn and for teachers that cover few tokens.
 
     Raises DataError if no text has a token to learn or no teacher covers any token.
@@ -228,7 +228,7 @@ def warn_of_spelled_tokens(config: RunConfig, data: Corpus, student: ModelInfo) 
         )
 
 
-def warn_of_short_rows(config: RunConfig, limits: Sequence[int], statistics: Survey) -> Iterator[str]:
+def warn_of_short_rows(config: RunConfig, limits: Sequence[int], statistics: DataStatistics) -> Iterator[str]:
     """Yield a warning if a teacher's limit ends packed rows long before the student's.
 
     limits: maximum row length in tokens for the student and each active teacher.
