@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_opd.config.loss import BytePrefixTerm, LossTerm
 from nemo_opd.losses.position_units import count_positions
-from nemo_opd.losses.reduction import chunk_units, count_label_tokens
+from nemo_opd.losses.reduction import chunk_units
 from nemo_opd.losses.teacher_images import teacher_images
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Batch
@@ -29,7 +29,7 @@ class TargetShares:
     """Shares for one teacher with another tokenizer."""
 
     starts: float
-    """Share of the student's scored tokens that begin a chunk."""
+    """Share of the student's aligned tokens that begin a chunk."""
     every: float | None
     """Share that `byte_prefix` compares with positions=all; None for a projection without pieces."""
     kinds: Mapping[str, float]
@@ -75,7 +75,7 @@ class TargetShares:
         sentences = []
         if term.type in _FIRST_POSITION_LOSSES and not has_all and self.starts < _GOOD_SHARE:
             sentences.append(
-                f"{term.type} compares the first token of each chunk, {self.starts:.0%} of the student's tokens"
+                f"{term.type} compares the first token of each chunk, {self.starts:.0%} of the student's aligned tokens"
                 + other * (self.every is not None and self.every > self.starts)
             )
         image, best = self.images.get(term.type, 1.0), self.images.get("byte_prefix", 0.0)
@@ -89,9 +89,9 @@ class TargetShares:
     def lines(self) -> dict[str, str]:
         """Return rows of a table: label and value."""
         parts = [f"{kind} {share:.0%}" for kind, share in self.kinds.items()]
-        rows = {"tokens with a target": _shares(self.starts, self.every), "chunks": ", ".join(parts)}
+        rows = {"aligned tokens with a target": _shares(self.starts, self.every), "chunks": ", ".join(parts)}
         for name, shares in self.domains.items():
-            rows[f"tokens with a target, {name}"] = _shares(*shares)
+            rows[f"aligned tokens with a target, {name}"] = _shares(*shares)
         return rows
 
 
@@ -109,14 +109,15 @@ def _kind(m: int, n: int) -> str:
 def _positions(batches: Sequence[Batch], teacher: int, projection: ProjectionMatrix) -> tuple[float, float | None]:
     """Return `starts` and `every` of texts."""
     has_pieces = projection.teacher_spellings is not None
-    scored = starts = every = 0
+    aligned = starts = every = 0
     for batch in batches:
         rows = batch.teachers[teacher]
         assert rows.chunks is not None
-        scored += int((count_label_tokens(batch.student.loss_mask) * (rows.tokens.lengths > 0)).sum())
-        starts += len(chunk_units(rows.chunks.student, rows.chunks.teacher))
+        units = chunk_units(rows.chunks.student, rows.chunks.teacher)
+        starts += len(units)
+        aligned += int(units.student_lengths.sum())
         if has_pieces:
             ids, chunks = (batch.student.ids, rows.tokens.ids), (rows.chunks.student, rows.chunks.teacher)
             every += int(count_positions(*ids, *chunks, projection, "spelling").sum())
-    scored = max(1, scored)
-    return starts / scored, every / scored if has_pieces else None
+    aligned = max(1, aligned)
+    return starts / aligned, every / aligned if has_pieces else None

@@ -51,7 +51,8 @@ def test_a_loss_that_compares_little_is_named_with_one_that_compares_more() -> N
     few = TargetShares(0.4, 0.9, {"n:1": 1.0}, {"gold": 0.3, "byte_prefix": 1.0}, {})
     first, image = few.warnings(GoldTerm())
     assert (
-        "40% of the student's tokens; write loss.type=byte_prefix with loss.positions=all, which compares 90%" in first
+        "40% of the student's aligned tokens; write loss.type=byte_prefix with loss.positions=all, which compares 90%"
+        in first
     )
     assert (
         image == "gold has an image of 30% of the teacher's tokens; write loss.type=byte_prefix, which has one of 100%"
