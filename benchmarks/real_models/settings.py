@@ -232,7 +232,8 @@ def _off_policy(setting: Setting, size: Size) -> dict[str, Any]:
         "student": {"dtype": size.dtype, "optimizer": {"lr": lr}, "scheduler": {"warmup_steps": 4}},
         "data": {
             "train": {"jsonl_files": [f"{{root}}/data/{files}train.jsonl"]},
-            **({} if is_languages else validation),
+            # How documents are packed depends on the models of a run; without packing all runs read the same rows.
+            **({"packing": False} if is_languages else validation),
             "append_eos": False,
         },
         "train": {"global_batch_size": size.rows, "micro_batch_size": size.rows, "max_length": size.max_length},
