@@ -196,7 +196,7 @@ def test_averaged_teachers_are_compared_where_all_of_them_read(tiny: Tiny) -> No
     student = rows()
     scored = student.loss_mask.clone()
     scored[0, 3:] = False
-    behind = TeacherRows(rows((7, 4, 6)), None, to_device=MovedRows(torch.tensor([2, 2, 2]), scored))
+    behind = TeacherRows(rows((7, 4, 6)), None, moved=MovedRows(torch.tensor([2, 2, 2]), scored))
     for teachers in ((TeacherRows(student, None), behind), (behind, TeacherRows(student, None))):
         of = Batch(student, teachers)
         (part,) = parts.parts
