@@ -27,17 +27,17 @@ from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_de
 from nemo_opd.training.memory import (
     Machine,
     MemoryEstimate,
+    MemoryInputs,
     ModelSetup,
     Phase,
-    Situation,
     settle_memory,
 )
 from nemo_opd.training.memory.processes import SAMPLING
 from nemo_opd.training.memory.report import largest_parts
 from nemo_opd.training.model_size import model_size
 from nemo_opd.training.ranks import require_batch_divides, resolve_layouts, resolve_placement
-from nemo_opd.training.replicas import settle_copies
-from nemo_opd.training.resharding import settle_kept
+from nemo_opd.training.replicas import resolve_replicas
+from nemo_opd.training.resharding import resolve_resharding
 from nemo_opd.training.sampling_batches import student_batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,8 +123,8 @@ def check(example: Example) -> Checked:
     )
     machine = Machine("cuda", GPU_BYTES, HOST_BYTES, placement.devices_per_node)
     arriving = arriving_bytes(deliveries, 1 + config.batches_ahead)
-    config, situation = settle_copies(config, Situation(own, tuple(others), machine, arriving), placement)
-    config, memory = settle_memory(settle_kept(config, situation), situation)
+    config, situation = resolve_replicas(config, MemoryInputs(own, tuple(others), machine, arriving), placement)
+    config, memory = settle_memory(resolve_resharding(config, situation), situation)
     return Checked(config, situation.student.layout, tuple(each.layout for each in situation.teachers), memory)
 
 

@@ -306,7 +306,7 @@ def flip(content: bytes) -> bytes:
     ("edit", "message"),
     [
         (lambda content: content[:2000], r"state/__0_0\.distcp has 2,000 bytes, but [\d,]+ were written; use another"),
-        (flip, r"state/__0_0\.distcp \([\d,]+ bytes\) has the SHA-256 \w+…, and \w+… was written; use another"),
+        (flip, r"state/__0_0\.distcp \([\d,]+ bytes\) has the SHA-256 \w+…, but \w+… was written; use another"),
     ],
     ids=["cut", "flipped"],
 )
@@ -400,7 +400,7 @@ def test_a_start_must_be_where_a_run_looks_for_it(
     model = f"--model={world.weights}"
     for name in ("checkpoints/step_000007", "step_000000"):
         said = refused(capsys, "from-hf", model, f"--output={run / name}")
-        assert "name RUN/checkpoints/step_000000" in said
+        assert "name it RUN/checkpoints/step_000000" in said
     said = refused(capsys, "from-hf", model, f"--output={run / 'checkpoints' / 'step_000000'}")
     assert f"has a checkpoint of step {STEPS} already" in said
     assert [entry.name for entry in (run / "checkpoints").iterdir()] == [f"step_{STEPS:06d}"]

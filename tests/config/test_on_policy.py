@@ -119,7 +119,7 @@ def test_teachers_do_not_read_what_is_not_sampled_yet() -> None:
                     "importance_cap": 2.0,
                 }
             },
-            "loss.update: direct with importance_level=sequence: the estimate of each token is differentiated",
+            "loss.update: direct with importance_level=sequence: direct differentiates each token's estimate",
         ),
         ({"loss": {"type": "sampled_kl", "importance_veto": 1.0}}, "loss.importance_veto=1.0: must be less than 1"),
         ({"loss": {"type": "same_vocab", "importance_cap": 2.0}}, "loss.importance_cap"),
