@@ -299,7 +299,7 @@ def test_rows_of_a_list_are_grouped_by_their_length(
     ours.train()
     assert ours.state.global_step == 1
     ours.train_dataset = [*measured[1:], rows[0]]
-    with pytest.raises(ConfigError, match="add a column length to all rows"):
+    with pytest.raises(ConfigError, match=r"add a column length \(length_column_name\) to all rows"):
         ours.train()
 
 

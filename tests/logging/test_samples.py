@@ -67,7 +67,7 @@ def test_a_damaged_line_is_named(path: Path, line: str) -> None:
     path.write_text(path.read_text() + line + "\n")
     log.write([ONE])
 
-    with pytest.raises(DataError, match=r"samples.jsonl, line 2 is no answer \([^\n]*\); remove or repair it$"):
+    with pytest.raises(DataError, match=r"samples.jsonl, line 2 is not an answer \([^\n]*\); remove or repair it$"):
         read_samples(path)
 
 

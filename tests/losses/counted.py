@@ -35,7 +35,7 @@ def found(case: Case) -> Found:
         case.value_and_gradient(there)
         work.clear()
         made = case.value_and_gradient(there)
-        counts = work.gather()
+        counts = work.taken()
         pairs = [(ours.cpu(), theirs) for ours, theirs in zip(made, expected, strict=True)]
     error = max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
     return Found(**counts, error=error)

@@ -49,7 +49,7 @@ def found(work: Work, sides: Sides, *names: str) -> Work:
 def asked(work: Work, sides: Sides, *names: str) -> dict[str, Any]:
     """Return what these losses together ask for, with the bytes of all but products."""
     elementwise = sum(kernel.num_bytes for kernel in found(work, sides, *names).kernels if not kernel.flops)
-    return work.gather() | {"positions": sides.ids.numel(), "elementwise": elementwise}
+    return work.taken() | {"positions": sides.ids.numel(), "elementwise": elementwise}
 
 
 def by_part(work: Work) -> str:

@@ -89,10 +89,10 @@ def steps(plan: Plan, batches: list[Batch]) -> dict[str, Any]:
         for batch in batches:
             work.clear()
             scored = models.collect(models.submit(batch, ""))
-            of_teachers = work.gather()
+            of_teachers = work.taken()
             microbatches = len(models._student_parts(scored)[0][2])
             models.train_step(scored, 1.0)
-            of_student = work.gather()
+            of_student = work.taken()
     tokens = int(batch.student.lengths.sum())
     return {"teachers": of_teachers, "student": of_student, "microbatches": microbatches, "tokens": tokens}
 
