@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_opd import losses
 from nemo_opd.alignment import TokenAligner, pieces_of
+from nemo_opd.losses.piece_tree import first_pieces
 from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.projection import ProjectionMatrix, build_projection
@@ -244,10 +245,9 @@ def strict(at: Place) -> Comparison:
 
 
 def byte_prefix(at: Place) -> Comparison:
-    value = at.across(losses.byte_prefix, projection=at.matrix)
-    assert at.matrix.byte_prefix is not None
+    value, first = at.across(losses.byte_prefix, projection=at.matrix), first_pieces(at.matrix, "spelling")
     own, moved = np.zeros(len(at.p)), np.zeros((len(at.p), len(at.q)))
-    for token, (target, mass) in enumerate(zip(at.matrix.byte_prefix, at.q, strict=True)):
+    for token, (target, mass) in enumerate(zip(first, at.q, strict=True)):
         if at.teacher.label(token) == at.student.label(target):
             own[target] += mass
         else:
@@ -255,7 +255,7 @@ def byte_prefix(at: Place) -> Comparison:
     note = origin(moved, at.student, at.teacher)
     moved = moved.sum(1)
     chain(at, own, moved)
-    reached = np.union1d(at.matrix.byte_prefix, [at.written])
+    reached = np.union1d(first, [at.written])
     rest = np.setdiff1d(np.arange(len(at.p)), reached)
     cells = [Cell(at.student.label(v), at.p[v], (own + moved)[v], 0.0, moved[v]) for v in reached]
     return Comparison(
@@ -270,8 +270,7 @@ def chain(at: Place, own: Masses, moved: Masses) -> None:
     begins = [w for w in range(len(at.q)) if pieces.bytes_of(w).startswith(pieces.bytes_of(last))]
     factors = [at.teacher.masses(n)[at.teacher.ids[n]] for n in range(j, m - 1)]
     share, first = float(np.prod(factors) * at.teacher.masses(m - 1)[begins].sum()), at.teacher.ids[j]
-    assert at.matrix.byte_prefix is not None
-    own[at.matrix.byte_prefix[first]] -= share
+    own[first_pieces(at.matrix, "spelling")[first]] -= share
     moved[at.written] += share
 
 

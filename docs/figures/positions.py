@@ -1,6 +1,6 @@
 """Draws the picture of docs/losses.md that shows which of the student's tokens have a target.
 
-uv run docs/figures/positions.py     # writes docs/images/losses_positions.svg
+uv run docs/figures/positions.py     # writes docs/images/positions.svg
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ def box(axes: Axes, x: float, width: float, y: float, text: str, colour: str, fa
 def main() -> None:
     arguments = picture_parser(__doc__).parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    save(draw(), arguments.output / f"losses_positions.{arguments.format}", dpi=144)
+    save(draw(), arguments.output / f"positions.{arguments.format}", dpi=144)
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def test_a_server_that_goes_wrong_ends_the_run(servers: Servers, tmp_path: Path)
         with pytest.raises(OPDError, match=r"teachers.0: .*other token ids.*") as caught:
             off_policy(from_dict(settings))
     assert "teachers.0.retries=1" in str(caught.value)
-    assert "with other teachers.0.urls" in str(caught.value)
+    assert "change teachers.0.urls" in str(caught.value)
 
 
 def test_a_nan_of_a_server_costs_a_token_and_not_the_run(servers: Servers, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_model_that_has_changed_is_not_asked(live: RunConfig, tmp_path: Path) 
         path.unlink()
     with pytest.raises(DataError, match="is a cache of other answers: weights is"):
         fill_caches(preflight(cached(live, folder, on_missing="ask")))
-    with pytest.raises(ConfigError, match="on_missing=ask is about a cache"):
+    with pytest.raises(ConfigError, match="on_missing=ask needs a cache"):
         compose("teachers=demo_single", "teachers.0.on_missing=ask")
 
 
@@ -212,7 +212,7 @@ def test_answers_behind_a_context(type_: str, tmp_path: Path) -> None:
     config = cached(live, tmp_path / "c", context=teacher["context"])
     assert [each.type for each in preflight(config).config.teachers] == [type_]
     assert curve(config) == curve(live)
-    with pytest.raises(ConfigError, match=r"context\.gap_every=5: the answers in cache="):
+    with pytest.raises(ConfigError, match=r"context\.gap_every=5: cache="):
         cached(live, tmp_path / "c", context={**teacher["context"], "gap_every": 5})
 
 
