@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_opd.losses.piece_tree import first_pieces
 from nemo_opd.projection import ProjectionMatrix
 
 Cellwise = Callable[[Tensor, Tensor], Tensor]
@@ -96,7 +97,7 @@ def shared_prefix(student: Tensor, teacher: Tensor, divergence: Cellwise, cells:
 
 @dataclass(frozen=True)
 class PrefixCells:
-    """φ, and which student tokens it reaches. Cells are the V student tokens and, as the last, the rest."""
+    """φ, a teacher token's first piece, and the student tokens that it reaches. Cells: V student tokens and the rest."""
 
     cell: Tensor
     """int64 [W]: φ(t), V for the rest."""
@@ -107,8 +108,7 @@ class PrefixCells:
 
     @staticmethod
     def of(projection: ProjectionMatrix) -> "PrefixCells":
-        phi, size = projection.byte_prefix, projection.student_vocab_size
-        assert phi is not None
+        phi, size = first_pieces(projection, "spelling"), projection.student_vocab_size
         is_reached = np.isin(np.arange(size), phi)
         has_rest = bool((phi < 0).any() and (~is_reached).sum() > 1)
         return PrefixCells(_index(np.where(phi < 0, size, phi)), torch.from_numpy(is_reached), has_rest)

@@ -402,7 +402,7 @@ def test_a_start_must_be_where_a_run_looks_for_it(
         said = refused(capsys, "from-hf", model, f"--output={run / name}")
         assert "name it RUN/checkpoints/step_000000" in said
     said = refused(capsys, "from-hf", model, f"--output={run / 'checkpoints' / 'step_000000'}")
-    assert f"has a checkpoint of step {STEPS} already" in said
+    assert f"already has a checkpoint of step {STEPS}" in said
     assert [entry.name for entry in (run / "checkpoints").iterdir()] == [f"step_{STEPS:06d}"]
 
 

@@ -56,8 +56,11 @@ def projection(size: int, others: int) -> ProjectionMatrix:
     shared = {"student_shared_prefix": generator.integers(0, len(partners), size), "teacher_shared_prefix": first}
     # Each token of the other vocabulary begins with one of the student's, and no other one with it.
     itself = np.arange(others)
+    first_pieces = generator.integers(0, size, others)
     prefixes = {
-        "byte_prefix": generator.integers(0, size, others),
+        "byte_prefix": first_pieces,
+        "teacher_spellings": first_pieces,
+        "teacher_spelling_ends": itself + 1,
         "teacher_byte_order": np.stack([itself, itself, itself + 1], 1),
     }
     return ProjectionMatrix(
