@@ -97,7 +97,7 @@ def shared_prefix(student: Tensor, teacher: Tensor, divergence: Cellwise, cells:
 
 @dataclass(frozen=True)
 class PrefixCells:
-    """φ, a teacher token's first piece, and the student tokens that it reaches. Cells: V student tokens and the rest."""
+    """φ, a teacher token's first piece, and the student tokens that it reaches. Cells are these and the rest."""
 
     cell: Tensor
     """int64 [W]: φ(t), V for the rest."""

@@ -73,7 +73,5 @@ def test_ranks_that_cannot_be_had_are_told(settings: dict[str, Any], says: str, 
 
 
 def test_a_server_has_ranks_of_its_own() -> None:
-    with pytest.raises(
-        ConfigError, match=r"parallelism: with rollout\.type=server a server with its own ranks"
-    ):
+    with pytest.raises(ConfigError, match=r"parallelism: with rollout\.type=server a server with its own ranks"):
         config(Path("x"), parallelism={"tp": 2}, rollout={"type": "server"})
