@@ -181,9 +181,9 @@ NOTES = """\
 **s**: CPU seconds of the process. **ratio**: seconds of the step over seconds of its products, the median over rounds;
 **range** is the smallest and the largest. The products are those of the layers, of causal attention and of both heads,
 each a wide product in fp32 of the shape that the step needs: three for each matrix of the student in a training step,
-else one, and 256 rows at a time with a head. The rows of the teacher's head are the positions that the loss compares.
-The ratio adds everything else: norms, softmaxes, losses, the optimizer, data, and products that are thinner or
-repeated. **peak** is that of the process.
+else one, and 256 rows at a time with a head. The rows of the teacher's head are the positions that the loss compares;
+byte_prefix also reads those of further teacher tokens of a chunk. The ratio adds everything else: norms, softmaxes,
+losses, the optimizer, data, and products that are thinner or repeated. **peak** is that of the process.
 """
 
 

@@ -15,7 +15,7 @@ class StepWork:
     teacher_lengths: tuple[tuple[int, ...], ...]
     """Of each teacher."""
     compared_rows: tuple[int, ...]
-    """Units of each teacher's loss."""
+    """Rows of each teacher's head that its loss reads."""
 
     @property
     def student_tokens(self) -> int:

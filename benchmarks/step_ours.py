@@ -17,6 +17,7 @@ from nemo_opd.cluster.placement import num_cores
 from nemo_opd.config import RunConfig
 from nemo_opd.config.load import from_omegaconf
 from nemo_opd.logging.metrics import Timer
+from nemo_opd.losses.reduction import chunk_units
 from nemo_opd.training.flops import Flops
 from nemo_opd.training.lookahead import Lookahead
 from nemo_opd.training.memory import Memory
@@ -107,11 +108,20 @@ class Ours:
                 tuple(tuple(teacher.tokens.lengths.tolist()) for teacher in batch.teachers),
                 tuple(
                     round(sum(part.num_units(batch) for part in parts if part.teacher == i))
+                    + self._chain_rows(batch, i)
                     for i in range(len(batch.teachers))
                 ),
             )
             for batch in self._watched.batches
         ]
+
+    def _chain_rows(self, batch: Batch, teacher: int) -> int:
+        """Count the further rows of a teacher's head that byte_prefix reads in chunks of one student token."""
+        chunks = batch.teachers[teacher].chunks
+        if self.config.term(teacher).type != "byte_prefix" or chunks is None:
+            return 0
+        units = chunk_units(chunks.student, chunks.teacher)
+        return int(((units.student_lengths == 1) * (units.teacher_lengths - 1)).sum())
 
     def flops(self, work: StepWork) -> dict[str, Flops]:
         sizes = self.plan.utilization
