@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -73,7 +74,8 @@ def survey(
 ) -> DataStatistics:
     """Survey the data. projections: of the active teachers, None for the student's tokenizer.
 
-    Raises DataError, with the row, for a text that cannot be used, or that a cache lacks."""
+    Raises DataError, with the row, for a text that cannot be used, or that a cache lacks.
+    """
     rows = sampled_rows(len(data.train))
     prompts = data.train.read(rows) if isinstance(data, Prompts) else []
     texts = list(_responses(data, prompts) if isinstance(data, Prompts) else _documents(data, rows))
@@ -112,19 +114,27 @@ def survey(
     )
 
 
-def sampled_rows(number: int) -> range:
-    """Return rows at equal distances, of this number of rows."""
-    return range(0, number, max(1, ceil(number / _NUM_TEXTS)))
+def sampled_rows(number: int, most: int = _NUM_TEXTS) -> range:
+    """Return `most` rows or fewer at equal distances, of this number of rows."""
+    return range(0, number, max(1, ceil(number / most)))
 
 
 def _documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sequence[Sample]]:
     """Yield the samples of each text: one, or the first windows where documents are packed."""
     for row in tracked(rows, "aligning some of the texts", "texts"):
         document = read_documents(data.train, [row])[0]
-        try:
-            yield [data.make_sample(document)] if data.packed is None else data.packed.make(document)[:_WINDOWS]
-        except (AlignmentError, DataError) as error:
-            raise DataError(f"data.train: row {row} (counted from 0 over all files) cannot be used: {error}") from error
+        with _naming_row("data.train", row):
+            samples = [data.make_sample(document)] if data.packed is None else data.packed.make(document)[:_WINDOWS]
+        yield samples
+
+
+@contextmanager
+def _naming_row(key: str, row: int) -> Iterator[None]:
+    """Raise DataError with the row for a text that cannot be used."""
+    try:
+        yield
+    except (AlignmentError, DataError) as error:
+        raise DataError(f"{key}: row {row} (counted from 0 over all files) cannot be used: {error}") from error
 
 
 def _domains(config: RunConfig, data: Corpus | Prompts) -> dict[str, list[Batch]]:
@@ -134,8 +144,10 @@ def _domains(config: RunConfig, data: Corpus | Prompts) -> dict[str, list[Batch]
     batches: dict[str, list[Batch]] = {name: [] for name in data.domains.names}
     for number, name in enumerate(data.domains.names):
         rows = np.flatnonzero(data.domains.numbers.numpy() == number)
-        for row in rows[list(sampled_rows(len(rows)))][:_TEXTS_PER_DOMAIN].tolist():
-            batches[name].append(_batch_of(data.make_sample(read_documents(data.validation, [row])[0]), config))
+        for row in rows[list(sampled_rows(len(rows), _TEXTS_PER_DOMAIN))].tolist():
+            document = read_documents(data.validation, [row])[0]
+            with _naming_row("data.validation", row):
+                batches[name].append(_batch_of(data.make_sample(document), config))
     return batches
 
 

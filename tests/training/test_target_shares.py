@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nemo_opd.config.loss import BytePrefixTerm, GoldTerm, PKLTerm
+from nemo_opd.training.survey import sampled_rows
 from nemo_opd.training.target_shares import TargetShares
 from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
 from tests.losses.oracle_prefix import matrix
@@ -61,6 +62,14 @@ def test_a_loss_that_compares_little_is_named_with_one_that_compares_more() -> N
     assert len(few.warnings(PKLTerm())) == 1
     many = TargetShares(0.9, 0.95, {"1:1": 1.0}, {"p_kl": 0.8, "byte_prefix": 1.0}, {})
     assert many.warnings(PKLTerm()) == []
+
+
+@pytest.mark.parametrize("number", [0, 1, 7, 8, 9, 100])
+def test_texts_are_taken_from_all_of_a_domain(number: int) -> None:
+    """Catches a domain that is judged by its first texts alone."""
+    rows = sampled_rows(number, 8)
+    assert min(number, 4) <= len(rows) <= 8
+    assert not number or rows[-1] >= number * 3 // 4 or number < 8
 
 
 def test_texts_without_chunks_have_no_shares() -> None:
