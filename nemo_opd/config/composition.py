@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from hydra import compose, initialize_config_dir
+import hydra
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from yaml import MarkedYAMLError
@@ -82,8 +82,8 @@ def _first_failing(command: CommandLine) -> tuple[str | None, DictConfig | None]
 def _recomposed(command: CommandLine, overrides: Sequence[str]) -> DictConfig:
     file = command.config_file
     searched = [setting for setting in command.settings if setting.startswith("hydra.searchpath")]
-    with initialize_config_dir(str(file.parent), version_base="1.3"):
-        return compose(file.stem, [*searched, *overrides])
+    with hydra.initialize_config_dir(str(file.parent), version_base="1.3"):
+        return hydra.compose(file.stem, [*searched, *overrides])
 
 
 def _explain_list_key(override: str, config: DictConfig) -> str | None:
