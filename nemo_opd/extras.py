@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,6 @@ from nemo_opd.errors import ConfigError
 if TYPE_CHECKING:
     from nemo_opd.config.logging import Logging
     from nemo_opd.config.reward import Reward
-    from nemo_opd.config.rollout import Rollouts
-    from nemo_opd.config.teacher import Teacher
 
 EXTRAS = {
     "wandb": "logging",
@@ -22,17 +20,14 @@ EXTRAS = {
     "math_verify": "eval",
     "jsonschema": "eval",
     "lm_eval": "eval",
-    "httpx2": "serve",
     "bitsandbytes": "quantised",
 }
 """Module → extra."""
 
 
-def require_extras(
-    logging: Logging | None, reward: Reward | None, rollout: Rollouts | None, teachers: Sequence[Teacher] = ()
-) -> None:
+def require_extras(logging: Logging | None, reward: Reward | None) -> None:
     """Raise ConfigError for a setting whose library is not installed."""
-    for setting, module in _needed(logging, reward, rollout, teachers):
+    for setting, module in _needed(logging, reward):
         require_library(module, setting)
 
 
@@ -45,9 +40,7 @@ def require_library(module: str, setting: str) -> None:
         )
 
 
-def _needed(
-    logging: Logging | None, reward: Reward | None, rollout: Rollouts | None, teachers: Sequence[Teacher]
-) -> Iterator[tuple[str, str]]:
+def _needed(logging: Logging | None, reward: Reward | None) -> Iterator[tuple[str, str]]:
     for library in () if logging is None else ("wandb", "tensorboard", "mlflow", "trackio"):
         if getattr(logging, library).enabled:
             yield f"logging.{library}.enabled=true", library
@@ -56,8 +49,3 @@ def _needed(
             yield "reward.type=math", "math_verify"
         if (file := getattr(getattr(part, "extract", None), "schema_file", None)) is not None:
             yield f"reward.extract.schema_file={file}", "jsonschema"
-    if rollout is not None and rollout.type == "server":
-        yield "rollout.type=server", "httpx2"
-    for i, teacher in enumerate(teachers):
-        if not teacher.is_computed and teacher.cache is None:
-            yield f"teachers.{i}.type=served", "httpx2"

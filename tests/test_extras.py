@@ -7,16 +7,14 @@ import pytest
 from nemo_opd import extras
 from nemo_opd.config.logging import Logging, Mlflow, TensorBoard, Trackio, Wandb
 from nemo_opd.config.reward import ExactReward, MathReward
-from nemo_opd.config.rollout import HFRollout, ServerRollout
 from nemo_opd.errors import ConfigError
 
-SETTINGS: dict[str, tuple[Any, Any, Any]] = {
-    "logging.wandb.enabled=true": (Logging(wandb=Wandb(enabled=True)), None, None),
-    "logging.tensorboard.enabled=true": (Logging(tensorboard=TensorBoard(enabled=True)), None, None),
-    "logging.mlflow.enabled=true": (Logging(mlflow=Mlflow(enabled=True)), None, None),
-    "logging.trackio.enabled=true": (Logging(trackio=Trackio(enabled=True)), None, None),
-    "reward.type=math": (None, MathReward(), None),
-    "rollout.type=server": (None, None, ServerRollout()),
+SETTINGS: dict[str, tuple[Any, Any]] = {
+    "logging.wandb.enabled=true": (Logging(wandb=Wandb(enabled=True)), None),
+    "logging.tensorboard.enabled=true": (Logging(tensorboard=TensorBoard(enabled=True)), None),
+    "logging.mlflow.enabled=true": (Logging(mlflow=Mlflow(enabled=True)), None),
+    "logging.trackio.enabled=true": (Logging(trackio=Trackio(enabled=True)), None),
+    "reward.type=math": (None, MathReward()),
 }
 
 
@@ -27,7 +25,7 @@ def test_a_setting_whose_library_is_missing_names_the_extra(setting: str, monkey
     monkeypatch.setattr(extras, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"^{setting}: needs the library (\w+), .*`pip install 'nemo-opd\[\w+\]'`"):
         extras.require_extras(*SETTINGS[setting])
-    extras.require_extras(Logging(), ExactReward(), HFRollout())
+    extras.require_extras(Logging(), ExactReward())
 
 
 def test_the_extras_exist() -> None:

@@ -157,7 +157,7 @@ def test_config_and_alignment_import_no_torch() -> None:
 
 
 def test_a_run_imports_no_library_of_an_extra() -> None:
-    """Bug: `httpx2` at the top of a file that every run imports; huggingface_hub 1.x does not install it.
+    """Bug: a library of an extra at the top of a file that every run imports, so that a base install does not start.
 
     What `test_base_install.py` tries with an environment of its own, by the files that a driver and a rank load.
     """

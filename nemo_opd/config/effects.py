@@ -130,9 +130,6 @@ def _ignored_sampling(config: RunFields) -> _Ignored:
     if isinstance(config.rollout, ServerRollout) and config.rollout.url is not None:
         for name in ("command", "options", "environment", "memory_share", "gpus"):
             yield f"rollout.{name}", "rollout.url names a server that runs already; leave one of the two out"
-    elif isinstance(config.rollout, ServerRollout) and config.rollout.program == "transformers":
-        for name in ("memory_share", "gpus"):
-            yield f"rollout.{name}", "rollout.program=transformers takes the memory it needs; leave it out"
     if config.reward is not None and not config.active_teachers:
         yield "reward.weighting_beta", "it weighs distillation, and loss.kd_weight=0; raise it, or leave this out"
     if config.evaluation is not None and not config.evaluation.data.given:

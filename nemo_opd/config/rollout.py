@@ -60,7 +60,7 @@ class ServerRollout(RolloutBase):
     """An OpenAI-compatible server in a separate process that returns token ids and log-probabilities."""
 
     type: Literal["server"] = "server"
-    program: Literal["vllm", "sglang", "transformers"] = "vllm"
+    program: Literal["vllm", "sglang"] = "vllm"
     """Program of the server, started here or already running at `url`."""
     url: str | None = None
     """Address of a running server, with the options listed in docs/on_policy.md; by default a server is started on this
@@ -75,17 +75,17 @@ class ServerRollout(RolloutBase):
     environment: Frozen[str, str] = Field(default_factory=dict)
     """More environment variables of the server, such as CUDA_VISIBLE_DEVICES."""
     gpus: int | None = Field(None, ge=1)
-    """GPUs reserved for a vLLM or SGLang started here, with tensor parallelism: the last GPUs of this machine. Training
-    uses the first ones. By default the server shares the training's GPUs.
+    """GPUs reserved for a server started here, with tensor parallelism: the last GPUs of this machine. Training uses
+    the first ones. By default the server shares the training's GPUs.
     """
     sleep: Literal["auto"] | bool = "auto"
     """Whether a vLLM started here releases its GPU memory while teachers and student compute, with its weights in host
     memory. auto: if it shares the training's GPUs, unless overlap=true.
     """
     memory_share: float | None = Field(None, gt=0, le=1)
-    """Share of each GPU's memory, or of the machine's memory on CPUs, that a vLLM or SGLang started here uses for
-    weights and cache. By default 0.9 on separate GPUs (`gpus`, or `CUDA_VISIBLE_DEVICES` in `environment`); on the
-    training's GPUs, the memory left by the estimate but at least 0.3; on CPUs 0.3.
+    """Share of each GPU's memory, or of the machine's memory on CPUs, that a server started here uses for weights and
+    cache. By default 0.9 on separate GPUs (`gpus`, or `CUDA_VISIBLE_DEVICES` in `environment`); on the training's GPUs,
+    the memory left by the estimate but at least 0.3; on CPUs 0.3.
     """
     start_timeout_s: float = Field(600, gt=0)
     """Seconds for a server started here to become ready, and for any server to load the student's weights."""

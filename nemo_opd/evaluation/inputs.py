@@ -146,7 +146,7 @@ def build_set_reward(resolved: ResolvedSet) -> RewardFunction:
 def check_sets(sets: Iterator[ResolvedSet]) -> None:
     """Raise an OPDError if a set's data, libraries or reward are missing or unsuitable."""
     for resolved in sets:
-        require_extras(None, resolved.reward, None)
+        require_extras(None, resolved.reward)
         require_suitable(resolved.settings.data, resolved.layout, key=resolved.key)
         if not calls_users_code(resolved.reward):
             build_set_reward(resolved).close()
@@ -181,7 +181,7 @@ def check_inputs(config: EvaluationConfig) -> None:
         check_tokenizer(config.tokenizer, key="tokenizer")
     if config.chat_template is not None:
         read_template(config.chat_template, key="chat_template")
-    require_extras(None, config.reward, config.rollout)
+    require_extras(None, config.reward)
     require_installed(config.rollout)
     check_sets(resolved_sets(config, config.data, config.reward, ""))
     check_benchmarks(config, "")

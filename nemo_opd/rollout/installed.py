@@ -6,14 +6,11 @@ from importlib.util import find_spec
 from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.errors import ConfigError
 
-REQUIREMENTS: dict[str, tuple[tuple[str, ...], str]] = {
-    "vllm": ((), "run tools/rollout/install_vllm.sh and set rollout.command to the vllm that it installs"),
-    "sglang": (("sglang",), "install it in another environment and set rollout.command to its command there"),
-    "transformers": (("fastapi", "uvicorn", "openai"), "install nemo-opd[serve]"),
+HOW_TO_INSTALL = {
+    "vllm": "run tools/rollout/install_vllm.sh and set rollout.command to the vllm that it installs",
+    "sglang": "install it in another environment and set rollout.command to its command there",
 }
-"""Program → modules that its default command imports in this environment, and how to install it. vLLM must be on the
-path instead.
-"""
+"""Keyed by `rollout.program`."""
 
 
 def require_installed(settings: Rollouts | None) -> None:
@@ -21,17 +18,12 @@ def require_installed(settings: Rollouts | None) -> None:
     if not isinstance(settings, ServerRollout) or settings.url is not None:
         return
     program, path = settings.program, settings.environment.get("PATH")
-    modules, install = REQUIREMENTS[program]
+    way_out = f"{HOW_TO_INSTALL[program]}, or set rollout.url to a running server"
     if settings.command is not None:
         if shutil.which(settings.command[0], path=path) is None:
-            raise ConfigError(
-                f"rollout.command={settings.command[0]}: there is no such program; {install}, or set rollout.url to a "
-                "running server"
-            )
+            raise ConfigError(f"rollout.command={settings.command[0]}: there is no such program; {way_out}")
         return
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing or (program == "vllm" and shutil.which("vllm", path=path) is None):
-        raise ConfigError(
-            f"rollout.program={program}: {', '.join(missing) or program} is not installed here; {install}, or set "
-            "rollout.url to a running server"
-        )
+    # The default command of SGLang is a module of this environment.
+    location = find_spec("sglang") if program == "sglang" else shutil.which("vllm", path=path)
+    if location is None:
+        raise ConfigError(f"rollout.program={program}: it is not installed here; {way_out}")

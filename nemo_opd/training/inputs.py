@@ -39,7 +39,7 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
             _check_model(teacher, f"teachers.{i}")
         if isinstance(teacher, OwnIdsTeacher) and teacher.projection != "auto":
             _check_projection(teacher.projection, f"teachers.{i}.projection")
-    require_extras(config.logging, config.reward, config.rollout, config.active_teachers)
+    require_extras(config.logging, config.reward)
     if not config.run.dry_run:  # a dry run may plan for another machine
         require_installed(config.rollout)
         if (push := config.run.push_to_hub) is not None:

@@ -109,6 +109,12 @@ def dies(body: Json) -> tuple[int, Json]:
     os._exit(3)
 
 
+def ends(body: Json) -> tuple[int, Json]:
+    """As many tokens as were asked for, the last of which ends the turn."""
+    ids = [7] * (body["max_tokens"] - 1) + body["stop_token_ids"][:1]
+    return fine(body, token_ids=ids, finish_reason="stop")
+
+
 def main() -> None:
     how = os.environ.get("FAKE", "")
     print("environment:", json.dumps(dict(os.environ)), flush=True)
@@ -125,7 +131,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-c", orphaned], check=True)
         Path(tempfile.gettempdir(), "socket").touch()
     port = int(sys.argv[sys.argv.index("--port") + 1])
-    make_server(port, dies if how == "dies" else fine).serve_forever()
+    make_server(port, {"dies": dies, "ends": ends}.get(how, fine)).serve_forever()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.engines import ENGINES
-from nemo_opd.rollout.installed import REQUIREMENTS
+from nemo_opd.rollout.installed import HOW_TO_INSTALL
 from nemo_opd.rollout.server.completion import RequestContext
 from nemo_opd.rollout.server.engine import PROGRAMS
 from nemo_opd.rollout.server.http import UnusableError
@@ -151,7 +151,7 @@ def test_every_type_of_engine_and_every_program_is_there() -> None:
     programs = set(get_args(ServerRollout.model_fields["program"].annotation))
 
     assert set(get_args(union)) == ENGINES.keys()
-    assert programs == PROGRAMS.keys() == REQUIREMENTS.keys()
+    assert programs == PROGRAMS.keys() == HOW_TO_INSTALL.keys()
 
 
 def test_gpus_are_named_once() -> None:

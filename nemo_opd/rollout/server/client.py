@@ -1,19 +1,16 @@
 """Concurrent requests to servers, with retries."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from httpx2 import AsyncClient
 
 from nemo_opd.errors import OPDError, RolloutError
 from nemo_opd.progress import working
 from nemo_opd.rollout.server.http import UnansweredError, UnusableError, fetch, open_client
 from nemo_opd.rollout.server.spread import Address, LoadBalancer, pause_s
-
-if TYPE_CHECKING:
-    from httpx2 import AsyncClient
 
 _CHECK_S = 0.2
 _TRY_AGAIN = {408, 409, 425, 429}

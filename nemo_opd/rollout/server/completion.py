@@ -27,8 +27,6 @@ class Answer:
     finish_reason: str | None
     model: str | None
     """Name of the model; None if the program does not report it."""
-    raw_logprobs: object = None
-    """Log-probabilities under the model, at temperature 1; None if they need another request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +48,17 @@ class RequestContext:
         return {"logit_bias": {str(row): -100.0 for row in unused_rows}} if unused_rows else {}
 
     def completion(self, request: Request, answer: Answer, version: int) -> Completion:
-        """Convert an answer to a completion by weights of `version`. Raises UnusableError."""
+        """Convert an answer to a completion by weights of `version`. Raises UnusableError.
+
+        The raw log-probabilities are also the answer's, which is right unless sampling is warped.
+        """
         if answer.model not in (None, self.model):
             raise UnusableError(f"it is by the model {answer.model!r} and not by {self.model!r}")
         ids = self._checked_ids(answer.ids, request.max_new_tokens)
         behaviour = checked_logprobs(answer.logprobs, len(ids))
         return Completion(
             ids=np.array(ids, np.int32),
-            logprobs=behaviour if answer.raw_logprobs is None else checked_logprobs(answer.raw_logprobs, len(ids)),
+            logprobs=behaviour,
             behaviour_logprobs=behaviour,
             finish_reason=self._finish_reason(ids, answer.finish_reason, request),
             version=version,

@@ -21,13 +21,12 @@ from nemo_opd.rollout.server.completion import ROUNDING, RequestContext, checked
 from nemo_opd.rollout.server.folder import ModelFolder, Shapes, shapes_in
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.process import ServerProcess
-from nemo_opd.rollout.server.program import HOST, Program
+from nemo_opd.rollout.server.program import HOST, NAME, Program, openai_models
 from nemo_opd.rollout.server.sglang import SGLang
 from nemo_opd.rollout.server.share import default_share
-from nemo_opd.rollout.server.transformers import Transformers
 from nemo_opd.rollout.server.vllm import VLLM
 
-PROGRAMS: dict[str, type[Program]] = {"vllm": VLLM, "sglang": SGLang, "transformers": Transformers}
+PROGRAMS: dict[str, type[Program]] = {"vllm": VLLM, "sglang": SGLang}
 """`rollout.program` → program. A test checks that none is missing."""
 _POLL_S = 0.2
 
@@ -67,7 +66,7 @@ class ServerEngine(Generator):
             self._http = Http(url, settings.start_timeout_s, trust_env=is_foreign, hint=hint)
             self._client: Client[Completion] = Client(
                 urls=[url + self._program.path],
-                concurrency=min(settings.concurrency, self._program.max_concurrency or settings.concurrency),
+                concurrency=settings.concurrency,
                 timeout_s=settings.request_timeout_s,
                 retries=settings.retries,
                 trust_env=is_foreign,
@@ -96,7 +95,7 @@ class ServerEngine(Generator):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Return one completion per request, in order.
 
-        If sampling is warped, most programs get a second request for the raw log-probabilities of the sampled tokens.
+        If sampling is warped, a second request asks for the raw log-probabilities of the sampled tokens.
         Raises RolloutError if the server rejects a request, all tries of a request fail, or the server dies.
         """
         check_lengths(requests, self._max_length)
@@ -113,15 +112,14 @@ class ServerEngine(Generator):
             return completions
 
     def _add_raw_logprobs(self, requests: Sequence[Request], completions: list[Completion]) -> list[Completion]:
-        """Request the raw log-probabilities, unless the first answers have them."""
         pairs = zip(requests, completions, strict=True)
-        bodies = [body for body in (self._program.raw_body(*pair, self._terms) for pair in pairs) if body is not None]
+        bodies = [self._program.raw_body(*pair, self._terms) for pair in pairs]
 
         def read(i: int, reply: Any) -> Completion:
             raw = self._program.raw_logprobs(reply, completions[i])
             return replace(completions[i], logprobs=checked_logprobs(raw, len(completions[i].ids)))
 
-        return self._client.complete(bodies, read, self._check_process) if bodies else completions
+        return self._client.complete(bodies, read, self._check_process)
 
     def update_weights(self, folder: Path, version: int) -> None:
         """Load the weights in a Hugging Face folder, which the server must see under the same path.
@@ -133,8 +131,8 @@ class ServerEngine(Generator):
         # Some servers crash on a folder that they cannot read.
         self._check_same_model(ModelFolder.read(folder).shapes, folder)
         with self._lock:
-            name = self._load(self._terms.model, folder, version)
-            self._terms, self._version = replace(self._terms, model=name), version
+            self._load(folder, version)
+            self._version = version
 
     @property
     def takes_memory(self) -> bool:
@@ -212,14 +210,12 @@ class ServerEngine(Generator):
     def _first_name(self, model: str) -> str:
         """Wait for the server, load the model if the server may hold other weights, and return the model's name."""
         self._wait()
-        served = self._program.served(self._http)
         if self._process is not None:
-            name, is_loaded = self._program.name(model), served is not None
-        else:
-            # The server may have been started with other weights.
-            name = model if served is None else _name_among(served, model, self.url)
-            is_loaded = self._first is None
-        return name if is_loaded else self._load(name, Path(model), self._version)
+            return NAME
+        name = _name_among(openai_models(self._http), model, self.url)
+        if self._first is not None:
+            self._load(Path(model), self._version)
+        return name
 
     def _wait(self) -> None:
         limit_s = self._settings.start_timeout_s
@@ -256,9 +252,9 @@ class ServerEngine(Generator):
         if self._first is not None:
             self._first.check_same_model(shapes, where)
 
-    def _load(self, name: str, folder: Path, version: int) -> str:
+    def _load(self, folder: Path, version: int) -> None:
         with self._weight_update(version):
-            return self._program.load(self._http, name, folder, version)
+            self._program.load(self._http, folder, version)
 
     @contextmanager
     def _weight_update(self, version: int) -> Iterator[None]:

@@ -1,21 +1,14 @@
-"""HTTP calls to a server: JSON in, JSON out, with limits of time and size.
-
-This is the only file that uses httpx2, from the extra `serve`. Every run imports this file, so httpx2 is imported only
-when a request is made.
-"""
-
-from __future__ import annotations
+"""HTTP calls to a server: JSON in, JSON out, with limits of time and size."""
 
 import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from httpx2 import AsyncClient, HTTPError, Limits
 
 from nemo_opd.errors import OPDError, RolloutError
-
-if TYPE_CHECKING:
-    from httpx2 import AsyncClient
 
 MAX_BYTES = 1 << 27
 """Decompressed size of an answer: several times as much as 128k tokens and their prompt with log-probabilities need."""
@@ -62,8 +55,6 @@ def open_client(*, trust_env: bool, headers: Mapping[str, str], connections: int
 
     connections: largest number of open connections, by default the library's limit.
     """
-    from httpx2 import AsyncClient, Limits
-
     limits = Limits(max_connections=connections, max_keepalive_connections=connections) if connections else Limits()
     return AsyncClient(limits=limits, timeout=None, trust_env=trust_env, headers=headers)
 
@@ -74,8 +65,6 @@ async def fetch(client: AsyncClient, method: str, url: str, body: Any, max_bytes
     Raises UnansweredError if the request fails, and UnusableError for an answer of more than `max_bytes`, by default
     `MAX_BYTES`.
     """
-    from httpx2 import HTTPError
-
     limit = MAX_BYTES if max_bytes is None else max_bytes
     try:
         async with client.stream(method, url, json=body) as response:

@@ -25,20 +25,15 @@ class Program(ABC):
 
     command: ClassVar[tuple[str, ...]]
     """Default command that starts the program."""
-    environment: ClassVar[Mapping[str, str]] = {}
-    path: ClassVar[str] = "/v1/completions"
+    environment: ClassVar[Mapping[str, str]]
+    path: ClassVar[str]
     """URL path of requests for completions."""
-    max_concurrency: ClassVar[int | None] = None
     sees_cuts: ClassVar[bool] = True
     """Whether its log-probabilities include top-k and top-p, and not only the temperature."""
     loads_files: ClassVar[bool] = False
     """Whether it implements `load_files`."""
     hint: ClassVar[str]
     """Options that a user-started server needs, for error messages."""
-
-    def name(self, model: str) -> str:
-        """Return the model's name on a server that is started here."""
-        return NAME
 
     @abstractmethod
     def arguments(self, model: str, spec: EngineSpec, port: int, memory_share: float) -> list[str]:
@@ -51,39 +46,24 @@ class Program(ABC):
     def body(self, request: Request, sampling: Sampling, terms: RequestContext) -> Json:
         """Return the body of a request for a completion."""
 
+    @abstractmethod
     def answer(self, reply: Json) -> Answer:
         """Read the reply to `body`. Raises KeyError, TypeError or IndexError if it has another form."""
-        choice = reply["choices"][0]
-        logprobs = choice.get("logprobs") or {}
-        return Answer(
-            ids=choice.get("token_ids"),
-            logprobs=logprobs.get("token_logprobs"),
-            finish_reason=choice.get("finish_reason"),
-            model=reply.get("model"),
-            raw_logprobs=logprobs.get("raw_logprobs"),
-        )
 
-    def raw_body(self, request: Request, completion: Completion, terms: RequestContext) -> Json | None:
-        """Return the body of a request for raw log-probabilities; None if the first answer has them.
+    @abstractmethod
+    def raw_body(self, request: Request, completion: Completion, terms: RequestContext) -> Json:
+        """Return the body of a request for the raw log-probabilities of a completion.
 
         The model reads the sampled sequence once, without sampling it again.
         """
-        return None
-
-    def raw_logprobs(self, reply: Json, completion: Completion) -> object:
-        """Read the reply to `raw_body`. Raises KeyError, TypeError or IndexError if it has another form."""
-        raise NotImplementedError
-
-    def served(self, http: Http) -> dict[str, str] | None:
-        """Return name → source of the served models; None if the server loads any model that a request names."""
-        return openai_models(http)
 
     @abstractmethod
-    def load(self, http: Http, name: str, folder: Path, version: int) -> str:
-        """Load the weights in a folder, and drop all caches of the old weights.
+    def raw_logprobs(self, reply: Json, completion: Completion) -> object:
+        """Read the reply to `raw_body`. Raises KeyError, TypeError or IndexError if it has another form."""
 
-        Returns the model's name from now on. Raises RolloutError.
-        """
+    @abstractmethod
+    def load(self, http: Http, folder: Path, version: int) -> None:
+        """Load the weights in a folder, and drop all caches of the old weights. Raises RolloutError."""
 
     def load_files(self, http: Http, files: Sequence[str], version: int) -> bool:
         """Load weights from safetensors files, which may be in a process's memory (/proc/PID/fd/NUMBER).

@@ -101,13 +101,12 @@ class SGLang(Program):
             raise UnusableError("it has log-probabilities of other tokens than requested")
         return [entry[0] for entry in (*first_entries, *last_entries)]
 
-    def load(self, http: Http, name: str, folder: Path, version: int) -> str:
+    def load(self, http: Http, folder: Path, version: int) -> None:
         body = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
         reply = http.post("/update_weights_from_disk", body) or {}
         if not isinstance(reply, dict) or not reply.get("success"):
             reason = reply.get("message") if isinstance(reply, dict) else shown(reply)
             raise RolloutError(f"{http.url} did not take the weights in {folder}: {reason}")
-        return name
 
 
 def echoed_ids(entries: Sequence[Sequence[Any]], sent: Sequence[int]) -> list[Any]:

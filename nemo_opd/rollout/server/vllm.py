@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server.completion import RequestContext
+from nemo_opd.rollout.server.completion import Answer, RequestContext
 from nemo_opd.rollout.server.folder import weight_files
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed
@@ -36,6 +36,7 @@ class VLLM(Program):
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONPATH": str(_EXTENSION_FOLDER),
     }
+    path = "/v1/completions"
     loads_files = True
     hint = (
         f"a vLLM server must run with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={_EXTENSION_FOLDER} in its environment and "
@@ -75,6 +76,15 @@ class VLLM(Program):
             **terms.bias,
         }
 
+    def answer(self, reply: Json) -> Answer:
+        choice = reply["choices"][0]
+        return Answer(
+            ids=choice.get("token_ids"),
+            logprobs=(choice.get("logprobs") or {}).get("token_logprobs"),
+            finish_reason=choice.get("finish_reason"),
+            model=reply.get("model"),
+        )
+
     def raw_body(self, request: Request, completion: Completion, terms: RequestContext) -> Json:
         # Without the last token, since a prompt of the model's full length would be rejected.
         *first, last = completion.ids.tolist()
@@ -98,11 +108,10 @@ class VLLM(Program):
         first_logprobs = [entry[str(token)]["logprob"] for token, entry in zip(first, entries, strict=True)]
         return [*first_logprobs, choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]]
 
-    def load(self, http: Http, name: str, folder: Path, version: int) -> str:
+    def load(self, http: Http, folder: Path, version: int) -> None:
         files = [str(file) for file in weight_files(folder)]
         _prepare(http, files)
         _transfer(http, files, version)
-        return name
 
     def load_files(self, http: Http, files: Sequence[str], version: int) -> bool:
         try:
