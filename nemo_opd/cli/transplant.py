@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_opd.cli.command import Command
-from nemo_opd.cli.projection.arguments import add_roles, roles_of
+from nemo_opd.cli.projection import add_roles, roles_of
 from nemo_opd.config.data import source_of
 from nemo_opd.config.run_fields import LARGEST_SEED
 from nemo_opd.errors import ConfigError
