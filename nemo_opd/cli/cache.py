@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rich.console import Console
 from rich.table import Table
 
-from nemo_opd.cli.command import Command
+from nemo_opd.cli.command import Command, print_plain
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.data import source_of
 from nemo_opd.config.endpoint import Endpoint
@@ -107,11 +107,9 @@ def _drive(arguments: Namespace, console: Console) -> None:
     except KeyboardInterrupt as interrupt:
         interrupt.add_note(f"{arguments.output} has all answers so far; the same command continues")
         raise
-    console.print(
+    print_plain(
+        console,
         f"{arguments.output}: {built.segments:,} segments of {built.tokens:,} tokens added, {built.there:,} were there",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
 
 
@@ -295,7 +293,7 @@ def _show_segment(reader: CacheReader, number: int, console: Console) -> None:
         raise DataError(f"--segment={number}: the largest shard of {reader.folder} has {most:,}, counted from 0")
     segment, tokenizer = shard.segment(number), load_tokenizer(str(reader.folder), key="DIR")
     ids = decoded_ids(segment.tokens).tolist()
-    console.print(repr(tokenizer.decode(ids)), markup=False, highlight=False, soft_wrap=True)
+    print_plain(console, repr(tokenizer.decode(ids)))
     if reader.manifest.form != "top_k":
         return
     rows = sparse_layout(reader.manifest).decode(torch.from_numpy(np.array(segment.rows)))

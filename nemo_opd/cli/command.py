@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 
 from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.disk import OF_THE_DISK, refusal
-from nemo_opd.errors import OPDError
+from nemo_opd.errors import ConfigError, OPDError
 from nemo_opd.paths import keep_compiled_code_private
 from nemo_opd.progress import quiet_libraries
 
@@ -46,6 +46,18 @@ class Command:
             options = parser.parse_args(arguments)
             with exit_status("nothing was written", expected=(OPDError, OSError)):
                 return self.task(options, Console()) or 0
+
+
+def require_at_least(arguments: Namespace, **least: float) -> None:
+    """Raise ConfigError for an option that is NaN or less than its least value in `least`."""
+    for name, bound in least.items():
+        if not (value := getattr(arguments, name)) >= bound:
+            raise ConfigError(f"--{name.replace('_', '-')}={value}: must be at least {bound}")
+
+
+def print_plain(console: Console, text: str, **style: Any) -> None:
+    """Print text that may contain names and paths: without markup, colours of numbers or line breaks."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True, **style)
 
 
 @contextmanager

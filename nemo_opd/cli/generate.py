@@ -7,11 +7,11 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from nemo_opd.cli.command import Command
+from nemo_opd.cli.command import Command, print_plain, require_at_least
 from nemo_opd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,10 +77,7 @@ def _generate(arguments: Namespace, console: Console) -> None:
 
 def _check(arguments: Namespace) -> None:
     """Raise ConfigError for arguments out of bounds."""
-    bounds = {"n": 1, "max_new_tokens": 1, "batch_size": 1, "temperature": 0, "seed": 0}
-    for name, least in bounds.items():
-        if not (value := getattr(arguments, name)) >= least:  # also rejects NaN
-            raise ConfigError(f"--{name.replace('_', '-')}={value}: must be at least {least}")
+    require_at_least(arguments, n=1, max_new_tokens=1, batch_size=1, temperature=0, seed=0)
     if not 0 < arguments.top_p <= 1:
         raise ConfigError(f"--top-p={arguments.top_p:g}: must be above 0 and at most 1")
     if arguments.top_k is not None and arguments.top_k < 1:
@@ -108,9 +105,8 @@ def _print(rollout: Rollout, arguments: Namespace, console: Console) -> None:
         facts |= {"finish_reason": rollout.finish_reason, "tokens": rollout.num_sampled}
         print(json.dumps(facts, ensure_ascii=False))
         return
-    plain: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
-    console.print(prompt, style="dim", end="\n" if arguments.chat else "", **plain)
-    console.print(response, **plain)
+    print_plain(console, prompt, style="dim", end="\n" if arguments.chat else "")
+    print_plain(console, response)
 
 
 COMMAND = Command(

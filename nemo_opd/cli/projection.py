@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nemo_opd.cli.command import Command
+from nemo_opd.cli.command import Command, print_plain
 from nemo_opd.config.loss import LossTerm
 from nemo_opd.config.problems import models_in
 from nemo_opd.errors import ProjectionError
@@ -132,10 +132,6 @@ def _check_output(path: Path) -> None:
         raise ProjectionError(f"--output {path}: {blocking} is a file, so it cannot be a folder; name another path")
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
 def _written(build: Callable[[Namespace, Console], ProjectionMatrix]) -> Callable[[Namespace, Console], None]:
     """Return a task that writes the matrix to --output, complete or not at all, and prints a line about it."""
 
@@ -145,7 +141,7 @@ def _written(build: Callable[[Namespace, Console], ProjectionMatrix]) -> Callabl
         matrix = build(arguments, console)
         matrix.save(path)
         rows = int((matrix.row_lengths > 0).sum())
-        _say(
+        print_plain(
             console,
             f"wrote {path}: {rows:,} of {matrix.student_vocab_size:,} rows, {int(matrix.exact.sum()):,} exact, up to "
             f"{matrix.row_lengths.max(initial=0)} teacher tokens each ({path.stat().st_size / 1e6:.1f} MB)",
@@ -303,7 +299,7 @@ def _inspect(arguments: Namespace, console: Console) -> None:
     for table in (audit_table(figures), roles_table(roles), sample_table(rows)):
         console.print(table)
     if arguments.loss:
-        _say(console, "\n".join(reasons) or f"{arguments.loss} fits this pair")
+        print_plain(console, "\n".join(reasons) or f"{arguments.loss} fits this pair")
 
 
 INSPECT = Command(
@@ -358,7 +354,7 @@ def _convert(arguments: Namespace, console: Console) -> ProjectionMatrix:
     if arguments.top_k is not None:
         matrix = sort_and_cut(matrix, arguments.top_k)
     if not arguments.student:
-        _say(console, "no --student and --teacher: no row is marked as exact, and no run can use the file")
+        print_plain(console, "no --student and --teacher: no row is marked as exact, and no run can use the file")
         return matrix
     pair = _load_pair(arguments.student, arguments.teacher)
     with _steps(console) as progress:
@@ -551,7 +547,9 @@ def _byte_prefix(arguments: Namespace, console: Console) -> ProjectionMatrix:
         matrix = _add_prefixes(matrix, pair)
     maps = (matrix.byte_prefix, matrix.student_shared_prefix, matrix.teacher_shared_prefix)
     phi, student, teacher = (f"{int((ids >= 0).sum()):,} of {len(ids):,}" for ids in maps if ids is not None)
-    _say(console, f"byte prefix: {phi} teacher tokens; shared prefix: {student} student and {teacher} teacher tokens")
+    print_plain(
+        console, f"byte prefix: {phi} teacher tokens; shared prefix: {student} student and {teacher} teacher tokens"
+    )
     return matrix
 
 
