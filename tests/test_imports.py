@@ -182,7 +182,8 @@ def test_a_run_imports_no_library_of_an_extra() -> None:
     ("modules", "libraries"),
     [
         (
-            "config, config.load, alignment, cli.distil, cli.projection.build, training.inputs",
+            "config, config.load, alignment, training.inputs, "
+            "cli.settings_verbs, cli.projection, cli.cache, cli.checkpoint, cli.check",
             ("torch", "transformers", "ray", "datasets"),
         ),
         ("cluster.ray.rank_actor", ("transformers", "datasets", "numba")),

@@ -1,1 +1,1 @@
-"""The installed command, `nemo-opd`: a table of verbs, each a module with a `COMMAND`."""
+"""The installed command, `nemo-opd`: a table of verbs in main.py, and modules with their commands."""

@@ -13,19 +13,14 @@ from nemo_opd.paths import configs_dir
 
 TEMPLATES = Path(__file__).parent / "templates"
 SCHEMA = "run.schema.json"
-EPILOG = """\
-examples:
-  nemo-opd init .                     distil.yaml, ready to edit
-  nemo-opd init mine --on-policy      mine/distil_on_policy.yaml
-"""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write to; created if needed")
     parser.add_argument("--on-policy", action="store_true", help="for a student that learns from its own answers")
 
 
-def write(arguments: Namespace, console: Console) -> None:
+def _write(arguments: Namespace, console: Console) -> None:
     """Write the settings and their schema.
 
     Raises ConfigError if the file exists, StorageError if the folder cannot be written.
@@ -40,4 +35,13 @@ def write(arguments: Namespace, console: Console) -> None:
     print(f"wrote {file}; see what would run: nemo-opd {verb} --config {shlex.quote(str(file))} run.dry_run=true")
 
 
-COMMAND = Command(__doc__, EPILOG, add_arguments, write)
+COMMAND = Command(
+    __doc__,
+    """\
+examples:
+  nemo-opd init .                     distil.yaml, ready to edit
+  nemo-opd init mine --on-policy      mine/distil_on_policy.yaml
+""",
+    _add_arguments,
+    _write,
+)

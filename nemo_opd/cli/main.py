@@ -1,15 +1,92 @@
-"""`nemo-opd`: dispatch of the arguments to a verb."""
+"""`nemo-opd`: table of verbs, and dispatch of the arguments to one."""
 
 import difflib
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
 
-from nemo_opd.cli.verbs import VERBS, Group, Verb
 from nemo_opd.version import package_version
 
 PROGRAM = "nemo-opd"
+
+
+class _Runnable(Protocol):
+    """A verb's command."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Define the arguments."""
+        ...
+
+    def run(self, program: str, arguments: Sequence[str]) -> int:
+        """Return the exit status."""
+        ...
+
+
+@dataclass(frozen=True)
+class Verb:
+    module: str
+    """Module of `nemo_opd.cli`, imported when the verb is used."""
+    name: str
+    """Name of the command in the module."""
+    help: str
+
+    def command(self) -> _Runnable:
+        command: _Runnable = getattr(import_module(f"nemo_opd.cli.{self.module}"), self.name)
+        return command
+
+
+@dataclass(frozen=True)
+class Group:
+    """Verbs on one topic."""
+
+    help: str
+    verbs: Mapping[str, Verb]
+
+
+VERBS: Mapping[str, Verb | Group] = {
+    "init": Verb("init", "COMMAND", "write a commented configuration for your models and your data"),
+    "distil": Verb("settings_verbs", "DISTIL", "distil teachers into a student on a corpus"),
+    "distil-on-policy": Verb("settings_verbs", "DISTIL_ON_POLICY", "distil teachers into a student on its own samples"),
+    "evaluate": Verb("settings_verbs", "EVALUATE", "measure how well a model answers questions with checkable answers"),
+    "generate": Verb("generate", "COMMAND", "let a model continue prompts"),
+    "transplant": Verb("transplant", "COMMAND", "give a model another tokenizer"),
+    "report": Verb("report", "REPORT", "rewrite the report of a run or of a folder of runs"),
+    "compare": Verb("report", "COMPARE", "write one page over several runs: results, curves, settings that differ"),
+    "projection": Group(
+        "maps between two vocabularies",
+        {
+            "build": Verb("projection", "BUILD", "build the map of a pair of tokenizers, all passes at once"),
+            "inspect": Verb("projection", "INSPECT", "show the coverage of a map"),
+            "convert": Verb("projection", "CONVERT", "convert a map from NeMo-RL"),
+            "exact-map": Verb("projection", "EXACT_MAP", "pass 1: tokens with the same bytes"),
+            "multi-token": Verb("projection", "MULTI_TOKEN", "passes 2 and 3: all other tokens, spelled in pieces"),
+            "embedding": Verb("projection", "EMBEDDING", "pass 4: tokens with near embeddings"),
+            "sort-and-cut": Verb("projection", "SORT_AND_CUT", "pass 5: the heaviest entries of a row"),
+            "byte-prefix": Verb("projection", "BYTE_PREFIX", "pass 6: maps by common prefixes"),
+        },
+    ),
+    "cache": Group(
+        "stored output of teachers, on disk",
+        {
+            "build": Verb("cache", "BUILD", "store a teacher's output on the texts of a run"),
+            "inspect": Verb("cache", "INSPECT", "show the contents of a cache"),
+        },
+    ),
+    "checkpoint": Group(
+        "checkpoints and Hugging Face folders",
+        {
+            "to-hf": Verb("checkpoint", "TO_HF", "convert a checkpoint to a Hugging Face folder"),
+            "push": Verb("checkpoint", "PUSH", "upload a model's folder to the Hugging Face Hub"),
+            "from-hf": Verb("checkpoint", "FROM_HF", "convert a Hugging Face folder to the first checkpoint of a run"),
+        },
+    ),
+    "check": Verb("check", "COMMAND", "try this project on the GPUs of this machine"),
+    "completion": Verb("completion", "COMMAND", "print the code that lets a shell complete this command"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

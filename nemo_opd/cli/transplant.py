@@ -5,29 +5,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_opd.cli.command import Command
-from nemo_opd.cli.projection.arguments import add_roles, roles_of
+from nemo_opd.cli.command import Command, require_at_least
+from nemo_opd.cli.projection import add_roles, roles_of
 from nemo_opd.config.data import source_of
 from nemo_opd.config.run_fields import LARGEST_SEED
 from nemo_opd.errors import ConfigError
 
-EPILOG = """\
-A token with the bytes of an old token gets an exact copy of its row; a special token the row of the old token with its
-role; any other token a weighted sum of the rows of the old tokens that spell its bytes. Tokens that cannot be spelled
-get the mean of all rows and are listed in transplant.json. No other weight changes. Files are rewritten one by one, so
-the whole model is in memory only for --text.
 
-The model must then learn to read and write these tokens: distil the original into it, as a teacher with another
-tokenizer. docs/transplant.md has the settings.
-
-examples:
-  nemo-opd transplant --model demo:teacher_cross --tokenizer demo:student --output transplanted --text demo:validation
-  nemo-opd transplant --model Qwen/Qwen3-0.6B --tokenizer meta-llama/Llama-3.2-1B --output qwen_llama
-  nemo-opd transplant --model MODEL --tokenizer TOKENIZER --output baseline --random all --seed 1
-"""
-
-
-def add_arguments(parser: ArgumentParser) -> None:
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a Hugging Face folder, hub name or demo: name")
     parser.add_argument("--tokenizer", required=True, help="the new one: a folder, hub name or demo: name")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new folder, or an empty one")
@@ -67,11 +52,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(arguments: Namespace, console: Console) -> None:
+def _run(arguments: Namespace, console: Console) -> None:
     """Transplant the tokenizer. Raises ConfigError for arguments out of bounds, and the errors of `transplant`."""
-    for name, least in {"pad_to_multiple": 1, "max_length": 2, "seed": 0}.items():
-        if (value := getattr(arguments, name)) < least:
-            raise ConfigError(f"--{name.replace('_', '-')}={value}: must be at least {least}")
+    require_at_least(arguments, pad_to_multiple=1, max_length=2, seed=0)
     if arguments.seed > LARGEST_SEED:
         raise ConfigError(f"--seed={arguments.seed}: must be at most {LARGEST_SEED}")
     roles = roles_of(arguments.roles)
@@ -104,4 +87,22 @@ def run(arguments: Namespace, console: Console) -> None:
     print(f"wrote {arguments.output}: {arguments.model} with the tokenizer of {arguments.tokenizer}")
 
 
-COMMAND = Command(__doc__, EPILOG, add_arguments, run)
+COMMAND = Command(
+    __doc__,
+    """\
+A token with the bytes of an old token gets an exact copy of its row; a special token the row of the old token with its
+role; any other token a weighted sum of the rows of the old tokens that spell its bytes. Tokens that cannot be spelled
+get the mean of all rows and are listed in transplant.json. No other weight changes. Files are rewritten one by one, so
+the whole model is in memory only for --text.
+
+The model must then learn to read and write these tokens: distil the original into it, as a teacher with another
+tokenizer. docs/transplant.md has the settings.
+
+examples:
+  nemo-opd transplant --model demo:teacher_cross --tokenizer demo:student --output transplanted --text demo:validation
+  nemo-opd transplant --model Qwen/Qwen3-0.6B --tokenizer meta-llama/Llama-3.2-1B --output qwen_llama
+  nemo-opd transplant --model MODEL --tokenizer TOKENIZER --output baseline --random all --seed 1
+""",
+    _add_arguments,
+    _run,
+)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nemo_opd import commands
-from nemo_opd.cli.check import gpu, processes
-from nemo_opd.cli.check.parts import Part, gpu_test_files, plan
-from nemo_opd.cli.check.report import Report, Result, parts_before, read_output
+from nemo_opd.cli import check
+from nemo_opd.cli.check import Part, gpu_test_files, plan
+from nemo_opd.cli.check_report import Report, Result, parts_before, read_output
 from nemo_opd.version import UNKNOWN
 from tests.composition import ROOT
 from tests.waiting import wait_until
@@ -84,7 +84,7 @@ def test_workers_share_the_tests_of_a_file_when_asked_to(tmp_path: Path) -> None
 def run_parts(tmp_path: Path) -> Callable[..., Report]:
     def run(*parts: Part, within_s: float = 60.0) -> Report:
         report = Report(tmp_path, FACTS)
-        for _ in gpu._run(list(parts), tmp_path, report, time.monotonic() + within_s):
+        for _ in check._run(list(parts), tmp_path, report, time.monotonic() + within_s):
             pass
         return report
 
@@ -97,7 +97,7 @@ def stubborn(tmp_path: Path) -> Iterator[tuple[Part, Path]]:
     file = tmp_path / "pid"
     command = (sys.executable, "-m", "timeit", "-n1", "-r1", "-s", "import os, time", _LEAVING.format(file=file))
     yield Part("stubborn", 15, command), file
-    processes.end("stubborn")
+    check.end_processes("stubborn")
 
 
 _LEAVING = """\
@@ -160,13 +160,15 @@ def test_sigterm_ends_what_runs_and_says_where_the_rest_is(tmp_path: Path) -> No
     """Bugs: a child that goes on and holds the GPU, a folder that stays, a traceback."""
     command = [sys.executable, "tools/gpu_check.py", "--only", "machine", "--output", str(tmp_path / "results")]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as check:
-        own = psutil.Process(check.pid)
-        wait_until(lambda: any("probe" in " ".join(each.cmdline()) for each in own.children()), "the part's process")
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        own = psutil.Process(process.pid)
+        wait_until(
+            lambda: any("check_parts" in " ".join(each.cmdline()) for each in own.children()), "the part's process"
+        )
         (child,) = own.children()
-        check.terminate()
-        _, errors = check.communicate(timeout=60)
-    assert check.returncode == 130
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
     assert errors.splitlines()[-1].startswith("error: interrupted; results of finished parts are in")
     wait_until(lambda: not child.is_running(), "end of the part's process")
     assert not list(tmp_path.glob("nemo_opd*"))

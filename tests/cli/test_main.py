@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd.cli.keys import complete_recipe, complete_setting
-from nemo_opd.cli.verbs import VERBS, Group
+from nemo_opd.cli.completion import complete_recipe, complete_setting
+from nemo_opd.cli.main import VERBS, Group
 from nemo_opd.config.run import RunConfig
 from tests.composition import CONFIGS
 from tests.exit_status import exit_status
@@ -22,7 +22,7 @@ ALL = [
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
 def test_every_verb_has_a_command_with_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a line of the table that names no module, or a module without `COMMAND`."""
+    """Bug: a line of the table that names no module, or a module without that command."""
     assert exit_status(*words, "--help") == 0
     assert f"nemo-opd {' '.join(words)}" in capsys.readouterr().out
 

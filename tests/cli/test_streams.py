@@ -10,7 +10,7 @@ pytestmark = pytest.mark.world
 
 CODE = """
 import os, subprocess, sys
-from nemo_opd.cli.process import standard_streams
+from nemo_opd.cli.command import standard_streams
 with standard_streams():
     print(sys.stdin.read(), end="")
     print("said", file=sys.stderr)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_opd.cli.settings_command import main
+from nemo_opd.cli.settings_verbs import main
 from nemo_opd.config import secrets
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.load import from_dict, from_yaml, run_with_hydra, to_yaml

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from nemo_opd.cli.evaluate import config_name
+from nemo_opd.cli.settings_verbs import evaluation_recipe
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import run_with_hydra, to_yaml, validated
 from nemo_opd.errors import ConfigError, DataError
@@ -118,11 +118,11 @@ def test_an_evaluation_without_questions_is_told() -> None:
 
 
 def test_files_of_the_user_take_the_place_of_the_demos() -> None:
-    assert config_name(["model=m", "data.jsonl_files=a"]) == "evaluation"
-    assert config_name(["++data.hub.path=a"]) == "evaluation"
-    assert config_name(["model=m", "data.max_samples=3"]) == "evaluation_demo"
-    assert config_name(["model=m", "sets.sums.n=3"]) == "evaluation"
-    assert config_name(["model=m", "benchmarks=[gsm8k]"]) == "evaluation"
+    assert evaluation_recipe(["model=m", "data.jsonl_files=a"]) == "evaluation"
+    assert evaluation_recipe(["++data.hub.path=a"]) == "evaluation"
+    assert evaluation_recipe(["model=m", "data.max_samples=3"]) == "evaluation_demo"
+    assert evaluation_recipe(["model=m", "sets.sums.n=3"]) == "evaluation"
+    assert evaluation_recipe(["model=m", "benchmarks=[gsm8k]"]) == "evaluation"
 
 
 def test_sets_and_benchmarks_have_their_own_figures(questions: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from nemo_opd.config.logging import Logging
 from nemo_opd.logging import build
-from nemo_opd.cli.process import standard_streams
+from nemo_opd.cli.command import standard_streams
 from nemo_opd.logging.busy import print_line
 from tests.logging.synthetic import CLOSING, record, summary
 

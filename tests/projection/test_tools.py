@@ -18,7 +18,7 @@ from safetensors.torch import save_file as torch_save_file
 from transformers import AutoModelForCausalLM, CanineTokenizer
 
 from nemo_opd.alignment import fingerprint
-from nemo_opd.cli.projection import exact_map, inspect
+from nemo_opd.cli.projection import EXACT_MAP, INSPECT
 from nemo_opd.demo import model_path
 from nemo_opd.models import embeddings
 from nemo_opd.projection import EmbeddingSource, ProjectionMatrix, build_projection
@@ -114,10 +114,10 @@ def test_what_the_examples_of_the_help_say(built: Path, tmp_path: Path, capsys: 
     """Catches figures in --help that have become wrong."""
     assert main("exact_map", *PAIR, "--output", tmp_path / "exact.safetensors") == 0
     shown = capsys.readouterr().out.split(": ")[-1].strip()
-    assert shown in exact_map.EPILOG
+    assert shown in EXACT_MAP.epilog
     assert main("inspect", built, "--json") == 0
     overlap = json.loads(capsys.readouterr().out)["overlap"]
-    assert str(overlap) in inspect.EPILOG
+    assert str(overlap) in INSPECT.epilog
 
 
 def test_reverse_and_roles_reach_the_builder(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from nemo_opd.cli import settings_command
+from nemo_opd.cli import settings_verbs
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import RolloutError
@@ -98,9 +98,9 @@ def test_the_last_line_of_a_command_is_the_error_and_not_the_log(
     def task(_: RunConfig) -> None:
         started("dies at once", tmp_path)
 
-    monkeypatch.setattr(settings_command, "run_with_hydra", lambda task, *_, **__: task(None))
+    monkeypatch.setattr(settings_verbs, "run_with_hydra", lambda task, *_, **__: task(None))
     with pytest.raises(SystemExit) as ended:
-        settings_command.main(task, RunConfig, config_dir=tmp_path, config_name="any")
+        settings_verbs.main(task, RunConfig, config_dir=tmp_path, config_name="any")
 
     *log, last = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nemo_opd.cli.settings_command import main
+from nemo_opd.cli.settings_verbs import main
 from nemo_opd.config.run import RunConfig
 from nemo_opd.training import groups
 from nemo_opd.training.off_policy import distil

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_opd.cli.settings_command import main
+from nemo_opd.cli.settings_verbs import main
 from nemo_opd.config.run import RunConfig
 from nemo_opd.training import groups
 from nemo_opd.training.off_policy import distil

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from nemo_opd.cli.process import fail
+from nemo_opd.cli.command import fail
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
 from nemo_opd.config.cluster import Cluster

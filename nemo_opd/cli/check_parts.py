@@ -1,25 +1,29 @@
-"""A part of the check: the machine's hardware and speed, and whether processes can read each other's GPU memory.
+"""Parts of the check that need no checkout. Each prints a line of JSON for each finding.
 
-python -m nemo_opd.cli.check.probe      # prints a line of JSON for each finding
+python -m nemo_opd.cli.check_parts machine        # hardware, speed, and whether processes can share memory
+python -m nemo_opd.cli.check_parts demos FOLDER   # the demos; the off-policy demo is also killed and resumed
 
-Exit status 1 if host memory cannot be shared.
+The exit status is 1 if host memory cannot be shared, a demo fails, or the resumed run ends with another loss.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from nemo_opd.handoff.transport_probe import probe_transport
+from nemo_opd.logging.jsonl import read
 
 _TIMED = 20
 _SHARE = 64
@@ -30,9 +34,18 @@ _HEADS = ((2048, 128_256), (2560, 151_936), (2560, 151_669))
 """Width and columns: Llama-3.2-1B, Qwen3-4B, and the latter cut to its tokenizer's ids, which 8 does not divide."""
 _PROGRAMS = ("gcc", "nvcc", "compute-sanitizer", "ncu", "git", "nvidia-smi")
 _QUERIES = (["--query-gpu=index,driver_version,compute_mode,power.limit", "--format=csv,noheader"], ["topo", "-m"])
+_OFF_POLICY = ("distil", "train.max_steps=40", "train.validate_every=40", "train.save_every=10")
+_ON_POLICY = (
+    *("distil-on-policy", "train.max_steps=3", "train.global_batch_size=16", "train.micro_batch_size=8", "rollout.n=2"),
+    "evaluation.sets.held_out.data.max_samples=8",
+)
+_KILLED_AFTER = 20
+"""Steps before the run is killed."""
+_TOLERANCE = 1e-3
+"""Relative error of a loss: atomic sums vary in order between runs."""
 
 
-def main() -> int:
+def _check_machine() -> int:
     has_gpu = torch.cuda.is_available()
     _print_finding(_machine())
     if has_gpu:
@@ -155,5 +168,49 @@ def _shared_memory(has_gpu: bool) -> dict[str, str | None]:
     return problems | ({"CUDA IPC, two GPUs": probe_transport("cuda_ipc", different, limit_s)} if different else {})
 
 
+def _check_demos(folder: Path) -> int:
+    with (
+        _started(folder / "whole", *_OFF_POLICY) as uninterrupted,
+        _started(folder / "on_policy", *_ON_POLICY) as on_policy,
+    ):
+        with _started(folder / "parts", *_OFF_POLICY) as parts:
+            while parts.poll() is None and len(_losses(folder / "parts")) < _KILLED_AFTER:
+                time.sleep(0.3)
+            parts.kill()
+        with _started(folder / "parts", *_OFF_POLICY, "run.resume=auto") as resumed:
+            resumed.wait()
+        statuses = {"whole": uninterrupted.wait(), "on-policy": on_policy.wait(), "resumed": resumed.returncode}
+    losses = {name: _losses(folder / name)[-1:] for name in ("whole", "parts", "on_policy")}
+    _print_finding({"exit statuses": statuses, "last losses": losses})
+    if any(statuses.values()):
+        return 1
+    return int(not math.isclose(losses["whole"][0], losses["parts"][0], rel_tol=_TOLERANCE))
+
+
+@contextmanager
+def _started(folder: Path, verb: str, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a run. When the block ends, kill it and print its output."""
+    device = ["cluster.device=cpu"]
+    if torch.cuda.is_available():
+        device = ["cluster.device=cuda", "cluster.gpus_per_node=1"]
+    command = [sys.executable, "-m", "nemo_opd.cli", verb, *device, *overrides, f"run.output_dir={folder}"]
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder.with_name(f"{folder.name}.log")
+    with log.open("ab") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        print(f"== {folder.name}", log.read_text(encoding="utf-8", errors="replace"), sep="\n", flush=True)
+
+
+def _losses(folder: Path) -> list[float]:
+    """Return the losses of a run's steps so far."""
+    file = folder / "metrics.jsonl"
+    return [record["train/loss"] for record in read(file) if "train/loss" in record] if file.is_file() else []
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_check_machine() if sys.argv[1] == "machine" else _check_demos(Path(sys.argv[2])))

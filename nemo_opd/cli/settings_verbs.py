@@ -1,21 +1,24 @@
-"""Verbs whose arguments are settings, composed by Hydra."""
+"""Verbs whose arguments are settings, composed by Hydra; with no arguments, they run the demo on this machine."""
 
+import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from nemo_opd.cli.keys import complete_recipe, complete_setting
-from nemo_opd.cli.process import exit_status, standard_streams
+from nemo_opd.cli.command import exit_status, standard_streams
+from nemo_opd.cli.completion import complete_recipe, complete_setting
+from nemo_opd.cli.report import report_sweep
 from nemo_opd.config.base import Settings
+from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import S, run_with_hydra
-from nemo_opd.logging.busy import print_line
+from nemo_opd.config.run import RunConfig
+from nemo_opd.evaluation import inputs as evaluation_inputs
+from nemo_opd.logging.busy import loading
 from nemo_opd.paths import configs_dir
+from nemo_opd.training.inputs import check_inputs
 from nemo_opd.training.interrupt import interruptible, was_requested
 
 
@@ -57,14 +60,41 @@ def main(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_
         )
 
 
-def report_sweep(root: Path, names: Sequence[str]) -> None:
-    """Print a table of a sweep's runs and write `root`/report.html, if any run has started."""
-    # matplotlib is slow to import, and few commands are sweeps
-    from nemo_opd.logging.sweep import read_sweep, sweep_table, write_sweep_report
+def _distil(config: RunConfig) -> None:
+    check_inputs(config, on_policy=False)
+    # Imported after the checks: PyTorch takes seconds.
+    with loading("PyTorch"):
+        from nemo_opd.training.off_policy import distil
 
-    runs = read_sweep(root, names)
-    if not any(run.has_started for run in runs):
-        return
-    with suppress(OSError):
-        Console().print(sweep_table(runs))
-    print_line(f"report  {write_sweep_report(root, runs)}")
+    distil(config)
+
+
+def _distil_on_policy(config: RunConfig) -> None:
+    check_inputs(config, on_policy=True)
+    # Imported after the checks: PyTorch takes seconds.
+    with loading("PyTorch"):
+        from nemo_opd.training.on_policy import distil
+
+    distil(config)
+
+
+def _evaluate(config: EvaluationConfig) -> None:
+    evaluation_inputs.check_inputs(config)
+    # Imported after the checks: PyTorch takes seconds.
+    with loading("PyTorch"):
+        from nemo_opd.training.standalone import evaluate
+
+    evaluate(config)
+
+
+def evaluation_recipe(arguments: Sequence[str]) -> str:
+    """Return the recipe without questions if the arguments name some; the demo's would be a second source."""
+    names_questions = any(
+        re.match(r"\+*(data\.(\w+_files|hub\b)|sets\b|benchmarks\b)", argument) for argument in arguments
+    )
+    return "evaluation" if names_questions else "evaluation_demo"
+
+
+DISTIL = SettingsCommand(RunConfig, lambda _: "off_policy_demo", _distil)
+DISTIL_ON_POLICY = SettingsCommand(RunConfig, lambda _: "on_policy_demo", _distil_on_policy)
+EVALUATE = SettingsCommand(EvaluationConfig, evaluation_recipe, _evaluate)

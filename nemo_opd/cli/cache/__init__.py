@@ -1,1 +1,0 @@
-"""Verbs for teacher caches."""

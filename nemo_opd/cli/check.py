@@ -1,0 +1,297 @@
+"""Tests this project on the machine's GPU: speed first, each part in its own processes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from nemo_opd.cli.check_report import FILE, PASSED, SKIPPED, Report, Result, read_output
+from nemo_opd.cli.command import Command
+from nemo_opd.commands import ending_on_signals
+from nemo_opd.paths import CHECKOUT
+
+_MFU_FLOOR = "0.3"
+_LARGE = ("--student", "llama_1b", "--same-teacher", "llama_3b", "--teacher", "qwen_4b", "--length", "2048")
+_TINY = ("--student", "llama_tiny", "--same-teacher", "llama_tiny", "--teacher", "qwen_tiny", "--length", "32")
+_SLOWER = 5
+"""Factor of the limits without a GPU: such a machine has few cores too, and all parts mostly import."""
+_RUNS = "tests/training"
+"""Tests of whole runs, which take as long as all other tests together."""
+_LEAST_S = 25.0
+"""Remaining seconds below which no part is started."""
+_LAST_LINES = 12
+"""Lines of output shown for a failed part."""
+_MODELS_BYTES = 40 << 30
+_MARK = "NEMO_OPD_CHECK_PART"
+"""Environment variable that all processes of a part inherit, even those that start a session, as Ray's do."""
+_ENDED_S = 15.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command in its own process. Its results are the JSON lines that it prints; its exit status reports failure."""
+
+    name: str
+    limit_s: float
+    command: tuple[str, ...]
+    is_interpreted: bool = False
+    """Triton's kernels run in its interpreter."""
+
+    @property
+    def needs_checkout(self) -> bool:
+        """Whether it is a script or a test, which the package does not contain."""
+        return self.command[1:2] != ("-m",) or "pytest" in self.command
+
+
+def plan(models: Path, scratch: Path, *, has_gpu: bool) -> list[list[Part]]:
+    """Return groups of parts; the parts of a group run at the same time. Without a GPU they are small.
+
+    models: folder of the models of the measured steps. scratch: folder for other files.
+    """
+    positions = "--positions 2048 8192 --budgets 4 2 1 --device cuda" if has_gpu else "--positions 16 --divisor 64"
+    parts = [
+        [Part("machine", 75, (sys.executable, "-m", "nemo_opd.cli.check_parts", "machine"))],
+        [Part("models", 100, _step(models, scratch, "--write-only", has_gpu=has_gpu)), _kernels(has_gpu, "check")],
+        [Part("step", 110, _step(models, scratch, "--set", "cluster.launcher=local", has_gpu=has_gpu))],
+        [
+            Part("tests", 150, _pytest(4, "loadfile", without=_RUNS)),
+            Part("demos", 160, (sys.executable, "-m", "nemo_opd.cli.check_parts", "demos", str(scratch / "demos"))),
+        ],
+        [_kernels(has_gpu, "time")] if has_gpu else [],
+        [Part("losses", 60, _script("losses_floor.py", *positions.split(), "--output", str(scratch)))],
+        [Part("ray-step", 120, _step(models, scratch, has_gpu=has_gpu))],
+        [Part("plain-step", 75, _script("step_plain.py", str(models)))],
+        [Part("runs", 240, _pytest(5, "worksteal", only=_RUNS))],
+    ]
+    factor = 1 if has_gpu else _SLOWER
+    return [[replace(part, limit_s=factor * part.limit_s) for part in group] for group in parts if group]
+
+
+def _sanitized() -> Part:
+    """Return the kernels under compute-sanitizer, which names the failing kernel and address."""
+    return Part(
+        "sanitizer", 80, ("compute-sanitizer", "--tool", "memcheck", *_script("losses_kernels.py", "check", "--small"))
+    )
+
+
+def gpu_test_files(root: Path) -> list[str]:
+    """Return the test files that contain tests marked `gpu`: other files may need libraries that this machine lacks."""
+    files = sorted((root / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(root)) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
+
+
+def _script(name: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, f"benchmarks/{name}", *arguments)
+
+
+def _kernels(has_gpu: bool, mode: str) -> Part:
+    name, limit_s = {"check": ("kernels", 100), "time": ("kernel-times", 60)}[mode]
+    return Part(name, limit_s, _script("losses_kernels.py", mode), is_interpreted=not has_gpu)
+
+
+def _step(models: Path, scratch: Path, *more: str, has_gpu: bool) -> tuple[str, ...]:
+    sizes = ("--rows", "16", "--micro", "4", "--rounds", "4", "--mfu-floor", _MFU_FLOOR) if has_gpu else ()
+    shared = ("--loss", "p_kl", "--without-gold", "--models", str(models), "--output", str(scratch))
+    return _script("step.py", *(_LARGE if has_gpu else _TINY), *sizes, *shared, *more)
+
+
+def _pytest(workers: int, dist: str, *, only: str = "tests", without: str | None = None) -> tuple[str, ...]:
+    """Return the command for the tests marked `gpu`. The project's settings have -q, so -vv prints a line per test."""
+    files: Sequence[str] = () if CHECKOUT is None else gpu_test_files(CHECKOUT)
+    files = [file for file in files if file.startswith(only) and (without is None or not file.startswith(without))]
+    options = ("-m", "gpu", "-vv", "-n", str(workers), "--dist", dist, "--tb=short", "-p", "no:cacheprovider")
+    return (sys.executable, "-m", "pytest", *options, *files)
+
+
+_RESULTS = Path() if CHECKOUT is None else CHECKOUT / "benchmarks" / "results" / "gpu"
+_NAMES = [part.name for group in plan(Path(), Path(), has_gpu=True) for part in group]
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", choices=_NAMES, default=_NAMES, metavar="PART", help="parts to run")
+    parser.add_argument(
+        "--within", type=float, default=480, metavar="SECONDS", help="time limit of the whole check (default 480)"
+    )
+    parser.add_argument(
+        "--models", type=Path, metavar="FOLDER", help="keep the models of the steps, 17 GB, here for a later check"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=_RESULTS, metavar="FOLDER", help="folder of gpu_check.* (default %(default)s)"
+    )
+
+
+def _check(options: Namespace, console: Console) -> int:
+    end_s = time.monotonic() + options.within
+    print("loading PyTorch …", file=sys.stderr, flush=True)
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    report = Report.begin(shlex.join(sys.argv), options.output)
+    with ending_on_signals(), _scratch(options.models) as (models, scratch), _clocks(options.output):
+        waiting = plan(models, scratch, has_gpu=has_gpu)
+        while waiting:
+            parts = [part for part in waiting.pop(0) if part.name in (*options.only, _sanitized().name)]
+            try:
+                for name, output in _run(parts, scratch, report, end_s):
+                    if name == "kernels" and "CUDA error" in output and shutil.which("compute-sanitizer"):
+                        waiting.insert(0, [_sanitized()])
+            except KeyboardInterrupt as interrupt:
+                interrupt.add_note(f"results of finished parts are in {options.output / FILE}")
+                raise
+    print(report.markdown())
+    return int(any(part.outcome.startswith("FAILED") for part in report.parts.values()))
+
+
+def _run(parts: list[Part], scratch: Path, report: Report, end_s: float) -> Iterator[tuple[str, str]]:
+    """Run parts at the same time, add their results, and yield each part's name and output as it ends.
+
+    end_s: end of the check on the monotonic clock.
+    """
+    running: dict[str, tuple[Part, subprocess.Popen[bytes], float]] = {}
+    try:
+        for part in parts:
+            begun = time.monotonic()
+            if part.needs_checkout and CHECKOUT is None:
+                report.add(part.name, Result(f"{SKIPPED}: needs a checkout with the tests and the benchmarks"))
+            elif end_s - begun < _LEAST_S:
+                report.add(part.name, Result(f"{SKIPPED}: no time left"))
+            else:
+                print(f"{part.name} …", file=sys.stderr, flush=True)
+                running[part.name] = part, _start(part, scratch / f"{part.name}.log"), begun
+        while running:
+            for name, (part, process, begun) in list(running.items()):
+                now, status = time.monotonic(), process.poll()
+                limit_s = min(part.limit_s, end_s - begun)
+                if status is None and now - begun < limit_s:
+                    continue
+                end_processes(name)
+                del running[name]
+                late = f"FAILED: stopped at its limit of {limit_s:.0f} s"
+                outcome = late if status is None else f"FAILED: exit status {status}" if status else PASSED
+                output = (scratch / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+                report.add(name, read_output(outcome, now - begun, output), output)
+                _print_result(name, report.parts[name], output)
+                yield name, output
+            time.sleep(0.1)
+    finally:
+        for name in running:
+            end_processes(name)
+
+
+def _start(part: Part, log: Path) -> subprocess.Popen[bytes]:
+    """Start a part in the checkout, if there is one, with its output in `log`.
+
+    A pipe might never close if a process hangs in the driver. Raises OSError if the command does not exist.
+    """
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",  # otherwise each compiling process starts a thread per core
+        "PYTHONPATH": os.pathsep.join(
+            [*([] if CHECKOUT is None else [str(CHECKOUT)]), os.environ.get("PYTHONPATH", "")]
+        ),
+        "PYTHONUNBUFFERED": "1",
+        _MARK: _mark_of(part.name),
+    }
+    if part.is_interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    with log.open("wb") as sink:
+        return subprocess.Popen(
+            part.command,
+            cwd=CHECKOUT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def end_processes(name: str) -> None:
+    """Kill a part's remaining processes and wait a few seconds for them to end, as the next part needs their GPU
+    memory.
+    """
+    limit = time.monotonic() + _ENDED_S
+    while (processes := _processes_of(name)) and time.monotonic() < limit:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(0.2)
+
+
+def _processes_of(name: str) -> list[psutil.Process]:
+    """Return a part's processes, in all sessions. Ended processes have no environment."""
+    processes = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(_MARK) == _mark_of(name):
+                processes.append(process)
+    return processes
+
+
+def _mark_of(name: str) -> str:
+    """Return the value of the mark, unique among checks on this machine."""
+    return f"{os.getpid()} {name}"
+
+
+def _print_result(name: str, result: Result, output: str) -> None:
+    lines = [f"{name}: {result.outcome}, {result.seconds} s  {result.tests}"]
+    if result.outcome.startswith("FAILED"):
+        lines += [f"    {line}" for line in output.splitlines()[-_LAST_LINES:]]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _scratch(models: Path | None) -> Iterator[tuple[Path, Path]]:
+    """Yield the folder of the models, in memory if they fit, and a folder for logs and results."""
+    shared = Path("/dev/shm")
+    is_roomy = shared.is_dir() and shutil.disk_usage(shared).free > _MODELS_BYTES
+    with (
+        tempfile.TemporaryDirectory(prefix="nemo_opd_check_") as scratch,
+        tempfile.TemporaryDirectory(prefix="nemo_opd_models_", dir=shared if is_roomy else None) as temporary,
+    ):
+        yield models or Path(temporary), Path(scratch)
+
+
+@contextmanager
+def _clocks(folder: Path) -> Iterator[None]:
+    """Log the GPU's clocks, power and memory to clocks.csv every second."""
+    if shutil.which("nvidia-smi") is None:
+        yield
+        return
+    fields = "timestamp,clocks.sm,power.draw,temperature.gpu,memory.used,utilization.gpu"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-l", "1"]
+    with (folder / "clocks.csv").open("w") as sink, subprocess.Popen(command, stdout=sink) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+COMMAND = Command(
+    __doc__,
+    f"""\
+The parts are {", ".join(_NAMES)}. Each has its own time limit, and a failed part does not stop the next ones. Results
+are written after each part, all output to one log. The exit status is 1 if a part failed. Without a GPU the parts are
+small, and parts that need one are skipped. Parts that are not run keep the results of an earlier check of the same
+commit, packages and machine in the folder.
+
+examples:
+  nemo-opd check                                everything that fits into eight minutes
+  nemo-opd check --only step --within 120       one part again
+""",
+    _add_arguments,
+    _check,
+)

@@ -1,1 +1,0 @@
-"""Verbs that convert between checkpoints and Hugging Face folders."""
