@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from nemo_opd.demo.corpus import arrow_file
+from nemo_opd.demo.arrow import arrow_file
 from nemo_opd.files import write_atomically
 
 TASK = "next_line"
