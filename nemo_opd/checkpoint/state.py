@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
@@ -208,7 +207,7 @@ class _Writer(FileSystemWriter):
     Raises OSError if the disk fails; torch would raise an error of its archive writer instead.
     """
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         try:
             written = super().write_data(plan, planner)
             for name in {result.storage_data.relative_path for result in written.value()}:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from nemo_opd.demo.arrow import arrow_file
+from nemo_opd.demo import corpus
 from nemo_opd.files import write_atomically
 
 TASK = "next_line"
@@ -42,8 +42,8 @@ metadata:
 
 
 def task_folder() -> Path:
-    """Return the folder; build it if absent. Raises DataError as `arrow_file` does. Safe in concurrent processes."""
-    source = arrow_file("validation")
+    """Return the folder; build it if absent. Raises DataError as `corpus.arrow_file` does. Processes can share it."""
+    source = corpus.arrow_file("validation")
     name = hashlib.sha256(f"1 {_NUM_QUESTIONS} {source.parent.name}".encode()).hexdigest()[:12]
     folder = source.parent / f"tasks-{name}"
     if not (folder / f"{TASK}.yaml").exists():

@@ -16,9 +16,14 @@ optimizer, adapters, padding, and recomputation by activation checkpointing.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+
+from nemo_opd.cluster.placement import num_cores
 from nemo_opd.training.model_size import ModelSize
 from nemo_opd.types import Batch
 
@@ -98,3 +103,21 @@ class Utilization:
         achieved = total / seconds / self.num_devices
         metrics = {"perf/tflops_per_s": achieved / 1e12}
         return metrics if self.peak is None else metrics | {"perf/mfu": achieved / self.peak}
+
+
+def device_name(device: str) -> str:
+    """Return the name of this machine's GPU or CPU; the kind of device if this machine has no such GPU."""
+    if device == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return _cpu_name() if device == "cpu" else device
+
+
+def _cpu_name() -> str:
+    """Return text such as `AMD EPYC 7B13, 2 cores`."""
+    cores = num_cores()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.machine()}, {cores} core{'s' * (cores > 1)}"

@@ -21,7 +21,7 @@ from nemo_opd.training.benchmarks import load_tasks, longest_question, plan_benc
 from nemo_opd.training.cached_teachers import check_answers, settle_tokenizers
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
-from nemo_opd.training.flops import Utilization, peak_flops
+from nemo_opd.training.flops import Utilization, device_name, peak_flops
 from nemo_opd.training.launch import require_processes, require_shared_gpus, warn_of_shared_memory
 from nemo_opd.training.memory import Machine, MemoryInputs, ModelSetup, server_share, settle_memory, state_bytes
 from nemo_opd.training.model_info import ModelInfo, has_configuration, read_model_info
@@ -46,7 +46,6 @@ from nemo_opd.training.ranks import (
 from nemo_opd.training.replicas import resolve_replicas
 from nemo_opd.training.resharding import resolve_resharding
 from nemo_opd.training.run_directory import checkpoints_of, progress_to_resume, require_not_beyond, resolve_output_dir
-from nemo_opd.training.summary import device_name
 from nemo_opd.training.survey import DataStatistics, survey
 from nemo_opd.training.teacher_plan import plan_teacher, require_templates
 from nemo_opd.training.template_findings import check_templates

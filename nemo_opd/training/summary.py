@@ -1,15 +1,11 @@
 """Summary of a run before it starts, and the report of a dry run."""
 
-import platform
 from collections.abc import Iterator, Sized
-from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_opd.cluster.placement import num_cores
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
@@ -20,6 +16,7 @@ from nemo_opd.projection.audit import fit_warnings
 from nemo_opd.projection.report import audit_lines, audit_table
 from nemo_opd.teacher_cache.manifest import read_manifest
 from nemo_opd.training.corpus import Corpus
+from nemo_opd.training.flops import device_name
 from nemo_opd.training.memory.report import memory_report
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
@@ -86,24 +83,6 @@ def _layout_of(plan: Plan) -> str:
         return student
     named = ", ".join(f"{name} {layout}" for name, layout in teachers.items())
     return f"{student}; teachers {_describe_placement(plan)}: {named}"
-
-
-def device_name(device: str) -> str:
-    """Return the name of this machine's GPU or CPU; the kind of device if this machine has no such GPU."""
-    if device == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return _cpu_name() if device == "cpu" else device
-
-
-def _cpu_name() -> str:
-    """Return text such as `AMD EPYC 7B13, 2 cores`."""
-    cores = num_cores()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{model or platform.machine()}, {cores} core{'s' * (cores > 1)}"
 
 
 def print_plan(plan: Plan, console: Console) -> None:
