@@ -19,8 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from nemo_opd.logging.jsonl import read
-from nemo_opd.version import commit
+from nemo_opd.logging.loggers import read
+from nemo_opd.paths import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "uv run benchmarks/demo.py"

@@ -23,12 +23,16 @@ from demo import ROOT, commit, hardware
 from rich.console import Console
 
 from nemo_opd.distributed.layout import Layout, Place
-from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWriter
-from nemo_opd.handoff.logits import LogitsHandle, LogitsWriter
-from nemo_opd.handoff.plan import LayoutPair, vocabulary_columns
-from nemo_opd.handoff.traffic import Payload, planned_readers
+from nemo_opd.handoff.outputs import (
+    HiddenStatesHandle,
+    HiddenStatesWriter,
+    LogitsHandle,
+    LogitsWriter,
+    OutputHandle,
+    windows,
+)
+from nemo_opd.handoff.plan import LayoutPair, Payload, planned_readers, vocabulary_columns
 from nemo_opd.handoff.transport import TRANSPORTS
-from nemo_opd.handoff.window import OutputHandle, windows
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits
 

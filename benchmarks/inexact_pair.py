@@ -26,7 +26,7 @@ from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.demo.corpus import arrow_file
 from nemo_opd.losses.learned_projection import learnable_pairs, learnable_rows
-from nemo_opd.losses.pairs import TokenPairs
+from nemo_opd.losses.sparse_projection import TokenPairs
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.projection import ProjectionMatrix, build_projection
 

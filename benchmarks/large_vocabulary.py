@@ -34,7 +34,7 @@ from torch import Tensor  # noqa: E402
 from benchmarks.real_models.place import Place  # noqa: E402
 from benchmarks.real_models.texts import documents, training_texts, write  # noqa: E402
 from nemo_opd.models.load import load_config  # noqa: E402
-from nemo_opd.training.model_size import ModelSize, model_size  # noqa: E402
+from nemo_opd.preflight.model_info import ModelSize, model_size  # noqa: E402
 
 LOSSES = ("p_kl", "byte_prefix", "gold")
 HEAD_ROWS = 256

@@ -28,8 +28,8 @@ from demo import commit, hardware  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from nemo_opd.logits.blocks import block_bytes  # noqa: E402
+from nemo_opd.logits.blockwise import backward  # noqa: E402
 from nemo_opd.logits.planned import compute_together  # noqa: E402
-from nemo_opd.logits.saved import backward  # noqa: E402
 from nemo_opd.models.load import load_tokenizer  # noqa: E402
 from nemo_opd.projection import ProjectionMatrix, cached_projection  # noqa: E402
 from tests.losses.real_sizes import PLANS, TOGETHER, Sides  # noqa: E402

@@ -29,7 +29,7 @@ from torch import Tensor  # noqa: E402
 from nemo_opd.kernels import launch  # noqa: E402
 from nemo_opd.kernels.forms import FORWARD_KL, JSD, CellComparison, Comparison, Measure, NegLogProb  # noqa: E402
 from nemo_opd.kernels.joint import Placed, add_losses  # noqa: E402
-from nemo_opd.losses.kernel_cells import covered_columns  # noqa: E402
+from nemo_opd.losses.cells import covered_columns  # noqa: E402
 from nemo_opd.models.load import load_tokenizer  # noqa: E402
 from nemo_opd.projection import ProjectionMatrix, cached_projection  # noqa: E402
 from tests.losses.real_sizes import projection as made_up  # noqa: E402

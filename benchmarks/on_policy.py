@@ -29,7 +29,7 @@ from nemo_opd.data.documents import TEXT
 from nemo_opd.data.layout import TextLayout
 from nemo_opd.data.record import Prompt
 from nemo_opd.data.sources import load_documents
-from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.loggers import read
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.rollout.base import EngineSpec, Sampling
 from nemo_opd.rollout.collect import Collector

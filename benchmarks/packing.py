@@ -32,15 +32,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nemo_opd.alignment import TokenAligner
+from nemo_opd.cluster.batch_grid import dealt, micro_batches
 from nemo_opd.data.encoders import Encoder
-from nemo_opd.data.packed_order import PackedOrder, lengths_of
-from nemo_opd.data.packing import Lengths
-from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
-from nemo_opd.data.windows import common_places, window_edges
-from nemo_opd.logits.packed import Packing
+from nemo_opd.data.order import Lengths, PackedOrder, lengths_of
+from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker, common_places, window_edges
+from nemo_opd.logits.sources import Packing
 from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.models.load import load_tokenizer
-from nemo_opd.training.micro_batches import dealt, micro_batches
 from nemo_opd.types import TokenRows
 
 MEDIAN, SPREAD = 400, 1.2

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.loggers import read
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "run_off_policy_distillation.py"

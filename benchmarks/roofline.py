@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from demo import commit  # noqa: E402
+from nemo_opd.preflight.memory_parts import ModelSetup  # noqa: E402
 from roofline_counts import loss_as_it_is, micro_batch, work_of  # noqa: E402
 from roofline_hardware import GPU, GPUS, Assumptions  # noqa: E402
 from roofline_models import CUT, MODELS, RECIPES, ROWS, TINY, Recipe  # noqa: E402
@@ -30,10 +31,10 @@ from roofline_work import Counts, Kind  # noqa: E402
 
 from nemo_opd.config.run import RunConfig  # noqa: E402
 from nemo_opd.distributed.layout import Layout  # noqa: E402
-from nemo_opd.training.memory import Machine as Memory  # noqa: E402
-from nemo_opd.training.memory import MemoryInputs, ModelSetup  # noqa: E402
-from nemo_opd.training.model_size import model_size, numel  # noqa: E402
-from nemo_opd.training.resharding import resolve_resharding  # noqa: E402
+from nemo_opd.preflight.memory import resolve_resharding  # noqa: E402
+from nemo_opd.preflight.memory_parts import Machine as Memory  # noqa: E402
+from nemo_opd.preflight.memory_parts import MemoryInputs  # noqa: E402
+from nemo_opd.preflight.model_info import model_size, numel  # noqa: E402
 from tests.composition import compose  # noqa: E402
 
 COMMAND = "uv run benchmarks/roofline.py"
@@ -302,7 +303,7 @@ INTRODUCTION = (
     "and write, which tests compare with what Triton's interpreter does.",
     "* Teachers take turns with the student on the same GPUs, so that handing over is a copy into a buffer, which is "
     "among the teacher's kernels, and `handoff` is what the host sends.",
-    "* MFU is `perf/mfu` of a run (nemo_opd/training/flops.py): padding, recomputation and losses are no useful work.",
+    "* MFU is `perf/mfu` of a run (nemo_opd/preflight/flops.py): padding, recomputation and losses are no useful work.",
     "* Rollouts, reading data and validation are not in it.",
     "* Machines are those that hold weights, gradients and optimizer states; whether activations and what teachers "
     "hand over fit too is what the memory estimate of a dry run says.",

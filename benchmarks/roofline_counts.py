@@ -17,21 +17,19 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from nemo_opd.aggregation import ObjectiveTerms, build_parts
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout, Place
-from nemo_opd.handoff.base import Receiver, Sender
-from nemo_opd.handoff.handle import Handle
-from nemo_opd.handoff.hidden_states import HiddenStatesWriter
+from nemo_opd.handoff.base import Handle, Receiver, Sender
+from nemo_opd.handoff.outputs import HiddenStatesWriter, Window, windows
 from nemo_opd.handoff.plan import ONE_READER, LayoutPair
-from nemo_opd.handoff.window import Window, windows
 from nemo_opd.logits.blocks import LEAST_BLOCK_BYTES, block_bytes
 from nemo_opd.models import packed_attention
 from nemo_opd.models.fused_layers import replace_parts
 from nemo_opd.models.head import HiddenStateModel
-from nemo_opd.training.flops import Utilization
-from nemo_opd.training.model_size import model_size
+from nemo_opd.preflight.flops import Utilization
+from nemo_opd.preflight.model_info import model_size
 from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
 from nemo_opd.workers.frozen import TeacherModel
 from nemo_opd.workers.memory import FORWARD, FrozenTasks
-from nemo_opd.workers.residence import DeviceOffload
+from nemo_opd.workers.offload import DeviceOffload
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.losses.real_sizes import projection

@@ -34,7 +34,7 @@ from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 
 from benchmarks.demo import commit, hardware  # noqa: E402
-from nemo_opd.logging.jsonl import read  # noqa: E402
+from nemo_opd.logging.loggers import read  # noqa: E402
 from tests.training.launch import MARK, Run  # noqa: E402
 
 COMMAND = "uv run benchmarks/soak.py"

@@ -47,8 +47,8 @@ def child(output_dir: str) -> dict[str, float]:
     parts.end("interpreter")
     from nemo_opd.config.load import run_with_hydra
     from nemo_opd.config.run import RunConfig
-    from nemo_opd.logging.busy import loading
-    from nemo_opd.training.inputs import check_inputs
+    from nemo_opd.logging.activity import loading
+    from nemo_opd.preflight.inputs import check_inputs
 
     parts.end("import of settings")
     sys.argv = [str(EXAMPLE), f"run.output_dir={output_dir}"]

@@ -37,8 +37,8 @@ from step_report import GOLD, OURS, Case, Found, Way, too_slow_or_misjudged, wri
 
 from nemo_opd.config import RunConfig
 from nemo_opd.models.load import load_tokenizer
-from nemo_opd.training import flops
-from nemo_opd.training.summary import device_name
+from nemo_opd.preflight import flops
+from nemo_opd.preflight.summary import device_name
 
 FORMULA = "\n".join((flops.__doc__ or "").splitlines()[2:])
 

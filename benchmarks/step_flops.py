@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nemo_opd.training.flops import Flops, forward_flops, training_flops
-from nemo_opd.training.model_size import ModelSize
+from nemo_opd.preflight.flops import Flops, forward_flops, training_flops
+from nemo_opd.preflight.model_info import ModelSize
 
 
 @dataclass(frozen=True)

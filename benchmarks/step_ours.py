@@ -17,14 +17,13 @@ from nemo_opd.cluster.placement import num_cores
 from nemo_opd.config import RunConfig
 from nemo_opd.config.load import from_omegaconf
 from nemo_opd.logging.metrics import Timer
-from nemo_opd.losses.reduction import chunk_units
-from nemo_opd.training.flops import Flops
+from nemo_opd.losses.arguments import chunk_units
+from nemo_opd.preflight.flops import Flops
+from nemo_opd.preflight.memory_parts import Memory
+from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.training.lookahead import Lookahead
-from nemo_opd.training.memory import Memory
 from nemo_opd.training.models import ScoredBatch
 from nemo_opd.training.off_policy import train_step
-from nemo_opd.training.plan import Plan
-from nemo_opd.training.preflight import preflight
 from nemo_opd.training.session import Session
 from nemo_opd.types import Batch
 

@@ -11,8 +11,8 @@ from step_flops import StepWork
 from step_gold import NOTES as GOLD_NOTES
 from step_ours import MemoryFound
 
-from nemo_opd.logging.step_time import shares, step_parts
-from nemo_opd.training.flops import Flops
+from nemo_opd.logging.metrics import shares, step_parts
+from nemo_opd.preflight.flops import Flops
 
 OURS, GOLD = "nemo_opd", "TRL GOLD"
 TERA = 1e12

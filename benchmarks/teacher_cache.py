@@ -25,13 +25,13 @@ from nemo_opd.config.load import from_dict, from_omegaconf
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.documents import TEXT
 from nemo_opd.data.sources import load_documents
-from nemo_opd.logging.jsonl import read
-from nemo_opd.logits.packed import Packing
+from nemo_opd.logging.loggers import read
+from nemo_opd.logits.sources import Packing
 from nemo_opd.models.stored_output import stored_output
+from nemo_opd.preflight.inputs import layout_of
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.teacher_cache.shard import decoded_ids
 from nemo_opd.training.cache_build import CacheForm, build_cache
-from nemo_opd.training.inputs import layout_of
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import TokenRows
 

@@ -4,8 +4,8 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nemo_opd.training.callbacks import Callback
     from nemo_opd.training.entry import Finished, distil, distil_on_policy
+    from nemo_opd.users_code import Callback
 
 for _package in ("torch", "transformers", "datasets", "tokenizers"):
     _spec = PathFinder.find_spec(_package)
@@ -19,6 +19,7 @@ def __getattr__(name: str) -> Any:
     """Import public names on first use: most parts of the package need far less than they do."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nemo_opd.training import callbacks, entry
+    from nemo_opd import users_code
+    from nemo_opd.training import entry
 
-    return getattr(callbacks if name == "Callback" else entry, name)
+    return getattr(users_code if name == "Callback" else entry, name)

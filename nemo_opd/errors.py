@@ -4,6 +4,8 @@ A message says what is wrong (with the key and the value), why, and how to corre
 because workers raise them in other processes.
 """
 
+from pydantic import ValidationError
+
 
 class OPDError(Exception):
     """Base of all errors that nemo_opd raises on purpose."""
@@ -87,3 +89,13 @@ class WorkerError(ClusterError):
 
     def __str__(self) -> str:
         return f"{self.group} rank {self.rank} failed: {self.error}"
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first wrong key, the reason and the value."""
+    problem = error.errors(include_url=False)[0]
+    key, value = ".".join(map(str, problem["loc"])), repr(problem["input"])
+    excerpt = value if len(value) <= 60 else f"{value[:60]}…"
+    contrast = "" if problem["type"] == "missing" else f", not {excerpt}"
+    reason = f"{problem['msg'][0].lower()}{problem['msg'][1:]}{contrast}"
+    return f"{key}: {reason}" if key else reason

@@ -1,7 +1,10 @@
-"""Folders outside run directories."""
+"""Folders outside run directories, and the version of this package."""
 
 import os
+import subprocess
+import tomllib
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from nemo_opd.errors import ConfigError
@@ -51,3 +54,32 @@ def configs_dir() -> Path:
     """Return the folder of the package's recipes and config groups."""
     installed = _PACKAGE / "configs"
     return installed if CHECKOUT is None else CHECKOUT / "configs"
+
+
+UNKNOWN = "unknown"
+
+
+def package_version() -> str:
+    """Return the installed version, or the checkout's if it is on PYTHONPATH without being installed."""
+    try:
+        return version("nemo-opd")
+    except PackageNotFoundError:
+        if CHECKOUT is None:
+            raise
+        return str(tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+
+
+def commit() -> str:
+    """Return the checkout's commit, with `-dirty` if files were changed: `$NEMO_OPD_COMMIT`, or from git.
+
+    Returns `UNKNOWN` without a checkout, or for a copy of it without its repository.
+    """
+    if from_environment := os.environ.get("NEMO_OPD_COMMIT"):
+        return from_environment
+    if CHECKOUT is None:
+        return UNKNOWN
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=7"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return UNKNOWN

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nemo_opd.logits.packed import Packing
+from nemo_opd.logits.sources import Packing
 from nemo_opd.types import TokenRows
 
 

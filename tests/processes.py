@@ -22,7 +22,7 @@ from tests import costs
 IMPORTED = [
     "nemo_opd.cluster.ray.cluster",
     "nemo_opd.training.off_policy",
-    "nemo_opd.training.preflight",
+    "nemo_opd.preflight.plan",
     "nemo_opd.workers.student",
     "nemo_opd.workers.teacher",
     "torch.distributed.checkpoint",

@@ -21,11 +21,10 @@ from torch.optim.lr_scheduler import ConstantLR
 from transformers import AutoTokenizer
 
 from nemo_opd.checkpoint.state import save_state
-from nemo_opd.disk import require_room, storage_errors
 from nemo_opd.errors import CheckpointError, DataError, OPDError, StorageError
-from nemo_opd.files import settle, umask_mode, write_atomically
-from nemo_opd.logging.jsonl import JsonlLogger
-from nemo_opd.logging.samples import SampleLog, ShownAnswer
+from nemo_opd.files import require_room, settle, storage_errors, umask_mode, write_atomically
+from nemo_opd.logging.loggers import JsonlLogger
+from nemo_opd.logging.questions import SampleLog, ShownAnswer
 from nemo_opd.projection import ProjectionMatrix
 from tests.full_disk import largest_file
 from tests.tiny import Tiny

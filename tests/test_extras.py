@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from nemo_opd import extras
-from nemo_opd.config.logging import Logging, Mlflow, TensorBoard, Trackio, Wandb
 from nemo_opd.config.reward import ExactReward, MathReward
+from nemo_opd.config.run_fields import Logging, Mlflow, TensorBoard, Trackio, Wandb
 from nemo_opd.errors import ConfigError
 
 SETTINGS: dict[str, tuple[Any, Any]] = {

@@ -41,7 +41,7 @@ def test_the_aligner_runs_where_no_compiled_code_can_be_kept(tmp_path: Path) -> 
     code = (
         "from numba.core import caching\n"
         "caching.CacheImpl._locator_classes = []\n"
-        "from nemo_opd.alignment.compiled import jit\n"
+        "from nemo_opd.alignment.merge import jit\n"
         "print(jit(lambda x: x + 1)(1))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)

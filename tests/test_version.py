@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd import version
+from nemo_opd import paths
 from tests.composition import ROOT
 
 SCRIPT = """
 from importlib.metadata import distributions
 assert not any(found.name == "nemo-opd" for found in distributions()), "installed"
-from nemo_opd.version import commit, package_version
+from nemo_opd.paths import commit, package_version
 print(package_version(), commit())
 """
 
@@ -35,9 +35,9 @@ def test_a_copy_on_the_path_that_is_not_installed_has_a_version(tmp_path: Path) 
         text=True,
     )
 
-    assert ran.stdout.split() == ["0.1.0", version.UNKNOWN], ran.stderr
+    assert ran.stdout.split() == ["0.1.0", paths.UNKNOWN], ran.stderr
 
 
 def test_the_commit_is_named_from_outside_where_there_is_no_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_OPD_COMMIT", "abc1234")
-    assert version.commit() == "abc1234"
+    assert paths.commit() == "abc1234"

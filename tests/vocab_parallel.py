@@ -2,10 +2,10 @@
 
 import torch.distributed as dist
 
-from nemo_opd.distributed.vocab_parallel import VocabularyShards
+from nemo_opd.distributed.collectives import VocabularyShards
 from nemo_opd.logits.head import HeadLogits
-from nemo_opd.logits.parallel import VocabParallelLogits
 from nemo_opd.logits.rows import TensorLogits
+from nemo_opd.logits.sources import VocabParallelLogits
 
 
 def vocab_parallel(local: TensorLogits | HeadLogits, group: dist.ProcessGroup) -> VocabParallelLogits:

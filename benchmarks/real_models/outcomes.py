@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.demo import commit, hardware
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.loggers import read
 
 CPU_TIMES = "cpu.jsonl"
 _KEPT = ("train/ce", "train/loss", "train/kd", "val/bits_per_byte", "eval/sums/greedy", "eval/sums/pass@1")

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_opd.config.environment import CalculatorEnvironment
+from nemo_opd.config.rollout import CalculatorEnvironment
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.conversation import ConversationRenderer
-from nemo_opd.rollout.environments import build_environment
+from nemo_opd.rollout.environment import build_environment
 
 WIDTH = 96
 """Characters of a line of tokens."""

@@ -23,22 +23,12 @@ from nemo_opd.config.load import from_omegaconf
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
-from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries
-from nemo_opd.training.memory import (
-    Machine,
-    MemoryEstimate,
-    MemoryInputs,
-    ModelSetup,
-    Phase,
-    settle_memory,
-)
-from nemo_opd.training.memory.processes import SAMPLING
-from nemo_opd.training.memory.report import largest_parts
-from nemo_opd.training.model_size import model_size
-from nemo_opd.training.ranks import require_batch_divides, resolve_layouts, resolve_placement
-from nemo_opd.training.replicas import resolve_replicas
-from nemo_opd.training.resharding import resolve_resharding
-from nemo_opd.training.sampling_batches import student_batch
+from nemo_opd.preflight.delivery import arriving_bytes, check_deliveries, plan_deliveries
+from nemo_opd.preflight.memory import largest_parts, resolve_resharding, settle_memory
+from nemo_opd.preflight.memory_parts import Machine, MemoryEstimate, MemoryInputs, ModelSetup, Phase
+from nemo_opd.preflight.memory_processes import SAMPLING, student_batch
+from nemo_opd.preflight.model_info import model_size
+from nemo_opd.preflight.ranks import require_batch_divides, resolve_layouts, resolve_placement, resolve_replicas
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "scaling.md"

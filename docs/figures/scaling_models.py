@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_opd.training.model_size import ModelSize, model_size
+from nemo_opd.preflight.model_info import ModelSize, model_size
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from step_models import PRESETS, llama, qwen

@@ -1,19 +1,30 @@
 """Combination of several teachers' losses into one objective (methods.md §6)."""
 
-from nemo_opd.aggregation.confidence import weighted_by_confidence
-from nemo_opd.aggregation.objective import TERMS, ObjectiveTerms, TermName
-from nemo_opd.aggregation.parts import PART, SHARE, Divisor, TeacherLoss, TeacherLosses, build_parts, kd_of
-from nemo_opd.aggregation.privilege import gap
-from nemo_opd.aggregation.rules import apply_teacher_weights
+from nemo_opd.aggregation.objective import (
+    PART,
+    SHARE,
+    TERMS,
+    Divisor,
+    ObjectiveTerms,
+    TeacherLoss,
+    TeacherLosses,
+    TermName,
+    build_parts,
+    coverage_metrics,
+    kd_of,
+    leakage_metrics,
+    share_metrics,
+)
+from nemo_opd.aggregation.rules import apply_teacher_weights, weighted_by_confidence
 from nemo_opd.aggregation.scores import (
     TokenScore,
+    gap,
     joined_scores,
     mean_logprob,
     nats_by_score,
     sequence_scores,
     token_nats,
 )
-from nemo_opd.aggregation.shares import coverage_metrics, leakage_metrics, share_metrics
 
 __all__ = [
     "PART",

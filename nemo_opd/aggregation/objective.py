@@ -1,18 +1,302 @@
-"""The training objective: weighted cross-entropy, distillation and policy gradient of rewards (methods.md §7.3)."""
+"""The training objective: cross-entropy, the teachers' losses and policy gradient (methods.md §6, §7.3)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from nemo_opd.aggregation.parts import Divisor, TeacherLosses
+from nemo_opd.aggregation.rules import RULES
+from nemo_opd.aggregation.scores import Overlap
 from nemo_opd.config.objective import GRPOLoss, Objective
+from nemo_opd.config.run import RunConfig
+from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.logits.planned import PlannedLoss
-from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.rows import LogitRows, logit_rows
+from nemo_opd.logits.sources import AveragedLogits
+from nemo_opd.losses.arguments import count_label_tokens, label_mask, sampled_mask
+from nemo_opd.losses.build import TermLoss, build
 from nemo_opd.losses.cross_entropy import cross_entropy
+from nemo_opd.losses.learned_projection import LearnedProjection
+from nemo_opd.losses.metrics import plan_rollout_statistics
 from nemo_opd.losses.policy_gradient import grpo
-from nemo_opd.losses.reduction import label_mask, sampled_mask
-from nemo_opd.types import Batch, Normalizers, SampledRows
+from nemo_opd.projection import ProjectionMatrix
+from nemo_opd.types import Batch, Mean, Metric, Normalizers, SampledRows, TeacherRows, TokenRows
+
+PART = "kd_part/"
+"""Prefix of metrics that add up to the trained KD, each multiplied by its SHARE metric if there is one."""
+SHARE = "kd_share/"
+"""Prefix of metrics with the share of texts that have the part's kind of unit; absent if all units count alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divisor:
+    """Divisor of a part's sum over some rows: units / share (methods.md §6.5)."""
+
+    units: float
+    """Units of the part, or of all parts whose units count alike."""
+    share: Mean | None = None
+    """Texts with such units / texts with any unit. None if all units count alike."""
+
+    @property
+    def value(self) -> float:
+        """units / share; 1 without units, because the sum is then 0."""
+        share = 1.0 if self.share is None else self.share.value()
+        return self.units / share if self.units else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherLoss:
+    """One summand of KD: weight · loss."""
+
+    name: str | None
+    """The teacher's name, or None for averaged logits."""
+    weight: float
+    term: TermLoss
+    teacher: int
+    """Index of the teacher whose rows of a batch it reads; 0 for averaged logits."""
+    logits_of: Callable[[Sequence[LogitRows]], LogitRows]
+    """Function from the logits of all teachers to the logits that this part reads."""
+    overlap: Overlap | None = None
+    """None if teacher and student have no token in common."""
+
+    def num_units(self, batch: Batch) -> float:
+        """Count the units in the batch, each multiplied by the rollout weight of its sequence."""
+        rows = batch.teachers[self.teacher]
+        return self.term.num_units(self.student_side(batch), rows, batch.sampled)
+
+    def num_texts(self, batch: Batch) -> int:
+        """Count the texts that have a unit."""
+        rows = batch.teachers[self.teacher]
+        return self.term.num_texts(self.student_side(batch), rows, batch.sampled)
+
+    def num_positions(self, batch: Batch) -> int:
+        """Count the units in the batch."""
+        return self.term.num_places(self.student_side(batch), batch.teachers[self.teacher], batch.sampled)
+
+    def num_covered(self, batch: Batch) -> Tensor:
+        """Count the student's scored tokens that are in a unit: int64 [B]."""
+        return self.term.num_covered(self.student_side(batch), batch.teachers[self.teacher], batch.sampled)
+
+    def student_side(self, batch: Batch) -> TokenRows:
+        """Return the student's tokens that are compared; with averaged logits, only tokens that all teachers score."""
+        student = batch.teachers[self.teacher].student_side(batch.student)
+        if self.name is not None or all(rows.moved is None for rows in batch.teachers):
+            return student
+        masks = [rows.student_side(batch.student).loss_mask for rows in batch.teachers]
+        (mask,) = compute_on_host(lambda *masks: [torch.stack(masks).all(0)], *masks)
+        return replace(student, loss_mask=mask)
+
+    def plan(
+        self,
+        student_logits: Tensor | LogitRows,
+        teacher_logits: Sequence[LogitRows],
+        batch: Batch,
+        divisor: Divisor,
+        normalizer: float,
+    ) -> PlannedLoss:
+        """Plan weight · loss of these rows / normalizer.
+
+        divisor: the divisor of these rows, for metrics only. Metrics: those that the loss reports, suffixed with the
+        teacher's name, and the part's contribution to KD under PART and SHARE.
+        """
+        rows = batch.teachers[self.teacher]
+        loss = self.term.plan(
+            student_logits,
+            self.logits_of(teacher_logits),
+            self.student_side(batch),
+            rows,
+            normalizer,
+            sampled=batch.sampled,
+            sequence_weights=_sequence_weights(rows),
+        )
+
+        def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+            metrics = {self._named(name): metric for name, metric in loss.metrics_of(weighted, unweighted).items()}
+            share = {} if divisor.share is None else {f"{SHARE}{self.teacher}": divisor.share}
+            return metrics | share | {f"{PART}{self.teacher}": Mean(self.weight * weighted, divisor.units)}
+
+        return replace(loss.times(self.weight), metrics_of=metrics_of)
+
+    def plan_overlap(
+        self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch
+    ) -> list[PlannedLoss]:
+        """Plan the overlap of both sides' likeliest tokens, in the student's samples if there are any.
+
+        Return an empty list without common tokens, and for truncated teacher logits.
+        """
+        teacher = logit_rows(self.logits_of(teacher_logits))
+        if self.overlap is None or teacher.is_truncated:
+            return []
+        rows = batch.teachers[self.teacher]
+        plan = self.overlap.plan(student_logits, teacher, self.student_side(batch), rows, batch.sampled)
+
+        def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+            return {self._named(name): metric for name, metric in plan.metrics_of(weighted, unweighted).items()}
+
+        return [replace(plan, metrics_of=metrics_of)]
+
+    def _named(self, metric: str) -> str:
+        return metric if self.name is None else f"{metric}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherLosses:
+    """The whole KD of a run (methods.md §6)."""
+
+    parts: tuple[TeacherLoss, ...]
+    count_together: bool
+    """True: each text has one teacher, and KD is (6.2) of methods.md §6.5. False: KD is the sum of the parts, each a
+    mean over its own units.
+    """
+
+    def counts(self, batch: Batch) -> list[float]:
+        """Return the counts behind the normalizers: label tokens, sampled tokens, units per part, texts per part.
+
+        The counts of a global batch are the sums of its shards' counts.
+        """
+        masks = label_mask(batch), sampled_mask(batch.student.loss_mask, batch.sampled)
+        tokens = [int(count_label_tokens(mask).sum()) for mask in masks]
+        return [*tokens, *self._units(batch), *self._texts(batch)]
+
+    def divisors(self, batch: Batch) -> tuple[Divisor, ...]:
+        """Return one divisor per part for these rows."""
+        return self._divisors(self._units(batch), self._texts(batch))
+
+    def _units(self, batch: Batch) -> list[float]:
+        return [part.num_units(batch) for part in self.parts]
+
+    def _texts(self, batch: Batch) -> list[float]:
+        """Count the texts of each part; zeros if the divisors do not need them."""
+        return [part.num_texts(batch) if self._has_several_kinds else 0 for part in self.parts]
+
+    @property
+    def _has_several_kinds(self) -> bool:
+        return self.count_together and len({part.term.unit for part in self.parts}) > 1
+
+    def _divisors(self, units: Sequence[float], texts: Sequence[float]) -> tuple[Divisor, ...]:
+        if not self.count_together:
+            return tuple(map(Divisor, units))
+        if not self._has_several_kinds:
+            return (Divisor(sum(units)),) * len(units)
+        kinds = [part.term.unit for part in self.parts]
+        return tuple(
+            Divisor(_sum_of_kind(kind, units, kinds), Mean(_sum_of_kind(kind, texts, kinds), sum(texts)))
+            for kind in kinds
+        )
+
+    def normalizers(self, batch: Batch) -> Normalizers:
+        """Return the normalizers of a global batch; 1 for a part without units."""
+        return self.normalizers_of(self.counts(batch))
+
+    def normalizers_of(self, counts: Sequence[float]) -> Normalizers:
+        """Return the normalizers of a global batch with these `counts`."""
+        labels, sampled, *part_counts = counts
+        units, texts = part_counts[: len(self.parts)], part_counts[len(self.parts) :]
+        divisors = self._divisors(units, texts)
+        return Normalizers(int(labels) or 1, tuple(divisor.value for divisor in divisors), int(sampled) or 1)
+
+    def plan(
+        self,
+        student_logits: Tensor | LogitRows,
+        teacher_logits: Sequence[LogitRows],
+        batch: Batch,
+        divisors: Sequence[Divisor],
+        normalizers: Sequence[float],
+    ) -> list[PlannedLoss]:
+        """Plan the parts, whose sum is KD.
+
+        Student logits [B, S, V], teacher logits [B, T, W], batch and divisors cover the same rows; normalizers cover
+        the global batch. The PART and SHARE metrics also yield KD after batches are pooled.
+        """
+        return [
+            part.plan(student_logits, teacher_logits, batch, divisor, normalizer)
+            for part, divisor, normalizer in zip(self.parts, divisors, normalizers, strict=True)
+        ]
+
+    def plan_statistics(
+        self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch, *, vocab_size: int
+    ) -> list[PlannedLoss]:
+        """Plan statistics of the sampled rows, none without samples.
+
+        See `plan_rollout_statistics`, and `overlap/<teacher>` (methods.md §10.7).
+        """
+        if batch.sampled is None:
+            return []
+        statistics = plan_rollout_statistics(student_logits, batch.student, batch.sampled, vocab_size=vocab_size)
+        return [statistics, *self.plan_overlaps(student_logits, teacher_logits, batch)]
+
+    def plan_overlaps(
+        self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch
+    ) -> list[PlannedLoss]:
+        """Plan `overlap/<teacher>` over the sampled rows, or over all rows of a batch without samples."""
+        overlaps = (part.plan_overlap(student_logits, teacher_logits, batch) for part in self.parts)
+        return [plan for plans in overlaps for plan in plans]
+
+
+def _sequence_weights(rows: TeacherRows) -> Tensor | None:
+    """Return the factor of each sequence's units, float32 [B], or None if it is 1."""
+    if rows.weights is None or rows.rollout_weights is None:
+        return rows.rollout_weights if rows.weights is None else rows.weights
+    return compute_on_host(
+        lambda weights, rollout_weights: [weights * rollout_weights], rows.weights, rows.rollout_weights
+    )[0]
+
+
+def _sum_of_kind(kind: str, values: Sequence[float], kinds: Sequence[str]) -> float:
+    return sum(value for value, value_kind in zip(values, kinds, strict=True) if value_kind == kind)
+
+
+def kd_of(metrics: Mapping[str, Metric]) -> float:
+    """Compute the trained KD from the metrics under PART and SHARE."""
+    total = 0.0
+    for name, metric in metrics.items():
+        if name.startswith(PART):
+            share = metrics.get(SHARE + name.removeprefix(PART))
+            total += metric.value() * (1.0 if share is None else share.value())
+    return total
+
+
+def build_parts(
+    config: RunConfig,
+    projections: Sequence[ProjectionMatrix | LearnedProjection | None],
+    *,
+    student_vocab_size: int,
+    teacher_vocab_sizes: Sequence[int],
+) -> TeacherLosses:
+    """Build the KD of a run's active teachers, one projection and tokenizer size per teacher."""
+    teachers, aggregation = config.active_teachers, config.aggregation
+    weights = [teacher.weight for teacher in teachers]
+    rule = RULES[type(aggregation)]
+    if teachers and rule.averages_logits:
+        size = min(student_vocab_size, *teacher_vocab_sizes)
+        term = build(config.term(0), student_vocab_size=size, teacher_vocab_size=size)
+        average = partial(AveragedLogits, weights=weights)
+        return TeacherLosses(
+            (TeacherLoss(None, 1.0, term, 0, average, Overlap(None, size, size)),), count_together=False
+        )
+    factors = rule.factors(aggregation, weights, teacher_vocab_sizes)
+    parts = []
+    entries = zip(teachers, factors, projections, teacher_vocab_sizes, strict=True)
+    for i, (teacher, factor, projection, size) in enumerate(entries):
+        is_same = teacher.type == "same_tokenizer"
+        # Same tokenizer: use the shared columns; one side may have an extra special token.
+        sizes = (min(student_vocab_size, size),) * 2 if is_same else (student_vocab_size, size)
+        term = build(
+            config.term(i),
+            projection,
+            across_tokenizers=not is_same,
+            student_vocab_size=sizes[0],
+            teacher_vocab_size=sizes[1],
+        )
+        matrix = projection.start if isinstance(projection, LearnedProjection) else projection
+        overlap = Overlap(None, *sizes) if is_same else Overlap.across(matrix, *sizes, config.term(i).type)
+        parts.append(TeacherLoss(teacher.name, factor, term, i, itemgetter(i), overlap))
+    return TeacherLosses(tuple(parts), count_together=rule.counts_together)
+
 
 TermName = Literal["ce", "kd", "policy"]
 TERMS: tuple[TermName, ...] = ("ce", "kd", "policy")
@@ -79,3 +363,57 @@ class ObjectiveTerms:
             vocab_size=self._vocab_size,
         )
         return policy.times(settings.policy_weight)
+
+
+def coverage_metrics(parts: TeacherLosses, batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
+    """Return `kd_coverage/<teacher>`, the share of the student's scored tokens that are in a unit of its KD, and with
+    another tokenizer `kd_positions/<teacher>`, the units over the scored tokens.
+
+    names: the names of all teachers. With `select_teacher` and `routed` only a teacher's own texts count, and a teacher
+    without texts has no metric.
+    """
+    metrics: dict[str, Metric] = {}
+    for part in parts.parts:
+        rows = batch.teachers[part.teacher]
+        scored = count_label_tokens(batch.student.loss_mask)
+        covered = part.num_covered(batch)
+        if parts.count_together:
+            scored = scored * (rows.tokens.lengths > 0)
+        if total := int(scored.sum()):
+            part_names = names if part.name is None else [part.name]
+            metrics |= {f"kd_coverage/{name}": Mean(int(covered.sum()), total) for name in part_names}
+            if rows.chunks is not None:
+                metrics[f"kd_positions/{part.name}"] = Mean(part.num_positions(batch), total)
+    return metrics
+
+
+def share_metrics(parts: TeacherLosses, batch: Batch) -> dict[str, Metric]:
+    """Return per teacher the mean sequence weight (`weight/`) or the share of sequences (`share/`), if it varies by
+    batch; with another tokenizer also `changed_history/`, the share of aligned chunks after contents that the student
+    reads differently.
+    """
+    metrics: dict[str, Metric] = {}
+    for part in parts.parts:
+        rows = batch.teachers[part.teacher]
+        if parts.count_together:
+            metrics[f"share/{part.name}"] = Mean(int((rows.tokens.lengths > 0).sum()), len(batch))
+        elif rows.weights is not None:
+            metrics[f"weight/{part.name}"] = Mean(part.weight * float(rows.weights.sum()), len(batch))
+        if rows.chunks is not None and rows.chunks.histories is not None:
+            usable, changed = rows.chunks.histories.sum(0).tolist()
+            metrics[f"changed_history/{part.name}"] = Mean(changed, usable)
+    return metrics
+
+
+def leakage_metrics(batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
+    """Return `leakage/<teacher>` of teachers with a context: the share of response bytes that also occur in it.
+
+    names: the names of all teachers (methods.md §13).
+    """
+    metrics: dict[str, Metric] = {}
+    for name, rows in zip(names, batch.teachers, strict=True):
+        if rows.leakage is not None:
+            leaked, num_bytes = rows.leakage.sum(0).tolist()
+            if num_bytes:
+                metrics[f"leakage/{name}"] = Mean(leaked, num_bytes)
+    return metrics

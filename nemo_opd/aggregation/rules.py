@@ -2,27 +2,102 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from nemo_opd.aggregation.scores import bits_per_byte
-from nemo_opd.aggregation.select_teacher import select_teacher
-from nemo_opd.aggregation.weighted_sum import teacher_weights, weighted
-from nemo_opd.aggregation.weights import sequence_weights
-from nemo_opd.config.aggregation import (
+from nemo_opd.aggregation.scores import bits_per_byte, mean_logprob, score_tensors
+from nemo_opd.config.base import choices, require_lines
+from nemo_opd.config.objective import (
     Aggregation,
     AggregationBase,
     AveragedLogits,
     Routed,
+    Score,
     SelectTeacher,
     WeightedSum,
 )
-from nemo_opd.config.choices import choices, require_lines
 from nemo_opd.data.collate import mask_unrouted
-from nemo_opd.types import Batch, SequenceScores
+from nemo_opd.losses.policy_gradient import confidence_weights
+from nemo_opd.types import Batch, SequenceScores, TeacherRows
+
+
+def select_teacher(scores: Sequence[SequenceScores], *, per: Literal["sequence", "batch"]) -> Tensor:
+    """Return the index of the teacher with the fewest bits per byte, int64 [B], per sequence or for the whole batch.
+
+    Ties go to the first teacher; a teacher without a scored byte comes last (methods.md §6.3).
+    """
+    if per == "sequence":
+        return bits_per_byte(scores).argmin(0)
+    totals = [SequenceScores(*(tensor.sum(0, keepdim=True) for tensor in score_tensors(score))) for score in scores]
+    return bits_per_byte(totals).argmin(0).expand(len(scores[0].bits))
+
+
+def teacher_weights(settings: WeightedSum, weights: Sequence[float], vocab_sizes: Sequence[int]) -> list[float]:
+    """Return the sequence-independent factor of each teacher's loss (methods.md §6.1).
+
+    It is the teacher's weight, or 1 with weights per sequence, which already include it. Vocabulary scaling multiplies
+    it by log W_i / log min_j W_j, so that a divergence over more tokens counts for more.
+    """
+    factors = list(weights) if settings.score is None else [1.0] * len(weights)
+    if not settings.vocabulary_scaling:
+        return factors
+    smallest = math.log(min(vocab_sizes))
+    return [factor * math.log(size) / smallest for factor, size in zip(factors, vocab_sizes, strict=True)]
+
+
+def weighted(batch: Batch, weights_IB: Tensor) -> Batch:
+    """Set each teacher's sequence weights, [teachers, B], in the batch."""
+    pairs = zip(batch.teachers, weights_IB, strict=True)
+    return replace(batch, teachers=tuple(replace(teacher, weights=weights) for teacher, weights in pairs))
+
+
+def sequence_weights(
+    scores: Sequence[SequenceScores], *, score: Score, alpha: float, priors: Sequence[float]
+) -> Tensor:
+    """Compute softmax_i(alpha · score_i + log prior_i) per sequence: float32 [teachers, B], detached (methods.md §6.1).
+
+    score_i is −bits per byte, −entropy in bits per byte, or the largest probability per byte: 2^(−its bits per byte),
+    the geometric mean over bytes. priors: one per teacher, above 0; with equal scores the weights are proportional to
+    them. A teacher without a scored byte in a sequence gets weight 0; if all lack one, only the priors count. A NaN
+    score gives its teacher a weight of NaN and does not affect the other teachers: the metrics then name the teacher,
+    and the step is skipped (methods.md §12).
+    """
+    bits = bits_per_byte(scores)
+    score_IB = torch.exp2(-bits) if score == "max_probability" else -bits
+    log_prior_I1 = torch.tensor(priors, dtype=bits.dtype).log().unsqueeze(1)
+    has_bytes = bits.isfinite()
+    weights = (alpha * score_IB + log_prior_I1).masked_fill(~has_bytes, -torch.inf).softmax(0)
+    weights = torch.where(has_bytes.any(0), weights, log_prior_I1.softmax(0))
+    return weights.masked_fill(bits.isnan(), torch.nan).float()
+
+
+def weighted_by_confidence(
+    batch: Batch, scores: Sequence[SequenceScores | None], alphas: Sequence[float | None]
+) -> Batch:
+    """Add rollout weights for each teacher with an alpha, the `power_alpha` of its term.
+
+    scores: one entry per teacher with score="log_probability" for the rows of the batch, or None if it has no alpha. A
+    batch without samples is returned unchanged.
+    """
+    if batch.sampled is None:
+        return batch
+    prompts, entries = batch.sampled.prompts, zip(batch.teachers, scores, alphas, strict=True)
+    return replace(batch, teachers=tuple(_weighted(*entry, prompts) for entry in entries))
+
+
+def _weighted(teacher: TeacherRows, scores: SequenceScores | None, alpha: float | None, prompts: Tensor) -> TeacherRows:
+    if scores is None or alpha is None:
+        return teacher
+    logprob = mean_logprob(scores)
+    # Keep NaN: the metrics then name the teacher, and the step is skipped (methods.md §12).
+    weights = confidence_weights(logprob.nan_to_num(nan=-torch.inf, neginf=-torch.inf), prompts, alpha)
+    return replace(teacher, rollout_weights=weights.masked_fill(logprob.isnan(), torch.nan).float())
+
 
 _Scores = Sequence[SequenceScores]
 """Scores of the batch rows, one entry per teacher."""

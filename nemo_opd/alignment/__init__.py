@@ -1,12 +1,9 @@
 """Alignment of two tokenizations of one text by the bytes that their tokens stand for (methods.md §1)."""
 
 from nemo_opd.alignment.aligner import TokenAligner
-from nemo_opd.alignment.backend import fingerprint
-from nemo_opd.alignment.chat import ChatTokens, align_chat
-from nemo_opd.alignment.chat_render import ChatRenderer
-from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
-from nemo_opd.alignment.pieces import Pieces, pieces_of
-from nemo_opd.alignment.rendered_chat import RenderedChat
+from nemo_opd.alignment.chat import ChatTokens, LocatedTokens, align_chat, locate_tokens
+from nemo_opd.alignment.chat_render import ChatRenderer, RenderedChat
+from nemo_opd.alignment.pieces import Pieces, fingerprint, pieces_of
 from nemo_opd.alignment.roles import RoleOverrides, roles_of
 
 __all__ = [

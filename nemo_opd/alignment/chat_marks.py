@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
-from nemo_opd.alignment.chat_messages import THINKING, Message
+from nemo_opd.alignment.chat_template import THINKING, Message
 from nemo_opd.errors import AlignmentError
 
 Render = Callable[[Sequence[Message], bool], str | None]

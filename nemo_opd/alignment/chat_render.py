@@ -1,26 +1,163 @@
-"""Rendering of conversations by a tokenizer's own chat template, and location of their messages (methods.md §1.5)."""
+"""Rendering of conversations by a tokenizer's own chat template, and pieces that it leaves out (methods.md §1.5)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from nemo_opd.alignment.backend import name_of
-from nemo_opd.alignment.chat import ChatTokens
-from nemo_opd.alignment.chat_messages import Message, learned_messages, message_texts, plain_messages
-from nemo_opd.alignment.chat_template import ChatTemplate
-from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
-from nemo_opd.alignment.chat_turns import TurnTokens, locate_messages
-from nemo_opd.alignment.rendered_chat import RenderedChat
-from nemo_opd.alignment.template_roles import stop_ids
-from nemo_opd.alignment.token_roles import turn_end_ids
+from nemo_opd.alignment.chat import ChatTokens, LocatedTokens, locate_tokens
+from nemo_opd.alignment.chat_template import (
+    THINKING,
+    ChatTemplate,
+    Message,
+    Tools,
+    learned_messages,
+    message_texts,
+    plain_messages,
+)
+from nemo_opd.alignment.chat_turns import Span, Turn, TurnTokens, locate_messages
+from nemo_opd.alignment.pieces import name_of
+from nemo_opd.alignment.token_roles import stop_ids, turn_end_ids
 from nemo_opd.config.data import LearnedTurns
 from nemo_opd.errors import AlignmentError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A rendered conversation. Places are indices of characters in `text`."""
+
+    text: str
+    messages: Sequence[Message]
+    contents: Sequence[Span | None]
+    """Span of each message's content; None if the template leaves the message out."""
+    turns: Mapping[int, Turn]
+    """Turns keyed by assistant message."""
+
+    def after(self, first: int) -> RenderedChat:
+        """Return the same text as a rendering of the messages from `first` on."""
+        turns = {k - first: turn for k, turn in self.turns.items() if k >= first}
+        return RenderedChat(self.text, self.messages[first:], self.contents[first:], turns)
+
+    def counterpart(self, place: int, other: RenderedChat) -> int:
+        """Return the place in `other`, another rendering of the conversation, that corresponds to `place` here.
+
+        Inside a content, that is the same distance from its beginning if both say the same so far, otherwise its end.
+        """
+        for k, span in enumerate(self.contents):
+            theirs = other.contents[k]
+            if span is None or theirs is None or span.stop <= place:
+                continue
+            if place <= span.start:
+                return theirs.start
+            stop = theirs.start + place - span.start
+            is_alike = self.text[span.start : place] == other.text[theirs.start : stop]
+            return stop if is_alike and stop < theirs.stop else theirs.stop
+        return len(other.text)
+
+
+Piece = Literal[
+    "tool calls",
+    "what the assistant says",
+    "what the assistant says beside a call",
+    "the reasoning of the last message",
+    "tools' results",
+    "system messages",
+    "what the user says",
+]
+"""Piece of a message."""
+PIECES: tuple[Piece, ...] = get_args(Piece)
+
+_OPENING_TAG = re.compile(r"(<[^<>/]*(?:think|reason|thought)[^<>/]*>|\[THINK\])\s*\Z", re.IGNORECASE)
+
+
+def omitted_pieces(template: ChatTemplate, messages: Sequence[Message], tools: Tools = None) -> list[set[Piece]]:
+    """Return the pieces of each plain message that the template leaves out.
+
+    Each piece is replaced by words that occur nowhere else, which are then looked up. Takes one rendering, or one per
+    message if the template rejects the words. Reasoning is checked only in a last assistant message: many templates
+    drop earlier reasoning on purpose.
+    """
+    marked = [_WordMessage(k, message, k == len(messages) - 1) for k, message in enumerate(messages)]
+    rendered = template.render_or_none([worded.message for worded in marked], tools)
+    if rendered is not None:
+        return [worded.missing(rendered) for worded in marked]
+    omitted: list[set[Piece]] = []
+    for k, worded in enumerate(marked):
+        alone = template.render_or_none([*messages[:k], worded.message, *messages[k + 1 :]], tools)
+        omitted.append(set() if alone is None else worded.missing(alone))
+    return omitted
+
+
+def missing_opening_tag(template: ChatTemplate, messages: Sequence[Message], tools: Tools = None) -> str | None:
+    """Return the thinking tag that ends the generation prompt, if the assistant's last turn lacks it."""
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        return None
+    prompt = template.render_or_none(messages[:-1], tools, add_generation_prompt=True)
+    text = template.render_or_none(messages, tools)
+    tag = None if prompt is None else _OPENING_TAG.search(prompt)
+    if prompt is None or text is None or tag is None or text.startswith(prompt[: tag.end(1)]):
+        return None
+    return tag.group(1)
+
+
+class _WordMessage:
+    """A message whose pieces are replaced by unique words."""
+
+    def __init__(self, k: int, message: Message, is_last: bool) -> None:
+        self._words = (f"zq{k:05}x{i:03}qz" for i in count())
+        self._words_of: dict[Piece, list[str]] = {}
+        self.message = dict(message)
+        calls = message.get("tool_calls") or ()
+        if (message.get("content") or "").strip():
+            self.message["content"] = self._word(_piece(message["role"], bool(calls)))
+        if calls:
+            self.message["tool_calls"] = [self._call(call) for call in calls]
+        # Keys of OpenAI's API that few templates read.
+        if isinstance(message.get("function_call"), Mapping):
+            self.message["function_call"] = self._call(message["function_call"])
+        if isinstance(refusal := message.get("refusal"), str) and refusal.strip():
+            self.message["refusal"] = self._word("what the assistant says")
+        thoughts = [key for key in THINKING if isinstance(message.get(key), str) and message[key].strip()]
+        if thoughts and is_last and message["role"] == "assistant":
+            # Some files repeat a thought under several keys, and a template reads one of them.
+            self.message |= dict.fromkeys(thoughts, self._word("the reasoning of the last message"))
+
+    def missing(self, rendered: str) -> set[Piece]:
+        """Return the pieces with a word that the rendering lacks."""
+        return {piece for piece, words in self._words_of.items() if any(word not in rendered for word in words)}
+
+    def _word(self, piece: Piece) -> str:
+        word = next(self._words)
+        self._words_of.setdefault(piece, []).append(word)
+        return word
+
+    def _call(self, call: Message) -> Message:
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": self._call(call["function"])}
+        marked = {**call, "name": self._word("tool calls")}
+        if isinstance(arguments := call.get("arguments"), Mapping):
+            marked["arguments"] = {key: self._value(value) for key, value in arguments.items()}
+        return marked
+
+    def _value(self, value: Any) -> Any:
+        return self._word("tool calls") if isinstance(value, str) else value
+
+
+def _piece(role: str, has_calls: bool) -> Piece:
+    if role == "assistant":
+        return "what the assistant says beside a call" if has_calls else "what the assistant says"
+    if role == "user":
+        return "what the user says"
+    return "system messages" if role in ("system", "developer") else "tools' results"
+
 
 _Tools = Sequence[Mapping[str, Any]] | None
 

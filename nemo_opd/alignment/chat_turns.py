@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import NamedTuple, Self
 
 from nemo_opd.alignment.chat_marks import MarkedConversation, Render, Run
-from nemo_opd.alignment.chat_messages import Message
+from nemo_opd.alignment.chat_template import Message
 
 
 class Span(NamedTuple):

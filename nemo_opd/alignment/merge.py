@@ -6,12 +6,24 @@ sides cut and makes a chunk of the tokens between two neighbouring cuts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.alignment.compiled import jit
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Compile a function without the interpreter, and cache its machine code in a folder that Numba can write to.
+
+    Numba may find none: for example in a container whose user has no home and does not own the package.
+    """
+    try:
+        return numba.njit(function, cache=True, nogil=True)
+    except RuntimeError:
+        return numba.njit(function, nogil=True)
+
 
 TEXT = -1
 """Class of a token that stands for bytes. Tokens of other classes stand outside the text and are barriers."""

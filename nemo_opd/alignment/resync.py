@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.alignment.compiled import jit
+from nemo_opd.alignment.merge import jit
 
 ANCHOR = 16
 """Bytes of a window. An equal run this long is not a coincidence if it occurs once in either stream."""

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.alignment.known_roles import is_reserved
 from nemo_opd.alignment.pieces import Pieces, pieces_of
-from nemo_opd.alignment.token_roles import RoleOverrides, RoleRow, role_table, roles_of
+from nemo_opd.alignment.token_roles import RoleOverrides, RoleRow, is_reserved, role_table, roles_of
 from nemo_opd.errors import AlignmentError
 
 if TYPE_CHECKING:

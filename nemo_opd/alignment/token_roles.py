@@ -2,16 +2,274 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_opd.alignment.generation_config import generation_ids
-from nemo_opd.alignment.known_roles import is_reserved, known_roles
-from nemo_opd.alignment.template_roles import template_roles
+from nemo_opd.alignment.chat_turns import TurnTokens, token_pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SPECIAL: dict[str, tuple[str, ...]] = {
+    "end_of_turn": (
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|eot|>",
+        "<|end|>",
+        "<|return|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "[|endofturn|]",
+    ),
+    "end_of_message": ("<|eom_id|>", "<|eom|>", "<|call|>"),
+    "end_of_text": (
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<eos>",
+        "</s>",
+        "<｜end▁of▁sentence｜>",
+        "[EOS]",
+        "<EOS_TOKEN>",
+    ),
+    "bos": (
+        "<|begin_of_text|>",
+        "<bos>",
+        "<s>",
+        "<|startoftext|>",
+        "<｜begin▁of▁sentence｜>",
+        "[BOS]",
+        "<BOS_TOKEN>",
+    ),
+    "start_of_turn": (
+        "<|im_start|>",
+        "<|start_header_id|>",
+        "<start_of_turn>",
+        "<|turn>",
+        "<|header_start|>",
+        "<|start|>",
+        "<|start_of_role|>",
+        "<|START_OF_TURN_TOKEN|>",
+    ),
+    "end_of_header": (
+        "<|end_header_id|>",
+        "<|header_end|>",
+        "<|message|>",
+        "<|im_middle|>",
+        "<|im_sep|>",
+        "<|end_of_role|>",
+    ),
+    "channel": ("<|channel|>", "<|channel>"),
+    "end_of_channel": ("<channel|>",),
+    "pad": ("<pad>", "<|pad|>", "<|finetune_right_pad_id|>", "<|finetune_right_pad|>", "<｜▁pad▁｜>", "[PAD]", "<PAD>"),
+    "unk": ("<unk>", "[UNK]", "<UNK>"),
+    "mask": ("<mask>", "[MASK]"),
+}
+"""Role → contents of tokens marked special. If not marked, they may be text: `</s>` is also an HTML tag."""
+_MARKS: dict[str, tuple[str, ...]] = {
+    "user_turn": ("<|user|>", "<｜User｜>", "<|im_user|>", "<|USER_TOKEN|>", "[|user|]", "[INST]"),
+    "assistant_turn": (
+        "<|assistant|>",
+        "<｜Assistant｜>",
+        "<|im_assistant|>",
+        "<|CHATBOT_TOKEN|>",
+        "[|assistant|]",
+        "[/INST]",
+    ),
+    "system_turn": ("<|system|>", "<|im_system|>", "<|SYSTEM_TOKEN|>", "[|system|]", "[SYSTEM_PROMPT]"),
+    "end_of_system_turn": ("[/SYSTEM_PROMPT]",),
+    "tool_turn": ("<|observation|>",),
+    "think_start": ("<think>", "<|begin_of_thought|>", "[THINK]"),
+    "think_end": ("</think>", "<|end_of_thought|>", "[/THINK]"),
+    "python_tag": ("<|python_tag|>", "<|python_start|>"),
+    "end_of_python": ("<|python_end|>",),
+    "tools_start": ("<tools>", "<|tool|>", "<|tool>", "[AVAILABLE_TOOLS]"),
+    "tools_end": ("</tools>", "<|/tool|>", "<tool|>", "[/AVAILABLE_TOOLS]"),
+    "tool_calls_start": ("<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>"),
+    "tool_calls_end": ("<|tool_calls_section_end|>", "<｜tool▁calls▁end｜>"),
+    "tool_call_start": (
+        "<tool_call>",
+        "<|tool_call|>",
+        "<|tool_call>",
+        "<|tool_call_begin|>",
+        "<｜tool▁call▁begin｜>",
+        "[TOOL_CALLS]",
+    ),
+    "tool_call_end": ("</tool_call>", "<|/tool_call|>", "<tool_call|>", "<|tool_call_end|>", "<｜tool▁call▁end｜>"),
+    "tool_arguments": ("<|tool_call_argument_begin|>", "<｜tool▁sep｜>", "[ARGS]"),
+    "tool_response_start": (
+        "<tool_response>",
+        "<|tool_response|>",
+        "<|tool_response>",
+        "<｜tool▁output▁begin｜>",
+        "[TOOL_RESULTS]",
+    ),
+    "tool_response_end": (
+        "</tool_response>",
+        "<|/tool_response|>",
+        "<tool_response|>",
+        "<｜tool▁output▁end｜>",
+        "[/TOOL_RESULTS]",
+    ),
+    "fim_prefix": ("<|fim_prefix|>", "<fim_prefix>", "<｜fim▁begin｜>", "<|code_prefix|>", "[PREFIX]"),
+    "fim_suffix": ("<|fim_suffix|>", "<fim_suffix>", "<｜fim▁hole｜>", "<|code_suffix|>", "[SUFFIX]"),
+    "fim_middle": ("<|fim_middle|>", "<fim_middle>", "<｜fim▁end｜>", "<|code_middle|>", "[MIDDLE]"),
+}
+"""Role → contents of added tokens, which only some tokenizers mark special."""
+_FALLBACK_ROLES: dict[str, tuple[str, ...]] = {"end_of_message": ("end_of_turn",)}
+"""Roles that a role can stand for if the other side has nothing closer: a message may end before its turn."""
+_RESERVED = re.compile(
+    r"[<\[][|｜]?_?(?:reserved|unused|extra|dummy|place.?holder|special|control|madeupword)\D*\d+[|｜]?_?[>\]]",
+    re.IGNORECASE,
+)
+
+_MARK_ROLES = {content: role for role, contents in _MARKS.items() for content in contents}
+_SPECIAL_ROLES = {content: role for role, contents in _SPECIAL.items() for content in contents}
+
+
+def known_roles(content: str, special: bool) -> tuple[str, ...]:
+    """Return an added token's roles by its content, the most important first; empty if the content is unknown."""
+    role = _MARK_ROLES.get(content) or (_SPECIAL_ROLES.get(content) if special else None)
+    return (role, *_FALLBACK_ROLES.get(role, ())) if role else ()
+
+
+def is_reserved(content: str) -> bool:
+    """Return whether a token is numbered and reserved, such as `<unused7>`: each model may use it differently."""
+    return _RESERVED.fullmatch(content) is not None
+
+
+_FILE_NAME = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _GenerationIds:
+    bos: tuple[int, ...] = ()
+    eos: tuple[int, ...] = ()
+    """All ids that end a generation: often the ends of a turn, a message and a text."""
+    pad: tuple[int, ...] = ()
+
+
+def generation_ids(tokenizer: PreTrainedTokenizerBase) -> _GenerationIds:
+    """Read ids from the file next to the tokenizer's, or in the local cache of a hub model; never from the network.
+
+    Return no ids without such a file. A file that cannot be read is ignored, with a warning.
+    """
+    file = _file(str(getattr(tokenizer, "name_or_path", "") or ""))
+    if file is None:
+        return _GenerationIds()
+    status = file.stat()
+    return _read(file, status.st_mtime_ns, status.st_size)
+
+
+def _file(name: str) -> Path | None:
+    if not name:
+        return None
+    if Path(name).is_dir():
+        file = Path(name) / _FILE_NAME
+        return file if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, _FILE_NAME)
+    except HFValidationError:  # not a folder, and not a possible name on the hub
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+@lru_cache(maxsize=32)
+def _read(file: Path, _mtime_ns: int, _size: int) -> _GenerationIds:
+    """Read a file. Cached by the file's state, so that a broken one causes a single warning."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return _GenerationIds(**{role: _ids(data.get(f"{role}_token_id")) for role in ("bos", "eos", "pad")})
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        logger.warning("the special tokens that %s names are ignored, because it cannot be read: %s", file, error)
+        return _GenerationIds()
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    """Parse an id, a list of ids or None. Raises TypeError for anything else."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(i) is int for i in ids):
+        raise TypeError(f"a token id is an integer, not {value!r}")
+    return tuple(ids)
+
+
+logger = logging.getLogger(__name__)
+
+_QUESTION, _ANSWER, _NEXT = "FirstQuestion", "FirstAnswer", "SecondQuestion"
+_MESSAGES = [
+    {"role": "user", "content": _QUESTION},
+    {"role": "assistant", "content": _ANSWER},
+    {"role": "user", "content": _NEXT},
+]
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that end a sampled sequence: the tokenizer's EOS, its generation config's, and the token that
+    ends a turn in the chat template.
+    """
+    turn_ends = [content for content, role in template_roles(tokenizer).items() if role == "end_of_turn"]
+    ends = [*generation_ids(tokenizer).eos, tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, turn_ends)]
+    return frozenset(token_id for token_id in ends if isinstance(token_id, int))
+
+
+def template_roles(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Map special tokens to end_of_turn, start_of_turn or end_of_header; return an empty map if no template renders.
+
+    In `<|a|>user<|b|>…<|z|>` a turn starts with a, its header ends with b, and z, which is in no header, ends the turn.
+    """
+    text = _render(tokenizer, 3)
+    first, answer, second = (text.find(word) for word in (_QUESTION, _ANSWER, _NEXT))
+    if not 0 <= first < answer < second:
+        return {}
+    added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    specials = token_pattern(added.values())
+    stops = [added.get(i, "") for i in (tokenizer.eos_token_id, *generation_ids(tokenizer).eos)]
+    tokens = TurnTokens.of(added.values(), stops)
+    between, last = text[answer + len(_ANSWER) : second], _render(tokenizer, 2).partition(_ANSWER)[2]
+    header = specials.findall(text[:first])
+    closing = between[: tokens.shared(between, last)]
+    roles: dict[str, str] = {}
+    if specials.search(closing):
+        end = tokens.end(closing)[1]
+    else:
+        # If more messages follow, the template closes the turn with another token, or not at all.
+        end = tokens.end(last)[1]
+        match = specials.match(between.lstrip())
+        if end and match and match.group() not in header:
+            closing, between = match.group(), between.lstrip()
+            roles[closing] = "end_of_message"
+    if end:
+        roles[end] = "end_of_turn"
+    # The next turn's opening splits into text, start, role name, then the message, or the header's end and message.
+    opening = specials.split(between[len(closing) :])
+    if len(opening) >= 3 and opening[1] in header and opening[2].strip():
+        roles[opening[1]] = "start_of_turn"
+        if len(opening) == 5 and not opening[4].strip():
+            roles[opening[3]] = "end_of_header"
+    return roles
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, num_messages: int) -> str:
+    """Render the beginning of a plain conversation; return "" without a template or if it rejects the conversation."""
+    if not tokenizer.chat_template:
+        return ""
+    try:
+        return str(tokenizer.apply_chat_template(_MESSAGES[:num_messages], tokenize=False))
+    except Exception as error:  # a template is someone else's program and may raise anything
+        logger.debug("the chat template does not render a plain conversation: %s", error)
+        return ""
+
 
 RoleOverrides = Mapping[str, str | Sequence[str]]
 """Token content → its role, or roles in order of importance. Without roles, the token is never paired."""

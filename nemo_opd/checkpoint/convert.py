@@ -18,16 +18,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
+from nemo_opd.checkpoint.background import STATE
 from nemo_opd.checkpoint.manager import PROGRESS, TEMPORARY, Progress, read_whole
-from nemo_opd.checkpoint.metadata import MetadataError, read_metadata
-from nemo_opd.checkpoint.state import read_sharded, sharded_state, write_rank_file, write_sharded
-from nemo_opd.checkpoint.verify import STATE
-from nemo_opd.config.lora import Lora
-from nemo_opd.config.model import Student
-from nemo_opd.disk import storage_errors
-from nemo_opd.distributed.finite import find_not_finite_here
+from nemo_opd.checkpoint.state import (
+    MetadataError,
+    read_metadata,
+    read_sharded,
+    sharded_state,
+    write_rank_file,
+    write_sharded,
+)
+from nemo_opd.config.model import Lora, Student
+from nemo_opd.distributed.collectives import find_not_finite_here
 from nemo_opd.errors import CheckpointError
-from nemo_opd.files import settle, sync
+from nemo_opd.files import settle, storage_errors, sync
 from nemo_opd.models.export import stored
 from nemo_opd.models.folder import demo_folder, first_line
 from nemo_opd.models.load import build_on_meta, load_config, load_model, stored_dtype, tokenizer_of

@@ -10,20 +10,16 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from nemo_opd.checkpoint.manager import CheckpointManager, NewestCheckpoint
-from nemo_opd.config import environment, handoff, reward, rollout
+from nemo_opd.config import cluster, reward, rollout
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.context import Context
 from nemo_opd.config.data import Data
-from nemo_opd.config.endpoint import Endpoint
-from nemo_opd.config.health import Health
-from nemo_opd.config.logging import Console, Logging, Mlflow, RolloutFiles, TensorBoard, Trackio, Wandb
-from nemo_opd.config.lora import Lora
-from nemo_opd.config.model import Model, Student
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Lora, Model, Parallelism, Student
+from nemo_opd.config.reward import SandboxSettings
+from nemo_opd.config.rollout import Health
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.run_fields import Run
-from nemo_opd.config.sandbox import SandboxSettings
-from nemo_opd.config.teacher import TeacherBase
+from nemo_opd.config.run_fields import Console, Logging, Mlflow, RolloutFiles, Run, TensorBoard, Trackio, Wandb
+from nemo_opd.config.teacher import Endpoint, TeacherBase
 from nemo_opd.config.train import Train
 from nemo_opd.errors import CheckpointError
 
@@ -44,7 +40,7 @@ FREE: dict[type[BaseModel], str] = {
     Context: "gap_every contrast",
     Lora: "export",
     Parallelism: "tp cp sequence_parallel replicas reshard_after_forward",
-    handoff.HandoffBase: "transport",
+    cluster.HandoffBase: "transport",
     rollout.HFRollout: "batch_size",
     # The address of a server and the way to reach it are free; the program is bound, as each has its own numerics.
     rollout.ServerRollout: (
@@ -53,7 +49,7 @@ FREE: dict[type[BaseModel], str] = {
     ),
     reward.FunctionReward: "call_timeout_s",
     SandboxSettings: "isolation workers",
-    environment.EnvironmentBase: "call_timeout_s",
+    rollout.EnvironmentBase: "call_timeout_s",
     Health: "action patience max_length_growth max_truncation_rate min_entropy max_repetition max_mismatch",
     Cluster: ("device launcher num_nodes gpus_per_node cpu_ranks placement teacher_ranks prefetch address timeout_s"),
     Console: "enabled interval_s memory_table",

@@ -12,9 +12,8 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field
 
 from nemo_opd.checkpoint.manifest import MANIFEST, read_manifest, read_typed, require_hashes, require_sizes, seal
-from nemo_opd.disk import require_room, storage_errors
 from nemo_opd.errors import CheckpointError, DamagedError
-from nemo_opd.files import sync
+from nemo_opd.files import require_room, storage_errors, sync
 
 _NAME = re.compile(r"^step_(\d{6,})$")
 TEMPORARY = ".incomplete_"

@@ -15,9 +15,8 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from nemo_opd.errors import CheckpointError, DamagedError
+from nemo_opd.errors import CheckpointError, DamagedError, first_problem
 from nemo_opd.files import files_below, settle, sync, write_synced
-from nemo_opd.problems import first_problem
 from nemo_opd.progress import Work, working
 
 _T = TypeVar("_T")

@@ -16,11 +16,11 @@ from rich.table import Table
 from nemo_opd.cli.command import Command, print_plain
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.data import source_of
-from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.load import compose, from_dict
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.logging.busy import busy, loading
+from nemo_opd.logging.activity import busy, loading
 
 if TYPE_CHECKING:
     from nemo_opd.teacher_cache.reader import CacheReader
@@ -89,7 +89,7 @@ def _build(arguments: Namespace, console: Console) -> None:
     if arguments.top_k is not None and arguments.top_k < 1:
         raise ConfigError(f"--top-k={arguments.top_k}: keep 1 token or more")
     with loading("PyTorch"):
-        from nemo_opd.training.launch import driving
+        from nemo_opd.cluster.launch import driving
 
     with driving(Cluster(launcher="local")) as is_driver:
         if is_driver:
@@ -145,7 +145,7 @@ def _run_config(arguments: Namespace) -> tuple[RunConfig, int]:
     i = names.index(name)
     if arguments.model is None:
         return config, i
-    from nemo_opd.training.cache_fill import asked_again
+    from nemo_opd.training.cache_build import asked_again
 
     return asked_again(config, i, {"model": arguments.model} | _served(arguments)), i
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from nemo_opd.handoff.transport_probe import probe_transport
-from nemo_opd.logging.jsonl import read
+from nemo_opd.handoff.transport import probe_transport
+from nemo_opd.logging.loggers import read
 
 _TIMED = 20
 _SHARE = 64

@@ -14,17 +14,16 @@ from rich.console import Console
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.cli.command import Command
-from nemo_opd.config.hub import require_repo
 from nemo_opd.config.load import from_yaml, to_yaml
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Parallelism, require_repo
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import CheckpointError
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.busy import busy
+from nemo_opd.logging.activity import busy
 
 if TYPE_CHECKING:
-    from nemo_opd.training.corpus import Corpus
-    from nemo_opd.training.prompts import Prompts
+    from nemo_opd.preflight.corpus import Corpus
+    from nemo_opd.preflight.prompts import Prompts
 
 _CONFIG = "config.yaml"
 _CHECKPOINTS = "checkpoints"
@@ -150,7 +149,7 @@ def _add_push_arguments(parser: ArgumentParser) -> None:
 
 def _push(arguments: Namespace, console: Console) -> None:
     """Push the folder. Raises an OPDError if it is not a model's, or if the hub rejects it."""
-    from nemo_opd.models.hub import push, require_hub
+    from nemo_opd.models.folder import push, require_hub
 
     folder, repo = arguments.model, arguments.repo
     _require_model(folder)
@@ -255,9 +254,9 @@ def _require_first(output: Path, checkpoints: CheckpointManager) -> None:
 
 def _read_data(config: RunConfig) -> Corpus | Prompts:
     """Return the run's documents or prompts. Raises the errors of reading its tokenizers and its data."""
-    from nemo_opd.training.corpus import load_corpus
-    from nemo_opd.training.model_info import read_model_info
-    from nemo_opd.training.prompts import load_prompts
+    from nemo_opd.preflight.corpus import load_corpus
+    from nemo_opd.preflight.model_info import read_model_info
+    from nemo_opd.preflight.prompts import load_prompts
 
     # The parallel layout does not affect the data, and its devices may be missing here.
     unsharded = {"parallelism": Parallelism()}

@@ -11,8 +11,7 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from nemo_opd.cli.command import Command
-from nemo_opd.config.options import options, recipes
-from nemo_opd.config.problems import models_in
+from nemo_opd.config.base import models_in, options, recipes
 
 
 def _add_arguments(parser: ArgumentParser) -> None:

@@ -96,7 +96,7 @@ def _prompts(arguments: Namespace) -> Iterator[Prompt]:
 
 
 def _print(rollout: Rollout, arguments: Namespace, console: Console) -> None:
-    from nemo_opd.alignment.chat_messages import content_text
+    from nemo_opd.alignment.chat_template import content_text
 
     response, content = rollout.responses[-1], rollout.prompt.content
     prompt = content if isinstance(content, str) else content_text(content[-1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
-from nemo_opd.version import package_version
+from nemo_opd.paths import package_version
 
 PROGRAM = "nemo-opd"
 

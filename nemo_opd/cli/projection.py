@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nemo_opd.cli.command import Command, print_plain
+from nemo_opd.config.base import models_in
 from nemo_opd.config.loss import LossTerm
-from nemo_opd.config.problems import models_in
 from nemo_opd.errors import ProjectionError
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _read_source(arguments: Namespace) -> EmbeddingSource:
     """Read the models named by --embeddings. Raises ModelError for a model without readable input embeddings."""
     import torch
 
-    from nemo_opd.models.embeddings import input_embeddings
+    from nemo_opd.models.stored_weights import input_embeddings
     from nemo_opd.projection import EmbeddingSource
 
     student, teacher = (input_embeddings(model, key="--embeddings") for model in arguments.embeddings)
@@ -272,10 +272,8 @@ the matrix itself, without the optional passes.
 def _inspect(arguments: Namespace, console: Console) -> None:
     from nemo_opd.alignment.roles import paired_roles
     from nemo_opd.projection import audit
-    from nemo_opd.projection.audit import fit_warnings
-    from nemo_opd.projection.heat_map import plot_samples
-    from nemo_opd.projection.report import audit_table, roles_table, sample_table, short_name
-    from nemo_opd.projection.samples import samples
+    from nemo_opd.projection.build import fit_warnings
+    from nemo_opd.projection.report import audit_table, plot_samples, roles_table, sample_table, samples, short_name
 
     matrix, pair = _load_file(arguments)
     figures = audit(*pair, matrix)

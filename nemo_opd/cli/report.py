@@ -13,7 +13,7 @@ from rich.console import Console
 
 from nemo_opd.cli.command import Command
 from nemo_opd.errors import ConfigError, DataError, OPDError
-from nemo_opd.logging.busy import print_line
+from nemo_opd.logging.activity import print_line
 
 if TYPE_CHECKING:
     from nemo_opd.logging import ClosingTable
@@ -39,7 +39,7 @@ def _report(arguments: Namespace, console: Console) -> None:
 def report_sweep(root: Path, names: Sequence[str]) -> None:
     """Print a table of a sweep's runs and write `root`/report.html, if any run has started."""
     # matplotlib is slow to import, and few commands are sweeps
-    from nemo_opd.logging.sweep import read_sweep, sweep_table, write_sweep_report
+    from nemo_opd.logging.comparison import read_sweep, sweep_table, write_sweep_report
 
     runs = read_sweep(root, names)
     if not any(run.has_started for run in runs):
@@ -53,11 +53,11 @@ def _closing_of(folder: Path) -> ClosingTable | None:
     """Return the closing table up to the run's last record; None if its settings are of another version."""
     from yaml import YAMLError
 
+    from nemo_opd.checkpoint.run_directory import checkpoints_of
     from nemo_opd.config.load import from_yaml
     from nemo_opd.logging.base import Best
-    from nemo_opd.logging.jsonl import read
+    from nemo_opd.logging.loggers import read
     from nemo_opd.training.closing import closing_table
-    from nemo_opd.training.run_directory import checkpoints_of
 
     try:
         config = from_yaml(folder / "config.yaml")
@@ -111,9 +111,8 @@ def _compare(arguments: Namespace, console: Console) -> None:
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: not a run (there is no metrics.jsonl); name directories of runs")
     # matplotlib and transformers are slow to import
-    from nemo_opd.logging.comparison import read_runs, write_comparison
-    from nemo_opd.logging.sweep import sweep_table
-    from nemo_opd.training.compared_runs import answer_tables
+    from nemo_opd.logging.comparison import read_runs, sweep_table, write_comparison
+    from nemo_opd.training.closing import answer_tables
 
     runs = read_runs(arguments.folders)
     console.print(sweep_table(runs, "Runs"))

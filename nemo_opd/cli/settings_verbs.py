@@ -16,9 +16,9 @@ from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import S, run_with_hydra
 from nemo_opd.config.run import RunConfig
 from nemo_opd.evaluation import inputs as evaluation_inputs
-from nemo_opd.logging.busy import loading
+from nemo_opd.logging.activity import loading
 from nemo_opd.paths import configs_dir
-from nemo_opd.training.inputs import check_inputs
+from nemo_opd.preflight.inputs import check_inputs
 from nemo_opd.training.interrupt import interruptible, was_requested
 
 

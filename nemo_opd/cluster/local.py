@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from nemo_opd.cluster.base import Call, Cluster, Group
+from nemo_opd.cluster.base import CONTINUE, Call, Cluster, Failure, Group, Rank
 from nemo_opd.cluster.placement import Placement, Places, Processes, num_cores, num_threads
-from nemo_opd.cluster.rank import CONTINUE, Failure, Rank
 from nemo_opd.config.cluster import Cluster as Settings
 from nemo_opd.distributed import process_group
 from nemo_opd.errors import ClusterError, WorkerError

@@ -1,9 +1,14 @@
 """Base class of all settings."""
 
-from collections.abc import Hashable
-from typing import Annotated, Never, TypeVar
+import difflib
+import json
+import re
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Never, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
+from pydantic_core import ErrorDetails
 
 _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V", bound=Hashable)
@@ -53,3 +58,181 @@ class FrozenDict(dict[_K, _V]):
 
 Frozen = Annotated[dict[_K, _V], AfterValidator(FrozenDict)]
 """Type of a field with arbitrary keys."""
+
+
+def recipes(config_dir: Path) -> list[str]:
+    return _stems(config_dir)
+
+
+def groups(config_dir: Path, model: type[BaseModel]) -> list[str]:
+    """Return the config groups of a model's settings."""
+    return sorted(folder.name for folder in config_dir.iterdir() if folder.name in model.model_fields)
+
+
+def options(config_dir: Path, group: str) -> list[str]:
+    """Return the options of a group; empty if the group does not exist."""
+    return _stems(config_dir / group)
+
+
+def _stems(folder: Path) -> list[str]:
+    return sorted(file.stem for file in folder.glob("*.yaml"))
+
+
+def choices(union: Any) -> tuple[type[Settings], ...]:
+    """Return the settings classes of a discriminated union."""
+    classes: tuple[type[Settings], ...] = get_args(get_args(union)[0])
+    return classes
+
+
+def require_lines(needed: Iterable[str | type[Settings]], table: Container[Any], name: str) -> None:
+    """Raise NotImplementedError if choices have no entry in a table. Called when the table's module is imported.
+
+    name: the table's name and file, for the message.
+    """
+    missing = [choice if isinstance(choice, str) else choice.__name__ for choice in needed if choice not in table]
+    if missing:
+        raise NotImplementedError(f"{name} has no line for {', '.join(missing)}; add it (docs/extending.md)")
+
+
+def explain_all(problems: Sequence[ErrorDetails], data: Mapping[str, Any], model: type[BaseModel]) -> Iterator[str]:
+    """Yield a line for each wrong value.
+
+    Pydantic reports a wrong value once for each type of a union, and wrong elements of a list as missing. Only the
+    innermost place is reported, once.
+    """
+    by_path: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    for problem in problems:
+        path = _real_path(problem["loc"], data, ends_in_key=problem["type"] != "value_error")
+        by_path.setdefault(tuple(path), []).append(problem)
+    for place, reports in by_path.items():
+        if not any(inner[: len(place)] == place for inner in by_path if len(inner) > len(place)):
+            yield _explain(list(place), reports, data, model)
+
+
+def _explain(
+    path: list[int | str], problems: Sequence[ErrorDetails], data: Mapping[str, Any], model: type[BaseModel]
+) -> str:
+    """Format `key=value: reason; way out`, with the key as typed on the command line."""
+    problem = problems[0]
+    kind, value = problem["type"], problem["input"]
+    key = ".".join(map(str, path))
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    reason = " or ".join(dict.fromkeys(map(_reason_of, problems))).replace(" or must be", " or")
+    if is_blank(value) and kind not in ("extra_forbidden", "value_error"):
+        return f"{key}: {EMPTY}"
+    if kind == "extra_forbidden":
+        return f"{key}={text}: there is no such key{_suggestion(path, data, model)}"
+    if kind in ("missing", "union_tag_not_found"):
+        return f"{key}{'.type' * (kind != 'missing')}: required, but not given"
+    if kind == "union_tag_invalid" and is_blank(value["type"]):
+        return f"{key}.type: {EMPTY}"
+    if kind == "union_tag_invalid":
+        return f"{key}.type={value['type']!r}: choose one of {problem['ctx']['expected_tags']}"
+    if kind in ("model_type", "model_attributes_type"):
+        keys = ", ".join(_keys_at(path, data, model))
+        return f"{key}={text}: a group of keys, not one value; set {key}.KEY of {keys}"
+    if kind == "value_error":
+        return _placed(reason, key, value)
+    if kind == "string_type" and len(problems) == 1 and isinstance(value, int | float):
+        reason += f"; to make text of it, write {key}=\"'{value}'\""
+    return f"{key}={text}: {reason[0].lower()}{reason[1:]}"
+
+
+def _placed(reason: str, key: str, value: object) -> str:
+    """Combine the key with a reason from our own validators: `key=value …`, `key.inner=…` or `key: …`."""
+    if not key:
+        return reason
+    if value in ([], ()):
+        return f"{key}=[]: {reason}"
+    if not isinstance(value, Mapping | Sequence | bool) and reason.startswith(f"{value} "):
+        return f"{key}={reason}"
+    if isinstance(value, Mapping) and reason.partition("=")[0] in value:
+        return f"{key}.{reason}"
+    return f"{key}: {reason}"
+
+
+def _reason_of(problem: ErrorDetails) -> str:
+    """Return pydantic's reason in our wording."""
+    reason = problem["msg"].removeprefix("Value error, ")
+    reason = re.sub("^(Input|String) should", "must", reason)
+    reason = reason.partition(", unable to parse")[0]
+    if problem["type"] in ("bool_type", "bool_parsing"):
+        return "must be true or false"
+    if problem["type"] == "literal_error":
+        reason = reason.replace("True", "true").replace("False", "false")
+    return reason.replace("valid tuple", "list").replace("Tuple should", "must")
+
+
+def _real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool) -> list[int | str]:
+    """Remove the parts that pydantic adds to a location for members of a union: tags and type names.
+
+    ends_in_key: the last part may be a missing key, and is not a tag.
+    """
+    path: list[int | str] = []
+    is_tag_passed = False
+    """Whether the tag of `data` was passed; a key with the tag's name may follow."""
+    for i, part in enumerate(location):
+        may_be_tag = not is_tag_passed and (i + 1 < len(location) or not ends_in_key)
+        # A type with a default may be left out.
+        is_default = i + 1 < len(location) and isinstance(data, Mapping) and "type" not in data and part not in data
+        if may_be_tag and isinstance(data, Mapping) and (data.get("type") == part or is_default):
+            is_tag_passed = True
+            continue
+        is_tag_passed = False
+        if isinstance(part, str) and path and not isinstance(data, Mapping) and data is not None:
+            continue
+        path.append(part)
+        if isinstance(data, Mapping):
+            data = data.get(part)
+        elif isinstance(data, Sequence) and isinstance(part, int):
+            data = data[part] if part < len(data) else None  # a missing element has a place too
+    return path
+
+
+def _suggestion(path: list[int | str], data: Mapping[str, Any], model: type[BaseModel]) -> str:
+    siblings = _keys_at(path[:-1], data, model)
+    if owners := _types_with_key(path, data, model):
+        return f"; it belongs to {'.'.join(map(str, path[:-1]))}.type={', '.join(owners)}"
+    close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
+    if close:
+        return f"; did you mean {'.'.join(map(str, [*path[:-1], close[0]]))}?"
+    return f"; known here: {', '.join(siblings)}" if siblings else ""
+
+
+def _types_with_key(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
+    """Return the types of the enclosing settings that have this key."""
+    members, _ = _models_at(path[:-1], data, model)
+    owners = [member for member in members if path[-1] in member.model_fields and "type" in member.model_fields]
+    return [str(tag) for owner in owners for tag in get_args(owner.model_fields["type"].annotation)]
+
+
+def _keys_at(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
+    """Return the keys that `model` accepts at `path`, given the `type` tags in the data."""
+    _, models = _models_at(path, data, model)
+    return list(dict.fromkeys(name for model in models for name in model.model_fields))
+
+
+def _models_at(
+    path: Sequence[int | str], data: Any, model: type[BaseModel]
+) -> tuple[list[type[BaseModel]], list[type[BaseModel]]]:
+    """Return all models that `model` allows at `path`, and the ones that match the `type` in the data."""
+    members = models = [model]
+    for part in path:
+        data = data[part]
+        if isinstance(part, str):
+            fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+            members = models = [model for annotation in fields for model in models_in(annotation)]
+        tag = data.get("type") if isinstance(data, Mapping) else None
+        models = [model for model in models if tag is None or _accepts_tag(model, tag)] or models
+    return members, models
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in models_in(argument)]
+
+
+def _accepts_tag(model: type[BaseModel], tag: object) -> bool:
+    field = model.model_fields.get("type")
+    return field is not None and tag in get_args(field.annotation)

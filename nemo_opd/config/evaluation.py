@@ -11,10 +11,9 @@ from nemo_opd.config.base import Frozen, Settings
 from nemo_opd.config.cluster import EvaluationCluster
 from nemo_opd.config.context import Context, field_names
 from nemo_opd.config.data import ValidationSource
-from nemo_opd.config.environment import Environment
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Parallelism
 from nemo_opd.config.reward import Reward, is_paid_by_environment
-from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts
+from nemo_opd.config.rollout import Environment, HFRollout, RolloutBase, Rollouts
 
 _NAME = r"^[A-Za-z0-9_.-]+$"
 """Pattern of the names of sets and benchmarks."""

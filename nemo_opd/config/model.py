@@ -1,14 +1,84 @@
 """Settings of the student, and settings that student and teachers share."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from nemo_opd.config.base import Frozen, Settings
-from nemo_opd.config.lora import Lora
-from nemo_opd.config.optim import AdamW, Optimizer, Scheduler
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.train import AdamW, Optimizer, Scheduler
+
+ALL_LINEAR: Literal["all-linear"] = "all-linear"
+
+_ModuleNames = Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class Lora(Settings):
+    """y = W x + alpha / rank · B A x, with W frozen and A and B trained (Hu et al. 2021)."""
+
+    rank: int = Field(16, ge=1)
+    """Rows of A and columns of B."""
+    alpha: int = Field(32, ge=1)
+    """An adapter's output is scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that are zeroed at random in training."""
+    target_modules: Literal["all-linear"] | _ModuleNames = ALL_LINEAR
+    """Linear layers with an adapter, by the ends of their names, such as [q_proj, v_proj]. all-linear: all except the
+    head.
+    """
+    export: Literal["merged", "adapter"] = "merged"
+    """Form of `student` in checkpoints and of `final`. merged: a complete model. adapter: a folder for `peft`, which
+    needs the base model.
+    """
+
+
+def require_repo(name: str) -> None:
+    """Raise ValueError unless the name is a `user/name` that the hub accepts."""
+    from huggingface_hub.utils import validate_repo_id  # takes a second, and few settings need it
+
+    if name.count("/") != 1:
+        raise ValueError(f"{name!r} is not a repository of a user or an organization; write user/name")
+    try:
+        validate_repo_id(name)
+    except ValueError as error:
+        reason = str(error).rstrip(".")
+        raise ValueError(f"{reason}; write user/name") from error
+
+
+class Parallelism(Settings):
+    """Layout of a model. Data parallelism takes the remaining ranks: ranks / (cp · tp)."""
+
+    tp: int = Field(1, ge=1)
+    """Tensor parallel: ranks that share every layer's matrices and the vocabulary."""
+    cp: int = Field(1, ge=1)
+    """Context parallel: ranks that share the positions of every sequence. Above 1 it needs GPUs."""
+    sequence_parallel: bool = False
+    """Shard positions over the tensor-parallel ranks between attention and feed-forward blocks."""
+
+    replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Copies of the model, each sharded over separate ranks (HSDP): weights are gathered within a copy, and gradients
+    are summed over copies once a step. 1: one copy over all ranks. auto: 1, except one copy per node on several GPU
+    nodes, if that fits without `offload` by the memory estimate.
+    """
+    reshard_after_forward: Literal[True, False, "auto"] = "auto"
+    """Free a layer's gathered weights after its forward pass (FSDP). false: a rank keeps all weights unsharded and
+    gathers them once a step instead of twice a microbatch; a teacher's once. auto: false on GPUs if that fits without
+    `offload` by the memory estimate.
+    """
+
+    @property
+    def frees_gathered(self) -> bool:
+        """Whether layers free their gathered weights; `auto` counts as true until it is resolved."""
+        return self.reshard_after_forward is not False
+
+    @model_validator(mode="after")
+    def sequence_parallel_needs_tp(self) -> "Parallelism":
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "sequence_parallel=true with tp=1: positions are sharded over the ranks of a tensor-parallel group, "
+                "which has only one; set tp to 2 or more, or sequence_parallel=false"
+            )
+        return self
 
 
 class Model(Settings):

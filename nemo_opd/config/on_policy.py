@@ -1,11 +1,9 @@
 """Checks of on-policy settings against each other. Each raises ValueError with the way out."""
 
-from nemo_opd.config.aggregation import SelectTeacher, WeightedSum
-from nemo_opd.config.environment import CalculatorEnvironment
 from nemo_opd.config.loss import BytePrefixTerm, SampledKLTerm, TCADTerm
-from nemo_opd.config.objective import GRPOLoss
+from nemo_opd.config.objective import GRPOLoss, SelectTeacher, WeightedSum
 from nemo_opd.config.reward import is_paid_by_environment
-from nemo_opd.config.rollout import Rollouts, ServerRollout
+from nemo_opd.config.rollout import CalculatorEnvironment, Rollouts, ServerRollout
 from nemo_opd.config.run_fields import RunFields
 
 _ONLY_ON_POLICY = ("reward", "environment")

@@ -1,13 +1,100 @@
 """Rewards of rollouts."""
 
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nemo_opd.config.base import YEAR_S, Frozen, Settings
-from nemo_opd.config.extraction import Boxed, Extraction, LastTurn
-from nemo_opd.config.sandbox import SandboxSettings
+
+
+class LastTurn(Settings):
+    """All of the last turn."""
+
+    type: Literal["last_turn"] = "last_turn"
+
+
+class Boxed(Settings):
+    """The content of the last \\boxed{…}."""
+
+    type: Literal["boxed"] = "boxed"
+
+
+class AnswerLine(Settings):
+    """Text from the last `Answer:` to the end of its line, without bold marks and a full stop at the end."""
+
+    type: Literal["answer_line"] = "answer_line"
+    marker: str = "Answer:"
+    """Text before the answer, matched in upper or lower case."""
+
+
+class Choice(Settings):
+    """The letter of a multiple choice: the last \\boxed{…}, otherwise the last letter named as the answer, otherwise
+    the last one that stands alone, in brackets or before a full stop or bracket.
+    """
+
+    type: Literal["choice"] = "choice"
+    letters: str = Field("ABCDEFGHIJ", pattern=r"^[A-Z]{2,26}$")
+    """Letters of the choices."""
+
+
+class Regex(Settings):
+    """The last match of a regular expression: its first group, or the whole match if it has no group."""
+
+    type: Literal["regex"] = "regex"
+    pattern: str
+    """Regular expression of Python's `re`; ^ and $ match at line ends."""
+    timeout_s: float = Field(5, gt=0, le=3600)
+    """Seconds for one response; after that nothing is extracted."""
+
+    @field_validator("pattern")
+    @classmethod
+    def the_pattern_can_be_read(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}; correct it") from error
+        return value
+
+
+class Json(Settings):
+    """A value of the last JSON object or list, bare or in a fenced block, if it matches a JSON schema."""
+
+    type: Literal["json"] = "json"
+    schema_file: Path | None = None
+    """A file with the JSON schema; by default any JSON matches."""
+    key: str | None = None
+    """Path of the value, such as `answer` or `steps.0.result`; by default all of it, as JSON with sorted keys."""
+
+
+Extraction = Annotated[LastTurn | Boxed | AnswerLine | Choice | Regex | Json, Field(discriminator="type")]
+
+
+Isolation = Literal["bubblewrap", "namespaces", "process"]
+
+
+class SandboxSettings(Settings):
+    """Limits of the programs that a reward runs."""
+
+    isolation: Literal["auto", "bubblewrap", "namespaces", "process"] = "auto"
+    """Kind of sandbox: bubblewrap, or Linux namespaces without it; auto: the first of the two that works. process:
+    limits only, for machines that forbid namespaces, as many containers do (docs/sandbox.md lists what remains
+    possible).
+    """
+    timeout_s: float = Field(5, gt=0, le=3600)
+    """Processor time of a program with all its processes, in seconds. A program that waits has four times as long."""
+    memory_mb: int = Field(1024, ge=64)
+    """MiB of memory for a program with all its processes."""
+    processes: int = Field(16, ge=1)
+    """Processes and threads of a program."""
+    scratch_mb: int = Field(16, ge=1)
+    """MiB of /tmp, the only folder that a program can write to, and of a single file."""
+    output_kb: int = Field(1024, ge=1)
+    """KiB that a program may print."""
+    workers: int | None = Field(None, ge=1)
+    """Programs that run at the same time; by default one for each core that this process may use."""
 
 
 class RewardBase(Settings):

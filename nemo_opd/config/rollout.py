@@ -5,8 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import Frozen, Settings
-from nemo_opd.config.endpoint import whole_url
+from nemo_opd.config.base import YEAR_S, Frozen, Settings
+from nemo_opd.config.teacher import whole_url
 
 
 class RolloutBase(Settings):
@@ -152,3 +152,53 @@ class ServerRollout(RolloutBase):
 
 
 Rollouts = Annotated[HFRollout | ServerRollout, Field(discriminator="type")]
+
+
+class EnvironmentBase(Settings):
+    max_turns: int = Field(4, ge=1)
+    """Maximum turns of the student in one rollout."""
+    max_response_tokens: int = Field(256, ge=1)
+    """Maximum tokens of the environment between two turns; longer answers are cut and marked as cut."""
+    call_timeout_s: float = Field(300, gt=0, le=YEAR_S)
+    """Seconds for one answer; an environment that takes longer ends the run."""
+
+
+class CalculatorEnvironment(EnvironmentBase):
+    """An environment that answers calls of an arithmetic tool."""
+
+    type: Literal["calculator"] = "calculator"
+
+
+class FunctionEnvironment(EnvironmentBase):
+    """Your own Environment (nemo_opd.rollout.environment), `package.module:Class`, created for each rollout."""
+
+    type: Literal["function"] = "function"
+    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    """`package.module:Class`."""
+
+
+Environment = Annotated[CalculatorEnvironment | FunctionEnvironment, Field(discriminator="type")]
+
+
+class Health(Settings):
+    """Alarms about the student's samples, relative to the first steps of the run."""
+
+    action: Literal["warn", "stop"] = "warn"
+    """stop: save a checkpoint and end the run."""
+    patience: int = Field(5, ge=1)
+    """Consecutive steps that must cross a limit."""
+    max_length_growth: float = Field(4.0, gt=1)
+    """Largest mean response length relative to the first steps."""
+    max_truncation_rate: float = Field(0.9, gt=0, le=1)
+    """Largest share of truncated rollouts; no alarm if the first steps exceeded it too."""
+    min_entropy: float = Field(0.02, ge=0)
+    """Smallest entropy in nats per token; no alarm if the first steps were below it too."""
+    max_repetition: float = Field(0.5, gt=0, le=1)
+    """Largest share of a response's 4-grams that occurred earlier in it; no alarm if the first steps exceeded it too.
+    """
+    max_mismatch: float = Field(0.1, gt=0)
+    """Largest mean |log-probability by the engine − by the trainer| of sampled tokens, in nats.
+
+    Rounding alone stays below half of the default: bf16 rounds a logit between 16 and 32 by up to 1/16, and two such
+    roundings differ by 1/24 on average.
+    """

@@ -4,12 +4,9 @@ from typing import Self
 
 from pydantic import field_validator, model_validator
 
-from nemo_opd.config.aggregation import AveragedLogits, Routed, SelectTeacher, WeightedSum
-from nemo_opd.config.chosen_metrics import check_chosen_metrics
-from nemo_opd.config.contexts import check_contexts
-from nemo_opd.config.effects import check_effects
-from nemo_opd.config.objective import GRPOLoss
+from nemo_opd.config.objective import AveragedLogits, GRPOLoss, Routed, SelectTeacher, WeightedSum
 from nemo_opd.config.on_policy import check_off_policy, check_on_policy
+from nemo_opd.config.run_checks import check_chosen_metrics, check_contexts, check_effects
 from nemo_opd.config.run_fields import ONE_VOCABULARY_TERMS, RunFields
 from nemo_opd.config.teacher import CrossTokenizerTeacher, OwnIdsTeacher, Teacher
 

@@ -7,9 +7,8 @@ from typing import Any, get_origin
 
 from pydantic import BaseModel
 
+from nemo_opd.config.base import groups, models_in, options
 from nemo_opd.config.evaluation import EvaluationConfig
-from nemo_opd.config.options import groups, options
-from nemo_opd.config.problems import models_in
 from nemo_opd.config.run import RunConfig
 from nemo_opd.files import write_atomically
 

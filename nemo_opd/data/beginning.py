@@ -2,13 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.data.encoders import Encoder, Encoding
-from nemo_opd.data.seams import find_seam
+from nemo_opd.alignment import LocatedTokens, Pieces, RenderedChat, locate_tokens
+from nemo_opd.data.encoders import ChatEncoder, Encoder, Encoding
+
+_MAX_TRIED = 256
+
+
+def find_seam(pieces: Pieces, ids: NDArray[np.int32], start: int, stop: int) -> int | None:
+    """Return an i in [start, stop), 0 < i < S, with a seam before token i; None if _MAX_TRIED places have none."""
+    start = max(start, 1)
+    if start >= stop:
+        return None
+    places = np.unique(np.linspace(start, stop - 1, _MAX_TRIED).astype(np.int64)).tolist()
+    return next((i for i in places if is_seam(pieces, ids, i)), None)
+
+
+def is_seam(pieces: Pieces, ids: NDArray[np.int32], i: int) -> bool:
+    """Return whether no token spans the place before token i, 0 < i < S. False next to special and unknown tokens."""
+    spellings, longest = _spellings_of(pieces)
+    left_pieces = spelled(pieces, reversed(ids[max(0, i - longest) : i].tolist()), longest)[::-1]
+    head = b"".join(left_pieces)[-longest:]
+    tail = b"".join(spelled(pieces, ids[i : i + longest].tolist(), longest))[:longest]
+    return bool(head and tail) and not any(
+        _spans(spellings, head[start:], tail) for start in reversed(range(len(head)))
+    )
+
+
+def spelled(pieces: Pieces, ids: Iterable[int], num_bytes: int) -> list[bytes]:
+    """Return the bytes of successive ids, up to an id without bytes, or until they have `num_bytes` bytes."""
+    spellings: list[bytes] = []
+    for token_id in ids:
+        piece = pieces.bytes_of(token_id)
+        if not piece or num_bytes <= 0:
+            break
+        spellings.append(piece)
+        num_bytes -= len(piece)
+    return spellings
+
+
+def _spans(spellings: list[bytes], head: bytes, tail: bytes) -> bool:
+    """Return whether some token consists of `head` and a beginning of `tail`."""
+    for stop in range(1, len(tail) + 1):
+        spelling = head + tail[:stop]
+        index = bisect_left(spellings, spelling)
+        if index == len(spellings) or not spellings[index].startswith(spelling):
+            return False
+        if spellings[index] == spelling:
+            return True
+    return False
+
+
+@lru_cache(maxsize=8)
+def _spellings_of(pieces: Pieces) -> tuple[list[bytes], int]:
+    """Return the bytes of all tokens, sorted, and the length of the longest."""
+    spellings = sorted(set(pieces.as_list()))
+    return spellings, max(map(len, spellings))
+
 
 MARGIN = 1024
 """Characters kept after a seam: pre-tokenizers may look this far beyond a run of one kind, and normalisers change text.
@@ -77,3 +133,45 @@ def last_run(part: str) -> int:
 
 def kind(character: str) -> tuple[bool, bool, bool]:
     return character.isalpha(), character.isnumeric(), character.isspace()
+
+
+def locate_beginning(side: ChatEncoder, rendered: RenderedChat, length: int) -> LocatedTokens:
+    """Tokenize a conversation far enough to know its first `length` tokens and whether more follow.
+
+    Like `encode_beginning`, it reads on to a seam.
+    """
+    return _locate_to_seam(
+        side, rendered.text, CHARACTERS_A_TOKEN * length, lambda part: min(len(part.ids), length + 1)
+    )
+
+
+def locate_up_to(side: ChatEncoder, rendered: RenderedChat, place: int) -> LocatedTokens:
+    """Tokenize the rendered conversation up to character `place`, plus EDGE characters."""
+    stop = min(place + EDGE, len(rendered.text))
+
+    def num_tokens(part: LocatedTokens) -> int:
+        return int(np.searchsorted(part.starts, stop, "right"))
+
+    located = _locate_to_seam(side, rendered.text, stop + MARGIN, num_tokens)
+    return located.cut(num_tokens(located))
+
+
+def _locate_to_seam(
+    side: ChatEncoder, text: str, num_characters: int, first_end: Callable[[LocatedTokens], int]
+) -> LocatedTokens:
+    """Return the tokens before the first seam at or after token `first_end(part)`; without a seam, all tokens.
+
+    num_characters: to try first, without the margin.
+    """
+    size = num_characters + MARGIN
+    while size < len(text):
+        part = text[:size]
+        located = locate_tokens(side.tokenizer, part)
+        latest = min(size - MARGIN, last_run(part))
+        seam = find_seam(
+            side.pieces, located.ids, first_end(located), int(np.searchsorted(located.starts, latest, "right"))
+        )
+        if seam is not None:
+            return located.cut(seam)
+        size *= 2
+    return locate_tokens(side.tokenizer, text)

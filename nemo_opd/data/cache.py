@@ -15,8 +15,7 @@ from typing import Generic, Protocol, TypeVar
 from safetensors import SafetensorError
 
 from nemo_opd.data.documents import Document
-from nemo_opd.data.samples import Sample
-from nemo_opd.data.stored import decoded, encoded
+from nemo_opd.data.samples import Sample, decoded, encoded
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import cache_dir
 

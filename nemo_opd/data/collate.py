@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nemo_opd.data.compared import compared
-from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
+from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens, compared
 from nemo_opd.types import NO_CHUNK, PAD_ID, Batch, ChunkRows, MovedRows, TeacherRows, TokenRows
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)

@@ -3,25 +3,167 @@
 import glob
 import json
 import logging
+import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import datasets
 import pyarrow as pa
 
-from nemo_opd.data.caches import await_turn, elsewhere, writing
-from nemo_opd.data.intact import first_damage, require_intact
-from nemo_opd.data.json_rows import JsonRows
-from nemo_opd.data.layout import Layout
-from nemo_opd.data.origin import Origin
-from nemo_opd.data.row_layout import columns_in
-from nemo_opd.data.schema import summarize
-from nemo_opd.disk import require_room
+from nemo_opd.data.compressed import await_turn, elsewhere, uncompressed, writing
+from nemo_opd.data.documents import MESSAGES, RESPONSE, TEACHER, TEXT, TOOLS
+from nemo_opd.data.layout import Layout, RowLayout, columns_in
+from nemo_opd.data.lines import Origin, RowError, column_types, json_rows, numbered, of_lines
+from nemo_opd.data.record import written
+from nemo_opd.data.schema import json_schema, plain, reading, summarize
 from nemo_opd.errors import DataError
+from nemo_opd.files import require_room
+
+_STRINGS = (TEXT, TEACHER, RESPONSE)
+_JSON_COLUMNS = (MESSAGES, TOOLS)
+"""Columns kept as JSON text, which preserves values, nulls and the order of keys."""
+_ROWS_AT_A_TIME = 1000
+
+
+@dataclass
+class _Config(datasets.BuilderConfig):
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The user's name of a column → ours."""
+    whole_rows: bool = False
+    """Whether to read all other columns, too."""
+
+
+class JsonRows(datasets.ArrowBasedBuilder):
+    """A builder of datasets from JSON files. Raises RowError for a row that cannot be read."""
+
+    VERSION = datasets.Version("1.0.0")
+    BUILDER_CONFIG_CLASS = _Config
+
+    def _info(self) -> datasets.DatasetInfo:
+        return datasets.DatasetInfo()
+
+    def _split_generators(self, dl_manager: object) -> list[datasets.SplitGenerator]:
+        files = [Path(file) for file in self.config.data_files["train"]]
+        fixed = {name: pa.string() for name, ours in self.config.columns.items() if ours in (*_STRINGS, *_JSON_COLUMNS)}
+        types = fixed
+        if self.config.whole_rows or len(fixed) < len(self.config.columns):
+            types = self._read_types(files) | fixed
+        self.info.features = datasets.Features.from_arrow_schema(pa.schema(types.items()))
+        return [datasets.SplitGenerator("train", gen_kwargs={"files": files})]
+
+    def _read_types(self, files: list[Path]) -> dict[str, pa.DataType]:
+        """Infer, from all rows, the types of the columns without a fixed type."""
+        rows = (row for _, row in chain.from_iterable(map(json_rows, files)))
+        types = column_types(rows)
+        names = types if self.config.whole_rows else self.config.columns
+        return {name: pa.string() if pa.types.is_null(types[name]) else types[name] for name in names if name in types}
+
+    def _generate_tables(self, files: list[Path]) -> Iterator[tuple[int, pa.Table]]:
+        schema = self.info.features.arrow_schema
+        strings = [name for name, ours in self.config.columns.items() if ours in _STRINGS]
+        key, rows = 0, []
+        for file in files:
+            for place, row in json_rows(file):
+                for name in strings:
+                    if not isinstance(row.get(name), str | None):
+                        raise RowError(file, place, f"{name!r} is not a string but {repr(row[name])[:60]}")
+                rows.append(row)
+                if len(rows) == _ROWS_AT_A_TIME:
+                    yield key, self._table(rows, schema)
+                    key, rows = key + 1, []
+        if rows:
+            yield key, self._table(rows, schema)
+
+    def _table(self, rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
+        return pa.table([self._array([row.get(column.name) for row in rows], column) for column in schema], schema)
+
+    def _array(self, values: list[Any], column: pa.Field) -> pa.Array:
+        if isinstance(column.type, pa.JsonType):
+            texts = [None if value is None else _json(value) for value in values]
+            return pa.ExtensionArray.from_storage(column.type, pa.array(texts, column.type.storage_type))
+        if column.type == pa.string():
+            write = _json if self.config.columns.get(column.name) in _JSON_COLUMNS else written
+            values = [value if isinstance(value, str | None) else write(value) for value in values]
+        return pa.array(values, column.type)
+
+
+_json = partial(json.dumps, ensure_ascii=False)
+
+
+_MAX_THREADS = 8
+_CHUNKS_AT_A_TIME = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Damage:
+    row: int
+    """Counted from 0."""
+    column: str
+    reason: str
+
+
+def require_intact(table: pa.Table, source: str, origin: Origin) -> None:
+    """Raise DataError, with the place of the first damaged row, for a column that cannot be read safely."""
+    if damage := first_damage(table):
+        raise DataError(
+            f"{source}: {origin(damage.row)} has a damaged {damage.column!r}: {damage.reason}; write or download the "
+            "file again"
+        )
+
+
+def first_damage(table: pa.Table) -> _Damage | None:
+    """Return the first damaged row of the first damaged column, or None if all are sound."""
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+        return next(_iter_damage(threads, table), None)
+
+
+def _iter_damage(threads: ThreadPoolExecutor, table: pa.Table) -> Iterator[_Damage]:
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        chunks = [_storage(chunk) for chunk in column.chunks]
+        groups = [chunks[i : i + _CHUNKS_AT_A_TIME] for i in range(0, len(chunks), _CHUNKS_AT_A_TIME)]
+        for group, bad in enumerate(threads.map(_first_bad_chunk, groups)):
+            if bad is not None:
+                i = group * _CHUNKS_AT_A_TIME + bad
+                row = _first_bad_row(chunks[i])
+                reason = problem(chunks[i].slice(row, 1)) or problem(chunks[i]) or ""
+                yield _Damage(sum(map(len, chunks[:i])) + row, name, reason)
+
+
+def _first_bad_chunk(chunks: list[pa.Array]) -> int | None:
+    return next((i for i, chunk in enumerate(chunks) if problem(chunk) is not None), None)
+
+
+def problem(values: pa.Array) -> str | None:
+    """Return why the values are not valid, or None if they are."""
+    try:
+        values.validate(full=True)
+    except pa.ArrowInvalid as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def _first_bad_row(values: pa.Array) -> int:
+    """Find the first invalid row by bisection."""
+    sound, unsound = 0, len(values)
+    while unsound - sound > 1:
+        middle = (sound + unsound) // 2
+        if problem(values.slice(0, middle)) is None:
+            sound = middle
+        else:
+            unsound = middle
+    return sound
+
+
+def _storage(values: pa.Array) -> pa.Array:
+    return values.storage if isinstance(values, pa.ExtensionArray) else values
+
 
 _INFO = "dataset_info.json"
 _UNFINISHED = ".incomplete"
@@ -145,3 +287,35 @@ def selected(dataset: datasets.Dataset, layout: Layout, key: str, *value: object
     columns = columns_in(layout, [dataset.data.schema])
     renamed = {name: column for name, column in columns.items() if name != column}
     return dataset.select_columns(list(columns)).rename_columns(renamed)
+
+
+def read_jsonl(paths: list[Path], layout: Layout, key: str) -> Read:
+    files = {path: file for path in paths if (file := _non_blank_file(path, key))}
+    require_rows(list(files), key, paths)
+    for path, file in files.items():
+        if (schema := json_schema(file)) is not None:
+            layout.require_columns(plain(schema), f"{key}={summarize(path)}")
+    origin = of_lines(list(files), list(files.values()))
+    columns = dict(layout.columns)
+    try:
+        with reading(key, *paths, way_out="check that all files are complete"):
+            dataset = convert(
+                "json_rows",
+                list(files.values()),
+                list(columns),
+                f"{key}={summarize(paths)}",
+                origin,
+                columns=columns,
+                whole_rows=isinstance(layout, RowLayout),
+            )
+    except RowError as error:
+        path = next(path for path, file in files.items() if file == error.file)
+        raise DataError(f"{key}={summarize(path)}: {error}") from error
+    return selected(dataset, layout, key, *paths), origin
+
+
+def _non_blank_file(path: Path, key: str) -> Path | None:
+    """Return the file, unpacked if it is compressed, or None if all its lines are blank."""
+    with reading(key, path):
+        file = uncompressed(path, f"{key}={summarize(path)}")
+        return file if any(line.strip() for _, line in numbered(file)) else None

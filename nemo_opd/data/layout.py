@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,12 +10,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from nemo_opd.config.data import Data
-from nemo_opd.data.documents import MESSAGES, TEACHER, TEXT, TOOLS
-from nemo_opd.data.origin import Origin
+from nemo_opd.config.reward import FunctionReward, RewardBase
+from nemo_opd.data.documents import ANSWER, DOMAIN, FIELD, MESSAGES, RESPONSE, ROW, TEACHER, TEXT, TOOLS
+from nemo_opd.data.lines import Origin
 from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
+
+    from nemo_opd.data.lines import Origin
 
 
 class Layout(Protocol):
@@ -174,3 +177,174 @@ def column_without_nulls(
             f"in {origin(first)}; leave those rows out"
         )
     return values
+
+
+@dataclass(frozen=True, slots=True)
+class DomainLayout:
+    """Another layout's documents, plus a column with their domains."""
+
+    documents: Layout
+    key: str
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        return {self.key: DOMAIN, **self.documents.columns}
+
+    def require_columns(self, schema: pa.Schema, source: str) -> None:
+        self.documents.require_columns(schema, source)
+        dtype = type_of(schema, self.key, "data.domain_key", source)
+        if not is_string(dtype) and not pa.types.is_integer(dtype):
+            raise DataError(
+                f"{source}: column {self.key!r} is of type {type_name(dtype)}; set data.domain_key to a column of names"
+            )
+
+    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
+        self.documents.require_content(documents, source, origin)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLayout:
+    """Another layout's documents, plus the fields that contexts name."""
+
+    documents: Layout
+    named: tuple[tuple[str, str], ...]
+    """Pairs of the user's column name and a setting that names it; several settings may name one column."""
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        document_columns = self.documents.columns
+        return {**document_columns, **{name: FIELD + name for name, _ in self.named if name not in document_columns}}
+
+    def require_columns(self, schema: pa.Schema, source: str) -> None:
+        self.documents.require_columns(schema, source)
+        for name, setting in self.named:
+            if name not in schema.names:
+                raise DataError(
+                    f"{source} has no column {name!r}, which {setting} names; write one of its columns there: "
+                    f"{', '.join(schema.names)}"
+                )
+            dtype = type_of(schema, name, setting, source)
+            if not (is_string(dtype) or (is_list_of_objects if setting.endswith(".key") else _is_printable)(dtype)):
+                kinds = "texts or messages" if setting.endswith(".key") else "texts, lists of texts or numbers"
+                raise DataError(
+                    f"{source}: column {name!r} is of type {type_name(dtype)}, which {setting} cannot write; name "
+                    f"one of {kinds}"
+                )
+
+    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
+        """Raise DataError if there is nothing to learn from, or a row lacks a field."""
+        self.documents.require_content(documents, source, origin)
+        for name in dict.fromkeys(name for name, _ in self.named):
+            column_without_nulls(documents, self.columns[name], source, origin, name=repr(name))
+
+
+def _is_printable(dtype: pa.DataType) -> bool:
+    """Return whether a template can print values of this type."""
+    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
+        return is_string(dtype.value_type)
+    return pa.types.is_integer(dtype) or pa.types.is_floating(dtype) or pa.types.is_boolean(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLayout:
+    """Another layout's prompts, plus a verifiable reward's answers and the responses, if their columns are named."""
+
+    documents: Layout
+    answer_key: str | None = None
+    """None if no reward reads an answer."""
+    response_key: str | None = None
+    reward: str = "reward"
+    """Section of the settings that contains `answer_key`."""
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """The user's name of a column → ours. Raises DataError if one column has two uses."""
+        columns = dict(self.documents.columns)
+        for setting, name, ours in self._extra_columns:
+            if name in columns:
+                raise DataError(
+                    f"{setting}={name}: that column already holds the prompts' {columns[name]}; name another"
+                )
+            columns[name] = ours
+        return columns
+
+    @property
+    def _extra_columns(self) -> list[tuple[str, str, str]]:
+        """Setting, user's name and our name of each column beyond the prompts."""
+        named = (
+            (f"{self.reward}.answer_key", self.answer_key, ANSWER),
+            ("data.response_key", self.response_key, RESPONSE),
+        )
+        return [(setting, name, ours) for setting, name, ours in named if name is not None]
+
+    def require_columns(self, schema: pa.Schema, source: str) -> None:
+        self.documents.require_columns(schema, source)
+        for setting, name, ours in self._extra_columns:
+            dtype = type_of(schema, name, setting, source)
+            if not (is_string(dtype) or (ours == ANSWER and _is_answer(dtype))):
+                kinds = "strings, numbers or lists of strings" if ours == ANSWER else "strings"
+                raise DataError(
+                    f"{source}: column {name!r} is of type {type_name(dtype)}; set {setting} to a column of {kinds}"
+                )
+
+    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
+        self.documents.require_content(documents, source, origin)
+
+
+def _is_answer(dtype: pa.DataType) -> bool:
+    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
+        return is_string(dtype.value_type)
+    return pa.types.is_integer(dtype) or pa.types.is_floating(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Another layout's documents, plus all other columns of their rows."""
+
+    documents: Layout
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        return self.documents.columns
+
+    def require_columns(self, schema: pa.Schema, source: str) -> None:
+        self.documents.require_columns(schema, source)
+
+    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
+        self.documents.require_content(documents, source, origin)
+
+
+def reads_rows(reward: RewardBase | None) -> bool:
+    """Return whether a reward may read any column of a row."""
+    return reward is not None and any(isinstance(part, FunctionReward) for part in reward.parts)
+
+
+def columns_in(layout: Layout, schemas: Sequence[pa.Schema]) -> Mapping[str, str]:
+    """Return the columns to read, as the user's name → ours.
+
+    A RowLayout adds each column that all schemas have with the same type.
+    """
+    layout_columns = layout.columns
+    if not isinstance(layout, RowLayout):
+        return layout_columns
+    first, *other_schemas = schemas
+    extra = [
+        field
+        for field in first
+        if field.name not in layout_columns
+        and first.names.count(field.name) == 1
+        and _is_known(field)
+        and all(field.name in schema.names and schema.field(field.name).type == field.type for schema in other_schemas)
+    ]
+    return {**layout_columns, **{field.name: ROW + field.name for field in extra}}
+
+
+def _is_known(field: pa.Field) -> bool:
+    """Return whether `datasets` has a type for a column."""
+    import datasets
+
+    try:
+        datasets.Features.from_arrow_schema(pa.schema([field]))
+    except Exception:  # `datasets` raises various errors for unknown types
+        return False
+    return True

@@ -1,12 +1,16 @@
 """Lines of JSONL and text files, and checks that a parser can take them."""
 
+from __future__ import annotations
+
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from nemo_opd.errors import DataError
 
@@ -125,3 +129,137 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_repetition)
+
+
+_AS_JSON = pa.json_()
+_LARGE = 2**63
+"""Smallest integer that is too large for int64."""
+_TYPES: Mapping[frozenset[str], pa.DataType] = {
+    frozenset(): pa.null(),
+    frozenset({"string"}): pa.string(),
+    frozenset({"bool"}): pa.bool_(),
+    frozenset({"integer"}): pa.int64(),
+    frozenset({"float"}): pa.float64(),
+    frozenset({"integer", "float"}): pa.float64(),
+    frozenset({"strings"}): pa.list_(pa.string()),
+}
+"""Column types keyed by the kinds of their values; other mixtures are kept as JSON."""
+_NUMBERS = {"integer", "large integer", "float"}
+
+
+def column_types(
+    rows: Iterable[Mapping[str, Any]], *, strings_among_others: pa.DataType = _AS_JSON
+) -> dict[str, pa.DataType]:
+    """Return the type of each column that a row has, in order of first occurrence.
+
+    Numbers become strings if some are too large for int64. Objects, lists with values other than strings, and columns
+    with several kinds of values become `pa.json_()`. strings_among_others: type of a column with strings and other
+    values.
+    """
+    kinds: dict[str, set[str]] = {}
+    for row in rows:
+        for name, value in row.items():
+            column = kinds.setdefault(name, set())
+            if value is not None:
+                column.add(_kind(value))
+    return {name: _type(column, strings_among_others) for name, column in kinds.items()}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str):
+        return "string"
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "integer" if -_LARGE <= value < _LARGE else "large integer"
+    if isinstance(value, float):
+        return "float"
+    is_texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return "strings" if is_texts else "json"
+
+
+def _type(kinds: set[str], strings_among_others: pa.DataType) -> pa.DataType:
+    if "large integer" in kinds and kinds <= _NUMBERS:
+        return pa.string()
+    return _TYPES.get(frozenset(kinds), strings_among_others if "string" in kinds else _AS_JSON)
+
+
+def _from_arrow(path: Path, column: str) -> Any:
+    with pa.memory_map(str(path)) as file:
+        try:
+            batch = pa.ipc.open_file(file).get_batch(0)
+        except pa.ArrowInvalid:
+            batch = pa.ipc.open_stream(file).read_next_batch()
+        value = batch.column(column).slice(0, 1)
+        value.validate(full=True)
+        return value.to_pylist()[0]
+
+
+def _from_parquet(path: Path, column: str) -> Any:
+    with pq.ParquetFile(path) as file:
+        return next(file.iter_batches(1, columns=[column])).column(0).to_pylist()[0]
+
+
+def _from_jsonl(path: Path, column: str) -> Any:
+    return next(json_rows(path))[1][column]
+
+
+READERS: dict[str, Callable[[Path, str], Any]] = {
+    "arrow_files": _from_arrow,
+    "parquet_files": _from_parquet,
+    "jsonl_files": _from_jsonl,
+}
+
+
+def first_value(kind: str, path: Path, column: str) -> Any:
+    """Return the first row's value of a column, or None if it cannot be read, which the loader reports."""
+    try:
+        return READERS[kind](path, column)
+    except (RowError, pa.ArrowException, OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):
+        return None
+
+
+Origin = Callable[[int], str]
+"""Index of a row, counted from 0 over all files → its place."""
+
+
+def of_source(index: int) -> str:
+    """Describe a row of a source without files."""
+    return f"row {index} (counted from 0)"
+
+
+def of_rows(files: Sequence[Path], counts: Sequence[int]) -> Origin:
+    """Return a function that names a row's file and the row in it. counts: number of rows of each file."""
+
+    def place(index: int) -> str:
+        remaining = index
+        for file, count in zip(files, counts, strict=True):
+            if remaining < count:
+                return f"row {index} (counted from 0 over all files: row {remaining} of {str(file)!r})"
+            remaining -= count
+        return of_source(index)
+
+    return place
+
+
+def of_lines(files: Sequence[Path], plain: Sequence[Path]) -> Origin:
+    """Return a function that names a row's file and line, counted from 1. plain: uncompressed copy of each file.
+
+    It reads the files only when it is called.
+    """
+
+    def place(index: int) -> str:
+        remaining = index
+        for file, readable in zip(files, plain, strict=True):
+            places = (place for place, _ in json_rows(readable)) if is_json_list(readable) else _lines(readable)
+            for name in places:
+                if not remaining:
+                    return f"row {index} (counted from 0 over all files: {name} of {str(file)!r})"
+                remaining -= 1
+        return of_source(index)
+
+    return place
+
+
+def _lines(path: Path) -> Iterator[str]:
+    return (f"line {number}" for number, line in numbered(path) if line.strip())

@@ -5,12 +5,15 @@ Positions are S for the student and T for a teacher, as in nemo_opd.types; sampl
 
 from __future__ import annotations
 
+import zlib
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load, save
 
 from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.documents import Document
@@ -219,3 +222,127 @@ def require_ids(ids: NDArray[np.int32], vocab_size: int, tokenizer: PreTrainedTo
         raise DataError(
             f"a document holds {token!r}, for which the model has no embedding; remove it from {content[:60]!r}…"
         )
+
+
+def encoded(samples: Sequence[Sample]) -> bytes:
+    """Serialize samples as compressed arrays, keyed by the sample's index and the array's name."""
+    arrays = {
+        f"{k}/{name}": np.ascontiguousarray(array)
+        for k, sample in enumerate(samples)
+        for name, array in _arrays(sample).items()
+    }
+    return zlib.compress(save(arrays), level=1)
+
+
+def decoded(value: bytes) -> tuple[Sample, ...]:
+    """Reverse `encoded`. Raises zlib.error, SafetensorError, KeyError or ValueError for other bytes."""
+    by_sample: dict[int, dict[str, NDArray[Any]]] = defaultdict(dict)
+    for path, array in load(zlib.decompress(value)).items():
+        number, _, name = path.partition("/")
+        by_sample[int(number)][name] = array
+    return tuple(_sample(by_sample[k]) for k in range(len(by_sample)))
+
+
+def _arrays(sample: Sample) -> dict[str, NDArray[Any]]:
+    arrays = _named(sample.student, "student")
+    for i, teacher in enumerate(sample.teachers):
+        arrays[f"{i}.cross"] = np.array(teacher.chunks is not None)
+        if teacher.tokens is not sample.student:
+            arrays |= _named(teacher.tokens, f"{i}")
+        if teacher.chunks is not None:
+            arrays |= {f"{i}.student_chunk": teacher.chunks.student, f"{i}.teacher_chunk": teacher.chunks.teacher}
+            arrays[f"{i}.marks"] = teacher.chunks.marks
+            arrays |= {f"{i}.limits": np.array([teacher.chunks.changed_from, teacher.chunks.stop])}
+        if teacher.moved_by is not None:
+            arrays[f"{i}.moved_by"] = np.array(teacher.moved_by)
+        if teacher.leakage is not None:
+            arrays[f"{i}.leakage"] = np.array(teacher.leakage)
+        for k, tokens in enumerate(teacher.variants):
+            arrays |= _named(tokens, f"{i}.variants.{k}")
+    return arrays
+
+
+def _sample(arrays: dict[str, NDArray[Any]]) -> Sample:
+    student = _tokens(arrays, "student")
+    num_teachers = sum(name.endswith(".cross") for name in arrays)
+
+    def teacher(i: int) -> TeacherSample:
+        tokens = _tokens(arrays, f"{i}") if f"{i}.ids" in arrays else student
+        moved_by = arrays[f"{i}.moved_by"].item() if f"{i}.moved_by" in arrays else None
+        leakage = tuple(arrays[f"{i}.leakage"].tolist()) if f"{i}.leakage" in arrays else None
+        num_variants = sum(name.startswith(f"{i}.variants.") and name.endswith(".ids") for name in arrays)
+        variants = tuple(_tokens(arrays, f"{i}.variants.{k}") for k in range(num_variants))
+        return TeacherSample(tokens, _chunks(arrays, i), moved_by, leakage, variants)
+
+    return Sample(student, tuple(teacher(i) for i in range(num_teachers)))
+
+
+def _chunks(arrays: dict[str, NDArray[Any]], i: int) -> Chunks | None:
+    if not arrays[f"{i}.cross"]:
+        return None
+    changed_from, stop = arrays[f"{i}.limits"].tolist()
+    ours, theirs, marks = (arrays[f"{i}.{name}"] for name in ("student_chunk", "teacher_chunk", "marks"))
+    return Chunks(ours, theirs, changed_from, stop, marks)
+
+
+def _named(side: Tokens, name: str) -> dict[str, NDArray[Any]]:
+    return {f"{name}.ids": side.ids, f"{name}.loss_mask": side.loss_mask, f"{name}.num_bytes": side.num_bytes}
+
+
+def _tokens(arrays: dict[str, NDArray[Any]], name: str) -> Tokens:
+    return Tokens(arrays[f"{name}.ids"], arrays[f"{name}.loss_mask"], arrays[f"{name}.num_bytes"])
+
+
+def compared(sample: Sample) -> Sample:
+    """Keep the byte counts of only those tokens whose content all models of the sample predict.
+
+    These models are the student and the teachers that read the text: the routed one, or all. Only complete tokens
+    count: a stretch between two token boundaries that all models share counts if each model learns all its tokens from
+    the same bytes. So all sides have the same number of bytes. Excluded are the start of a text that some side reads
+    without a predictor, text beyond some side's limit, text that a side rewrites, the templates' own text, and marks of
+    one role, which may be text on one side only.
+    """
+    readers = [i for i in range(len(sample.teachers)) if sample.route in (None, i)]
+    is_kept = _compared_tokens(sample.student, [sample.teachers[i] for i in readers])
+    student = replace(sample.student, num_bytes=np.where(is_kept, sample.student.num_bytes, np.int32(0)))
+    teachers = [
+        _teacher_bytes(teacher, sample.student, student, is_kept) if i in readers else teacher
+        for i, teacher in enumerate(sample.teachers)
+    ]
+    return replace(sample, student=student, teachers=tuple(teachers))
+
+
+def _compared_tokens(student: Tokens, teachers: Sequence[TeacherSample]) -> NDArray[np.bool_]:
+    """Mark the student's tokens in stretches that are compared completely: bool [S]."""
+    is_read = student.loss_mask.copy()
+    opens = np.ones(len(student), np.bool_)
+    for teacher in teachers:
+        if teacher.chunks is None:
+            is_read &= teacher.at_student(teacher.tokens.loss_mask, len(student))
+            continue
+        chunk = teacher.chunks.student
+        is_read &= (chunk >= 0) & ~np.isin(chunk, teacher.chunks.marks)
+        opens[1:] &= (chunk[1:] != chunk[:-1]) | (chunk[1:] < 0)
+    stretch = np.cumsum(opens) - 1
+    is_whole = np.ones(len(student), np.bool_)
+    is_whole[stretch[~is_read]] = False
+    return is_whole[stretch]
+
+
+def _teacher_bytes(
+    teacher: TeacherSample, original: Tokens, student: Tokens, is_kept: NDArray[np.bool_]
+) -> TeacherSample:
+    """Keep the byte counts of a teacher's tokens in the compared stretches.
+
+    original: the student's tokens before their byte counts were reduced to those of `student`.
+    """
+    if teacher.chunks is None:
+        if teacher.tokens is original:
+            return replace(teacher, tokens=student)
+        return replace(teacher, tokens=replace(teacher.tokens, num_bytes=teacher.at_teacher(student.num_bytes)))
+    ours, theirs = teacher.chunks.student, teacher.chunks.teacher
+    # One entry more than chunks: id −1, no chunk, reads the last, which stays false.
+    is_counted = np.zeros(int(max(ours.max(initial=-1), theirs.max(initial=-1))) + 2, np.bool_)
+    is_counted[ours[is_kept & (ours >= 0)]] = True
+    num_bytes = np.where(is_counted[theirs], teacher.tokens.num_bytes, np.int32(0))
+    return replace(teacher, tokens=replace(teacher.tokens, num_bytes=num_bytes))

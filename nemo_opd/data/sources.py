@@ -6,28 +6,46 @@ into the cache of `datasets` (`$HF_DATASETS_CACHE`).
 
 import logging
 import os
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from typing import Self
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+from datasets.table import ConcatenationTable, MemoryMappedTable, Table
 
-from nemo_opd.config.choices import require_lines
+from nemo_opd.config.base import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
-from nemo_opd.data.caches import writing
-from nemo_opd.data.conversations import require_conversations
-from nemo_opd.data.convert import Read, convert, require_rows, retry_after_repair, selected
-from nemo_opd.data.documents import MESSAGES, TEXT
-from nemo_opd.data.files import resolve_files
-from nemo_opd.data.intact import require_intact
-from nemo_opd.data.jsonl import read_jsonl
-from nemo_opd.data.layout import Layout
-from nemo_opd.data.lines import no_utf8, numbered
-from nemo_opd.data.origin import Origin, of_rows, of_source
-from nemo_opd.data.row_layout import columns_in
-from nemo_opd.data.schema import arrow_schema, is_encoded, is_ipc_file, plain, reading, require_source, summarize
+from nemo_opd.data.chat import require_conversations
+from nemo_opd.data.compressed import writing
+from nemo_opd.data.convert import (
+    Read,
+    convert,
+    first_damage,
+    read_jsonl,
+    require_intact,
+    require_rows,
+    retry_after_repair,
+    selected,
+)
+from nemo_opd.data.documents import MESSAGES, TEXT, Columns
+from nemo_opd.data.layout import Layout, columns_in
+from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
+from nemo_opd.data.schema import (
+    arrow_schema,
+    is_encoded,
+    is_ipc_file,
+    plain,
+    reading,
+    require_source,
+    resolve_files,
+    summarize,
+)
 from nemo_opd.errors import DataError
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -181,3 +199,67 @@ READERS: dict[str, Callable[[list[Path], Layout, str], Read]] = {
     "text_files": _read_text,
 }
 require_lines(Source.model_fields, {*READERS, "hub"}, "READERS in nemo_opd/data/sources.py")
+
+
+_State = tuple[int, int, int]
+"""Inode, bytes, and time of the last change in ns."""
+
+
+@dataclass
+class MappedFiles:
+    """Files of a dataset, with their states when it was loaded.
+
+    A file that is deleted or replaced stays mapped as it was. A file changed in place is the dataset's new content and
+    is checked again. A change between the check and the read goes unnoticed.
+    """
+
+    tables: list[MemoryMappedTable | None]
+    """None for rows in memory."""
+    stops: list[int]
+    """End of each table's rows."""
+    states: dict[str, _State] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, columns: Columns) -> Self:
+        tables = _tables_of(columns)
+        mapped = [table if isinstance(table, MemoryMappedTable) else None for table in tables]
+        paths = {table.path for table in mapped if table is not None}
+        states = {path: state for path in paths if (state := _state_of(path)) is not None}
+        return cls(mapped, list(accumulate(table.num_rows for table in tables)), states)
+
+    def check(self, rows: Iterable[int]) -> None:
+        """Check the files of these rows. Raises DataError for one that was truncated or damaged."""
+        if not self.states:
+            return
+        for i in sorted({bisect_right(self.stops, row) for row in rows}):
+            table = self.tables[i]
+            if table is not None and table.path in self.states:
+                self._check(table)
+
+    def _check(self, table: MemoryMappedTable) -> None:
+        previous, now = self.states[table.path], _state_of(table.path)
+        if now is None or now[0] != previous[0] or now == previous:
+            return
+        changed = f"{table.path} was changed while the run reads it"
+        if now[1] < previous[1]:
+            raise DataError(f"{changed}: it has {now[1]} bytes, and had {previous[1]}; restore it and resume the run")
+        if damage := first_damage(table.table):
+            raise DataError(f"{changed}, and is damaged now: {damage.reason}; restore it and resume the run")
+        _log.warning("%s; its new content is used from here on", changed)
+        self.states[table.path] = now
+
+
+def _tables_of(columns: Columns) -> list[Table]:
+    """Return the tables with a dataset's rows, in order; none if an index reorders the rows."""
+    if not isinstance(columns, datasets.Dataset) or columns._indices is not None:
+        return []
+    data = columns.data
+    return [row[0] for row in data.blocks] if isinstance(data, ConcatenationTable) else [data]
+
+
+def _state_of(path: str) -> _State | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import sysconfig
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,9 +17,20 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
-from nemo_opd.demo.arrow import write_stream
 from nemo_opd.errors import DataError
 from nemo_opd.paths import cache_dir
+
+
+def write_stream(path: Path, table: pa.Table, rows_per_batch: int | None = None) -> None:
+    """Write an Arrow stream. Safe in concurrent processes: each writes under its own name, then renames the file."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows_per_batch)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
 
 Split = Literal["train", "validation"]
 

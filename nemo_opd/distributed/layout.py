@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Parallelism
 from nemo_opd.errors import ConfigError
 
 

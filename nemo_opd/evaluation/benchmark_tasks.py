@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 
 from nemo_opd.config.evaluation import Benchmark, QuestionSets
 from nemo_opd.demo import is_demo
-from nemo_opd.demo.tasks import task_folder
+from nemo_opd.demo.questions import task_folder
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.evaluation.task_names import require_tasks
 from nemo_opd.progress import tracked

@@ -8,21 +8,25 @@ from pathlib import Path
 from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import EvaluationConfig, Questions, QuestionSet, QuestionSets, QuestionSource
 from nemo_opd.config.reward import Reward, calls_users_code
-from nemo_opd.data.context_layout import ContextLayout
-from nemo_opd.data.domain_layout import DomainLayout
-from nemo_opd.data.layout import ChatLayout, Layout, TextLayout
-from nemo_opd.data.prompt_layout import PromptLayout
+from nemo_opd.data.layout import (
+    ChatLayout,
+    ContextLayout,
+    DomainLayout,
+    Layout,
+    PromptLayout,
+    RowLayout,
+    TextLayout,
+    reads_rows,
+)
 from nemo_opd.data.record import Prompt, written
-from nemo_opd.data.row_layout import RowLayout, reads_rows
 from nemo_opd.data.schema import require_suitable
 from nemo_opd.demo import is_demo
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.task_names import require_tasks
-from nemo_opd.extras import require_extras, require_library
-from nemo_opd.logging.busy import loading
+from nemo_opd.extras import require_extras, require_installed, require_library
+from nemo_opd.logging.activity import loading
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
 from nemo_opd.rewards import RewardFunction, build_reward
-from nemo_opd.rollout.installed import require_installed
 
 
 @dataclass(frozen=True, slots=True)

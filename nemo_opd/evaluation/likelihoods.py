@@ -1,20 +1,34 @@
 """Likelihoods of continuations, computed in batches of similar length."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemo_opd.aggregation import TokenScore, nats_by_score
+from nemo_opd.alignment import TokenAligner
 from nemo_opd.config.evaluation import QuestionSets
+from nemo_opd.data.collate import collate
+from nemo_opd.data.encoders import Encoder
+from nemo_opd.data.samples import Sample
+from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
 from nemo_opd.distributed.transfer import to_device
-from nemo_opd.logits.packed import Packing
+from nemo_opd.errors import DataError
 from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.sources import Packing
+from nemo_opd.losses.metrics import bits_per_byte
 from nemo_opd.models.head import HiddenStateModel, LogitModel
-from nemo_opd.types import PAD_ID, TokenRows
+from nemo_opd.progress import tracked
+from nemo_opd.types import PAD_ID, Batch, Mean, TokenRows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +109,44 @@ def batches(rows: Sequence[Scored], num_ranks: int, budget: int) -> Iterator[tup
         padded = [rows[i] for i in indices] + [_EMPTY] * (-len(indices) % num_ranks)
         yield indices, [padded[rank::num_ranks] for rank in range(num_ranks)]
         start += len(indices)
+
+
+_WINDOWS = 16
+"""Windows per batch."""
+
+
+def same_texts(
+    texts: Sequence[str],
+    new: PreTrainedTokenizerBase,
+    old: PreTrainedTokenizerBase,
+    aligner: TokenAligner,
+    *,
+    max_length: int,
+    num_old_rows: int,
+) -> list[Batch]:
+    """Cut texts into windows of at most `max_length` tokens of either tokenizer; the old one is the batches' teacher.
+
+    num_old_rows: ids that the old model can read. Raises DataError if no byte is predicted by both models.
+    """
+    reader = CrossTokenizer(Encoder.of(old, max_length, append_eos=False, vocab_size=num_old_rows), aligner)
+    student = Encoder.of(new, max_length, append_eos=False)
+    windows_of = TextWindowMaker(TextSampleMaker(student, (reader,)))
+    samples: list[Sample] = [window for text in texts if text for window in windows_of(text)]
+    batches = [collate(samples[start : start + _WINDOWS]) for start in range(0, len(samples), _WINDOWS)]
+    if not any(int(batch.student.num_bytes.sum()) for batch in batches):
+        raise DataError("the texts have no byte that both models predict; give longer texts")
+    return batches
+
+
+def mean_bits_per_byte(model: PreTrainedModel, rows: Sequence[TokenRows], *, vocab_size: int) -> Mean:
+    """Return the model's mean bits per byte over all rows. vocab_size: size of its tokenizer's vocabulary."""
+    is_linear = type(model.get_output_embeddings()) is nn.Linear
+    source = HiddenStateModel(model, key="model") if is_linear else LogitModel(model)
+    device = str(model.device)
+    bits = num_bytes = 0.0
+    with torch.no_grad():
+        for batch in tracked(rows, "bits per byte", "batches"):
+            packing, tokens = Packing.of(batch).to(device), to_device(batch, device)
+            mean = bits_per_byte(source.whole(source(tokens.ids, packing), packing), tokens, vocab_size=vocab_size)
+            bits, num_bytes = bits + float(mean.total), num_bytes + float(mean.count)
+    return Mean(bits, num_bytes)

@@ -11,7 +11,7 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Self
 
@@ -19,7 +19,61 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import HandoffError
-from nemo_opd.handoff.handle import Handle, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Rows of a teacher rank's buffer, sent to a student rank on another node that cannot map the buffer."""
+
+    sender: str
+    """Identity of the sender that owns the buffer."""
+    teacher_rank: int
+    student_rank: int
+    rows: range
+
+    def payload(self, buffer: Tensor) -> Tensor:
+        """Return the rows to send, a contiguous view."""
+        return buffer[self.rows.start : self.rows.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Reference to a sender's tensor."""
+
+    sender: str
+    """Identity of the sender."""
+    allocation: int
+    """Number of the sender's buffer; each new buffer must be mapped."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tokens: tuple[tuple[int, object], ...] = field(repr=False, compare=False)
+    """(receiver, token) pairs. A token maps the buffer once, or is the message that carries the tensor."""
+    version: int = 0
+    """Number of tensors that the sender has written so far; copies of earlier versions are outdated."""
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def token(self, receiver: int) -> object:
+        """Return a receiver's token. Raises HandoffError if the buffer was not exported to it."""
+        for number, token in self.tokens:
+            if number == receiver:
+                return token
+        numbers = [number for number, _ in self.tokens]
+        raise HandoffError(
+            f"a teacher's buffer was exported to student ranks {numbers}, but rank {receiver} reads it; create the "
+            "sender with every rank that reads it"
+        )
+
+    def for_receiver(self, number: int) -> Handle:
+        """Return a smaller handle with this receiver's token only. Raises HandoffError as `token` does."""
+        return replace(self, tokens=((number, self.token(number)),))
+
+    def sent_as(self, message: Message) -> Handle:
+        """Return a handle for the message's receiver to the rows of the message."""
+        return replace(self, shape=(len(message.rows), *self.shape[1:]), tokens=((message.student_rank, message),))
+
 
 _senders: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
 """Senders of this process, keyed by identity."""

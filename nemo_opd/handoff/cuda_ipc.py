@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_opd.errors import HandoffError, SenderGoneError
-from nemo_opd.handoff.base import Receiver, Sender
-from nemo_opd.handoff.handle import Handle
+from nemo_opd.handoff.base import Handle, Receiver, Sender
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,17 +6,21 @@ mapping.
 """
 
 import errno
+import json
+import logging
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from uuid import uuid4
 
 import psutil
 import torch
 from torch import Tensor
 
 from nemo_opd.errors import HandoffError, SenderGoneError
-from nemo_opd.handoff.base import Receiver, Sender
-from nemo_opd.handoff.handle import Handle
+from nemo_opd.handoff.base import Handle, Message, Receiver, Sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +108,114 @@ def _allocation_error(num_bytes: int, reason: str) -> HandoffError:
 def map_file(number: int, num_bytes: int) -> Tensor:
     """Map a file as a flat uint8 tensor; freeing the tensor unmaps it."""
     return torch.frombuffer(mmap.mmap(number, num_bytes), dtype=torch.uint8)
+
+
+_logger = logging.getLogger(__name__)
+
+
+class PinnedMemorySender(SharedMemorySender):
+    def _map_file(self, number: int, num_bytes: int) -> Tensor:
+        return _map_pinned(number, num_bytes)
+
+    def _flush(self) -> None:
+        torch.cuda.synchronize()
+
+
+class PinnedMemoryReceiver(SharedMemoryReceiver):
+    def near(self, tensor: Tensor) -> Tensor:
+        """Copy a host tensor to the device; work that is queued afterwards sees the copy."""
+        if tensor.is_cuda:
+            return tensor
+        self.copied_bytes += tensor.nbytes
+        return tensor.to("cuda", non_blocking=True)
+
+    def _map_file(self, number: int, num_bytes: int) -> Tensor:
+        return _map_pinned(number, num_bytes)
+
+    def _is_near(self, handle: Handle) -> bool:
+        return isinstance(handle.token(self.number), Message)
+
+
+class _Mapping(mmap.mmap):
+    """A mapped file that is unregistered with CUDA before it is unmapped."""
+
+    address: int | None = None
+    """Address registered with CUDA, or None."""
+
+    def __del__(self) -> None:
+        if self.address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def _map_pinned(number: int, num_bytes: int) -> Tensor:
+    """Map a file as a flat uint8 tensor, pinned if CUDA allows it; freeing the tensor undoes both."""
+    mapping = _Mapping(number, num_bytes)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0))
+    except RuntimeError as error:
+        _warn_of_pageable_memory(str(error))
+        with suppress(RuntimeError, AssertionError):
+            # CUDA reports the error again at the next call, which would be some kernel of the model.
+            torch.ones(1, device="cuda")
+    else:
+        mapping.address = tensor.data_ptr()
+    return tensor
+
+
+@cache
+def _warn_of_pageable_memory(reason: str) -> None:
+    _logger.warning(
+        "handoff: main memory cannot be pinned (%s), so copies to and from the GPU are slower; raise the limit of "
+        "locked memory (`ulimit -l unlimited`, in Docker `--ulimit memlock=-1`)",
+        reason,
+    )
+
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Safetensors names of dtypes."""
+
+
+class HeldWeights:
+    """A safetensors file in this process's memory, which other processes read through /proc.
+
+    The file is anonymous: it disappears once it is closed, or this process has ended, and its last reader is done. It
+    is written here because the safetensors library would copy all tensors first.
+    """
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        """state: CPU tensors by name; entries are removed as they are written."""
+        name = f"nemo_opd-weights-{uuid4().hex}"
+        self._stream = os.fdopen(os.memfd_create(name, os.MFD_CLOEXEC), "wb")
+        self.file = FileDescriptor(os.getpid(), self._stream.fileno(), name)
+        # Widest dtype first, so that each tensor starts at a multiple of its element size.
+        names = sorted(state, key=lambda tensor_name: -state[tensor_name].itemsize)
+        self._stream.write(_header({tensor_name: state[tensor_name] for tensor_name in names}))
+        for tensor_name in names:
+            self._stream.write(state.pop(tensor_name).contiguous().view(-1).view(torch.uint8).numpy().data)
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _header(tensors: dict[str, Tensor]) -> bytes:
+    """Return the header of a safetensors file with these tensors, in this order."""
+    entries, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

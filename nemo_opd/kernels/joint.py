@@ -50,7 +50,7 @@ def add_losses(student: Tensor, parts: Sequence[Placed], total: Tensor, *, is_fi
 
 
 def _add_losses(student: Tensor, parts: Sequence[Placed], total: Tensor, is_first: bool) -> list[Tensor]:
-    from nemo_opd.kernels.row_sums import row_sums
+    from nemo_opd.kernels.rows import row_sums
 
     most = max(len(part) for part in parts)
     numbers = torch.arange(most, dtype=torch.int32, device=student.device)
@@ -113,8 +113,8 @@ class _Prepared:
 
     @staticmethod
     def of(student: Tensor, part: Placed, units: Tensor, sums: Tensor) -> _Prepared:
-        from nemo_opd.kernels.log_ratios import log_ratios
-        from nemo_opd.kernels.row_sums import row_sums
+        from nemo_opd.kernels.arithmetic import log_ratios
+        from nemo_opd.kernels.rows import row_sums
 
         form, losses = part.form, torch.empty_like(part.factors)
         if isinstance(form, NegLogProb):

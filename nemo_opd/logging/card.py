@@ -10,12 +10,15 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from pydantic import TypeAdapter, ValidationError
 
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.demo import is_demo
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.base import ClosingTable
-from nemo_opd.logging.facts import (
+from nemo_opd.logging.base import ClosingTable, figure
+from nemo_opd.logging.loggers import read
+from nemo_opd.logging.metrics import by_set
+from nemo_opd.logging.records import (
     Records,
     config_text,
     read_config,
@@ -25,11 +28,64 @@ from nemo_opd.logging.facts import (
     teacher_facts,
     value_at,
 )
-from nemo_opd.logging.formats import figure
-from nemo_opd.logging.jsonl import read
-from nemo_opd.logging.page import render
-from nemo_opd.logging.provenance import Provenance, read_provenance
-from nemo_opd.logging.score_keys import by_set
+from nemo_opd.logging.report import render
+from nemo_opd.models.folder import OwnCard
+
+_NAME = "provenance.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOrigin:
+    """A model that a run uses."""
+
+    name: str
+    """`student`, or the name of a teacher."""
+    model: str
+    """Hub name, last part of a path, or a description of the weights."""
+    tokenizer: str
+    vocab_size: int
+    """Number of ids that both tokenizer and model have."""
+    card: OwnCard
+    weight: float | None = None
+    """None for the student, like `loss`."""
+    loss: str | None = None
+    audit: tuple[str, ...] = ()
+    """Lines on how well its vocabulary covers the student's, with warnings."""
+
+    @property
+    def role(self) -> str:
+        return self.name if self.weight is None else f"teacher {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Models, command and versions of a run, at its last start."""
+
+    command: str
+    versions: dict[str, str]
+    """Versions of libraries by name."""
+    student: ModelOrigin
+    teachers: tuple[ModelOrigin, ...]
+
+    @property
+    def models(self) -> tuple[ModelOrigin, ...]:
+        return self.student, *self.teachers
+
+
+_PROVENANCE = TypeAdapter(Provenance)
+
+
+def write_provenance(output_dir: Path, provenance: Provenance) -> None:
+    write_atomically(output_dir / _NAME, _PROVENANCE.dump_json(provenance, indent=1) + b"\n")
+
+
+def read_provenance(output_dir: Path) -> Provenance | None:
+    """Return a run's provenance; None if the file is missing or damaged, as in a run of an earlier version."""
+    try:
+        return _PROVENANCE.validate_json((output_dir / _NAME).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
 
 CARD = "README.md"
 _TAGS = ("nemo-opd", "distillation", "knowledge-distillation")

@@ -12,12 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, RenderableCol
 from rich.table import Table
 from rich.text import Text
 
-from nemo_opd.config.logging import Console as ConsoleSettings
-from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
-from nemo_opd.logging.busy import EARLY, Ticker, WorkLine, work_line
-from nemo_opd.logging.formats import amount, clock, figure, is_share
-from nemo_opd.logging.score_keys import by_set
-from nemo_opd.logging.step_time import shares, step_parts
+from nemo_opd.config.run_fields import Console as ConsoleSettings
+from nemo_opd.logging.activity import EARLY, Ticker, WorkLine, work_line
+from nemo_opd.logging.base import ClosingTable, Logger, RunSummary, amount, clock, figure, is_share
+from nemo_opd.logging.metrics import by_set, shares, step_parts
 from nemo_opd.logging.tables import closing_table, header, score_table
 from nemo_opd.progress import Work, current
 

@@ -1,9 +1,10 @@
 """Merging of metrics over microbatches and ranks, and timing of phases."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+from nemo_opd.logging.base import is_mean
 from nemo_opd.types import Metric, Metrics
 
 
@@ -47,3 +48,65 @@ class Timer:
         """Return all phases and reset."""
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+
+STEP = "perf/step_s"
+OTHER = "other"
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "data": ("perf/data_wait_s",),
+    "rollout": ("perf/rollout_s",),
+    # If teachers work while the student trains, only its time of waiting for them is part of the step.
+    "teachers": ("perf/teacher_wait_s", "perf/teacher_s"),
+    "handoff": ("perf/handoff_s",),
+    "forward": ("perf/student_forward_s",),
+    "loss": ("perf/loss_s",),
+    "backward": ("perf/student_backward_s",),
+    "optimizer": ("perf/optimizer_s",),
+    "offload": ("perf/offload_s",),
+}
+"""Metrics of each part, in the order of a step; the first recorded metric of a part counts."""
+
+
+def step_parts(record: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each measured part, and the remaining time as `other`; empty if the step has no time.
+
+    Each part is the maximum over ranks, so their sum may exceed the step: `other` is then 0.
+    """
+    if STEP not in record:
+        return {}
+    measured = {name: [record[key] for key in keys if key in record] for name, keys in PARTS.items()}
+    parts = {name: values[0] for name, values in measured.items() if values}
+    return {**parts, OTHER: max(0.0, record[STEP] - sum(parts.values()))}
+
+
+def shares(parts: Mapping[str, float]) -> dict[str, float]:
+    """Return each part divided by their sum; empty if the sum is 0."""
+    total = sum(parts.values())
+    return {name: seconds / total for name, seconds in parts.items()} if total > 0 else {}
+
+
+PREFIX = "eval/"
+
+
+def score_keys(metrics: Collection[str]) -> list[str]:
+    """Return the names of the student's scores, which have an interval, in the order of `metrics`."""
+    return [
+        key for key in metrics if key.startswith(PREFIX) and f"{key}_low" in metrics and not _is_teachers(key, metrics)
+    ]
+
+
+def _is_teachers(key: str, metrics: Collection[str]) -> bool:
+    """Return whether a name is a teacher's score or a bound of one; these end with the teacher's name."""
+    measure, _, teacher = key.rpartition("/")
+    scores = {measure, measure.removesuffix("_low"), measure.removesuffix("_high")}
+    return any(all(f"{score}{end}/{teacher}" in metrics for end in ("", "_low", "_high")) for score in scores)
+
+
+def by_set(metrics: Collection[str]) -> dict[str, list[tuple[str, str]]]:
+    """Return (measure, name) of each set's scores, except mean rewards; greedy scores come first."""
+    sets: dict[str, list[tuple[str, str]]] = {}
+    scores = (key for key in score_keys(metrics) if not is_mean(key))
+    for key in sorted(scores, key=lambda key: not key.endswith("/greedy")):
+        name, _, measure = key.removeprefix(PREFIX).rpartition("/")
+        sets.setdefault(name, []).append((measure, key))
+    return sets

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_opd.logging.base import ClosingTable
-from nemo_opd.logging.charts import DASHES, Chart, Theme, keys, series, smooth, write_chart
-from nemo_opd.logging.facts import SKIPPED, Records
-from nemo_opd.logging.formats import figure as figure_of
-from nemo_opd.logging.question_plot import draw_questions
-from nemo_opd.logging.score_keys import PREFIX
-from nemo_opd.logging.step_time import OTHER, PARTS, STEP, step_parts
+from nemo_opd.logging.base import figure as figure_of
+from nemo_opd.logging.charts import DASHES, Chart, Theme, draw_questions, keys, series, smooth, write_chart
+from nemo_opd.logging.metrics import OTHER, PARTS, PREFIX, STEP, step_parts
+from nemo_opd.logging.records import SKIPPED, Records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,31 +1,75 @@
 """report/: the curves as PNG files and a page with all results, from the files of the run directory."""
 
+import base64
 import statistics
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.answer_tables import answer_tables
-from nemo_opd.logging.base import ClosingTable
-from nemo_opd.logging.facts import (
+from nemo_opd.logging.base import ClosingTable, amount, change, clock, difference, figure, score, score_texts, share
+from nemo_opd.logging.loggers import read
+from nemo_opd.logging.plots import PLOTS
+from nemo_opd.logging.questions import answer_tables, answers_by_question, read_samples, read_values
+from nemo_opd.logging.records import (
     Records,
     config_text,
+    group_tables,
+    markdown,
     number_of_set,
     read_config,
     read_hardware,
+    read_projections,
     run_facts,
     run_name,
     teacher_facts,
 )
-from nemo_opd.logging.formats import amount, clock, figure, share
-from nemo_opd.logging.group_tables import group_tables, markdown
-from nemo_opd.logging.jsonl import read
-from nemo_opd.logging.page import render
-from nemo_opd.logging.plots import PLOTS
-from nemo_opd.logging.projections import read_projections
-from nemo_opd.logging.question_values import read_values
-from nemo_opd.logging.samples import answers_by_question, read_samples
+
+MAX_OPEN = 480
+"""Length in characters up to which a text is shown in full; longer texts show their start and end, as answers usually
+come last.
+"""
+_MAX_OPEN_LINES = 12
+
+
+def render(template: str, **context: Any) -> bytes:
+    """Return the page of a template. HTML pages need a title and a folder, and their texts are escaped."""
+    return _environment().get_template(template).render(**context).encode()
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("nemo_opd.logging"),
+        autoescape=select_autoescape(),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {"amount": amount, "change": change, "data_url": _data_url, "ends": _ends, "cell": _cell}
+    environment.globals |= {"score_texts": score_texts, "score_text": score, "difference_text": difference}
+    return environment
+
+
+def _data_url(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _cell(text: str) -> str:
+    """Format a text as a cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _ends(text: str) -> tuple[str, str]:
+    """Return the start and end of a text to show; the end is empty if the text is shown in full."""
+    lines = text.split("\n")
+    if len(text) <= MAX_OPEN and len(lines) <= _MAX_OPEN_LINES:
+        return text, ""
+    half, num_lines = MAX_OPEN // 2, _MAX_OPEN_LINES // 2
+    return "\n".join(lines[:num_lines])[:half].rstrip(), "\n".join(lines[-num_lines:])[-half:].lstrip()
 
 
 class _Tile(NamedTuple):

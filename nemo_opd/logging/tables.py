@@ -6,8 +6,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from nemo_opd.logging.base import ClosingTable, RunSummary
-from nemo_opd.logging.formats import change, difference, score
+from nemo_opd.logging.base import ClosingTable, RunSummary, change, difference, score
 
 
 def titled_table(title: str) -> Table:

@@ -1,15 +1,4 @@
-"""Losses that are planned first and computed together, so that they share the student's logits.
-
-From the hidden states of a microbatch to gradients, in seven steps:
-
-1. `StudentWorker._accumulate` runs the model without its head.
-2. `Parts.plan` asks the loss of each teacher for a plan.
-3. `TermLoss.plan` selects that loss's inputs from the batch.
-4. The loss returns a `PlannedLoss`: terms, each with its rows and their formula.
-5. `compute_together` joins the plans, so that each row of logits is computed once; `blocks` cuts the rows.
-6. `blockwise_sum` computes a block's logits, sums each term, and accumulates the gradients of hidden states and head.
-7. The model's backward pass runs once, from the finished gradient.
-"""
+"""Losses that are planned first and computed together, and values that are read or recorded while they are computed."""
 
 from __future__ import annotations
 
@@ -17,12 +6,15 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import update_wrapper
-from typing import Generic, ParamSpec, Required, get_args, get_origin, get_type_hints
+from typing import Any, Generic, ParamSpec, Required, get_args, get_origin, get_type_hints
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from nemo_opd.logits.blockwise import blockwise_sum
-from nemo_opd.logits.rows import TrainableRows
+from nemo_opd.logits.blockwise import blockwise_sum, compute_dtype
+from nemo_opd.logits.head import ReadAhead
+from nemo_opd.logits.rows import LogitRows, TrainableRows
 from nemo_opd.logits.term import Term
 from nemo_opd.types import LossOutput, Mean, Metric
 
@@ -106,3 +98,125 @@ def _signature(plan: Callable[..., object]) -> inspect.Signature:
             default, kind = (parameter.empty, get_args(hint)[0]) if is_required else (None, hint)
             parameters.append(inspect.Parameter(name, parameter.KEYWORD_ONLY, default=default, annotation=kind))
     return inspect.Signature(parameters, return_annotation=LossOutput)
+
+
+_Read = Callable[[Tensor, slice], Tensor]
+"""(logits [u, X] in the compute dtype, slice of units) → values of each unit, [u, k]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """Values of each unit, stored by unit so that results do not depend on how units are cut or ordered."""
+
+    source: LogitRows
+    places: Tensor
+    """[U, k]: values of the units that this process computes; 0 for all other units."""
+
+    @staticmethod
+    def of(source: LogitRows, num_units: int, num_values: int) -> Readings:
+        return Readings(source, torch.zeros(num_units, num_values, dtype=compute_dtype(source), device=source.device))
+
+    def put(self, part: slice, values: Tensor) -> None:
+        """Store the values [u, k] of a slice of units."""
+        self.places[part] = values.detach()
+
+    def found(self) -> Tensor:
+        """Gather the values from all processes of a share, float64 [k, U]. Collective; call when all units are done."""
+        return self.source.reduce(self.places.to(torch.float64, copy=True)).t()
+
+
+def plan_readings(
+    source: TrainableRows,
+    rows: Tensor,
+    read: _Read,
+    metrics_of: Callable[[Tensor], dict[str, Metric]],
+    *,
+    num_values: int,
+    cells: Sequence[int],
+    width: int,
+    chunk_size: int | None = None,
+    ahead: ReadAhead | None = None,
+) -> PlannedLoss:
+    """Plan metrics of values read off rows [U] of the student's [B·S, V], with a loss and gradient of 0.
+
+    metrics_of: function of the values, float64 [k, U]. cells, width, chunk_size, ahead: as in `Term`.
+    """
+    readings = Readings.of(source, len(rows), num_values)
+
+    def read_values(logits: Tensor, part: slice) -> Tensor:
+        with torch.no_grad():
+            readings.put(part, read(logits, part))
+        return _Zero.apply(logits)
+
+    def metrics_of_sums(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+        return metrics_of(readings.found())
+
+    term = Term(rows, read_values, cells, width, chunk_size=chunk_size, ahead=ahead)
+    return PlannedLoss(source, [term], 0.0, metrics_of_sums)
+
+
+class _Zero(torch.autograd.Function):
+    """Zero loss of each row [R, X] → [R], with a zero gradient that takes no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.shape = logits.shape
+        return logits.new_zeros(len(logits))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output.new_zeros(1).expand(ctx.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLossRecorder:
+    """Losses of the units of a plan, each placed at the first token that it predicts.
+
+    For validation only: when a gradient is computed, terms may bypass the function that records.
+    """
+
+    plan: PlannedLoss
+    """The plan to compute; it records the losses."""
+    readings: Sequence[Readings]
+    """Losses of units, for each term."""
+
+    @staticmethod
+    def of(plan: PlannedLoss) -> UnitLossRecorder:
+        readings = [Readings.of(plan.source, term.num_units, 1) for term in plan.terms]
+        terms = [_recorded(term, term_readings) for term, term_readings in zip(plan.terms, readings, strict=True)]
+        return UnitLossRecorder(replace(plan, terms=terms), readings)
+
+    def losses(self) -> Tensor:
+        """Return Σ factor · loss of the units at each token, float64 [B, S]. Collective, like `Readings.found`."""
+        total = self._token_zeros(torch.float64)
+        for term, readings in zip(self.plan.terms, self.readings, strict=True):
+            total.index_add_(0, _first_tokens(term), term.factor * readings.found()[0])
+        return total.view(self.plan.source.shape[:2])
+
+    def is_unit(self) -> Tensor:
+        """Return which tokens have a unit, bool [B, S]."""
+        is_unit = self._token_zeros(torch.bool)
+        for term in self.plan.terms:
+            is_unit.index_fill_(0, _first_tokens(term), True)
+        return is_unit.view(self.plan.source.shape[:2])
+
+    def _token_zeros(self, dtype: torch.dtype) -> Tensor:
+        batch, width, _ = self.plan.source.shape
+        return torch.zeros(batch * width, dtype=dtype, device=self.plan.source.device)
+
+
+def _recorded(term: Term, readings: Readings) -> Term:
+    def loss_of(logits: Tensor, part: slice) -> Tensor:
+        losses = term.loss_of(logits, part)
+        readings.put(part, losses.unsqueeze(1))
+        return losses
+
+    return replace(term, loss_of=loss_of)
+
+
+def _first_tokens(term: Term) -> Tensor:
+    """Return the first token that each unit predicts, int64 [U], indices into [B·S]."""
+    if term.begins is None:
+        return term.rows + 1
+    return term.rows[torch.tensor(term.begins[:-1], dtype=torch.int64, device=term.rows.device)] + 1

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_opd.kernels.forms import RowLoss
-from nemo_opd.logits.read_ahead import ReadAhead
+from nemo_opd.logits.head import ReadAhead
 
 ChunkLoss = Callable[[Tensor, slice], Tensor]
 """(logits [R, X] in the compute dtype, slice of units) → the loss of each unit, [u].

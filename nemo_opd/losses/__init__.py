@@ -3,15 +3,12 @@
 from nemo_opd.losses.alm import alm
 from nemo_opd.losses.byte_prefix import byte_prefix
 from nemo_opd.losses.cross_entropy import cross_entropy
-from nemo_opd.losses.gold import gold
-from nemo_opd.losses.h_kl import h_kl
+from nemo_opd.losses.gold import gold, h_kl
 from nemo_opd.losses.learned_projection import LearnedProjection
 from nemo_opd.losses.p_kl import p_kl
-from nemo_opd.losses.policy_gradient import grpo
-from nemo_opd.losses.rollout_weights import confidence_weights, group_advantages, reward_weights
+from nemo_opd.losses.policy_gradient import confidence_weights, group_advantages, grpo, reward_weights
 from nemo_opd.losses.same_vocab import same_vocab
-from nemo_opd.losses.sampled_chunk_kl import sampled_chunk_kl
-from nemo_opd.losses.sampled_kl import sampled_kl
+from nemo_opd.losses.sampled_kl import sampled_chunk_kl, sampled_kl
 from nemo_opd.losses.shared_prefix import shared_prefix
 from nemo_opd.losses.strict import strict
 from nemo_opd.losses.tcad import tcad

@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nemo_opd.logits.blockwise import scaled
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.saved import scaled
 from nemo_opd.logits.term import Term, unit_cells
-from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
-from nemo_opd.losses.realised_chunks import RealisedChunks
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, RealisedChunks
 from nemo_opd.losses.support import FAINT, without
 
 _LIVE_COPIES = 3

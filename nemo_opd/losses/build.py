@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from nemo_opd.config.choices import choices, require_lines
+from nemo_opd.config.base import choices, require_lines
 from nemo_opd.config.loss import (
     BytePrefixTerm,
     DivergenceKind,
@@ -26,17 +26,15 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.alm import alm
+from nemo_opd.losses.arguments import ChunkUnits, count_chunks, count_label_tokens, sampled_mask
 from nemo_opd.losses.byte_prefix import byte_prefix
 from nemo_opd.losses.divergence import DIVERGENCES
 from nemo_opd.losses.function import check_function, chunk_function, token_function
-from nemo_opd.losses.gold import gold
-from nemo_opd.losses.h_kl import h_kl
+from nemo_opd.losses.gold import gold, h_kl
 from nemo_opd.losses.p_kl import p_kl
 from nemo_opd.losses.position_units import count_positions
-from nemo_opd.losses.reduction import ChunkUnits, count_chunks, count_label_tokens, sampled_mask
 from nemo_opd.losses.same_vocab import same_vocab
-from nemo_opd.losses.sampled_chunk_kl import sampled_chunk_kl
-from nemo_opd.losses.sampled_kl import sampled_kl
+from nemo_opd.losses.sampled_kl import sampled_chunk_kl, sampled_kl
 from nemo_opd.losses.shared_prefix import shared_prefix
 from nemo_opd.losses.strict import strict, strict_units
 from nemo_opd.losses.tcad import tcad

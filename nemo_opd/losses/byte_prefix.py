@@ -13,16 +13,16 @@ from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import GradientSink, UnitRows
-from nemo_opd.losses.cell_map import CommonCells
+from nemo_opd.losses.cells import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
-from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence, compare_logits
 from nemo_opd.losses.fused import fused
+from nemo_opd.losses.merge import chunk_loss
 from nemo_opd.losses.piece_tree import first_pieces
 from nemo_opd.losses.position_targets import position_loss
 from nemo_opd.losses.prefix_chains import ADD_MAPS, Chains, MovedMass, PrefixRanges
 from nemo_opd.losses.sparse_projection import project, pull_back
-from nemo_opd.losses.truncated import require_temperature_1, split
+from nemo_opd.losses.support import require_temperature_1, split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Required, TypedDict
 
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import compute_on_host
+from nemo_opd.distributed.transfer import compute_on_host, on_host
 from nemo_opd.kernels.forms import CellComparison, CellMap, RowLoss
 from nemo_opd.logits.blockwise import compute_dtype
+from nemo_opd.logits.head import ReadAhead
 from nemo_opd.logits.planned import PlannedLoss
-from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
 from nemo_opd.logits.term import ChunkLoss, ClosedForm, GradientSink, Term, UnitRows, unit_cells
 from nemo_opd.losses.arguments import (
+    ChunkUnits,
     check_positions,
     check_same_length,
     check_sequence_weights,
     check_temperature,
+    chunk_units,
+    next_tokens,
     over,
     own_columns,
 )
+from nemo_opd.losses.cross_entropy import surprise
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.reduction import ChunkUnits, chunk_units
-from nemo_opd.losses.truncated import require_whole
+from nemo_opd.losses.support import require_whole
 
 if TYPE_CHECKING:
     from nemo_opd.losses.learned_projection import LearnedProjection
@@ -258,3 +262,117 @@ def first_position_term(
     row_loss = None if measure is None else RowLoss(CellComparison, for_kernels)
     term = inputs.term(units.student_rows, loss_of, cells, ahead=ahead, closed_form=closed, row_loss=row_loss)
     return replace(term.times(temperature**2), further_aheads=further_aheads)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPositions:
+    """Logit rows that predict the tokens of units, grouped by unit."""
+
+    rows: Tensor
+    """int64 [R]: indices into [B·S]."""
+    place: Tensor
+    """int64 [R]: index of the token within its unit."""
+    lengths: Tensor
+    """int64 [U]: number of each unit's tokens."""
+    offsets: Sequence[int]
+    """[U + 1]: where units begin in `rows`; on the host, to slice it."""
+
+    @staticmethod
+    def of(first_rows: Tensor, lengths: Tensor) -> ChunkPositions:
+        """Expand first rows [U] and lengths [U]. Waits for the device if the host does not have the lengths."""
+        offsets = offsets_of(lengths)
+
+        def positions(first_rows: Tensor, lengths: Tensor) -> list[Tensor]:
+            begin = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=offsets[-1])
+            place = torch.arange(offsets[-1], device=lengths.device) - begin
+            return [first_rows.repeat_interleave(lengths, output_size=offsets[-1]) + place, place]
+
+        rows, place = compute_on_host(positions, first_rows, lengths)
+        return ChunkPositions(rows, place, lengths, offsets)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return the fields to pass through `compute_on_host`; `sent` rebuilds the positions from them."""
+        return [self.rows, self.place, self.lengths]
+
+    @staticmethod
+    def sent(rows: Tensor, place: Tensor, lengths: Tensor) -> ChunkPositions:
+        """Rebuild positions from `tensors`."""
+        return ChunkPositions(rows, place, lengths, offsets_of(lengths))
+
+    @staticmethod
+    def single(rows: Tensor) -> ChunkPositions:
+        """Build the positions of one-token units from their rows [U]."""
+        return ChunkPositions(rows, torch.zeros_like(rows), torch.ones_like(rows), range(len(rows) + 1))
+
+    def per_position(self, unit_values: Tensor) -> Tensor:
+        """Repeat each unit's value at its positions: [U] → [R]."""
+        return unit_values.repeat_interleave(self.lengths, output_size=len(self.rows))
+
+    def span(self, units: slice) -> slice:
+        """Return the positions of a slice of units, as a slice."""
+        return slice(self.offsets[units.start], self.offsets[units.stop])
+
+    def targets(self, ids: Tensor) -> Tensor:
+        """Return the tokens' ids [R], from ids [B, S]."""
+        return self.of_tokens(ids).long()
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Return the tokens' values [R], from values [B, S]."""
+        return next_tokens(values, self.rows)
+
+    def mean(self, values: Tensor, units: slice) -> Tensor:
+        """Average over the positions of each unit in a fixed order: [R, X] → [U, X]."""
+        return self._reduce("mean", values, units)
+
+    def sum(self, values: Tensor, units: slice) -> Tensor:
+        """Sum over the positions of each unit: [R, …] → [U, …]."""
+        return self._reduce("sum", values, units)
+
+    def log_sum_exp(self, values: Tensor, units: slice) -> Tensor:
+        """Compute log Σ exp over the positions of each unit: [R, X] → [U, X]; see `segments_log_sum_exp`."""
+        return segments_log_sum_exp(values, self.lengths[units])
+
+    def _reduce(self, reduce: str, values: Tensor, units: slice) -> Tensor:
+        return segments_reduced(reduce, values, self.lengths[units])
+
+
+def offsets_of(lengths: Tensor) -> list[int]:
+    """Return where segments of lengths [U] begin, [U + 1]. Waits for the device unless the host has the lengths."""
+    host_lengths = on_host(lengths)
+    return list(accumulate((lengths if host_lengths is None else host_lengths).tolist(), initial=0))
+
+
+def segments_reduced(reduce: str, values: Tensor, lengths: Tensor) -> Tensor:
+    """Reduce consecutive segments of rows in a fixed order: [R, …] and lengths [U] → [U, …]."""
+    return torch.segment_reduce(values, reduce, lengths=lengths, axis=0, unsafe=True)
+
+
+def segments_log_sum_exp(values: Tensor, lengths: Tensor) -> Tensor:
+    """Compute log Σ exp of segments: [R, X] → [U, X]. If all are −inf: the lowest finite number, without gradient."""
+    values = values.clamp(min=torch.finfo(values.dtype).min)
+    peak = segments_reduced("max", values.detach(), lengths)
+    mass = (values - peak.repeat_interleave(lengths, dim=0, output_size=len(values))).exp()
+    return segments_reduced("sum", mass, lengths).log() + peak
+
+
+@dataclass(frozen=True, slots=True)
+class RealisedChunks:
+    """Units of a loss with their tokens and the rows that predict them."""
+
+    positions: ChunkPositions
+    targets: Tensor
+    """int64 [R]: token ids."""
+
+    @staticmethod
+    def of(first_rows: Tensor, lengths: Tensor, ids: Tensor) -> RealisedChunks:
+        """Expand first rows [U] and lengths [U], reading tokens from ids [B, S]."""
+        positions = ChunkPositions.of(first_rows, lengths)
+        return RealisedChunks(positions, positions.targets(ids))
+
+    def __len__(self) -> int:
+        return len(self.positions.lengths)
+
+    def log_likelihood(self, logits: Tensor, part: slice) -> Tensor:
+        """Compute each unit's Σ log p(token), [u], from its tokens' logits [R, X]."""
+        return -self.positions.sum(surprise(logits, self.targets[self.positions.span(part)]), part)

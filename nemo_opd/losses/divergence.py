@@ -17,10 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.kernels.forms import FORWARD_KL, JSD, MIXED, REVERSE_KL, TVD, Measure
-from nemo_opd.logits.saved import scaled
+from nemo_opd.logits.blockwise import scaled
 from nemo_opd.logits.term import GradientSink, UnitRows
-from nemo_opd.losses.fused import fused
-from nemo_opd.losses.softmax import softmax
+from nemo_opd.losses.fused import fused, softmax
 
 
 @dataclass(frozen=True, slots=True)

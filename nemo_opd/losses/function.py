@@ -13,9 +13,8 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, unit_cells
+from nemo_opd.losses.arguments import LabelPositions, TokenArguments, next_tokens
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
-from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
-from nemo_opd.losses.reduction import next_tokens
 from nemo_opd.users_code import imported
 
 if TYPE_CHECKING:

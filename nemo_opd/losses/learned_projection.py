@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.losses.array_cache import cached_by_array
-from nemo_opd.losses.sparse_projection import SparseProjection, slots_within
+from nemo_opd.losses.sparse_projection import SparseProjection, cached_by_array, slots_within
 
 if TYPE_CHECKING:
-    from nemo_opd.losses.pairs import TokenPairs
+    from nemo_opd.losses.sparse_projection import TokenPairs
     from nemo_opd.projection import ProjectionMatrix
 
 NOTHING_PAIRED = (

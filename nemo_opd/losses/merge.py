@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.term import Term, unit_cells
-from nemo_opd.losses.arguments import over
-from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, CompareOnto, OnCells, first_position_term
-from nemo_opd.losses.chunk_positions import ChunkPositions
-from nemo_opd.losses.reduction import next_tokens
-from nemo_opd.losses.truncated import require_whole
+from nemo_opd.losses.alm import likelihood_term
+from nemo_opd.losses.arguments import next_tokens, over
+from nemo_opd.losses.chunk_loss import ChunkInputs, ChunkPositions, Compare, CompareOnto, OnCells, first_position_term
+from nemo_opd.losses.support import require_whole
 
 _MERGES = ("first", "mean", "observed")
 _LIVE_COPIES = 5
@@ -106,3 +106,21 @@ def _observed_product(positions: ChunkPositions, log_p: Tensor, ids: Tensor, par
     realised = next_tokens(ids, positions.rows[span]).long().unsqueeze(1)
     following = log_p.gather(1, realised).masked_fill(is_first.unsqueeze(1), 0)
     return log_p[is_first] + positions.sum(following, part)
+
+
+def chunk_loss(
+    inputs: ChunkInputs, term: Term, *, continuation_weight: float, single_units: int | None = None
+) -> PlannedLoss:
+    """Plan (term + continuation_weight · `likelihood_term` of chunks with several tokens) / normalizer, and `kd`.
+
+    single_units: number of units of `term` if it skips chunks with several tokens; those then count as units only if
+    the weight is above 0. By default `term` has all units of `inputs`. Raises ConfigError for a negative weight.
+    """
+    if not continuation_weight >= 0:
+        raise ConfigError(f"continuation_weight={continuation_weight} would maximise the term; give 0 or more")
+    terms, count = [term], len(inputs.units) if single_units is None else single_units
+    if continuation_weight:
+        longer = replace(inputs, units=inputs.units.where(inputs.units.have_several_tokens))
+        terms.append(likelihood_term(longer).times(continuation_weight))
+        count += 0 if single_units is None else len(longer.units)
+    return inputs.planned(terms, count)

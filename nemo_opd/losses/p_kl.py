@@ -15,18 +15,15 @@ from nemo_opd.logits.blocks import own_share, unit_parts
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import GradientSink, UnitRows, unit_cells
+from nemo_opd.losses.arguments import check_compat, fixed_by
+from nemo_opd.losses.cells import covered_columns
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells
-from nemo_opd.losses.compat import check_compat, fixed_by
-from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence, compare_logits
-from nemo_opd.losses.fused import fused, taken_once
-from nemo_opd.losses.kernel_cells import covered_columns
+from nemo_opd.losses.fused import fused, log_sum_exp, softmax, taken_once
 from nemo_opd.losses.learned_projection import LearnedProjection
-from nemo_opd.losses.merge import Merge
-from nemo_opd.losses.softmax import log_sum_exp, softmax
+from nemo_opd.losses.merge import Merge, chunk_loss
 from nemo_opd.losses.sparse_projection import SparseProjection, project, pull_back
-from nemo_opd.losses.support import partial_divergence
-from nemo_opd.losses.truncated import require_temperature_1, require_whole, split, with_tail_cell
+from nemo_opd.losses.support import partial_divergence, require_temperature_1, require_whole, split, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

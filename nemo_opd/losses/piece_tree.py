@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_opd.distributed.transfer import to_device_batched
 from nemo_opd.errors import ConfigError, ProjectionError
-from nemo_opd.losses.array_cache import cached_by_array
+from nemo_opd.losses.sparse_projection import cached_by_array
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

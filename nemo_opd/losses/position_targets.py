@@ -9,20 +9,18 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.head import ReadAhead
 from nemo_opd.logits.planned import PlannedLoss
-from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.logits.term import unit_cells
-from nemo_opd.losses.arguments import over
-from nemo_opd.losses.cell_map import CommonCells
+from nemo_opd.losses.arguments import next_tokens, over
+from nemo_opd.losses.cells import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.node_masses import ChildMasses, KeptShares, child_masses
+from nemo_opd.losses.fused import log_sum_exp
 from nemo_opd.losses.piece_tree import PieceTree, first_pieces
-from nemo_opd.losses.position_units import NodePositions, PositionUnits
+from nemo_opd.losses.position_units import ChildMasses, KeptShares, NodePositions, PositionUnits, child_masses
 from nemo_opd.losses.prefix_chains import Chains, PrefixRanges
-from nemo_opd.losses.reduction import next_tokens
-from nemo_opd.losses.softmax import log_sum_exp
-from nemo_opd.losses.truncated import joined, split, with_tail_cell
+from nemo_opd.losses.support import joined, split, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from nemo_opd.distributed.transfer import compute_on_host, to_device_batched
 from nemo_opd.errors import ProjectionError
-from nemo_opd.logits.read_ahead import ReadAhead
+from nemo_opd.logits.head import ReadAhead
 from nemo_opd.losses.alm import log1mexp, log_surprise
-from nemo_opd.losses.arguments import over
-from nemo_opd.losses.array_cache import cached_by_array
-from nemo_opd.losses.chunk_loss import ChunkInputs
-from nemo_opd.losses.chunk_positions import ChunkPositions
-from nemo_opd.losses.reduction import next_tokens
-from nemo_opd.losses.softmax import log_sum_exp
+from nemo_opd.losses.arguments import next_tokens, over
+from nemo_opd.losses.chunk_loss import ChunkInputs, ChunkPositions
+from nemo_opd.losses.fused import log_sum_exp
+from nemo_opd.losses.sparse_projection import cached_by_array
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

@@ -8,11 +8,9 @@ from nemo_opd.kernels.forms import Comparison, RowLoss
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import GradientSink, Term, UnitRows, unit_cells
-from nemo_opd.losses.arguments import check_temperature, over
+from nemo_opd.losses.arguments import LabelPositions, TokenArguments, check_temperature, over
 from nemo_opd.losses.divergence import Divergence, add_comparison
-from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
-from nemo_opd.losses.support import Support
-from nemo_opd.losses.truncated import require_temperature_1, require_whole, split, with_tail_cell
+from nemo_opd.losses.support import Support, require_temperature_1, require_whole, split, with_tail_cell
 
 _LIVE_COPIES = 12
 """Tensors of the size of a block's cells that are alive at the memory peak (of jsd, the largest)."""

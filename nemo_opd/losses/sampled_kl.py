@@ -2,19 +2,149 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Unpack
 
+import torch
 from torch import Tensor
 
-from nemo_opd.logits.planned import Loss, PlannedLoss
-from nemo_opd.logits.rows import LogitRows
-from nemo_opd.losses.arguments import check_positions, without_none
-from nemo_opd.losses.chunk_positions import ChunkPositions
-from nemo_opd.losses.clipped_ratio import Clip
-from nemo_opd.losses.importance import Importance
-from nemo_opd.losses.kl_estimate import KLEstimate, SampledChunks
-from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
-from nemo_opd.losses.realised_chunks import RealisedChunks
+from nemo_opd.errors import ConfigError
+from nemo_opd.logits.head import ReadAhead
+from nemo_opd.logits.planned import Loss, PlannedLoss, Readings
+from nemo_opd.logits.rows import LogitRows, TrainableRows
+from nemo_opd.logits.term import Term, unit_cells
+from nemo_opd.losses.arguments import LabelPositions, TokenArguments, check_positions, without_none
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, ChunkPositions, RealisedChunks
+from nemo_opd.losses.cross_entropy import LIVE_COPIES
+from nemo_opd.losses.importance import (
+    LARGEST_LOG_RATIO,
+    NUM_READINGS,
+    Clip,
+    Importance,
+    SequenceImportance,
+    Weighted,
+    clip_metrics,
+)
+from nemo_opd.types import Mean, Metric
+
+_ESTIMATORS = ("k1", "k2", "k3")
+_UPDATES = ("policy_gradient", "direct")
+
+
+@dataclass(frozen=True, slots=True)
+class SampledChunks:
+    """Units, each a run of sampled student tokens with the teacher's tokens for the same text."""
+
+    source: TrainableRows
+    """The student's logits."""
+    student: RealisedChunks
+    teacher: RealisedChunks
+    ahead: ReadAhead
+    """Reader of the teacher's logits at its tokens."""
+    student_size: int
+    teacher_size: int
+    logprobs: Tensor | None
+    """[R]: the student tokens' log-probabilities under the model that sampled them, or None for the current model."""
+    behaviour_logprobs: Tensor | None
+    """[R]: log-probabilities under the sampling policy, or None if equal to `logprobs`."""
+    sequences: Tensor
+    """int64 [U]: each unit's sequence."""
+    importance: SequenceImportance | None
+    """Importance of sequences, or None if it is not needed."""
+    weights: Tensor | None
+    """[U], or None if all are 1."""
+
+    def __len__(self) -> int:
+        return len(self.student)
+
+    def proximal(self, s: Tensor, part: slice) -> Tensor:
+        """Return units' log-probabilities [u] under the model that sampled them. s: under the current student."""
+        return s.detach() if self.logprobs is None else self._unit_sums(self.logprobs, s, part)
+
+    def behaviour(self, s: Tensor, part: slice) -> Tensor:
+        """Return units' log-probabilities [u] under the sampling policy."""
+        if self.behaviour_logprobs is None:
+            return self.proximal(s, part)
+        return self._unit_sums(self.behaviour_logprobs, s, part)
+
+    def _unit_sums(self, token_values: Tensor, s: Tensor, part: slice) -> Tensor:
+        positions = self.student.positions
+        return positions.sum(token_values[positions.span(part)].to(s.dtype), part)
+
+
+@dataclass(frozen=True, slots=True)
+class KLEstimate:
+    """KL estimator with its update rule. Raises ConfigError for unknown names, or direct with sequence weights."""
+
+    estimator: str
+    """One of _ESTIMATORS."""
+    update: str
+    """One of _UPDATES."""
+    clip: Clip
+    importance: Importance
+
+    def __post_init__(self) -> None:
+        for key, value, choices in (("estimator", self.estimator, _ESTIMATORS), ("update", self.update, _UPDATES)):
+            if value not in choices:
+                raise ConfigError(f"{key}={value!r} is unknown; choose from {', '.join(choices)}")
+        if self.update == "direct" and self.importance.level == "sequence":
+            raise ConfigError(
+                "importance_level='sequence' weighs policy gradients, and update='direct' differentiates the estimate "
+                "of each unit; use update='policy_gradient', or importance_level='token'"
+            )
+
+    def plan(self, chunks: SampledChunks, normalizer: float | None, chunk_size: int | None) -> PlannedLoss:
+        """Plan the sum over units / normalizer, by default the number of units. chunk_size: units per block."""
+        student, teacher, num_units = chunks.student, chunks.teacher, len(chunks)
+        readings = Readings.of(chunks.source, num_units, 3 + NUM_READINGS)
+
+        def loss_of(logits: Tensor, part: slice) -> Tensor:
+            s = student.log_likelihood(logits, part)
+            t = teacher.log_likelihood(chunks.ahead.of(part).to(logits.dtype), part)
+            estimate = _estimate_kl(self.estimator, s, t)
+            weights = self._weights(chunks, s.detach(), part)
+            surrogate = self.clip(s - chunks.proximal(s, part), -estimate)
+            # Include clipped and dropped units: no gradient does not mean zero KL.
+            kd = weights.unit_weight * _estimate_kl("k3", s.detach(), t)
+            ratio_readings = torch.stack([kd, surrogate.ratio, surrogate.is_clipped.to(s.dtype)], 1)
+            readings.put(part, torch.cat([ratio_readings, weights.readings()], 1))
+            return weights.used * estimate if self.update == "direct" else weights.factor * surrogate.loss
+
+        def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+            (kd, ratio, is_clipped), weight_readings = readings.found().tensor_split([3])
+            kd_metric: dict[str, Metric] = {"kd": Mean(kd.sum(), num_units)}
+            ratio_metrics = clip_metrics(ratio, is_clipped) if self.update == "policy_gradient" else {}
+            return kd_metric | ratio_metrics | self.importance.metrics(weight_readings, chunks.importance)
+
+        student_cells = (student.positions.offsets, LIVE_COPIES * chunks.student_size)
+        teacher_cells = (teacher.positions.offsets, LIVE_COPIES * chunks.teacher_size)
+        term = Term(
+            student.positions.rows,
+            loss_of,
+            unit_cells(num_units, 1, student_cells, teacher_cells),
+            chunks.student_size,
+            student.positions.offsets,
+            chunks.weights,
+            chunk_size=chunk_size,
+            ahead=chunks.ahead,
+        )
+        divisor = (num_units if normalizer is None else normalizer) or 1
+        return PlannedLoss(chunks.source, [term], 1 / divisor, metrics_of)
+
+    def _weights(self, chunks: SampledChunks, s: Tensor, part: slice) -> Weighted:
+        units = chunks.sequences[part]
+        proximal, behaviour = chunks.proximal(s, part), chunks.behaviour(s, part)
+        return self.importance.applied(s, proximal, behaviour, chunks.importance, units)
+
+
+def _estimate_kl(estimator: str, s: Tensor, t: Tensor) -> Tensor:
+    """Estimate KL(p ‖ q) from log-probabilities [u] of student and teacher."""
+    if estimator == "k1":
+        return s - t
+    if estimator == "k2":
+        return (s - t).square() / 2
+    log_ratio = (t - s).clamp(max=LARGEST_LOG_RATIO)
+    return torch.expm1(log_ratio) - log_ratio
 
 
 @Loss
@@ -87,3 +217,71 @@ def sampled_kl(
         places.weights,
     )
     return estimate.plan(sampled, places.normalizer, places.chunk_size)
+
+
+@Loss
+def sampled_chunk_kl(
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
+    *,
+    mask: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    behaviour_logprobs: Tensor | None = None,
+    estimator: str = "k1",
+    update: str = "policy_gradient",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    importance_level: str = "token",
+    importance_cap: float | None = None,
+    importance_veto: float | None = None,
+    **shared: Unpack[ChunkArguments],
+) -> PlannedLoss:
+    """Compute `sampled_kl` with a chunk as one action: Σ over sampled chunks of the loss of a KL estimate / normalizer.
+
+    s = Σ log p(token) over a chunk's student tokens and t = Σ log q(token) over its teacher tokens, at temperature 1.
+    With these, k1, k2, k3, the advantage A = −estimate and −min(r A, clip(r) A) are defined as in `sampled_kl`;
+    r = exp(s − Σ logprobs) is the chunk's ratio, the importance weight of that action. With one token per chunk and
+    side this is `sampled_kl`.
+
+    Expectation, unless a ratio is clipped: let P(a|h) be the student's probability of writing the tokens a after h,
+    Q(a|h) the probability of the teacher's tokens for the same bytes, and ρ(a|h) the probability that a, once written,
+    is a unit. With ρ, Q and the probability of h as constants, k1 with policy_gradient and k2 with direct have the
+    gradient of E_h Σ_a ρ [P log(P/Q) − P + Q], which is ≥ 0 and estimated by the metric `kd`; k3 with direct has the
+    gradient of E_h Σ_a ρ [Q log(Q/P) − Q + P]. If every student token is a chunk, ρ is 1 and these are the gradients of
+    the reverse and forward KL of its next tokens. P counts only the sampled tokens, not all spellings of the bytes, and
+    Q only the teacher's tokenization; see docs/losses.md.
+
+    logprobs [B, S]: log-probabilities of the sampled tokens under the model that sampled them, by default the current
+    model; behaviour_logprobs, importance_*: as for `sampled_kl`, W being the product over the chunk's tokens. mask
+    [B, S]: sampled tokens that count for weights and vetoes of sequences; by default the tokens in chunks. Metrics: as
+    for `sampled_kl`, per chunk. Raises ConfigError for shapes, sizes, names or bounds that do not fit.
+    """
+    importance = Importance(importance_level, importance_cap, importance_veto)
+    estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, takes_truncated=True, **shared)
+    token_tensors = without_none(mask=mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
+    check_positions(inputs.student.shape, **token_tensors)
+    units = inputs.units
+    student = RealisedChunks.of(units.student_rows, units.student_lengths, inputs.student_ids)
+    teacher = RealisedChunks.of(units.teacher_rows, units.teacher_lengths, inputs.teacher_ids)
+    sampled = SampledChunks(
+        inputs.student,
+        student,
+        teacher,
+        inputs.teacher_ahead(teacher.positions.rows, teacher.positions.offsets),
+        inputs.student_size,
+        inputs.teacher_size,
+        None if logprobs is None else student.positions.of_tokens(logprobs),
+        None if behaviour_logprobs is None else student.positions.of_tokens(behaviour_logprobs),
+        units.student_rows // inputs.student.shape[1],
+        importance.of_sequences(
+            inputs.student,
+            ids=inputs.student_ids,
+            mask=shared["student_chunk_id"] >= 0 if mask is None else mask,
+            behaviour=logprobs if behaviour_logprobs is None else behaviour_logprobs,
+            vocab_size=inputs.student_size,
+        ),
+        inputs.weights,
+    )
+    return estimate.plan(sampled, inputs.normalizer, inputs.chunk_size)

@@ -12,13 +12,12 @@ from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import GradientSink, UnitRows
-from nemo_opd.losses.cell_map import CommonCells
+from nemo_opd.losses.cells import CommonCells, common_cells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, first_position_term
-from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence, compare_with_gradient
-from nemo_opd.losses.kernel_cells import common_cells
+from nemo_opd.losses.merge import chunk_loss
 from nemo_opd.losses.sparse_projection import add_pulled_back, project
-from nemo_opd.losses.truncated import require_temperature_1, split
+from nemo_opd.losses.support import require_temperature_1, split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

@@ -14,15 +14,13 @@ from nemo_opd.kernels.forms import CellMap
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import GradientSink, UnitRows
+from nemo_opd.losses.arguments import ChunkUnits, chunk_units, next_tokens
+from nemo_opd.losses.cells import add_comparison_of_pairs, pairs_and_rest
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, first_position_term
-from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.kernel_cells import pairs_and_rest
-from nemo_opd.losses.paired_comparison import add_comparison_of_pairs
-from nemo_opd.losses.pairs import TokenPairs
-from nemo_opd.losses.reduction import ChunkUnits, chunk_units, next_tokens
-from nemo_opd.losses.support import Columns
-from nemo_opd.losses.truncated import joined, require_temperature_1, split, with_tail_cell
+from nemo_opd.losses.merge import chunk_loss
+from nemo_opd.losses.sparse_projection import TokenPairs
+from nemo_opd.losses.support import Columns, joined, require_temperature_1, split, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

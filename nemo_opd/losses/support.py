@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.logits.saved import scaled
+from nemo_opd.logits.blockwise import scaled
+from nemo_opd.logits.rows import LogitRows, SparseLogits
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.softmax import log_sum_exp, softmax
+from nemo_opd.losses.fused import log_sum_exp, softmax
 
 _SUPPORTS = ("full", "teacher_topk", "student_topk", "union")
 _NORMALIZATIONS = ("full", "support", "rest")
@@ -222,3 +223,98 @@ def largest(logits: Tensor, top_k: int) -> Tensor:
     candidates = grouped.t()[largest(maxima, top_k)].flatten(1)
     candidates = torch.cat([candidates, ungrouped.expand(len(candidates), -1)], -1)
     return candidates.gather(-1, logits.gather(-1, candidates).topk(top_k, dim=-1, sorted=False).indices)
+
+
+def require_whole(teacher: LogitRows, setting: str, why: str) -> None:
+    """Raise ConfigError, naming a setting, if the teacher is truncated."""
+    if teacher.is_truncated:
+        raise ConfigError(
+            f"{setting}: {why}, but this teacher gives its likeliest tokens only; change the setting, or build a "
+            "cache with --hidden-states or with all tokens (--top-k of the vocabulary's size)"
+        )
+
+
+def require_temperature_1(teacher: LogitRows, temperature: float) -> None:
+    """Raise ConfigError for a truncated teacher at a temperature other than 1, since its rest is then unknown."""
+    if temperature != 1:
+        require_whole(teacher, f"temperature={temperature:g}", "the mass of all tokens changes with it")
+
+
+def split(teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Split a truncated teacher's columns [U, W + 1] into the vocabulary [U, W] and a rest [U, 1]."""
+    return teacher[:, :-1], teacher[:, -1:]
+
+
+def of_likeliest(teacher: LogitRows, rows: Tensor, log_q: Tensor) -> Tensor:
+    """Mask the realised next token if it is not among the k likeliest: log-probabilities [U, W + 1] → [U, W].
+
+    It is stored in any case, but its rank is unknown. All columns that stay finite have known ranks.
+    """
+    assert isinstance(teacher, SparseLogits)
+    return log_q.scatter(1, teacher.next_beyond_likeliest(rows).unsqueeze(1), -torch.inf)[:, :-1]
+
+
+def joined(*log_masses: Tensor) -> Tensor:
+    """Return log Σ exp over all columns of the arguments [U, …], −inf if all are: [U, 1]."""
+    return torch.cat(log_masses, 1).logsumexp(1, keepdim=True)
+
+
+def with_tail_cell(log_t: Tensor, log_s: Tensor, rest_t: Tensor, rest_s: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Merge the cells that no stored teacher token reaches into a rest cell, per unit: [U, X] → [U, X + 1] each.
+
+    log_t, log_s: log-masses of cells, not normalised. log_t is −inf in unreached cells, both are −inf in cells that a
+    unit does not have. rest_t, rest_s: log-masses outside the cells [U, 1]; rest_s is None if the student has none.
+    Merged cells become −inf on both sides. If the student has no mass in a rest cell, it is dropped, as its
+    divergence would be infinite.
+    """
+    is_unreached = log_t == -torch.inf
+    lowest = torch.finfo(log_s.dtype).min
+    # Not −inf: if all cells are reached, the gradient of an empty sum would be NaN.
+    unreached = log_sum_exp(log_s.masked_fill(~is_unreached, lowest)).unsqueeze(1)
+    is_empty = ~(is_unreached & (log_s > -torch.inf)).any(1, keepdim=True)
+    if rest_s is not None:
+        is_empty = is_empty & (rest_s == -torch.inf)
+        unreached = torch.logaddexp(unreached, rest_s.clamp(min=lowest))
+    last_t = rest_t.masked_fill(is_empty, -torch.inf)
+    last_s = unreached.masked_fill(is_empty, -torch.inf)
+    return torch.cat([log_t, last_t], 1), torch.cat([log_s.masked_fill(is_unreached, -torch.inf), last_s], 1)
+
+
+_POSITION_SUPPORTS = ("interleaved", "union")
+
+
+def check_support(support: str, support_size: int) -> None:
+    """Raise ConfigError for an unknown support or a size below 1."""
+    if support not in _POSITION_SUPPORTS:
+        raise ConfigError(f"support={support!r} is unknown; choose from {', '.join(_POSITION_SUPPORTS)}")
+    if support_size < 1:
+        raise ConfigError(f"support_size={support_size}: a support has at least 1 token; give a larger number")
+
+
+def interleaved(teacher_logits: Tensor, student_logits: Tensor, size: int) -> Columns:
+    """Choose the first `size` distinct columns of teacher's 1st, student's 1st, teacher's 2nd, …, from logits [U, V].
+
+    size ≤ V. The choice gets no gradient.
+    """
+    ranked = [_ranked(side, size) for side in (teacher_logits, student_logits)]
+    alternating = torch.stack(ranked, -1).flatten(1)
+    repeated = _repeats(alternating)
+    place = (~repeated).cumsum(1) - 1
+    # Repeats and columns beyond `size` go to an extra last place.
+    target = place.masked_fill(repeated | (place >= size), size)
+    columns = alternating.new_empty(len(alternating), size + 1).scatter_(1, target, alternating)
+    return Columns(columns[:, :size])
+
+
+def _ranked(logits: Tensor, size: int) -> Tensor:
+    """Return the `size` largest columns of each row, the largest first: [U, V] → int64 [U, size]."""
+    columns = largest(logits, size)
+    return columns.gather(1, logits.detach().gather(1, columns).argsort(stable=True, dim=1, descending=True))
+
+
+def _repeats(columns: Tensor) -> Tensor:
+    """Mark columns that occur earlier in their row: int64 [U, X] → bool [U, X]."""
+    values, order = columns.sort(stable=True, dim=1)
+    is_repeat = torch.zeros_like(columns, dtype=torch.bool)
+    is_repeat[:, 1:] = values[:, 1:] == values[:, :-1]
+    return torch.zeros_like(is_repeat).scatter_(1, order, is_repeat)

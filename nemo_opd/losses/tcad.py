@@ -14,12 +14,10 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, unit_cells
-from nemo_opd.losses.arguments import check_temperature, over
+from nemo_opd.losses.arguments import LabelPositions, TokenArguments, check_temperature, over
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.interleaved import check_support, interleaved
-from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
-from nemo_opd.losses.softmax import log_sum_exp
-from nemo_opd.losses.support import Columns, Support
+from nemo_opd.losses.fused import log_sum_exp
+from nemo_opd.losses.support import Columns, Support, check_support, interleaved
 from nemo_opd.types import Mean, Metric
 
 _LIVE_ROWS = 6

@@ -24,9 +24,8 @@ from transformers import (
 )
 from transformers.utils import find_adapter_config_file
 
-from nemo_opd.disk import storage_errors
 from nemo_opd.errors import ModelError
-from nemo_opd.files import replacing, settle
+from nemo_opd.files import replacing, settle, storage_errors
 from nemo_opd.models.folder import adapter_base, demo_folder, has_tokenizer, is_adapter, reason
 from nemo_opd.models.quantised import dequantised, quantisation
 from nemo_opd.paths import cache_dir

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 
-from nemo_opd.distributed.finite import NotFinite, find_not_finite, find_not_finite_here
-from nemo_opd.distributed.shards import gathered
+from nemo_opd.distributed.collectives import NotFinite, find_not_finite, find_not_finite_here, gathered
 from nemo_opd.errors import NotFiniteError
 from nemo_opd.models.load import load_model
 from nemo_opd.models.lora import Adapters

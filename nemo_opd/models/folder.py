@@ -1,14 +1,22 @@
 """Checks of a model's folder that need no PyTorch."""
 
+from __future__ import annotations
+
 import json
+import shlex
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import yaml
+from huggingface_hub import hf_hub_download
+from huggingface_hub.repocard import metadata_load
 from safetensors import SafetensorError, safe_open
 
 from nemo_opd.demo import DEMO_PREFIX, is_demo, model_path
-from nemo_opd.errors import ModelError
-from nemo_opd.teacher_cache import manifest
+from nemo_opd.errors import ConfigError, HubError, ModelError
+from nemo_opd.teacher_cache import shard
 
 _WEIGHT_FILES = (
     "model.safetensors",
@@ -145,7 +153,7 @@ def check_folder(reference: str, *, key: str) -> None:
         names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
         content = f"a tokenizer ({', '.join(names)}) without its model's config.json" if names else "no config.json"
         raise ModelError(f"{key}={reference}: the folder has {content}; {_WHOLE_FOLDER}")
-    if not any((folder / name).is_file() for name in (*_WEIGHT_FILES, manifest.NAME)):
+    if not any((folder / name).is_file() for name in (*_WEIGHT_FILES, shard.NAME)):
         raise ModelError(
             f"{key}={reference}: the folder has no weights (none of {', '.join(_WEIGHT_FILES)}); copy them there or "
             "name another folder"
@@ -216,3 +224,105 @@ def reason(error: BaseException) -> str:
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(error)
     is_bare = isinstance(error, KeyError | AttributeError | TypeError | IndexError | ZeroDivisionError)
     return f"{type(error).__name__}: {text}" if is_bare else text
+
+
+_CARD = "README.md"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCard:
+    """Fields of a model's card as on the hub; None or empty if the card does not state them."""
+
+    license: str | None = None
+    """Identifier such as apache-2.0; `other` for a licence that has only a `license_name`."""
+    license_name: str | None = None
+    license_link: str | None = None
+    language: tuple[str, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """Return the stated fields, in the form of a card's metadata."""
+        return {key: list(value) if key == "language" else value for key, value in asdict(self).items() if value}
+
+    @property
+    def terms(self) -> str | None:
+        """Name of the licence, with its link if the card has one."""
+        name = self.license_name or self.license
+        return f"{name}, {self.license_link}" if name and self.license_link else name
+
+
+def read_own_card(reference: str) -> OwnCard:
+    """Read the card of a folder or hub name; empty if it does not exist or cannot be read.
+
+    For an adapter without a licence, read its base model's card.
+    """
+    folder = Path(demo_folder(reference))
+    card = _read_card(folder, reference)
+    if card.terms is None and is_adapter(folder):
+        return read_own_card(adapter_base(folder, named=f"model={reference}"))
+    return card
+
+
+def _read_card(folder: Path, reference: str) -> OwnCard:
+    try:
+        file = folder / _CARD if folder.is_dir() else Path(hf_hub_download(reference, _CARD, etag_timeout=5))
+        metadata = metadata_load(file) or {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return OwnCard()
+    return OwnCard(
+        license=_text(metadata.get("license")),
+        license_name=_text(metadata.get("license_name")),
+        license_link=_text(metadata.get("license_link")),
+        language=tuple(language for language in _as_list(metadata.get("language")) if isinstance(language, str)),
+    )
+
+
+def _text(value: Any) -> str | None:
+    """Return a value as text; some cards have a list instead."""
+    return ", ".join(str(item) for item in _as_list(value)) or None
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def require_hub(key: str) -> None:
+    """Raise ConfigError, naming `key`, if nothing can be pushed: without a token, or offline."""
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"{key}: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so nothing is sent to the hub; unset it, or leave "
+            "this out and push later with `nemo-opd checkpoint push`"
+        )
+    if get_token() is None:
+        raise ConfigError(f"{key}: no token for the hub; set HF_TOKEN, or run `hf auth login`")
+
+
+def push(folder: Path, repo: str, *, private: bool) -> str:
+    """Upload a folder as one commit and return the repository's address. Creates the repository if it does not exist.
+
+    private: whether a new repository is private. Raises HubError, with the command to push later, if the upload fails.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload of a model trained with nemo_opd")
+    # The library raises many types: for the network, the hub, and rejected files.
+    except Exception as error:
+        command = [
+            "nemo-opd",
+            "checkpoint",
+            "push",
+            "--model",
+            str(folder),
+            "--repo",
+            repo,
+            *["--public"] * (not private),
+        ]
+        raise HubError(
+            f"{folder} was not pushed to {repo} ({first_line(error)}); the folder is complete, so push it later with "
+            f"`{shlex.join(command)}`"
+        ) from error
+    return str(url)

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from nemo_opd.distributed.mesh import context_axis, tensor_axis
-from nemo_opd.distributed.shards import local
+from nemo_opd.distributed.collectives import local
+from nemo_opd.distributed.process_group import context_axis, tensor_axis
 from nemo_opd.logits.product import linear
 from nemo_opd.models.head import replaced_forward
 from nemo_opd.models.parallelize import sharded_units

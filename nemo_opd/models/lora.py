@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from nemo_opd.config.lora import ALL_LINEAR, Lora
+from nemo_opd.config.model import ALL_LINEAR, Lora
 from nemo_opd.errors import ModelError
 from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.head import replaced_forward

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import GenerationConfig, PreTrainedModel
 
-from nemo_opd.config.parallelism import Parallelism
-from nemo_opd.distributed.finite import find_not_finite
-from nemo_opd.distributed.shards import local
+from nemo_opd.config.model import Parallelism
+from nemo_opd.distributed.collectives import find_not_finite, local
 from nemo_opd.errors import ModelError
 from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.fused_layers import fuse_layers

@@ -18,11 +18,10 @@ from torch import Tensor
 from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
 from nemo_opd.logits.head import Head, HeadLogits
-from nemo_opd.logits.packed import PackedLogits, Packing
-from nemo_opd.logits.sparse import SparseLayout, SparseLogits
-from nemo_opd.teacher_cache.manifest import CacheManifest
+from nemo_opd.logits.rows import SparseLayout, SparseLogits
+from nemo_opd.logits.sources import PackedLogits, Packing
 from nemo_opd.teacher_cache.reader import CacheReader
-from nemo_opd.teacher_cache.shard import Segment, id_bytes
+from nemo_opd.teacher_cache.shard import CacheManifest, Segment, id_bytes
 
 _HEAD = "head.safetensors"
 _CHECKSUM = "checksum"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -33,10 +34,11 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from nemo_opd.errors import ModelError
 from nemo_opd.models.adapter_folder import resolve
-from nemo_opd.models.folder import files_in, shards_in
-from nemo_opd.models.load import check_nothing_missing, unreadable
-from nemo_opd.models.text_part import text_name
+from nemo_opd.models.folder import files_in, first_line, reason, safetensors_files, shards_in
+from nemo_opd.models.load import check_nothing_missing, load_config, text_name, unreadable
+from nemo_opd.progress import tracked
 
 _COMPARED_ROWS = 1024
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -327,3 +329,66 @@ def _missing(model: PreTrainedModel, pieces: dict[str, list[Piece]]) -> list[str
         and tied.get(name) not in sources
         and not any(expression.search(name) for expression in ignored)
     )
+
+
+def input_embeddings(reference: str, *, key: str) -> Tensor:
+    """Read the embeddings [vocabulary, hidden width] from a folder's safetensors. Raises ModelError naming `key`."""
+    config = load_config(reference, key=key)
+    folder = Path(resolve(reference))
+    if not folder.is_dir():
+        raise ModelError(f"{key}={reference}: there is no such folder; download the model and name its folder")
+    files = safetensors_files(folder)
+    if not files:
+        raise ModelError(f"{key}={reference}: the folder has no safetensors files; save the weights in that format")
+    name = _embedding_name(config)
+    try:
+        file_of = {tensor: file for file in files for tensor in _tensors_like(file, name)}
+        stored_name = name if name in file_of else min(file_of, key=len, default=None)
+        if stored_name is None:
+            raise ModelError(
+                f"{key}={reference}: none of {', '.join(file.name for file in files)} holds the input embeddings "
+                f"{name} or a tensor whose name ends with {_tail(name)}; name a folder with all weights"
+            )
+        with safe_open(file_of[stored_name], framework="pt") as weights:
+            return weights.get_tensor(stored_name)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{key}={reference}: the weights are damaged ({first_line(error)}); copy them again"
+        ) from error
+
+
+def _embedding_name(config: PretrainedConfig) -> str:
+    """Return the input embeddings' name in a model of this architecture, built on meta."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    embeddings = model.get_input_embeddings()
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is embeddings)
+
+
+def _tensors_like(file: Path, name: str) -> list[str]:
+    """Return the tensors that share the last two parts of the name: base models' checkpoints have other prefixes."""
+    with safe_open(file, framework="pt") as weights:
+        return [key for key in weights.keys() if f".{key}".endswith(f".{_tail(name)}")]  # noqa: SIM118
+
+
+def _tail(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def weights_fingerprint(reference: str, *, key: str) -> str:
+    """Return a hash of a model's weights and configuration. Downloads a hub model and reads all of its weight files.
+
+    Raises ModelError naming `key`.
+    """
+    try:
+        config = Path(str(cached_file(resolve(reference), "config.json")))
+        digest = hashlib.sha256()
+        for path in tracked([config, *all_weight_files(reference)], "hashing the weights", "files"):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{key}={reference}: its weights cannot be read ({reason(error)}); check the folder, or whether the hub "
+            "can be reached"
+        ) from error
+    return digest.hexdigest()

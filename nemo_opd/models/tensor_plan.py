@@ -11,8 +11,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nemo_opd.errors import ModelError
-from nemo_opd.models.decoder_layers import decoder_layers
 from nemo_opd.models.quantised import stays_quantised
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers in order; an empty list if the model does not declare them."""
+    names = set(model._no_split_modules or ())
+    # FSDP2 changes a layer's class to a subclass with another name.
+    return [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
 
 
 class Style(Enum):

@@ -1,15 +1,12 @@
 """Sparse maps between vocabularies, built offline, one for each student–teacher pair (methods.md §2)."""
 
 from nemo_opd.projection import nemo_rl
-from nemo_opd.projection.audit import Audit, Coverage, audit, recommended_loss
-from nemo_opd.projection.build import build_projection, cached_projection
+from nemo_opd.projection.build import Audit, Coverage, audit, build_projection, cached_projection, recommended_loss
 from nemo_opd.projection.embedding import EmbeddingSource, add_embeddings
-from nemo_opd.projection.entries import sort_and_cut
-from nemo_opd.projection.exact import exact_map
+from nemo_opd.projection.exact import exact_map, sort_and_cut
+from nemo_opd.projection.io import BuilderOptions
 from nemo_opd.projection.matrix import ProjectionMatrix
-from nemo_opd.projection.multi_token import add_multi_token
-from nemo_opd.projection.options import BuilderOptions
-from nemo_opd.projection.prefix_maps import add_byte_prefix, add_shared_prefix
+from nemo_opd.projection.spelling import add_byte_prefix, add_multi_token, add_shared_prefix
 
 __all__ = [
     "Audit",

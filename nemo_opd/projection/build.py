@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from nemo_opd.alignment.backend import fingerprint
+import numpy as np
+
+from nemo_opd.alignment.pieces import HOLE, Pieces, fingerprint, name_of, pieces_of
 from nemo_opd.alignment.roles import RoleOverrides, roles_of
 from nemo_opd.errors import ProjectionError
 from nemo_opd.paths import cache_dir
 from nemo_opd.projection.embedding import EmbeddingSource, embedding_pass
-from nemo_opd.projection.entries import check_width, sort_and_cut
-from nemo_opd.projection.exact import exact_pass
-from nemo_opd.projection.io import VERSION
+from nemo_opd.projection.exact import check_width, exact_pass, read_pair, sort_and_cut
+from nemo_opd.projection.io import VERSION, frozen_roles
 from nemo_opd.projection.matrix import ProjectionMatrix
-from nemo_opd.projection.multi_token import multi_token_pass
-from nemo_opd.projection.options import frozen_roles
-from nemo_opd.projection.pair import read_pair
-from nemo_opd.projection.prefix_maps import byte_prefix_pass, shared_prefix_pass
-from nemo_opd.projection.spelling import Progress
+from nemo_opd.projection.spelling import Progress, byte_prefix_pass, multi_token_pass, shared_prefix_pass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,3 +108,184 @@ def _file_name(
         f"v{VERSION}.{_BUILDER_VERSION}",
     )
     return "-".join(parts) + ".safetensors"
+
+
+_NUMERALS_COVERED = 0.9
+"""Share of numerals of each length that must be covered for exact pairs to carry arithmetic."""
+_FEW_SHARED = 0.5
+"""Overlap below which an exact map lacks most of the smaller vocabulary; published pairs start at 0.63."""
+_FEW_EXACT = 0.25
+"""Share of the student's tokens with a partner below which exact pairs are the exception."""
+_MUCH_WITHOUT_ROW = 0.05
+"""Share of the student's text tokens without a row above which ordinary text, not only oddities, has no target."""
+_PAIR_LOSSES = ("gold", "h_kl", "strict")
+"""Losses that compare tokens with a partner."""
+_ROW_LOSSES = ("p_kl", *_PAIR_LOSSES)
+"""Losses that read the projection's rows. byte_prefix and shared_prefix have their own maps; alm, uld and sampled_kl
+use none.
+"""
+CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Coverage of tokens of one kind."""
+
+    total: int
+    exact: int
+    """Tokens with a partner of the same bytes or role."""
+    spelled: int
+    """Tokens with a row."""
+
+    @property
+    def rate(self) -> float:
+        """exact / total; 1 if `total` is 0."""
+        return self.exact / self.total if self.total else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    student_name: str
+    teacher_name: str
+    student_vocab_size: int
+    teacher_vocab_size: int
+    overlap: float
+    """One-to-one pairs divided by ids of the smaller vocabulary."""
+    one_to_one: float
+    """Share of the student's ids with an exact partner."""
+    rows_by_pieces: tuple[int, ...]
+    """Number of student ids by teacher tokens in their row, from 0 to top_k; holes are not counted."""
+    digits: tuple[Coverage, Coverage, Coverage]
+    """Numerals of 1, 2 and 3 digits that are one token on at least one side."""
+    whitespace: Coverage
+    cjk: Coverage
+    partial_utf8: Coverage
+    """Tokens whose bytes are not complete characters."""
+    special: Coverage
+    text: Coverage
+    """All tokens that stand for bytes."""
+
+    @property
+    def recommended_loss(self) -> Literal["h_kl", "p_kl"]:
+        return recommended_loss(self.digits)
+
+
+def recommended_loss(digits: Iterable[Coverage]) -> Literal["h_kl", "p_kl"]:
+    """Return h_kl, which compares exact pairs, if numerals of every length are covered, otherwise p_kl."""
+    return "h_kl" if all(coverage.rate >= _NUMERALS_COVERED for coverage in digits) else "p_kl"
+
+
+def fit_warnings(audit: Audit, loss: str) -> list[str]:
+    """List the reasons why a loss of this type (`p_kl`, `h_kl`, …) does not suit the pair, one sentence each.
+
+    Losses that read no rows (`byte_prefix`, `shared_prefix`, `alm`, `uld`, `sampled_kl`, `same_vocab`) always suit it.
+    """
+    warnings = []
+    if loss in _PAIR_LOSSES:
+        warnings += [*_numerals_warning(audit, loss), *_partners_warning(audit, loss)]
+    without = audit.text.total - audit.text.spelled
+    if loss in _ROW_LOSSES and without > _MUCH_WITHOUT_ROW * audit.text.total:
+        warnings.append(
+            f"{without:,} of the student's {audit.text.total:,} text tokens have no row in the projection, so {loss} "
+            "teaches nothing about them; add the multi-token pass to the projection, or use alm, which reads no rows"
+        )
+    return warnings
+
+
+def _numerals_warning(audit: Audit, loss: str) -> Iterator[str]:
+    uncovered = [
+        f"{coverage.exact:,} of {coverage.total:,} numerals of {length} digit{'s' if length > 1 else ''}"
+        for length, coverage in enumerate(audit.digits, start=1)
+        if coverage.rate < _NUMERALS_COVERED
+    ]
+    if uncovered:
+        yield (
+            f"{loss} compares exact pairs, but only {' and '.join(uncovered)} have one, so little arithmetic is "
+            "distilled; p_kl reads the rows that spell the other numerals"
+        )
+
+
+def _partners_warning(audit: Audit, loss: str) -> Iterator[str]:
+    if audit.overlap < _FEW_SHARED or audit.one_to_one < _FEW_EXACT:
+        yield (
+            f"{loss} compares exact pairs, but only {audit.one_to_one:.0%} of the student's tokens have one (overlap "
+            f"{audit.overlap:.3f}), so little is distilled; p_kl, byte_prefix or shared_prefix reach the other tokens"
+        )
+
+
+def audit(
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    matrix: ProjectionMatrix | None = None,
+) -> Audit:
+    """Measure the coverage of `matrix`, which is built if not given (some seconds for large vocabularies).
+
+    Raises ProjectionError for a matrix of other sizes, or without any entry.
+    """
+    matrix = build_projection(student_tokenizer, teacher_tokenizer) if matrix is None else matrix
+    student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
+    _check(matrix, student, teacher)
+    contents = student.as_list()
+    lengths = matrix.row_lengths
+    exists = student.origin != HOLE
+    num_ids = min(int(exists.sum()), int((teacher.origin != HOLE).sum()))
+
+    def coverage(ids: list[int]) -> Coverage:
+        return Coverage(len(ids), int(matrix.exact[ids].sum()), int((lengths[ids] > 0).sum()))
+
+    return Audit(
+        student_name=name_of(student_tokenizer),
+        teacher_name=name_of(teacher_tokenizer),
+        student_vocab_size=student.vocab_size,
+        teacher_vocab_size=teacher.vocab_size,
+        overlap=float(matrix.exact.sum() / num_ids),
+        one_to_one=float(matrix.exact.sum() / exists.sum()),
+        rows_by_pieces=tuple(np.bincount(lengths[exists], minlength=matrix.top_k + 1).tolist()),
+        digits=_digits(matrix, contents, set(teacher.as_list())),
+        whitespace=coverage([i for i, piece in enumerate(contents) if piece.isspace()]),
+        cjk=coverage([i for i, piece in enumerate(contents) if CJK.search(piece.decode("utf-8", "ignore"))]),
+        partial_utf8=coverage([i for i, piece in enumerate(contents) if is_partial_utf8(piece)]),
+        special=coverage(np.flatnonzero(student.is_special).tolist()),
+        text=coverage(np.flatnonzero(student.lengths > 0).tolist()),
+    )
+
+
+def is_partial_utf8(piece: bytes) -> bool:
+    """Return whether bytes are not a sequence of complete characters."""
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
+
+
+def _digits(
+    matrix: ProjectionMatrix, contents: list[bytes], teacher: set[bytes]
+) -> tuple[Coverage, Coverage, Coverage]:
+    ids: dict[bytes, list[int]] = {}
+    for token_id, piece in enumerate(contents):
+        if piece.isdigit() and len(piece) <= 3:
+            ids.setdefault(piece, []).append(token_id)
+    one, two, three = (_numerals(matrix, ids, teacher, num_digits) for num_digits in (1, 2, 3))
+    return one, two, three
+
+
+def _numerals(matrix: ProjectionMatrix, ids: dict[bytes, list[int]], teacher: set[bytes], num_digits: int) -> Coverage:
+    numerals = [b"%0*d" % (num_digits, value) for value in range(10**num_digits)]
+    rows = [ids[numeral] for numeral in numerals if numeral in ids]
+    return Coverage(
+        total=sum(numeral in ids or numeral in teacher for numeral in numerals),
+        exact=sum(bool(matrix.exact[row].any()) for row in rows),
+        spelled=sum(bool((matrix.indices[row, 0] >= 0).any()) for row in rows),
+    )
+
+
+def _check(matrix: ProjectionMatrix, student: Pieces, teacher: Pieces) -> None:
+    sizes = (matrix.student_vocab_size, matrix.teacher_vocab_size)
+    if sizes != (student.vocab_size, teacher.vocab_size):
+        raise ProjectionError(
+            f"the projection is {sizes[0]} × {sizes[1]}, but the tokenizers have {student.vocab_size} and "
+            f"{teacher.vocab_size} ids; build the projection of this pair"
+        )
+    if not matrix.row_lengths.any():
+        raise ProjectionError("the projection has no entries, so nothing could be distilled through it")

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.projection.entries import Entries, with_entries
+from nemo_opd.projection.exact import Entries, TokenizerPair, pair_of, with_entries
 from nemo_opd.projection.matrix import ProjectionMatrix
-from nemo_opd.projection.pair import TokenizerPair, pair_of
 from nemo_opd.projection.spelling import Progress
 
 if TYPE_CHECKING:

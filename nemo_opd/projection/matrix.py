@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nemo_opd.alignment.backend import fingerprint
+from nemo_opd.alignment.pieces import fingerprint
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import io
-from nemo_opd.projection.options import BuilderOptions
+from nemo_opd.projection.io import BuilderOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,14 +20,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nemo_opd.alignment.backend import name_of
-from nemo_opd.alignment.pieces import pieces_of
+from nemo_opd.alignment.pieces import name_of, pieces_of
 from nemo_opd.alignment.roles import RoleOverrides
 from nemo_opd.errors import ProjectionError
-from nemo_opd.projection.entries import Entries, assemble
-from nemo_opd.projection.exact import exact_map
+from nemo_opd.projection.exact import Entries, assemble, exact_map
+from nemo_opd.projection.io import BuilderOptions, frozen_roles
 from nemo_opd.projection.matrix import IMPORTERS, ProjectionMatrix
-from nemo_opd.projection.options import BuilderOptions, frozen_roles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,15 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import io
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
+from nemo_opd.alignment.pieces import BYTE_FALLBACK, Pieces, pieces_of
 from nemo_opd.alignment.roles import RolePair
-from nemo_opd.projection.audit import Audit, Coverage
-from nemo_opd.projection.samples import Sample, counted_runs
+from nemo_opd.errors import ProjectionError
+from nemo_opd.projection.build import CJK, Audit, Coverage, is_partial_utf8
+from nemo_opd.projection.matrix import ProjectionMatrix
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from transformers import PreTrainedTokenizerBase
+
+KINDS = ("numerals", "white space", "special", "CJK", "partial UTF-8", "several pieces")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    id: int
+    token: str
+    """Token as written by `shown_token`."""
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    kind: str
+    id: int
+    token: str
+    """Token as written by `shown_token`."""
+    exact: bool
+    entries: tuple[Entry, ...]
+
+
+def samples(
+    matrix: ProjectionMatrix,
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    count: int = 6,
+) -> list[Sample]:
+    """Choose up to `count` rows of every kind, half of them exact if possible, ordered by kind and id.
+
+    Raises ProjectionError for a negative count.
+    """
+    if count < 0:
+        raise ProjectionError(f"{count} sample rows of each kind are not possible; give 0 or more")
+    student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
+
+    def sample(kind: str, token_id: int) -> Sample:
+        entries = entries_of(matrix, token_id, teacher_tokenizer, teacher)
+        token = shown_token(student_tokenizer, student, token_id)
+        return Sample(kind, token_id, token, bool(matrix.exact[token_id]), entries)
+
+    return [sample(kind, i) for kind, ids in _sample_ids(matrix, student, count).items() for i in ids]
+
+
+def entries_of(
+    matrix: ProjectionMatrix, token_id: int, teacher_tokenizer: PreTrainedTokenizerBase, teacher: Pieces
+) -> tuple[Entry, ...]:
+    """Return the entries of a student token's row."""
+    row = zip(matrix.indices[token_id].tolist(), matrix.weights[token_id].tolist(), strict=True)
+    return tuple(Entry(t, shown_token(teacher_tokenizer, teacher, t), weight) for t, weight in row if t >= 0)
+
+
+def _sample_ids(matrix: ProjectionMatrix, pieces: Pieces, count: int) -> Mapping[str, Sequence[int]]:
+    """Choose up to `count` student ids per kind, spread over the vocabulary; prefer special tokens with a row."""
+    kinds: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    lengths = matrix.row_lengths
+    for token_id, piece in enumerate(pieces.as_list()):
+        if pieces.origin[token_id] == BYTE_FALLBACK and piece.isascii():
+            continue  # twins of ordinary tokens, which would look like rows that lack their partner
+        if kind := _kind(piece, bool(pieces.is_special[token_id]), bool(lengths[token_id] > 1)):
+            kinds[kind].append(token_id)
+    kinds["special"] = [i for i in kinds["special"] if lengths[i]] or kinds["special"]
+    return {kind: _exact_and_other(matrix, ids, count) for kind, ids in kinds.items()}
+
+
+def _kind(piece: bytes, is_special: bool, is_split: bool) -> str | None:
+    if is_special:
+        return "special"
+    if piece.isdigit():
+        return "numerals"
+    if piece.isspace():
+        return "white space"
+    if is_partial_utf8(piece):
+        return "partial UTF-8"
+    if CJK.search(piece.decode()):
+        return "CJK"
+    return "several pieces" if is_split else None
+
+
+def _exact_and_other(matrix: ProjectionMatrix, ids: Sequence[int], count: int) -> Sequence[int]:
+    """Choose half exact and half other ids; fill up with one kind if the other kind has too few."""
+    exact = [i for i in ids if matrix.exact[i]]
+    inexact = [i for i in ids if not matrix.exact[i]]
+    num_exact = min(len(exact), max(count // 2, count - len(inexact)))
+    return sorted([*_spread(exact, num_exact), *_spread(inexact, count - num_exact)])
+
+
+def _spread(ids: Sequence[int], count: int) -> Sequence[int]:
+    places = np.linspace(0, len(ids) - 1, min(count, len(ids))).round().astype(int)
+    return [ids[place] for place in places]
+
+
+def counted_runs(token: str) -> str:
+    """Write a token of `shown_token` with spaces as ␣, and more than three equal white-space signs as ␣×26 or \\n×5."""
+    return re.sub(r"(␣|\\[ntr])\1{3,}", lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", token.replace(" ", "␣"))
+
+
+def shown_token(tokenizer: PreTrainedTokenizerBase, pieces: Pieces, token_id: int) -> str:
+    """Write a token in quotes, bytes that are not characters as \\x.., special tokens by name."""
+    if pieces.is_special[token_id]:
+        return str(tokenizer.convert_ids_to_tokens(token_id))
+    piece = pieces.bytes_of(token_id)
+    return repr(piece) if is_partial_utf8(piece) else repr(piece.decode())
 
 
 def audit_lines(audit: Audit) -> tuple[str, str]:
@@ -102,3 +222,120 @@ def sample_table(samples: Iterable[Sample]) -> Table:
 def _visible(token: str) -> str:
     """Write a token unchanged if it has a visible character, otherwise with its spaces counted."""
     return token if token.strip("'\" ") else counted_runs(token)
+
+
+_FONT = "DejaVu Sans Mono"
+"""Font that comes with matplotlib. It has no CJK; characters it lacks are written as escapes."""
+_MAX_LABEL = 20
+"""Characters of a token's label; longer ones are shortened in the middle."""
+_CELL = 0.27
+"""Width of a cell in inches."""
+
+
+def plot_samples(samples: Sequence[Sample], path: str | PathLike[str], title: str = "") -> None:
+    """Write a PNG: one row per sample, one column per teacher token, weights as colours and numbers; ● marks exact
+    rows.
+
+    Raises ProjectionError if it cannot be written. The file is complete or absent.
+    """
+    image = io.BytesIO()
+    heat_map(samples, title).savefig(image, dpi=150, format="png", bbox_inches="tight", pad_inches=0.15)
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(image.getvalue())
+        temporary.replace(target)
+    except OSError as error:
+        raise ProjectionError(f"cannot write the heat map to {target}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def heat_map(samples: Sequence[Sample], title: str = "") -> Figure:
+    """Draw the figure of `plot_samples`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = list(dict.fromkeys(entry.id for sample in samples for entry in sample.entries))
+    labels = {entry.id: entry.token for sample in samples for entry in sample.entries}
+    weights = _weights(samples, columns)
+    size = (3.4 + _CELL * max(8, len(columns)), 2.6 + _CELL * max(4, len(samples)))
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    mesh = axes.imshow(np.ma.masked_equal(weights, 0), cmap="Blues", vmin=-0.15, vmax=1.05, aspect="equal")
+    _label_axes(axes, samples, [labels[column] for column in columns])
+    _write_weights(axes, weights)
+    _separate_kinds(axes, samples, len(columns))
+    axes.set_title(title or f"{len(samples)} sample rows", loc="left", fontsize=10, pad=12, parse_math=False)
+    bar = figure.colorbar(mesh, ax=axes, shrink=min(1.0, 9 / size[1]), aspect=30, pad=0.01, label="weight")
+    bar.ax.set_ylim(0, 1)
+    return figure
+
+
+def _weights(samples: Sequence[Sample], columns: Sequence[int]) -> NDArray[np.float64]:
+    place = {column: i for i, column in enumerate(columns)}
+    weights = np.zeros((max(1, len(samples)), max(1, len(columns))))
+    for row, sample in enumerate(samples):
+        for entry in sample.entries:
+            weights[row, place[entry.id]] = entry.weight
+    return weights
+
+
+def _label_axes(axes: Axes, samples: Sequence[Sample], columns: Sequence[str]) -> None:
+    rows = [f"{label(sample.token)} {'●' if sample.exact else ' '}" for sample in samples]
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xticks(range(len(columns)), [label(column) for column in columns], rotation=90)
+    for text in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+        text.set(fontfamily=_FONT, fontsize=7.5, parse_math=False)
+    axes.set_xlabel("teacher tokens")
+    axes.set_ylabel("student tokens  (● exact)")
+    axes.set_xticks(np.arange(0.5, max(1, len(columns))), minor=True)
+    axes.set_yticks(np.arange(0.5, max(1, len(rows))), minor=True)
+    axes.grid(which="minor", color="0.92", linewidth=0.5)
+    axes.tick_params(which="both", length=0)
+    for spine in axes.spines.values():
+        spine.set_edgecolor("0.8")
+
+
+def _write_weights(axes: Axes, weights: NDArray[np.float64]) -> None:
+    for row, column in np.argwhere(weights > 0).tolist():
+        weight = weights[row, column]
+        text = "1" if weight >= 0.9995 else f"{weight:.2g}".removeprefix("0")
+        colour = "white" if weight > 0.55 else "0.25"
+        axes.text(column, row, text, ha="center", va="center", fontsize=5.5, color=colour)
+
+
+def _separate_kinds(axes: Axes, samples: Sequence[Sample], num_columns: int) -> None:
+    """Draw a line between kinds, and each kind's name at the right edge."""
+    start = 0
+    for kind, group in groupby(samples, key=lambda sample: sample.kind):
+        end = start + len(list(group))
+        if start:
+            axes.axhline(start - 0.5, color="0.45", linewidth=0.8)
+        place = (max(1, num_columns) - 0.6, start - 0.35)
+        axes.text(*place, kind, ha="right", va="top", fontsize=8, color="0.45", style="italic")
+        start = end
+
+
+def label(token: str) -> str:
+    """Write a token of `shown_token` in the font's characters: white-space runs are counted, others escaped."""
+    if token[:1] in "'\"":
+        token = token[1:-1]
+    return _shorten("".join(c if _has_glyph(c) else _escape(c) for c in counted_runs(token)))
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL // 2]}…{text[-(_MAX_LABEL // 2 - 1) :]}"
+
+
+@cache
+def _has_glyph(character: str) -> bool:
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    font = get_font(findfont(FontProperties(family=_FONT)))
+    return character.isprintable() and font.get_char_index(ord(character)) > 0

@@ -1,8 +1,9 @@
 """Rewards by `reward.type`, and checks of a dataset's answers."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 
-from nemo_opd.config.choices import choices, require_lines
+from nemo_opd.config.base import choices, require_lines
 from nemo_opd.config.reward import (
     AnswerReward,
     CodeReward,
@@ -17,18 +18,105 @@ from nemo_opd.config.reward import (
     SourceReward,
     WeightedReward,
 )
-from nemo_opd.data.record import Prompt
-from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.rewards.base import RewardFunction
-from nemo_opd.rewards.by_source import RewardBySource
+from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.errors import ConfigError, DataError, RolloutError
+from nemo_opd.rewards.base import Compound, RewardFunction
 from nemo_opd.rewards.code import CodePasses
-from nemo_opd.rewards.environment import EnvironmentPay
-from nemo_opd.rewards.exact import ExactMatch
-from nemo_opd.rewards.format import FormatMatch
-from nemo_opd.rewards.function import UserFunction
+from nemo_opd.rewards.extraction import ExactMatch, FormatMatch
 from nemo_opd.rewards.math import MathMatch
 from nemo_opd.rewards.numeric import NumericMatch
-from nemo_opd.rewards.weighted import WeightedSum
+from nemo_opd.users_code import UsersCodeError, called, imported
+
+
+class WeightedSum(Compound):
+    """The weighted sum of several rewards. The first part with votes provides the votes."""
+
+    def __init__(self, settings: WeightedReward, parts: Sequence[RewardFunction]) -> None:
+        super().__init__(settings, parts)
+        self._weights = [term.weight for term in settings.terms]
+        self._voter = next((part for part in parts if part.votes), None)
+
+    def score(self, rollout: Rollout) -> float:
+        return sum(weight * part(rollout) for weight, part in zip(self._weights, self.rewards, strict=True))
+
+    def expect(self, rollouts: Sequence[Rollout]) -> None:
+        for part in self.rewards:
+            part.expect(rollouts)
+
+    def vote(self, rollout: Rollout) -> str | None:
+        return None if self._voter is None else self._voter.vote(rollout)
+
+
+class RewardBySource(Compound):
+    """A compound reward that uses the part for the rollout's source."""
+
+    def __init__(self, settings: SourceReward, by_source: Mapping[str, RewardFunction]) -> None:
+        super().__init__(settings, tuple(by_source.values()))
+        self._key, self._by_source = settings.key, by_source
+
+    def score(self, rollout: Rollout) -> float:
+        """Return the reward. Raises RolloutError for a source without one."""
+        return self._part(rollout)(rollout)
+
+    def expect(self, rollouts: Sequence[Rollout]) -> None:
+        for reward in self.rewards:
+            reward.expect([rollout for rollout in rollouts if self._part(rollout) is reward])
+
+    def vote(self, rollout: Rollout) -> str | None:
+        return self._part(rollout).vote(rollout)
+
+    def _part(self, rollout: Rollout) -> RewardFunction:
+        source = str(rollout.prompt.row.get(self._key))
+        part = self._by_source.get(source) or self._by_source.get("default")
+        if part is None:
+            raise RolloutError(f"{self.at(rollout)}: {self._key}={source!r} has no reward; add it under reward.rewards")
+        return part
+
+
+class UserFunction(RewardFunction):
+    """A reward computed by the function at `package.module:function`."""
+
+    def __init__(self, settings: FunctionReward) -> None:
+        """Import the function. Raises ConfigError if it cannot be imported, or cannot be called with only a rollout."""
+        super().__init__(settings)
+        self.name = settings.function
+        self._timeout_s = settings.call_timeout_s
+        self._function = imported(self.name, key="reward.function", form="package.module:function")
+        if not callable(self._function):
+            raise ConfigError(f"reward.function={self.name}: it is a {type(self._function).__name__}; name a function")
+        self._require_one_argument()
+
+    def score(self, rollout: Rollout) -> float:
+        """Call the function. Raises RolloutError if it raises or does not return in time."""
+        try:
+            return called(self._function, rollout, timeout_s=self._timeout_s, key="reward.call_timeout_s")
+        except UsersCodeError as error:
+            raise RolloutError(f"{self.at(rollout)}: it {error}") from error
+
+    def _require_one_argument(self) -> None:
+        try:
+            signature = inspect.signature(self._function)
+        except (TypeError, ValueError):  # many C functions have no signature
+            return
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise ConfigError(
+                f"reward.function={self.name}: it is called with a Rollout and nothing else, but it takes {signature} "
+                f"({error}); give the other parameters defaults"
+            ) from None
+
+
+class EnvironmentPay(RewardFunction):
+    """The sum of the environment's rewards over all turns."""
+
+    def score(self, rollout: Rollout) -> float:
+        if rollout.env_reward is None:
+            raise RolloutError(
+                f"{self.at(rollout)}: the run has no environment; set `environment`, or another reward.type"
+            )
+        return rollout.env_reward
+
 
 REWARDS: dict[type[RewardBase], type[RewardFunction]] = {
     ExactReward: ExactMatch,

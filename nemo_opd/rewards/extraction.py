@@ -6,10 +6,55 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nemo_opd.config.extraction import AnswerLine, Boxed, Choice, Extraction, Json, LastTurn, Regex
-from nemo_opd.errors import ConfigError, RolloutError
-from nemo_opd.rewards.boxes import last_boxed
+from nemo_opd.config.reward import (
+    AnswerLine,
+    Boxed,
+    Choice,
+    ExactReward,
+    Extraction,
+    FormatReward,
+    Json,
+    LastTurn,
+    Regex,
+)
+from nemo_opd.data.record import Rollout
+from nemo_opd.errors import ConfigError, DataError, RolloutError
+from nemo_opd.rewards.base import RewardFunction, last_turn
 from nemo_opd.users_code import UsersCodeError, called
+
+_BOX = re.compile(r"\\f?boxed\s*(?:\{|(?P<one>[0-9A-Za-z]))")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def last_boxed(text: str) -> str | None:
+    """Return the stripped content of the last box with balanced braces; None if no box is closed.
+
+    \\boxed 5 is a box too. If boxes are nested, the outer one counts.
+    """
+    content, end = None, 0
+    closing = _closing_braces(text)
+    for box in _BOX.finditer(text):
+        if box.start() < end:
+            continue
+        if box["one"] is not None:
+            content, end = box["one"], box.end()
+        elif box.end() - 1 in closing:
+            end = closing[box.end() - 1]
+            content = text[box.end() : end].strip()
+    return content
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Return position of opening brace → position of closing brace, without escaped braces."""
+    closing: dict[int, int] = {}
+    open_braces: list[int] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            open_braces.append(brace.start())
+        elif brace[0] == "}" and open_braces:
+            closing[open_braces.pop()] = brace.start()
+    return closing
+
 
 _Extractor = Callable[[str], str | None]
 """Function that extracts the answer from a response, or returns None. Raises RolloutError."""
@@ -139,3 +184,41 @@ def _last_json(text: str) -> Any:
         if read > _MAX_READ:
             break
     return value
+
+
+class ExactMatch(RewardFunction):
+    """A reward of 1 if the texts are equal except for surrounding white space, else 0."""
+
+    votes = True
+
+    def __init__(self, settings: ExactReward) -> None:
+        super().__init__(settings)
+        self._extract = build_extractor(settings.extract)
+        self._ignore_case = settings.ignore_case
+
+    @classmethod
+    def check_answer(cls, answer: str) -> None:
+        if not answer.strip():
+            raise DataError(f"the answer {answer!r} is empty, so reward.type=exact has nothing to compare with")
+
+    def score(self, rollout: Rollout) -> float:
+        return float(self.vote(rollout) == self._canonical(self.answer(rollout)))
+
+    def vote(self, rollout: Rollout) -> str | None:
+        return self._canonical(self._extract(last_turn(rollout)) or "") or None
+
+    def _canonical(self, text: str) -> str:
+        text = text.strip()
+        return text.casefold() if self._ignore_case else text
+
+
+class FormatMatch(RewardFunction):
+    """A reward of 1 if the extraction succeeds, else 0."""
+
+    def __init__(self, settings: FormatReward) -> None:
+        """Build the extraction. Raises ConfigError for an unreadable schema."""
+        super().__init__(settings)
+        self._extract = build_extractor(settings.extract)
+
+    def score(self, rollout: Rollout) -> float:
+        return float(self._extract(last_turn(rollout)) is not None)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from nemo_opd.config.run_fields import RolloutFiles
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
+from nemo_opd.files import storage_errors, write_atomically
+from nemo_opd.logging.loggers import parse_lines
+from nemo_opd.progress import tracked
 from nemo_opd.rollout.base import Generator, Request, Sampling
 from nemo_opd.rollout.environment import CheckedEnvironment, EnvironmentFactory, EnvironmentStep
 from nemo_opd.rollout.episode import Episode, require_completion, shortened_messages
 from nemo_opd.rollout.renderer import Renderer
+from nemo_opd.types import Max, Mean, Metric, Sum
 
 _log = logging.getLogger(__name__)
 _WORD = 2**32
@@ -160,3 +170,198 @@ def chosen_share(prompts: Sequence[object], share: float, seed: int, step: int) 
     mask = np.zeros(len(prompts), np.bool_)
     mask[random.permutation(len(prompts))[:number]] = True
     return mask.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Prompts that fit the model."""
+
+    prompts: tuple[Prompt, ...]
+    num_dropped: int
+    """Number of prompts dropped because of their length."""
+
+
+def drop_long(prompts: Sequence[Prompt], renderer: Renderer, max_tokens: int | None, *, key: str, way_out: str) -> Kept:
+    """Drop prompts of more than `max_tokens` tokens (None for no limit), and keep the order.
+
+    key: setting that the prompts come from. way_out: advice for the error. Raises DataError if no prompt is left.
+    """
+    if max_tokens is None:
+        return Kept(tuple(prompts), 0)
+    counted = tracked(prompts, f"tokenizing the prompts of {key}", "prompts")
+    lengths = [len(renderer.prompt_ids(prompt)) for prompt in counted]
+    short = tuple(prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_tokens)
+    if not short:
+        shortest = f"; the shortest has {min(lengths)}" if lengths else ""
+        raise DataError(f"{key}: none of {len(prompts)} prompts has {max_tokens} tokens or less{shortest}; {way_out}")
+    return Kept(short, len(prompts) - len(short))
+
+
+def dataset_rollout(prompt: Prompt, renderer: Renderer, max_length: int) -> Rollout:
+    """Return the prompt with the dataset's response, cut to `max_length`, as a rollout of version −1.
+
+    Raises DataError if the row has no response, or the template or the model rejects it.
+    """
+    continued = renderer.continued(prompt)
+    ids = continued.ids[:max_length]
+    stop = len(ids)
+    is_ended = continued.is_ended and stop == len(continued.ids)
+    response = renderer.text(ids[continued.start : stop - is_ended])
+    message = {"role": "assistant", "content": response}
+    return Rollout(
+        prompt=prompt,
+        sample=0,
+        ids=ids,
+        loss_mask=np.arange(stop) >= continued.start,
+        logprobs=np.zeros(stop, np.float32),
+        behaviour_logprobs=np.zeros(stop, np.float32),
+        turns=np.array([[min(continued.start, stop), stop]], np.int32),
+        responses=(response,),
+        messages=() if isinstance(prompt.content, str) else (*prompt.content, message),
+        finish_reason="stop" if is_ended else "length",
+        version=-1,
+        before=continued.before,
+    )
+
+
+_NGRAM = 4
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+    """Return response lengths and shares of rollouts; with environments also turns and tool calls."""
+    count = len(rollouts)
+    lengths = [rollout.num_sampled for rollout in rollouts]
+    ended = sum(rollout.finish_reason == "stop" for rollout in rollouts)
+    shares = [share for share in map(repetition, rollouts) if share is not None]
+    metrics: dict[str, Metric] = {
+        "rollout/response_length": Mean(sum(lengths), count),
+        "rollout/response_length_max": Max(max(lengths, default=0)),
+        "rollout/truncation_rate": Mean(count - ended, count),
+        "rollout/eos_rate": Mean(ended, count),
+        "rollout/repetition": Mean(sum(shares), len(shares)),
+    }
+    answered = [rollout for rollout in rollouts if rollout.env_reward is not None]
+    return metrics | (_turn_metrics(answered) if answered else {})
+
+
+def _turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+    """Return metrics of rollouts with an environment: turns and tool calls per rollout, share of failed calls, number
+    of truncated messages, and share of rollouts that the environment did not end.
+    """
+    count = len(rollouts)
+    calls = sum(rollout.num_calls for rollout in rollouts)
+    return {
+        "rollout/turns": Mean(sum(len(rollout.turns) for rollout in rollouts), count),
+        "rollout/tool_calls": Mean(calls, count),
+        "rollout/failed_calls": Mean(sum(rollout.num_failed_calls for rollout in rollouts), calls),
+        "rollout/cut_tool_responses": Sum(sum(rollout.num_cut_responses for rollout in rollouts)),
+        "rollout/unfinished_rate": Mean(sum(not rollout.env_done for rollout in rollouts), count),
+    }
+
+
+def repetition(rollout: Rollout) -> float | None:
+    """Return the share of 4-grams within sampled turns that repeat an earlier one; None without 4-grams."""
+    turns = [rollout.ids[start:stop] for start, stop in rollout.turns if stop - start >= _NGRAM]
+    if not turns:
+        return None
+    ngrams = np.concatenate([np.lib.stride_tricks.sliding_window_view(turn, _NGRAM) for turn in turns])
+    return 1 - len(np.unique(ngrams, axis=0)) / len(ngrams)
+
+
+_DIGITS = 6
+
+
+class RolloutLog:
+    """A writer of rollouts.jsonl. A full file is renamed to rollouts.<last step>.jsonl; the oldest are removed."""
+
+    def __init__(self, folder: Path, settings: RolloutFiles) -> None:
+        self.path = folder / "rollouts.jsonl"
+        self._settings = settings
+
+    def is_due(self, step: int) -> bool:
+        return self._settings.every is not None and step % self._settings.every == 0
+
+    def truncate_after(self, step: int) -> None:
+        """Drop rollouts of later steps and a torn last line. Raises DataError if a file is damaged."""
+        for file in (*self._full_files(), self.path):
+            if file == self.path or _last_step(file) > step:
+                self._truncate(file, step)
+
+    def _truncate(self, file: Path, step: int) -> None:
+        if not file.exists():
+            return
+        lines = parse_lines(file, file.read_bytes().split(b"\n"), _read_line, "not a rollout")
+        remaining = [line for line in lines if line is not None and line.step <= step]
+        if remaining:
+            # A full file is named after its last step, which may have changed.
+            new = file if file == self.path else self._full_file(remaining[-1].step)
+            write_atomically(new, b"".join(line.text + b"\n" for line in remaining))
+            if new == file:
+                return
+        file.unlink()
+
+    def write(self, step: int, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> None:
+        """Append a step's rollouts. rewards: one per rollout, or empty. Raises StorageError if writing fails."""
+        values: Sequence[float | None] = rewards or [None] * len(rollouts)
+        lines = (_line(step, rollout, value) for rollout, value in zip(rollouts, values, strict=True))
+        with storage_errors(self.path):
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+                size = file.tell()
+            if size >= self._settings.file_mb * 10**6:
+                os.replace(self.path, self._full_file(step))
+                for old in self._full_files()[: -self._settings.keep_files]:
+                    old.unlink()
+
+    def _full_file(self, last_step: int) -> Path:
+        return self.path.with_name(f"rollouts.{last_step}.jsonl")
+
+    def _full_files(self) -> list[Path]:
+        """Return the full files, oldest first."""
+        return sorted(self.path.parent.glob("rollouts.*.jsonl"), key=_last_step)
+
+
+def _last_step(file: Path) -> int:
+    return int(file.name.split(".")[1])
+
+
+def _line(step: int, rollout: Rollout, reward: float | None) -> str:
+    record: dict[str, Any] = {
+        "step": step,
+        "version": rollout.version,
+        "prompt": rollout.prompt.index,
+        "sample": rollout.sample,
+        "reward": None if reward is None else _number(reward),
+        "env_reward": None if rollout.env_reward is None else _number(rollout.env_reward),
+        "finish_reason": rollout.finish_reason,
+        "content": rollout.prompt.content,
+        "answer": rollout.prompt.answer,
+        "responses": rollout.responses,
+        "ids": rollout.ids.tolist(),
+        "loss_mask": rollout.loss_mask.astype(int).tolist(),
+        "logprobs": list(_numbers(rollout.logprobs)),
+        "behaviour_logprobs": list(_numbers(rollout.behaviour_logprobs)),
+    }
+    # A byte-level tokenizer can produce lone surrogates, which UTF-8 cannot encode.
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace").decode() + "\n"
+
+
+def _numbers(values: NDArray[Any]) -> Iterator[float | None]:
+    return map(_number, values.tolist())
+
+
+def _number(value: float) -> float | None:
+    """Round a number. NaN and infinity, which JSON lacks, become None."""
+    return round(value, _DIGITS) if math.isfinite(value) else None
+
+
+class _Line(NamedTuple):
+    """A line of the file, and its step."""
+
+    step: int
+    text: bytes
+
+
+def _read_line(line: bytes) -> _Line | None:
+    return _Line(int(json.loads(line)["step"]), line) if line else None

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_opd.alignment import pieces_of
-from nemo_opd.alignment.chat_tokens import locate_tokens
-from nemo_opd.data.continuation import Continued, Ids, TextContinuation, text_of
+from nemo_opd.alignment.chat import locate_tokens
 from nemo_opd.data.record import Message, Prompt
 from nemo_opd.data.samples import require_ids
+from nemo_opd.data.text import Continued, Ids, TextContinuation, text_of
 from nemo_opd.errors import DataError, RolloutError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Renderer(ABC):
         return b"".join(map(self._pieces.bytes_of, ids.tolist())).decode("utf-8", "replace")
 
     def tool_calls(self, ids: Ids, start: int, tools: Tools) -> list[Message]:
-        """Return the calls in the turn [start, S) of ids [S], in the form of nemo_opd.rollout.tool_calls."""
+        """Return the calls in the turn [start, S) of ids [S], in the form of nemo_opd.rollout.conversation."""
         return []
 
     def between(self, messages: Sequence[Message], new: Sequence[Message], tools: Tools) -> Ids:

@@ -12,11 +12,49 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, Self
 
-from nemo_opd.config.sandbox import Isolation, SandboxSettings
-from nemo_opd.sandbox import bubblewrap
-from nemo_opd.sandbox.files import INSIDE, links, readable
+from nemo_opd.config.reward import Isolation, SandboxSettings
+
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+PROGRAM = "bwrap"
+
+
+def arguments(readable: Sequence[str], links: Sequence[tuple[str, str]], scratch_bytes: int) -> list[str]:
+    """Return the prefix of the command: new namespaces of all kinds, a read-only file system, and a separate /tmp."""
+    return [
+        PROGRAM,
+        *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
+        *("--die-with-parent", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"),
+        *(word for path in readable for word in ("--ro-bind", path, path)),
+        *(word for path, target in links for word in ("--symlink", target, path)),
+        *(word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
+        # Read-only, since root on the machine could write to /proc/sys.
+        *("--proc", "/proc", "--remount-ro", "/proc"),
+        *("--size", str(scratch_bytes), "--tmpfs", "/tmp", "--remount-ro", "/", "--"),
+    ]
+
+
+INSIDE = Path(__file__).with_name("inside")
+"""Scripts that run in a sandbox, with only the standard library."""
+_SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
+_LIBRARIES = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
+
+
+def readable() -> list[str]:
+    """Return the folders and files that programs can read."""
+    executable = os.path.realpath(sys.executable)
+    python = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(executable)), str(INSIDE)]
+    folders = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+    paths = {*filter(os.path.exists, (*python, *_LIBRARIES)), *folders}
+    return sorted(path for path in paths if not any(path.startswith(f"{parent}/") for parent in paths))
+
+
+def links() -> list[tuple[str, str]]:
+    """Return the symbolic links at the root of the file system that programs need, each with its target."""
+    return [(path, os.readlink(path)) for path in _SYSTEM if os.path.islink(path)]
+
 
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -101,7 +139,7 @@ class SandboxedProcess:
             "report_to": report_to,
             "inherited": list(inherited),
         }
-        prefix = bubblewrap.arguments(paths, symlinks, scratch_bytes) if isolation == "bubblewrap" else []
+        prefix = arguments(paths, symlinks, scratch_bytes) if isolation == "bubblewrap" else []
         # -P and -s: no imports from the working folder or the user's packages. -S: the supervisor needs no packages.
         supervisor = [sys.executable, "-P", "-s", "-S", str(INSIDE / "supervise.py"), json.dumps(order)]
         return [*prefix, *supervisor, sys.executable, "-P", "-s", "-B", str(INSIDE / script), *map(str, inherited)]

@@ -1,32 +1,37 @@
-"""Lookup of a cache's segments by the teacher's token ids."""
+"""Lookup of a cache's segments by the teacher's token ids, and writing of shards by several workers."""
 
 from __future__ import annotations
 
 import json
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.errors import DataError
+from nemo_opd.errors import DataError, EndpointError
+from nemo_opd.files import remove_abandoned
 from nemo_opd.rotary import RotaryLimit, rotary_limit
-from nemo_opd.teacher_cache.manifest import CacheManifest, read_manifest
 from nemo_opd.teacher_cache.shard import (
     KEY_BYTES,
     OPENING,
     SUFFIX,
     Bytes,
+    CacheManifest,
     Segment,
     Shard,
     encoded_ids,
     id_bytes,
     key_of,
     opening_of,
+    read_manifest,
+    write_shard,
 )
 
 SHARDS = "shards"
@@ -178,3 +183,43 @@ def _rotary_limit(folder: Path) -> RotaryLimit | None:
 def shard_files(folder: Path) -> list[Path]:
     """Return the complete shards of a cache. Unfinished shards have other names."""
     return sorted(path for path in (folder / SHARDS).glob(f"*{SUFFIX}") if not path.name.startswith("."))
+
+
+SHARD_BYTES = 256 * 2**20
+"""Shards are written at this size. A killed worker loses no more than this; writing needs twice as much memory."""
+
+
+class CacheWriter:
+    """A writer of new shards in a cache's folder. Several writers may use the folder at the same time."""
+
+    def __init__(self, folder: Path, vocab_size: int, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder, self._id_bytes, self._shard_bytes = folder / SHARDS, id_bytes(vocab_size), shard_bytes
+        self._segments: list[tuple[bytes, Segment]] = []
+        self._size = 0
+
+    def add(self, ids: NDArray[np.integer[Any]], rows: Bytes) -> None:
+        """Add a segment: ids [N] and rows [N, R]. Raises StorageError if a full shard cannot be written."""
+        segment = Segment(encoded_ids(ids, self._id_bytes), rows)
+        self._segments.append((key_of(ids), segment))
+        self._size += segment.tokens.nbytes + segment.rows.nbytes
+        if self._size >= self._shard_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the added segments as a shard. Raises StorageError."""
+        if self._segments:
+            write_shard(self._folder / f"{uuid.uuid4().hex}{SUFFIX}", self._segments)
+        self._segments, self._size = [], 0
+
+    def __enter__(self) -> Self:
+        """Remove unfinished files of killed writers."""
+        for folder in (self._folder.parent, self._folder):
+            remove_abandoned(folder, f"*{SUFFIX}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write the remaining segments, also if the worker was interrupted or a server failed between two segments."""
+        if kind is None or issubclass(kind, KeyboardInterrupt | EndpointError):
+            self.flush()

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -16,33 +16,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.alignment import fingerprint
 from nemo_opd.cluster.placement import Processes
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.load import from_dict
+from nemo_opd.config.model import Parallelism
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.data.loader import made_of_all
 from nemo_opd.data.samples import Sample
-from nemo_opd.disk import storage_errors
 from nemo_opd.errors import ConfigError
-from nemo_opd.files import settle
-from nemo_opd.models.fingerprint import weights_fingerprint
+from nemo_opd.files import settle, storage_errors
 from nemo_opd.models.load import compute_dtype, load_config, load_tokenizer
 from nemo_opd.models.stored_output import lacks_head
+from nemo_opd.models.stored_weights import weights_fingerprint
+from nemo_opd.preflight.corpus import Corpus, load_corpus
+from nemo_opd.preflight.model_info import ModelInfo, read_model_info
+from nemo_opd.preflight.plan import Plan
+from nemo_opd.preflight.ranks import resolve_device, resolve_layout
+from nemo_opd.preflight.teachers import segment_ids, settle_tokenizers
 from nemo_opd.progress import tracked
 from nemo_opd.rotary import RotaryLimit
-from nemo_opd.teacher_cache.manifest import CacheManifest, has_manifest, write_manifest
-from nemo_opd.teacher_cache.reader import CacheReader
-from nemo_opd.teacher_cache.shard import key_of
-from nemo_opd.teacher_cache.writer import SHARD_BYTES, CacheWriter
+from nemo_opd.teacher_cache.reader import SHARD_BYTES, CacheReader, CacheWriter
+from nemo_opd.teacher_cache.shard import CacheManifest, has_manifest, key_of, write_manifest
 from nemo_opd.training.cache_teacher import Ask, CacheTeacher, server_answers
-from nemo_opd.training.cached_teachers import segment_ids, settle_tokenizers
-from nemo_opd.training.corpus import Corpus, load_corpus
-from nemo_opd.training.model_info import ModelInfo, read_model_info
-from nemo_opd.training.ranks import resolve_device, resolve_layout
 
 _DEFAULT_BATCH_TOKENS = 8192
 """Tokens per forward pass if the teacher's settings do not specify them."""
@@ -314,3 +314,39 @@ def _group_segments(
         group.append(ids)
     if group:
         yield group
+
+
+def fill_caches(plan: Plan) -> None:
+    """Add the run's missing texts to each cache with `on_missing: ask`.
+
+    A complete cache costs one pass over the texts and its contents, and no model is loaded. Raises an OPDError if the
+    model that a cache was built from cannot be run or has changed.
+    """
+    for i, teacher in enumerate(plan.config.active_teachers):
+        if teacher.cache is None or teacher.on_missing == "stop":
+            continue
+        assert isinstance(plan.data, Corpus), "a student that samples has no cached teachers"
+        reader = CacheReader(teacher.cache)
+        if lacks_head(reader) or next(iter(MissingSegments(plan.data, plan.config, i, reader)), None) is not None:
+            manifest = reader.manifest
+            if manifest.is_served:
+                raise ConfigError(
+                    f"teachers.{i}.on_missing=ask: {teacher.cache} lacks texts of this run, and it was built from "
+                    f"servers of {manifest.teacher}, whose URLs it does not store; run nemo-opd cache build --urls"
+                )
+            config = asked_again(plan.config, i, {"model": manifest.teacher})
+            build_cache(config, i, Path(teacher.cache), CacheForm.of(manifest))
+            torch.cuda.empty_cache()  # for the run's processes
+
+
+def asked_again(config: RunConfig, i: int, origin: Mapping[str, object]) -> RunConfig:
+    """Replace the source of teacher i's output (usually a cache, whose tokenizer it keeps) in a run's settings.
+
+    origin: new settings of the teacher, including `model`.
+    """
+    was_cached = config.active_teachers[i].cache is not None
+    config = settle_tokenizers(config, resolve_device(config.cluster))
+    settings = config.model_dump(mode="json")
+    tokenizer = {"tokenizer": config.active_teachers[i].cache} if was_cached else {}
+    settings["teachers"][i] |= {"cache": None, "served": None, "on_missing": "stop"} | tokenizer | dict(origin)
+    return from_dict(settings)

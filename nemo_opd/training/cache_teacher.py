@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
+from nemo_opd.cluster.batch_grid import dp_leader_ranks
 from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.run import RunConfig
@@ -21,11 +22,9 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.head import Head
 from nemo_opd.models.stored_output import save_head, sparse_layout
 from nemo_opd.served.answers import EndpointAnswers
-from nemo_opd.teacher_cache.manifest import CacheManifest
-from nemo_opd.teacher_cache.shard import Bytes
-from nemo_opd.training.batch_grid import dp_leader_ranks
+from nemo_opd.teacher_cache.shard import Bytes, CacheManifest
 from nemo_opd.types import TokenRows
-from nemo_opd.workers.caching_teacher import CachingTeacher
+from nemo_opd.workers.stored_teacher import CachingTeacher
 
 _Ids = NDArray[np.int32]
 Ask = Callable[[Sequence[Sequence[_Ids]]], Iterator[tuple[_Ids, Bytes]]]

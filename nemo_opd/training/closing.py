@@ -1,15 +1,104 @@
 """The closing table of a run."""
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from nemo_opd.config.run import RunConfig
+from nemo_opd.evaluation.estimates import paired_difference
 from nemo_opd.logging import ClosingRow, ClosingTable
-from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, ScoreRow
-from nemo_opd.logging.jsonl import read
-from nemo_opd.logging.question_values import read_values
-from nemo_opd.logging.score_keys import PREFIX
-from nemo_opd.training.scores import scores
+from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, Score, ScoreRow, difference, is_share
+from nemo_opd.logging.comparison import SweptRun
+from nemo_opd.logging.loggers import read
+from nemo_opd.logging.metrics import PREFIX, score_keys
+from nemo_opd.logging.questions import QuestionValues, read_values
+from nemo_opd.logging.records import NOTHING, TextTable, number_of_set, read_config
+
+_Record = Mapping[str, float]
+
+
+def scores(
+    records: Sequence[_Record],
+    teachers: Sequence[str],
+    values: Sequence[QuestionValues],
+    confidence: Callable[[str], float],
+) -> tuple[ScoreRow, ...]:
+    """Return a row for each measure with a confidence interval in a run's records.
+
+    teachers: names. values: values per question, for differences between models that answered the same questions.
+    confidence: function from the name of a set to the level of its intervals.
+    """
+    keys = dict.fromkeys(key for record in records for key in record)
+    return tuple(_row(key, records, teachers, values, confidence) for key in score_keys(keys))
+
+
+def _row(
+    key: str,
+    records: Sequence[_Record],
+    teachers: Sequence[str],
+    values: Sequence[QuestionValues],
+    confidence: Callable[[str], float],
+) -> ScoreRow:
+    first, *_, last = [record for record in records if key in record] * 2
+    teacher_scores = {
+        teacher: _score(record, key, f"/{teacher}")
+        for teacher in teachers
+        for record in records
+        if f"{key}/{teacher}" in record
+    }
+    has_before = first["step"] < last["step"]
+    name = key.removeprefix(PREFIX)
+    set_name, _, measure = name.rpartition("/")
+    steps = first["step"], last["step"]
+    return ScoreRow(
+        name,
+        _score(first, key) if has_before else None,
+        _score(last, key),
+        teacher_scores,
+        _differences(set_name, measure, values, steps, confidence(set_name)),
+    )
+
+
+def _score(record: _Record, key: str, suffix: str = "") -> Score:
+    return Score(record[f"{key}{suffix}"], record[f"{key}_low{suffix}"], record[f"{key}_high{suffix}"])
+
+
+def _differences(
+    set_name: str, measure: str, values: Sequence[QuestionValues], steps: tuple[float, float], confidence: float
+) -> dict[str, Score]:
+    """Return how much better the student is at the second of two steps than at the first, and than each teacher."""
+    entries = [entry for entry in values if entry.set == set_name and measure in entry.values]
+    student_by_step: dict[float, QuestionValues] = {entry.step: entry for entry in entries if entry.teacher is None}
+    after = student_by_step.get(steps[1])
+    if after is None:
+        return {}
+    baselines = {f"teacher {entry.teacher}": entry for entry in entries if entry.teacher is not None}
+    if steps[0] < steps[1] and steps[0] in student_by_step:
+        baselines[STUDENT_BEFORE] = student_by_step[steps[0]]
+    differences = {
+        name: difference_between(after, baseline, measure, confidence) for name, baseline in baselines.items()
+    }
+    return {name: difference for name, difference in differences.items() if difference is not None}
+
+
+def difference_between(
+    after: QuestionValues, baseline: QuestionValues, measure: str, confidence: float
+) -> Score | None:
+    """Return how much better `after` is on the questions that both answered; None if these are too few."""
+    baseline_values = dict(zip(baseline.questions, baseline.values[measure], strict=True))
+    after_values = dict(zip(after.questions, after.values[measure], strict=True))
+    shared = [row for row in after_values if row in baseline_values]
+    if not shared:
+        return None
+    pairs = [after_values[row] for row in shared], [baseline_values[row] for row in shared]
+    difference = paired_difference(*pairs, confidence)
+    if not math.isfinite(difference.low):
+        return None
+    if measure in after.lower_is_better:
+        return Score(-difference.value, -difference.high, -difference.low)
+    return Score(difference.value, difference.low, difference.high)
 
 
 def closing_table(
@@ -64,3 +153,32 @@ def _scores(config: RunConfig, folder: Path, step: int | None) -> tuple[ScoreRow
 
 def _measured_at(records: Sequence[Mapping[str, float]], step: int) -> Mapping[str, float]:
     return next((record for record in records if record["step"] == step), {})
+
+
+def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
+    """Tabulate how much better each run's last evaluation is than the first run's, per measure.
+
+    Return an empty list if no run answered the same questions as the first. Raises DataError for a damaged file.
+    """
+    first, *compared = runs
+    baseline, *values_of_runs = (_last_values(run) for run in runs)
+    config = read_config(first.folder)
+    rows = []
+    for (name, measure), reference in baseline.items():
+        confidence = number_of_set(config, name, "confidence")
+        cells = []
+        for run_values in values_of_runs:
+            values = run_values.get((name, measure))
+            gain = None if values is None else difference_between(values, reference, measure, confidence)
+            is_fraction = is_share(measure, *reference.values[measure])
+            cells.append(NOTHING if gain is None else difference(*gain, is_share=is_fraction))
+        rows.append([f"{name}/{measure}" if name else measure, *cells])
+    rows = [row for row in rows if set(row[1:]) != {NOTHING}]
+    heads = ["", *(run.name for run in compared)]
+    return [TextTable(f"Answers, better than {first.name} by", heads, rows)] if rows and compared else []
+
+
+def _last_values(run: SweptRun) -> dict[tuple[str, str], QuestionValues]:
+    """Return the student's last values, keyed by set and measure."""
+    logged = (values for values in read_values(run.folder / "evaluation.jsonl") if values.teacher is None)
+    return {(values.set, measure): values for values in logged for measure in values.values}

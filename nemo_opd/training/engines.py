@@ -1,18 +1,57 @@
-"""Generation engines of a run: the student's, selected by `rollout`, and a teacher's workers."""
+"""Generation engines by `rollout.type`: the student's and a teacher's workers, and servers."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from nemo_opd.config.rollout import HFRollout, ServerRollout
+from nemo_opd.config.base import choices, require_lines
+from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts, ServerRollout
 from nemo_opd.handoff.shared_memory import FileDescriptor
+from nemo_opd.preflight.benchmark_plan import longest_question
+from nemo_opd.preflight.plan import Plan
+from nemo_opd.rollout import hf
 from nemo_opd.rollout.base import Completion, Engine, EngineSpec, Generator, Request, Sampling, StudentModel
-from nemo_opd.rollout.engines import ENGINES
-from nemo_opd.rollout.server.gpus import server_gpus
-from nemo_opd.training.benchmarks import longest_question
+from nemo_opd.rollout.server.program import server_gpus
 from nemo_opd.training.models import Models, export_whole
-from nemo_opd.training.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class EngineType:
+    """Functions that open an engine; the first argument is its settings."""
+
+    for_student: Callable[[Any, EngineSpec, StudentModel, int], AbstractContextManager[Engine]]
+    """Function that opens a run's engine with the student's current weights and their version. Raises RolloutError if a
+    server does not start.
+    """
+    for_model: Callable[[Any, EngineSpec, str, str], AbstractContextManager[Generator]]
+    """Function that opens the engine of a model with fixed weights: folder, hub name or `demo:NAME`, and device (auto,
+    cuda or cpu).
+
+    Raises ModelError if the model cannot be loaded, ConfigError if the GPU is missing, RolloutError if a server does
+    not start.
+    """
+
+
+def _server_for_student(*arguments: Any) -> AbstractContextManager[Engine]:
+    from nemo_opd.rollout.server import engine
+
+    return engine.for_student(*arguments)
+
+
+def _server_for_model(*arguments: Any) -> AbstractContextManager[Generator]:
+    from nemo_opd.rollout.server import engine
+
+    return engine.for_model(*arguments)
+
+
+ENGINES: dict[type[RolloutBase], EngineType] = {
+    HFRollout: EngineType(hf.for_student, hf.for_model),
+    ServerRollout: EngineType(_server_for_student, _server_for_model),
+}
+"""Settings → engine."""
+require_lines(choices(Rollouts), ENGINES, "ENGINES in nemo_opd/training/engines.py")
 
 
 @dataclass(frozen=True, slots=True)

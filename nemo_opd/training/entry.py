@@ -10,9 +10,9 @@ from typing import Any
 from nemo_opd.config.load import compose, from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
-from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.loggers import read
+from nemo_opd.preflight.inputs import check_inputs
 from nemo_opd.progress import quiet_libraries
-from nemo_opd.training.inputs import check_inputs
 
 Settings = RunConfig | Mapping[str, Any] | str | Path
 

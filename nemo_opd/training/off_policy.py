@@ -6,17 +6,17 @@ from typing import Any
 
 from rich.console import Console
 
+from nemo_opd.cluster.launch import driving
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers
 from nemo_opd.logging import Timer
-from nemo_opd.logging.busy import busy
-from nemo_opd.training.cache_fill import fill_caches
-from nemo_opd.training.inputs import require_kind
-from nemo_opd.training.launch import driving
-from nemo_opd.training.preflight import preflight
+from nemo_opd.logging.activity import busy
+from nemo_opd.preflight.inputs import require_kind
+from nemo_opd.preflight.plan import preflight
+from nemo_opd.preflight.summary import print_plan
+from nemo_opd.training.cache_build import fill_caches
 from nemo_opd.training.session import Session
 from nemo_opd.training.step_metrics import objective_values, step_times, useful_positions
-from nemo_opd.training.summary import print_plan
 from nemo_opd.workers.student import POSITIONS
 
 

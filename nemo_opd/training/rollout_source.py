@@ -16,7 +16,7 @@ from nemo_opd.data.collate import collate
 from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.samples import Sample
-from nemo_opd.losses.rollout_weights import group_advantages, reward_weights
+from nemo_opd.losses.policy_gradient import group_advantages, reward_weights
 from nemo_opd.rollout.base import Engine
 from nemo_opd.rollout.collect import Collector, chosen_share
 from nemo_opd.types import Batch, SampledRows

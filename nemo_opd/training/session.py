@@ -8,39 +8,33 @@ from typing import Any, Self
 
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import Progress
+from nemo_opd.checkpoint.run_directory import RunLock, checkpoints_of
+from nemo_opd.cluster.launch import open_cluster
 from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.files import write_atomically
 from nemo_opd.logging import Loggers, build, write_report
+from nemo_opd.logging.activity import print_line
 from nemo_opd.logging.base import STUDENT_BEFORE
-from nemo_opd.logging.busy import print_line
-from nemo_opd.logging.facts import write_hardware
+from nemo_opd.logging.card import write_provenance
 from nemo_opd.logging.metrics import values as values_of
-from nemo_opd.logging.provenance import write_provenance
+from nemo_opd.logging.records import write_hardware
+from nemo_opd.preflight.corpus import Corpus
+from nemo_opd.preflight.plan import Plan
+from nemo_opd.preflight.summary import run_summary
 from nemo_opd.progress import tracked, working
 from nemo_opd.rollout.base import Engine
-from nemo_opd.training.best import BestSteps, Patience
-from nemo_opd.training.callbacks import Callbacks
 from nemo_opd.training.closing import closing_table
-from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.engines import open_engine
-from nemo_opd.training.evaluator import Evaluator
-from nemo_opd.training.exports import export_best, export_models, push_export, write_cards
-from nemo_opd.training.first_kd import first_kd_warnings
-from nemo_opd.training.interrupt import Interrupt
-from nemo_opd.training.launch import open_cluster
+from nemo_opd.training.evaluator import BestSteps, Evaluator, Patience
+from nemo_opd.training.interrupt import Interrupt, TimeLimit
 from nemo_opd.training.lookahead import BatchSource, Lookahead
 from nemo_opd.training.models import Models
-from nemo_opd.training.plan import Plan
-from nemo_opd.training.provenance import provenance
-from nemo_opd.training.run_directory import RunLock, checkpoints_of
-from nemo_opd.training.saving import Saving
-from nemo_opd.training.skipped_steps import SkippedSteps
-from nemo_opd.training.step_metrics import KDScale, objective_values
-from nemo_opd.training.summary import run_summary
-from nemo_opd.training.time_limit import TimeLimit
+from nemo_opd.training.saving import Saving, export_best, export_models, provenance, push_export, write_cards
+from nemo_opd.training.step_metrics import KDScale, SkippedSteps, first_kd_warnings, objective_values
 from nemo_opd.types import Batch, Metrics
+from nemo_opd.users_code import Callbacks
 
 _VALIDATION, _EVALUATION = "validation", "evaluation"
 

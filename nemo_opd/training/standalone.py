@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -17,39 +17,99 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from nemo_opd.cluster.launch import driving, open_cluster, require_processes
 from nemo_opd.config.evaluation import EvaluationConfig, Questions
 from nemo_opd.config.load import to_yaml
 from nemo_opd.config.rollout import HFRollout
+from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.estimates import Estimate
 from nemo_opd.evaluation.inputs import ResolvedSet, build_set_reward, resolved_sets
-from nemo_opd.evaluation.likelihoods import longest_request
-from nemo_opd.evaluation.sets import ask, read_questions
-from nemo_opd.evaluation.shown import all_answers
-from nemo_opd.evaluation.tasks import EvaluationResult
+from nemo_opd.evaluation.likelihoods import Scored, longest_request
+from nemo_opd.evaluation.questions import EvaluationResult, all_answers, ask, read_questions
+from nemo_opd.extras import require_installed
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.busy import busy
-from nemo_opd.logging.formats import figure, is_share, share
-from nemo_opd.logging.samples import write_samples
+from nemo_opd.logging.activity import busy
+from nemo_opd.logging.base import figure, is_share, share
+from nemo_opd.logging.questions import write_samples
 from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
+from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.models.token_trials import require_causal
+from nemo_opd.preflight.ranks import colocated, resolve_device, resolve_layout, resolve_ranks
 from nemo_opd.rewards import RewardFunction
-from nemo_opd.rollout.base import EngineSpec, Generator
+from nemo_opd.rollout.base import BatchLimit, Completion, EngineSpec, Generator, Request, Sampling
+from nemo_opd.rollout.collect import Kept, drop_long
 from nemo_opd.rollout.conversation import build_renderer
-from nemo_opd.rollout.engines import ENGINES
 from nemo_opd.rollout.hf import end_ids, max_positions
-from nemo_opd.rollout.installed import require_installed
-from nemo_opd.rollout.prompts import Kept, drop_long
 from nemo_opd.rollout.renderer import Renderer
-from nemo_opd.rollout.server.gpus import server_gpus
-from nemo_opd.training.evaluated_model import EvaluatedModel, open_model
-from nemo_opd.training.launch import driving
+from nemo_opd.rollout.server.program import server_gpus
+from nemo_opd.training.engines import ENGINES
+from nemo_opd.training.groups import ModelGroup
+from nemo_opd.workers.frozen import FrozenWorker
+from nemo_opd.workers.memory import EVALUATED_TASKS
 
 if TYPE_CHECKING:
     from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark
     from nemo_opd.evaluation.benchmarks import BenchmarkResult
+
+_MICRO_BATCH_TOKENS = 16_384
+"""Benchmark tokens per microbatch of a rank."""
+
+
+class EvaluatedModel(Generator):
+    """A frozen model on the ranks of a cluster."""
+
+    def __init__(self, group: ModelGroup, end_ids: Collection[int], limit: BatchLimit) -> None:
+        """Store the arguments. end_ids: tokens that end a sequence. limit: batch size limit of a rank's sampling."""
+        self._group, self._end_ids, self._limit = group, end_ids, limit
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return self._group.continued(requests, sampling, self._end_ids, self._limit, about="questions")
+
+    def likelihoods(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
+        """Return the sequences' likelihoods, in order (see `Scorer`)."""
+        return self._group.likelihoods(rows)
+
+
+@contextmanager
+def open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[int]) -> Iterator[EvaluatedModel]:
+    """Start the workers and load the model.
+
+    Raises ConfigError if the ranks are not available, and the workers' ModelError and ClusterError.
+    """
+    assert isinstance(config.rollout, HFRollout)
+    cluster = config.cluster.on(config.device)
+    device = resolve_device(cluster, "device")
+    placement = colocated(resolve_ranks(cluster, device), cluster.num_nodes)
+    require_processes(cluster, placement, device)
+    layout = resolve_layout("parallelism", len(placement.student), config.parallelism)
+    check_parallelism(load_config(config.model, key="model"), config.parallelism, device, key="parallelism")
+    settings = SameTokenizerTeacher(
+        type="same_tokenizer",
+        name="model",
+        model=config.model,
+        tokenizer=config.tokenizer,
+        parallelism=config.parallelism,
+        dtype=config.dtype,
+    )
+    arguments = {
+        "settings": settings,
+        "tasks": EVALUATED_TASKS,
+        "key": "model",
+        "vocab_size": vocab_size,
+        "device": device,
+    }
+    with (
+        open_cluster(cluster, device, placement) as running,
+        running.group("model", FrozenWorker, arguments, placement.student) as group,
+    ):
+        running.gather([group.ready])
+        yield EvaluatedModel(
+            ModelGroup(group, layout, _MICRO_BATCH_TOKENS), end_ids, BatchLimit(config.rollout.batch_size)
+        )
+
 
 _NO_LIMIT = 1 << 30
 """Sequence length in tokens if the model's configuration has no limit."""
@@ -168,8 +228,7 @@ def _run_benchmarks(
     positions: int | None,
     engine: Generator,
 ) -> Iterator[BenchmarkResult]:
-    from nemo_opd.evaluation.benchmarks import run_benchmark
-    from nemo_opd.evaluation.language_model import LanguageModel, TextModel
+    from nemo_opd.evaluation.benchmarks import LanguageModel, TextModel, run_benchmark
 
     assert isinstance(engine, EvaluatedModel)
     text = TextModel(tokenizer, longest_request(config, positions), config.chat_template_kwargs, config.seed)

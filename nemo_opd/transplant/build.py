@@ -2,31 +2,254 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from huggingface_hub import ModelCardData
+from rich.table import Table
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from nemo_opd.alignment import RoleOverrides, TokenAligner, fingerprint, pieces_of
-from nemo_opd.alignment.roles import paired_roles
+from nemo_opd.alignment.roles import RolePair, paired_roles
 from nemo_opd.checkpoint.convert import new_folder, require_unused
 from nemo_opd.errors import ModelError
-from nemo_opd.evaluation.same_texts import mean_bits_per_byte, same_texts
-from nemo_opd.models.folder import read_template
+from nemo_opd.evaluation.likelihoods import mean_bits_per_byte, same_texts
+from nemo_opd.files import write_atomically
+from nemo_opd.logging.base import share
+from nemo_opd.logging.card import CARD, hub_name
+from nemo_opd.logging.report import render
+from nemo_opd.models.adapter_folder import resolve
+from nemo_opd.models.folder import read_own_card, read_template
 from nemo_opd.models.load import build_on_meta, compute_dtype, load_config, load_model, load_tokenizer
 from nemo_opd.models.stored_weights import check_weights
 from nemo_opd.rollout.hf import chosen_device, max_positions
-from nemo_opd.transplant.matrices import drawn, mapped
-from nemo_opd.transplant.report import BitsPerByte, RowCounts, Transplanted, UnreachedToken
-from nemo_opd.transplant.row_map import EXACT, ROLE, UNREACHED, RowMap, Weighting, build_row_map
-from nemo_opd.transplant.token_ids import NewIds, set_ids, write_generation_config
-from nemo_opd.transplant.weights import VocabularyWeights, rewrite, vocabulary_weights
+from nemo_opd.transplant.matrices import (
+    EXACT,
+    ROLE,
+    UNREACHED,
+    RowMap,
+    VocabularyWeights,
+    Weighting,
+    build_row_map,
+    drawn,
+    mapped,
+    rewrite,
+    vocabulary_weights,
+)
 from nemo_opd.types import Batch, TokenRows
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+_IDS = re.compile(r"(?:^|_)token_ids?$")
+_OLD_TOKEN_KEYS = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "force_words_ids",
+    "forced_decoder_ids",
+    "sequence_bias",
+    "suppress_tokens",
+)
+"""Generation config keys that list old tokens, and mean nothing in another vocabulary."""
+
+
+class NewIds:
+    """New token ids that replace old ones."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: RowMap) -> None:
+        self._tokenizer_ids = {role: getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
+        self._by_old_id: dict[int, list[int]] = {}
+        for new in np.flatnonzero(np.isin(rows.kinds, (EXACT, ROLE))).tolist():
+            self._by_old_id.setdefault(int(rows.columns[rows.starts[new]]), []).append(new)
+
+    def replaced(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return new values for all keys that name tokens.
+
+        The new tokenizer's bos, eos and pad take precedence; eos also includes all tokens with the role of an old eos.
+        An id without a counterpart becomes None.
+        """
+        new = {key: self._counterparts(key, old) for key, old in values.items() if _IDS.search(key)}
+        for role, tokenizer_id in self._tokenizer_ids.items():
+            key = f"{role}_token_id"
+            counterparts = new.get(key) or []
+            ids = [] if tokenizer_id is None else [tokenizer_id]
+            new[key] = list(dict.fromkeys([*ids, *counterparts] if role == "eos" else ids or counterparts))
+        return {key: _in_form_of(ids, values.get(key)) for key, ids in new.items()}
+
+    def _counterparts(self, key: str, old: object) -> list[int]:
+        """Return the new ids of an old id or a list of them: for eos all counterparts, otherwise the first of each."""
+        old_ids = old if isinstance(old, Iterable) else [old]
+        new_ids = [self._by_old_id.get(i, []) if isinstance(i, int) else [] for i in old_ids]
+        return [new for ids in new_ids for new in (ids if key == "eos_token_id" else ids[:1])]
+
+
+def _in_form_of(ids: list[int], old: object) -> int | list[int] | None:
+    """Return ids in the form of the old value, one id or a list; several ids are always a list."""
+    if isinstance(old, list):
+        return ids or None
+    return ids[0] if len(ids) == 1 else ids or None
+
+
+def set_ids(config: PretrainedConfig, new: NewIds) -> None:
+    """Write the new ids into a model's configuration."""
+    for key, value in new.replaced(config.to_dict()).items():
+        setattr(config, key, value)
+
+
+def write_generation_config(reference: str, folder: Path, new: NewIds) -> list[str]:
+    """Write the model's generation config with the new ids; return the omitted keys, which list old tokens.
+
+    All other values are copied. A model without a generation config gets one with ids only.
+    """
+    file = cached_file(resolve(reference), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    values = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    left_out = [key for key in _OLD_TOKEN_KEYS if values.pop(key, None) is not None]
+    values |= new.replaced(values)
+    values = {key: value for key, value in values.items() if value is not None}
+    (folder / GENERATION_CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return left_out
+
+
+_REPORT = "transplant.json"
+_MOST_NAMES = 5
+_TAGS = ["nemo-opd", "tokenizer-transfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """Numbers of rows in the new matrices by their source."""
+
+    exact: int
+    """Tokens with the bytes of an old token, whose row they get."""
+    by_role: int
+    """Special tokens with the role of an old one, whose row they get."""
+    summed: int
+    """Tokens spelled by several old tokens, or duplicates of an exact match."""
+    unreached: int
+    """Tokens that old tokens cannot spell."""
+    unused: int
+    """Ids without a token, and padding."""
+
+    @property
+    def tokens(self) -> int:
+        return self.exact + self.by_role + self.summed + self.unreached
+
+    @property
+    def total(self) -> int:
+        return self.tokens + self.unused
+
+
+@dataclass(frozen=True, slots=True)
+class UnreachedToken:
+    id: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class BitsPerByte:
+    """Bits per byte of the model before and after, on the same bytes."""
+
+    before: float
+    after: float
+    num_bytes: int
+    bytes_per_token_before: float
+    bytes_per_token_after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transplanted:
+    """Report of a transplant."""
+
+    output: str
+    model: str
+    tokenizer: str
+    old_vocab_size: int
+    """Rows of the old matrices."""
+    rows: RowCounts
+    weighting: Weighting
+    random: Literal["all", "unmatched"] | None
+    """The rows that were drawn at random."""
+    seed: int
+    is_tied: bool
+    special: tuple[RolePair, ...]
+    """Special tokens of the new tokenizer (`student`) and the old ones of their role (`teacher`)."""
+    unreached: tuple[UnreachedToken, ...]
+    left_out: tuple[str, ...]
+    """Tensors that the model does not read, and generation config keys, that were not copied to the new folder."""
+    bits_per_byte: BitsPerByte | None
+    """None without texts."""
+
+    def save(self, folder: Path) -> None:
+        """Write transplant.json and the model's card."""
+        write_atomically(folder / _REPORT, (json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n").encode())
+        card = render("transplanted.md", metadata=self._metadata().to_yaml(), result=self, lines=list(self.lines()))
+        write_atomically(folder / CARD, card)
+
+    def lines(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the table's rows: description, number and share of tokens."""
+        rows = self.rows
+        drawn = {"all": "drawn at random", "unmatched": "drawn at random where not exact or by role"}
+        sources = {
+            "exact": ("of the same bytes, copied", rows.exact),
+            "by role": ("special, of the same role, copied", rows.by_role),
+            "summed": (f"spelled by several, weights: {self.weighting}", rows.summed),
+            "unreached": ("reached by no old token, the mean of all", rows.unreached),
+        }
+        for name, (meaning, count) in sources.items():
+            yield f"{name}: {meaning}", f"{count:,}", share(count / max(1, rows.tokens))
+        if rows.unused:
+            yield "no token: ids without one, and padding", f"{rows.unused:,}", ""
+        if self.random is not None:
+            yield f"all values {drawn[self.random]}, seed {self.seed}", "", ""
+
+    def table(self) -> Table:
+        """Return the report as a table for a terminal."""
+        table = Table(title=f"{self.old_vocab_size:,} → {self.rows.total:,} rows", title_justify="left")
+        table.add_column("tokens of the new tokenizer")
+        table.add_column("number", justify="right")
+        table.add_column("share", justify="right")
+        for line in self.lines():
+            table.add_row(*line)
+        if (measured := self.bits_per_byte) is not None:
+            table.add_section()
+            table.add_row("bits per byte before", f"{measured.before:.4f}", "")
+            table.add_row("bits per byte after", f"{measured.after:.4f}", "")
+            table.add_row("bytes per token before", f"{measured.bytes_per_token_before:.2f}", "")
+            table.add_row("bytes per token after", f"{measured.bytes_per_token_after:.2f}", "")
+        return table
+
+    def notes(self) -> Iterator[str]:
+        """Yield a line for unpaired special tokens, unreached tokens and omitted tensors or keys."""
+        if unpaired := [pair.student for pair in self.special if pair.teacher is None]:
+            yield f"special tokens without an old one of their role (see --roles): {_summary(unpaired)}"
+        if unreached := [token.token for token in self.unreached if token.token not in unpaired]:
+            yield f"tokens that no old token reaches: {_summary(unreached)}"
+        if self.left_out:
+            yield f"left out, as the model does not read it or it names old tokens: {_summary(self.left_out)}"
+
+    def _metadata(self) -> ModelCardData:
+        return ModelCardData(
+            base_model=hub_name(self.model),
+            library_name="transformers",
+            pipeline_tag="text-generation",
+            tags=_TAGS,
+            **read_own_card(self.model).fields(),
+        )
+
+
+def _summary(names: Sequence[str]) -> str:
+    """Return the number of names, and the first few."""
+    more = ", …" if len(names) > _MOST_NAMES else ""
+    return f"{len(names):,} ({', '.join(names[:_MOST_NAMES])}{more})"
+
 
 Random = Literal["all", "unmatched"]
 

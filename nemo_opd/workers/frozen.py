@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Literal
 
 import torch
@@ -12,20 +12,75 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from nemo_opd.config.model import Model
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.mesh import build_mesh
+from nemo_opd.distributed.process_group import build_mesh
 from nemo_opd.evaluation import likelihoods
+from nemo_opd.models.generation import generating
 from nemo_opd.models.head import ReadingModel, reading_model
-from nemo_opd.models.load import compute_dtype
+from nemo_opd.models.load import compute_dtype, tokenizer_of
 from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
+from nemo_opd.rollout.hf import Sampler
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import TokenRows
-from nemo_opd.workers.layer_stream import LayerStream
 from nemo_opd.workers.memory import FrozenTasks, Task, needs_memory
-from nemo_opd.workers.residence import DeviceOffload
-from nemo_opd.workers.sampler import WorkerSampler
+from nemo_opd.workers.offload import DeviceOffload, LayerStream
+
+
+class WorkerSampler:
+    """Sampler of a model that is sharded over a mesh and must be on the device when called.
+
+    Communicates as `generating` does. All ranks of a tensor-parallel group must get the same requests.
+    """
+
+    def __init__(
+        self,
+        settings: Model,
+        model: PreTrainedModel,
+        mesh: DeviceMesh,
+        *,
+        key: str,
+        vocab_size: int,
+        device: str,
+        rounds_logits: bool = False,
+    ) -> None:
+        """Store the arguments.
+
+        key: key of the model's section in the settings. vocab_size: columns of the head that are tokens. rounds_logits:
+        see `generating`.
+        """
+        self._model, self._mesh, self._vocab_size, self._device = model, mesh, vocab_size, device
+        self._rounds_logits, self._frees_gathered = rounds_logits, settings.parallelism.frees_gathered
+        self._tokenizer = cache(partial(tokenizer_of, settings, key=key))
+
+    def __call__(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        end_ids: Collection[int],
+        limit: BatchLimit,
+        version: int = 0,
+    ) -> list[Completion]:
+        """Return one completion per request, in order."""
+        sampler = Sampler(
+            self._model,
+            end_ids=end_ids,
+            vocab_size=self._vocab_size,
+            batch_size=limit.sequences,
+            batch_tokens=limit.tokens,
+            device=self._device,
+            tokenizer=self._tokenizer,
+        )
+        with generating(
+            self._model,
+            self._mesh,
+            rounds_logits=self._rounds_logits,
+            reshard_after_forward=self._frees_gathered,
+        ):
+            return sampler.generate(requests, sampling, version)
+
 
 Handoff = Literal["hidden_states", "logits"]
 """Form of a teacher's output."""

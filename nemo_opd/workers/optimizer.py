@@ -1,9 +1,13 @@
 """The student's optimizer and schedule, and the comparison of KD and CE gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from inspect import Parameter, signature
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,24 +15,83 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from nemo_opd.config import optim
-from nemo_opd.config.optim import Scheduler
-from nemo_opd.distributed.shards import gathered
+from nemo_opd.config import train
+from nemo_opd.config.train import Scheduler
+from nemo_opd.distributed.collectives import gathered, local
 from nemo_opd.errors import ConfigError
 from nemo_opd.extras import require_library
-from nemo_opd.models.decoder_layers import decoder_layers
+from nemo_opd.models.tensor_plan import decoder_layers
 from nemo_opd.types import Last
 from nemo_opd.users_code import imported
-from nemo_opd.workers.composed_optimizers import ChainedOptimizer, PlainTensorOptimizer
+
+
+class ChainedOptimizer(Optimizer):
+    """Several optimizers as one, with their groups in order and a joint state."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        # The groups are shared dicts, so that a scheduler of this optimizer also schedules the wrapped ones.
+        super().__init__(chain.from_iterable(optimizer.param_groups for optimizer in optimizers), {})
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for optimizer in self._optimizers:
+            optimizer.state = self.state
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+class PlainTensorOptimizer(Optimizer):
+    """A wrapper for a student on one rank that hides FSDP2's DTensors: the wrapped optimizer gets plain tensors."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        self._parameters = parameters
+        self._plain = [nn.Parameter(local(parameter.detach())) for parameter in parameters]
+        self._optimizer = build(self._plain)
+        super().__init__(parameters, self._optimizer.defaults)
+        self.state = self._optimizer.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter, plain in zip(self._parameters, self._plain, strict=True):
+            plain.data = local(parameter.detach())  # every step: the model may have changed device
+            plain.grad = None if parameter.grad is None else local(parameter.grad)
+        self._optimizer.param_groups[0] |= _options(self)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._optimizer.param_groups[0] |= _options(self)
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)
+        self.state = self._optimizer.state
+        self.param_groups[0] |= _options(self._optimizer)
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the options of the single parameter group."""
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
 
 _Gradients = list[Tensor | None]
 """Gradients in parameter order, sharded like the parameters."""
 
 
-def build_optimizer(settings: optim.Optimizer, model: PreTrainedModel) -> Optimizer:
+def build_optimizer(settings: train.Optimizer, model: PreTrainedModel) -> Optimizer:
     """Build the optimizer of the trainable parameters. Raises ConfigError if it cannot train them."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if isinstance(settings, optim.Muon):
+    if isinstance(settings, train.Muon):
         return _muon(settings, model, trainable)
     build = partial(_single_optimizer, settings)
     if _takes_shards(settings) or not any(isinstance(parameter, DTensor) for parameter in trainable):
@@ -36,7 +99,7 @@ def build_optimizer(settings: optim.Optimizer, model: PreTrainedModel) -> Optimi
     return PlainTensorOptimizer(trainable, build)
 
 
-def check_optimizer(settings: optim.Optimizer, num_ranks: int) -> None:
+def check_optimizer(settings: train.Optimizer, num_ranks: int) -> None:
     """Raise ConfigError for an optimizer that is not installed, rejects its arguments, or cannot update parameters
     sharded over the student's ranks.
     """
@@ -44,7 +107,7 @@ def check_optimizer(settings: optim.Optimizer, num_ranks: int) -> None:
     if num_ranks == 1 or _takes_shards(settings):
         return
     reason, way_out = "it updates whole parameters, not each rank's shards", ""
-    if isinstance(settings, optim.ClassOptimizer):
+    if isinstance(settings, train.ClassOptimizer):
         reason = f"{settings.name} may not be able to update parameter shards"
         way_out = "; if it is, set student.optimizer.sharded=true"
     raise ConfigError(
@@ -53,30 +116,30 @@ def check_optimizer(settings: optim.Optimizer, num_ranks: int) -> None:
     )
 
 
-def _takes_shards(settings: optim.Optimizer) -> bool:
-    return settings.sharded if isinstance(settings, optim.ClassOptimizer) else settings.type in ("adamw", "muon")
+def _takes_shards(settings: train.Optimizer) -> bool:
+    return settings.sharded if isinstance(settings, train.ClassOptimizer) else settings.type in ("adamw", "muon")
 
 
-def _single_optimizer(settings: optim.Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
+def _single_optimizer(settings: train.Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
     """Build an optimizer that treats all parameters alike; for Muon, its AdamW."""
-    if isinstance(settings, optim.ClassOptimizer):
+    if isinstance(settings, train.ClassOptimizer):
         return _class_optimizer(settings, parameters)
     decay = settings.weight_decay
-    if isinstance(settings, optim.Adafactor):
+    if isinstance(settings, train.Adafactor):
         beta2_decay, clip = settings.beta2_decay, settings.clip
         return torch.optim.Adafactor(parameters, lr=settings.lr, beta2_decay=beta2_decay, d=clip, weight_decay=decay)
     betas, eps = settings.betas, settings.eps
-    if isinstance(settings, optim.AdamW8bit):
+    if isinstance(settings, train.AdamW8bit):
         require_library("bitsandbytes", "student.optimizer.type=adamw_8bit")
         adamw_8bit: Callable[..., Optimizer] = import_module("bitsandbytes.optim").AdamW8bit
         return adamw_8bit(parameters, lr=settings.lr, betas=betas, eps=eps, weight_decay=decay)
-    lr = (settings.others_lr or settings.lr) if isinstance(settings, optim.Muon) else settings.lr
+    lr = (settings.others_lr or settings.lr) if isinstance(settings, train.Muon) else settings.lr
     # Meta tensors, used to list the names of the state, have no fused kernel.
     fused = not any(parameter.is_meta for parameter in parameters)
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=decay, fused=fused)
 
 
-def _muon(settings: optim.Muon, model: PreTrainedModel, trainable: list[nn.Parameter]) -> ChainedOptimizer:
+def _muon(settings: train.Muon, model: PreTrainedModel, trainable: list[nn.Parameter]) -> ChainedOptimizer:
     """Build Muon for the matrices of the decoder layers, followed by AdamW for the remaining parameters.
 
     Communicates in each step the product of each row-sharded matrix with its transpose.
@@ -102,7 +165,7 @@ def _muon(settings: optim.Muon, model: PreTrainedModel, trainable: list[nn.Param
     return ChainedOptimizer([muon, *([_single_optimizer(settings, remaining)] if remaining else [])])
 
 
-def _class_optimizer(settings: optim.ClassOptimizer, parameters: list[nn.Parameter]) -> Optimizer:
+def _class_optimizer(settings: train.ClassOptimizer, parameters: list[nn.Parameter]) -> Optimizer:
     key = "student.optimizer.name"
     user_class = imported(settings.name, key=key, form="package.module:Class")
     if not (isinstance(user_class, type) and issubclass(user_class, Optimizer)):

@@ -3,11 +3,13 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
-from nemo_opd.types import Max
+from nemo_opd.types import Max, Metric
 
 PREFIX = "phase/"
 """Prefix of the metrics' names."""
@@ -71,3 +73,17 @@ def _seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Ev
         return start.elapsed_time(end) / 1e3
     assert not isinstance(end, torch.cuda.Event)
     return end - start
+
+
+def with_numbers(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Replace tensors in the metrics by numbers, with a single wait for the device."""
+    values = {
+        (name, field.name): getattr(metric, field.name) for name, metric in metrics.items() for field in fields(metric)
+    }
+    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+    if tensors:
+        values |= zip(tensors, torch.stack([value.double() for value in tensors.values()]).tolist(), strict=True)
+    return {
+        name: type(metric)(**{field.name: float(values[name, field.name]) for field in fields(metric)})
+        for name, metric in metrics.items()
+    }

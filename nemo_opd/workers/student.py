@@ -14,33 +14,31 @@ from nemo_opd.aggregation import TERMS, Divisor, ObjectiveTerms, TermName, build
 from nemo_opd.checkpoint.background import BackgroundWriter
 from nemo_opd.checkpoint.state import load_state, read_state, save_state
 from nemo_opd.config.run import RunConfig
+from nemo_opd.distributed.collectives import gathered
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
-from nemo_opd.distributed.shards import gathered
+from nemo_opd.distributed.process_group import build_mesh, fsdp_axis
 from nemo_opd.distributed.transfer import to_device
 from nemo_opd.evaluation import likelihoods
-from nemo_opd.evaluation.token_losses import TokenLosses, joined_losses
-from nemo_opd.handoff.handle import Handle
+from nemo_opd.evaluation.validation import TokenLosses, joined_losses
+from nemo_opd.handoff.base import Handle
 from nemo_opd.handoff.link import Rendezvous, StudentLinks
+from nemo_opd.handoff.outputs import Window
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.transport import TRANSPORTS
-from nemo_opd.handoff.window import Window
 from nemo_opd.kernels.launch import compiling
 from nemo_opd.logging.metrics import merge
-from nemo_opd.logits import saved
-from nemo_opd.logits.packed import Packing
-from nemo_opd.logits.planned import PlannedLoss, compute_together
-from nemo_opd.logits.recording import UnitLossRecorder
+from nemo_opd.logits import blockwise
+from nemo_opd.logits.planned import PlannedLoss, UnitLossRecorder, compute_together
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.losses.accuracy import plan_accuracy
-from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
+from nemo_opd.logits.sources import Packing
+from nemo_opd.losses.metrics import plan_accuracy, plan_bits_per_byte
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum, TokenRows
-from nemo_opd.workers.exports import Exports
-from nemo_opd.workers.learned_projections import LearnedProjections
+from nemo_opd.workers.average import OwnTeachers
+from nemo_opd.workers.frozen import WorkerSampler
 from nemo_opd.workers.memory import (
     ARRIVALS,
     BACKWARD,
@@ -51,14 +49,17 @@ from nemo_opd.workers.memory import (
     needs_memory,
     peak_memory_gb,
 )
-from nemo_opd.workers.metrics import with_numbers
+from nemo_opd.workers.offload import DeviceOffload
 from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
-from nemo_opd.workers.own_teachers import OwnTeachers
-from nemo_opd.workers.phases import Phases
-from nemo_opd.workers.residence import DeviceOffload
-from nemo_opd.workers.sampler import WorkerSampler
-from nemo_opd.workers.student_model import load_student
-from nemo_opd.workers.terms import IS_TAKEN, is_finite_everywhere, objective_terms
+from nemo_opd.workers.phases import Phases, with_numbers
+from nemo_opd.workers.student_model import (
+    IS_TAKEN,
+    Exports,
+    LearnedProjections,
+    is_finite_everywhere,
+    load_student,
+    objective_terms,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +257,7 @@ class StudentWorker:
                 losses += self._statistics(logits, micro)
             # FSDP2 averages gradients over ranks, but the objective is a sum over them (methods.md §7.2).
             result = compute_together([loss.times(self.averaged_over) for loss in losses])
-            saved.backward(result.loss)
+            blockwise.backward(result.loss)
         with self.phases("backward"), needs_memory(BACKWARD):
             gradient = leaf.leaves[0].grad
             assert gradient is not None

@@ -12,20 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.aggregation import joined_scores, sequence_scores, token_nats
-from nemo_opd.config.aggregation import Score
+from nemo_opd.config.objective import Score
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.transfer import to_device
-from nemo_opd.handoff.handle import Message
-from nemo_opd.handoff.hidden_states import HiddenStatesWriter
+from nemo_opd.handoff.base import Message
 from nemo_opd.handoff.link import Link, Rendezvous
-from nemo_opd.handoff.logits import LogitsWriter
+from nemo_opd.handoff.outputs import HiddenStatesWriter, LogitsWriter, OutputHandle
 from nemo_opd.handoff.plan import ONE_READER, Readers
+from nemo_opd.handoff.region import NewSender
 from nemo_opd.handoff.transport import TRANSPORTS
-from nemo_opd.handoff.window import OutputHandle
-from nemo_opd.handoff.writer import NewSender
-from nemo_opd.logits.packed import Packing
-from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.sparse import SparseLogits
+from nemo_opd.logits.rows import LogitRows, SparseLogits
+from nemo_opd.logits.sources import Packing
 from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.types import SequenceScores, TokenRows

@@ -15,11 +15,11 @@ from nemo_opd.aggregation import (
     share_metrics,
     weighted_by_confidence,
 )
-from nemo_opd.aggregation.weighted_sum import weighted
+from nemo_opd.aggregation.rules import weighted
 from nemo_opd.data.collate import mask_unrouted, shards
 from nemo_opd.distributed.transfer import to_device
 from nemo_opd.logits.planned import compute_together
-from nemo_opd.losses.reduction import label_mask, sampled_mask
+from nemo_opd.losses.arguments import label_mask, sampled_mask
 from nemo_opd.types import Batch, ChunkRows, Mean, MovedRows, SampledRows, SequenceScores, TeacherRows, TokenRows
 from tests.composition import compose
 from tests.rows import pad_rows

@@ -11,9 +11,8 @@ import torch
 from nemo_opd.data.loader import TrainLoader, validation_batches
 from nemo_opd.data.order import BatchOrder
 from nemo_opd.errors import DataError
-from nemo_opd.training.corpus import Corpus
-from nemo_opd.training.plan import Plan
-from nemo_opd.training.preflight import preflight
+from nemo_opd.preflight.corpus import Corpus
+from nemo_opd.preflight.plan import Plan, preflight
 from tests.composition import compose
 from tests.tiny import SENTENCES, Tiny
 

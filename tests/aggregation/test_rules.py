@@ -2,7 +2,7 @@ from typing import get_args
 
 from nemo_opd.aggregation.rules import RULES
 from nemo_opd.aggregation.scores import NATS
-from nemo_opd.config.aggregation import Aggregation, Score
+from nemo_opd.config.objective import Aggregation, Score
 
 
 def test_every_aggregation_and_score_of_the_config_is_there() -> None:

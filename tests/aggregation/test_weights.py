@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 
-from nemo_opd.aggregation.select_teacher import select_teacher
-from nemo_opd.aggregation.weighted_sum import teacher_weights
-from nemo_opd.aggregation.weights import sequence_weights
-from nemo_opd.config.aggregation import WeightedSum
+from nemo_opd.aggregation.rules import select_teacher, sequence_weights, teacher_weights
+from nemo_opd.config.objective import WeightedSum
 from nemo_opd.types import SequenceScores
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_opd.alignment import ChatRenderer
-from nemo_opd.alignment.chat_messages import content_text, plain_messages
-from nemo_opd.alignment.chat_template import ChatTemplate
+from nemo_opd.alignment.chat_template import ChatTemplate, content_text, plain_messages
 from nemo_opd.errors import AlignmentError
 from tests.alignment.chat_fixture import with_template
 from tests.tokenizers_fixture import byte_level

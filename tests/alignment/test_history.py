@@ -7,7 +7,7 @@ import pytest
 from tokenizers import processors
 
 from nemo_opd.alignment import ChatRenderer, TokenAligner, align_chat
-from nemo_opd.alignment.history import content_history
+from nemo_opd.alignment.aligner import content_history
 from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME, Alignment
 from tests.alignment.chat_fixture import assistant, call, small_chat, user, with_template
 from tests.tokenizers_fixture import byte_level, rebuilt

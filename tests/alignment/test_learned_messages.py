@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nemo_opd.alignment import ChatRenderer
-from nemo_opd.alignment.chat_messages import learned_messages
+from nemo_opd.alignment.chat_template import learned_messages
 from nemo_opd.config.data import LearnedTurns
 from nemo_opd.errors import AlignmentError
 from tests.alignment.chat_fixture import assistant, small_chat, tool, user

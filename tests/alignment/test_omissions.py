@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import trl
 
-from nemo_opd.alignment.chat_messages import plain_messages
-from nemo_opd.alignment.chat_template import ChatTemplate
-from nemo_opd.alignment.omissions import missing_opening_tag, omitted_pieces
+from nemo_opd.alignment.chat_render import missing_opening_tag, omitted_pieces
+from nemo_opd.alignment.chat_template import ChatTemplate, plain_messages
 from tests.alignment.chat_fixture import assistant, system, user, with_template
 from tests.tokenizers_fixture import byte_level
 

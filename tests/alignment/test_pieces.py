@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_opd.alignment import fingerprint, pieces_of
-from nemo_opd.alignment.backend import read_backend
-from nemo_opd.alignment.pieces import ADDED, BYTE_FALLBACK, HOLE, ORDINARY, byte_level_bytes
+from nemo_opd.alignment.pieces import ADDED, BYTE_FALLBACK, HOLE, ORDINARY, byte_level_bytes, read_backend
 from nemo_opd.errors import AlignmentError
 from tests.tokenizers_fixture import (
     REAL,

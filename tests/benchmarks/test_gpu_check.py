@@ -14,9 +14,8 @@ import torch
 
 from nemo_opd import commands
 from nemo_opd.cli import check
-from nemo_opd.cli.check import Part, gpu_test_files, plan
-from nemo_opd.cli.check_report import Report, Result, parts_before, read_output
-from nemo_opd.version import UNKNOWN
+from nemo_opd.cli.check import Part, Report, Result, gpu_test_files, parts_before, plan, read_output
+from nemo_opd.paths import UNKNOWN
 from tests.composition import ROOT
 from tests.waiting import wait_until
 

@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.flops import Flops
-from nemo_opd.training.model_size import model_size
+from nemo_opd.preflight.flops import Flops
+from nemo_opd.preflight.model_info import model_size
 from tests.tokenizers_fixture import CORPUS, byte_level, sentencepiece
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,9 +16,8 @@ from nemo_opd.data.collate import collate
 from nemo_opd.data.loader import SampleSource
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import OPDError
-from nemo_opd.training.plan import Plan
-from nemo_opd.training.preflight import preflight
-from nemo_opd.training.prompts import Prompts
+from nemo_opd.preflight.plan import Plan, preflight
+from nemo_opd.preflight.prompts import Prompts
 from nemo_opd.training.rollout_source import with_rollouts
 from nemo_opd.training.step_metrics import objective_values
 from nemo_opd.types import Batch, Last

@@ -9,8 +9,8 @@ import torch
 from nemo_opd.alignment import pieces_of
 from nemo_opd.config.loss import LossTerm
 from nemo_opd.data.samples import Sample, TeacherSample, Tokens
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.training.plan import Plan
 from nemo_opd.types import SampledRows
 from tests.campaign.models import tokenizer
 

@@ -20,9 +20,8 @@ from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.checkpoint.manifest import seal
 from nemo_opd.config.load import to_yaml
-from nemo_opd.training.corpus import Corpus
-from nemo_opd.training.plan import Plan
-from nemo_opd.training.preflight import preflight
+from nemo_opd.preflight.corpus import Corpus
+from nemo_opd.preflight.plan import Plan, preflight
 from tests.exit_status import exit_status
 from tests.tiny import Tiny
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train

@@ -3,29 +3,16 @@
 from pydantic import BaseModel
 
 from nemo_opd.checkpoint.identity import FREE, FREE_KEYS, decided_in, fields
-from nemo_opd.config import (
-    RunConfig,
-    aggregation,
-    environment,
-    extraction,
-    handoff,
-    importance,
-    loss,
-    objective,
-    optim,
-    reward,
-    rollout,
-)
+from nemo_opd.config import RunConfig, cluster, loss, objective, reward, rollout, train
 from nemo_opd.config.context import Context
 from nemo_opd.config.data import Data, HubDataset, Source
-from nemo_opd.config.endpoint import Endpoint
-from nemo_opd.config.lora import Lora
-from nemo_opd.config.model import Model, Student
+from nemo_opd.config.model import Lora, Model, Student
+from nemo_opd.config.reward import SandboxSettings
 from nemo_opd.config.run_fields import Run
-from nemo_opd.config.sandbox import SandboxSettings
 from nemo_opd.config.teacher import (
     CachedTeacher,
     CrossTokenizerTeacher,
+    Endpoint,
     OwnIdsTeacher,
     SameTokenizerTeacher,
     ServedTeacher,
@@ -47,24 +34,24 @@ BOUND: dict[type[BaseModel], str] = {
     ServedTeacher: "type",
     Endpoint: "program logprobs",
     Lora: "rank alpha dropout target_modules",
-    optim.OptimizerBase: "lr",
-    optim.Decoupled: "weight_decay",
-    optim.Adam: "betas eps",
-    optim.AdamW: "type",
-    optim.AdamW8bit: "type",
-    optim.Muon: "type momentum nesterov ns_steps adjust_lr others_lr",
-    optim.Adafactor: "type beta2_decay clip",
-    optim.ClassOptimizer: "type name arguments sharded",
-    optim.Scheduler: "type warmup_steps min_lr_ratio",
+    train.OptimizerBase: "lr",
+    train.Decoupled: "weight_decay",
+    train.Adam: "betas eps",
+    train.AdamW: "type",
+    train.AdamW8bit: "type",
+    train.Muon: "type momentum nesterov ns_steps adjust_lr others_lr",
+    train.Adafactor: "type beta2_decay clip",
+    train.ClassOptimizer: "type name arguments sharded",
+    train.Scheduler: "type warmup_steps min_lr_ratio",
     Source: "arrow_files parquet_files jsonl_files text_files",
     HubDataset: "path name split",
     Data: "text_key messages_key tools_key learned_turns response_key append_eos special_tokens shuffle packing",
-    aggregation.WeightedSum: "type weights alpha vocabulary_scaling",
-    aggregation.AveragedLogits: "type",
-    aggregation.SelectTeacher: "type per",
-    aggregation.Routed: "type key",
-    handoff.HiddenStatesHandoff: "type",
-    handoff.LogitsHandoff: "type",
+    objective.WeightedSum: "type weights alpha vocabulary_scaling",
+    objective.AveragedLogits: "type",
+    objective.SelectTeacher: "type per",
+    objective.Routed: "type key",
+    cluster.HiddenStatesHandoff: "type",
+    cluster.LogitsHandoff: "type",
     rollout.RolloutBase: (
         "n max_new_tokens max_prompt_length temperature top_p top_k on_policy_share staleness overlap"
     ),
@@ -75,12 +62,12 @@ BOUND: dict[type[BaseModel], str] = {
     reward.WeightedPart: "weight",
     reward.WeightedReward: "type",
     reward.SourceReward: "type key",
-    extraction.LastTurn: "type",
-    extraction.Boxed: "type",
-    extraction.AnswerLine: "type marker",
-    extraction.Choice: "type letters",
-    extraction.Regex: "type pattern timeout_s",
-    extraction.Json: "type schema_file key",
+    reward.LastTurn: "type",
+    reward.Boxed: "type",
+    reward.AnswerLine: "type marker",
+    reward.Choice: "type letters",
+    reward.Regex: "type pattern timeout_s",
+    reward.Json: "type schema_file key",
     reward.ExactReward: "type ignore_case",
     reward.NumericReward: "type tolerance",
     reward.MathReward: "type timeout_s",
@@ -89,9 +76,9 @@ BOUND: dict[type[BaseModel], str] = {
     reward.EnvironmentReward: "type",
     reward.FunctionReward: "type function",
     reward.FormatReward: "type",
-    environment.EnvironmentBase: "max_turns max_response_tokens",
-    environment.CalculatorEnvironment: "type",
-    environment.FunctionEnvironment: "type function",
+    rollout.EnvironmentBase: "max_turns max_response_tokens",
+    rollout.CalculatorEnvironment: "type",
+    rollout.FunctionEnvironment: "type function",
     objective.Objective: "kd_weight ce_weight scaling scaling_decay scaling_cap",
     loss.DivergenceTerm: "divergence beta mixed_weight temperature",
     loss.NormalizedTerm: "normalizer",
@@ -102,7 +89,7 @@ BOUND: dict[type[BaseModel], str] = {
     loss.StrictTerm: "type top_k normalization",
     loss.TCADTerm: "type support_size support coverage_coef power_alpha",
     loss.SampledKLTerm: "type estimator update clip_low clip_high dual_clip",
-    importance.ImportanceSettings: "importance_cap importance_level importance_veto",
+    loss.ImportanceSettings: "importance_cap importance_level importance_veto",
     loss.ULDTerm: "type temperature compat",
     loss.ALMTerm: "type temperature",
     loss.GoldTerm: "type",

@@ -9,7 +9,7 @@ import yaml
 from nemo_opd.cli.main import main
 from nemo_opd.evaluation.estimates import paired_difference
 from nemo_opd.logging.comparison import read_runs, setting_tables
-from nemo_opd.training.compared_runs import answer_tables
+from nemo_opd.training.closing import answer_tables
 
 
 def write_run(folder: Path, lr: float, right: list[float], data: str = "a") -> Path:

@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 
 from nemo_opd.cli.command import fail
+from nemo_opd.cluster.launch import driving
 from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.training.interrupt import Interrupt
-from nemo_opd.training.launch import driving
 from tests.cluster.toy import Toy
 
 TWO = Placement.colocated(num_nodes=1, ranks_per_node=2, num_teachers=0)

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd.config.command_line import Groups, read_command_line
-from nemo_opd.config.composition import composition_errors
-from nemo_opd.config.load import run_with_hydra, to_yaml
+from nemo_opd.config.command_line import Groups, Sweep, read_command_line
+from nemo_opd.config.load import composition_errors, run_with_hydra, to_yaml
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.sweep import Sweep
 from nemo_opd.errors import ConfigError, ModelError
 from tests.composition import CONFIGS, DEMO, PRODUCTION, ROOT, command_line, compose_all, configured
 

@@ -5,11 +5,9 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
-from nemo_opd.config.described import meaning_of
+from nemo_opd.config.base import models_in
 from nemo_opd.config.evaluation import EvaluationConfig
-from nemo_opd.config.help import help_text
-from nemo_opd.config.problems import models_in
-from nemo_opd.config.reference import PAGE, page
+from nemo_opd.config.reference import PAGE, help_text, meaning_of, page
 from nemo_opd.config.run import RunConfig
 from tests.composition import CONFIGS, ROOT
 

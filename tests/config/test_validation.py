@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from nemo_opd.config import RunConfig
-from nemo_opd.config.choices import choices
+from nemo_opd.config.base import choices
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.loss import LossTerm, PKLTerm, SameVocabTerm
 from nemo_opd.config.objective import Loss

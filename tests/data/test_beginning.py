@@ -17,10 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.data import beginning
 from nemo_opd.data import text as text_module
-from nemo_opd.data.beginning import EDGE, MARGIN, encode_beginning
+from nemo_opd.data.beginning import EDGE, MARGIN, encode_beginning, is_seam
 from nemo_opd.data.encoders import Encoder, Encoding
 from nemo_opd.data.samples import Sample
-from nemo_opd.data.seams import is_seam
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
 from tests.tokenizers_fixture import REAL, byte_level, real_tokenizer, sentencepiece, unigram
 

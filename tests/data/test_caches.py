@@ -13,9 +13,9 @@ import datasets
 import pyarrow as pa
 import pytest
 
-from nemo_opd import disk
+from nemo_opd import files
 from nemo_opd.config.data import HubDataset, Source
-from nemo_opd.data import caches, intact
+from nemo_opd.data import compressed, convert
 from nemo_opd.data.layout import TextLayout
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import ConfigError, StorageError
@@ -79,7 +79,7 @@ def test_a_full_disk_under_conversions(lines: Source, conversions: Path, small_f
 
 def test_a_disk_without_a_byte(lines: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` says so without the number of the error."""
-    monkeypatch.setattr(disk, "free_bytes", lambda path: 0)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 0)
     with pytest.raises(StorageError, match=r"no room for the converted data .* or set \$HF_DATASETS_CACHE to another"):
         load(lines)
 
@@ -112,7 +112,7 @@ def test_an_unpacked_copy_has_its_name_when_it_is_on_the_disk(packed: Source, mo
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 def test_errors_of_the_user_s_file_are_not_of_the_cache(tmp_path: Path, number: int) -> None:
-    with pytest.raises(OSError, match="theirs") as caught, caches.writing(tmp_path / "cache", "X"):
+    with pytest.raises(OSError, match="theirs") as caught, compressed.writing(tmp_path / "cache", "X"):
         raise OSError(number, "theirs", str(tmp_path / "a.parquet"))
     assert not isinstance(caught.value, StorageError)
 
@@ -131,7 +131,7 @@ def test_another_process_is_waited_for(
 ) -> None:
     """Bug: without a word."""
     file = held(lines, conversions)
-    monkeypatch.setattr(caches.time, "sleep", lambda seconds: file.close())
+    monkeypatch.setattr(compressed.time, "sleep", lambda seconds: file.close())
     with caplog.at_level(logging.WARNING):
         assert len(load(lines)) == 50
     assert [f"it holds {file.name}" in message for message in caplog.messages] == [True]
@@ -140,7 +140,7 @@ def test_another_process_is_waited_for(
 def test_another_process_is_not_waited_for_without_end(
     lines: Source, conversions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(caches, "WAIT_S", -1.0)
+    monkeypatch.setattr(compressed, "WAIT_S", -1.0)
     with held(lines, conversions) as file, pytest.raises(StorageError) as caught:
         load(lines)
     assert f"{file.name} for more than" in str(caught.value)
@@ -186,6 +186,6 @@ def test_each_byte_is_validated_once_when_a_run_starts(
     source = Source(**{kind: str(tmp_path / f"a{suffix}")})
     rows = len(load(source))
     validated: list[int] = []
-    monkeypatch.setattr(intact, "problem", lambda values: validated.append(len(values)))
+    monkeypatch.setattr(convert, "problem", lambda values: validated.append(len(values)))
     load(source)
     assert sum(validated) == rows

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_opd.data.collate import collate, gather_rows, mask_unrouted, shards
-from nemo_opd.data.compared import compared
-from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
+from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens, compared
 from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
 from tests.rows import pad_rows
 

@@ -13,18 +13,14 @@ from nemo_opd.config.context import Context as ContextSettings
 from nemo_opd.config.context import field_names
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
 from nemo_opd.data.collate import collate
-from nemo_opd.data.compared import compared
-from nemo_opd.data.context import Context
+from nemo_opd.data.context import LEAST, Context, PrivilegedPrompt, leakage
 from nemo_opd.data.documents import FIELD, OTHER, Conversation
 from nemo_opd.data.encoders import ChatEncoder
-from nemo_opd.data.in_context import PrivilegedPrompt
-from nemo_opd.data.leakage import LEAST, leakage
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker
-from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample
-from nemo_opd.data.stored import decoded, encoded
+from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, compared, decoded, encoded
 from nemo_opd.errors import DataError
-from nemo_opd.rollout.prompts import dataset_rollout
+from nemo_opd.rollout.collect import dataset_rollout
 from nemo_opd.rollout.renderer import TextRenderer
 from tests.alignment.chat_fixture import with_template
 from tests.data.test_rollouts import CALL, PIECES, ROLES, STUDENT, TEACHER, TEXT_CHARACTERS, collected, conversation

@@ -7,10 +7,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from nemo_opd.data import packed_order
+from nemo_opd.data import order
 from nemo_opd.data.loader import TrainLoader, made_of_all
-from nemo_opd.data.order import BatchOrder
-from nemo_opd.data.packed_order import PackedOrder, lengths_of
+from nemo_opd.data.order import BatchOrder, PackedOrder, lengths_of
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.errors import CheckpointError
 from nemo_opd.types import Batch
@@ -22,7 +21,7 @@ BLOCK = 24
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_order, "BLOCK", BLOCK)
+    monkeypatch.setattr(order, "BLOCK", BLOCK)
 
 
 def tokens(number: int, length: int) -> Tokens:
@@ -72,7 +71,7 @@ ALL = sorted(int(window.student.ids[0]) for i in range(NUM_DOCUMENTS) for window
 @pytest.fixture(scope="module")
 def three() -> list[list[Batch]]:
     with pytest.MonkeyPatch.context() as patch, loader_of() as loader:
-        patch.setattr(packed_order, "BLOCK", BLOCK)
+        patch.setattr(order, "BLOCK", BLOCK)
         return list(islice(epochs(loader), 3))
 
 
@@ -124,9 +123,9 @@ def test_rows_are_of_one_block(three: list[list[Batch]]) -> None:
 
 def test_a_block_of_long_windows_ends_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: at 32,768 tokens a window, 4,096 windows took 13 minutes to tokenize before the first step."""
-    monkeypatch.setattr(packed_order, "BLOCK", 1000)
-    monkeypatch.setattr(packed_order, "BLOCK_TOKENS", 100)
-    monkeypatch.setattr(packed_order, "BLOCK_ROWS", 8)
+    monkeypatch.setattr(order, "BLOCK", 1000)
+    monkeypatch.setattr(order, "BLOCK_TOKENS", 100)
+    monkeypatch.setattr(order, "BLOCK_ROWS", 8)
     with loader_of() as loader:
         first = next(epochs(loader))
 

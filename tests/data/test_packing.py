@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_opd.data.packing import packed_rows
-from nemo_opd.data.windows import common_places, window_edges
+from nemo_opd.data.order import packed_rows
+from nemo_opd.data.text import common_places, window_edges
 
 SEGMENTS = st.integers(1, 3).flatmap(
     lambda models: st.tuples(

@@ -9,10 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_opd.config.data import Data, Source
-from nemo_opd.data.layout import layout_of
-from nemo_opd.data.prompt_layout import PromptLayout
-from nemo_opd.data.prompts import read_prompts
+from nemo_opd.data.layout import PromptLayout, layout_of
 from nemo_opd.data.record import Prompt
+from nemo_opd.data.rollouts import read_prompts
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
 

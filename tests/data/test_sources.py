@@ -17,7 +17,7 @@ from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.data.convert import Read, convert, selected
 from nemo_opd.data.documents import Conversation, read_documents
 from nemo_opd.data.layout import ChatLayout, TextLayout
-from nemo_opd.data.origin import of_rows
+from nemo_opd.data.lines import of_rows
 from nemo_opd.data.schema import require_suitable
 from nemo_opd.data.sources import READERS, load_documents
 from nemo_opd.errors import DataError

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import processors
 
 from nemo_opd.data.beginning import encode_beginning
-from nemo_opd.data.continuation import TextContinuation
 from nemo_opd.data.encoders import Encoder
+from nemo_opd.data.text import TextContinuation
 from tests.tokenizers_fixture import byte_level, rebuilt, sentencepiece
 
 

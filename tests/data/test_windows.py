@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.data.encoders import Encoder
-from nemo_opd.data.samples import SameTokenizer, Sample
-from nemo_opd.data.stored import decoded, encoded
+from nemo_opd.data.samples import SameTokenizer, Sample, decoded, encoded
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
 from tests.data.conftest import MakeTokenizer, byte_bpe
 from tests.data.test_cache import arrays

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.mesh import build_mesh, context_axis, fsdp_axis, tensor_axis
+from nemo_opd.distributed.process_group import build_mesh, context_axis, fsdp_axis, tensor_axis
 from tests.models.world import as_rank
 
 LAYOUTS = [Layout(2, 2, 2), Layout(3, 1, 2), Layout(1, 2, 3), Layout(1, 4, 1)]

@@ -25,9 +25,12 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, load_benchmarks  # noqa: E402
-from nemo_opd.evaluation.benchmarks import run_benchmark  # noqa: E402
+from nemo_opd.evaluation.benchmarks import (  # noqa: E402
+    LanguageModel,
+    TextModel,
+    run_benchmark,
+)
 from nemo_opd.evaluation.estimates import wilson  # noqa: E402
-from nemo_opd.evaluation.language_model import LanguageModel, TextModel  # noqa: E402
 
 MAX_LENGTH = 48
 TASKS = {

@@ -8,10 +8,9 @@ from itertools import accumulate, pairwise
 import pyarrow as pa
 import pytest
 
-from nemo_opd.alignment.token_classes import CLASSES, class_of
-from nemo_opd.data.domains import Domains
-from nemo_opd.evaluation.validation import validate, validate_teachers
-from nemo_opd.training.plan import Plan
+from nemo_opd.data.loader import Domains
+from nemo_opd.evaluation.validation import CLASSES, class_of, validate, validate_teachers
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import Mean, Metric
 from tests.evaluation.test_validation import Read
 from tests.tiny import SENTENCES, Tiny

@@ -12,7 +12,7 @@ from nemo_opd.config.reward import FunctionReward, NumericReward
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.evaluation.inputs import resolved_sets
-from nemo_opd.evaluation.sets import read_questions
+from nemo_opd.evaluation.questions import read_questions
 
 ROWS = [
     {"question": "2 + 2?", "answer": 4, "level": 1, "tests": ["a", "b"], "data_source": "sums"},

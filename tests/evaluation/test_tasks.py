@@ -13,8 +13,7 @@ from nemo_opd.config.reward import EnvironmentReward, NumericReward
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.evaluation.estimates import wilson
-from nemo_opd.evaluation.shown import all_answers, shown_answers
-from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
+from nemo_opd.evaluation.questions import EvaluationResult, all_answers, evaluate_task, shown_answers
 from nemo_opd.rewards import build_reward
 from nemo_opd.rewards.numeric import NumericMatch
 from tests.rewards.rollouts import rollout

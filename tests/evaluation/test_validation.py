@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_opd.data.loader import validation_batches
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.logging.metrics import values
-from nemo_opd.training.plan import Plan
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import Batch, Max, Mean, Metric, TeacherRows, TokenRows
 from tests.tiny import Tiny
 from tests.workers.local import in_world, opened, plan_of

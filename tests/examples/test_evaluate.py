@@ -11,7 +11,7 @@ from nemo_opd.cli.settings_verbs import evaluation_recipe
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import run_with_hydra, to_yaml, validated
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.logging.samples import read_samples
+from nemo_opd.logging.questions import read_samples
 from nemo_opd.training.standalone import evaluate
 from tests.composition import CONFIGS, command_line
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import HandoffError
-from nemo_opd.handoff.base import Receiver, Sender
-from nemo_opd.handoff.handle import Handle
+from nemo_opd.handoff.base import Handle, Receiver, Sender
 
 TOKENS = count()
 EXPORTED: dict[int, Tensor] = {}

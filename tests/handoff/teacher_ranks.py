@@ -11,11 +11,8 @@ from torch import Tensor
 
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.base import Receiver
-from nemo_opd.handoff.hidden_states import HiddenStatesWindow, HiddenStatesWriter
-from nemo_opd.handoff.logits import LogitsWriter
-from nemo_opd.handoff.plan import LayoutPair, Readers
-from nemo_opd.handoff.traffic import Payload, planned_readers
-from nemo_opd.handoff.window import OutputHandle, Window
+from nemo_opd.handoff.outputs import HiddenStatesWindow, HiddenStatesWriter, LogitsWriter, OutputHandle, Window
+from nemo_opd.handoff.plan import LayoutPair, Payload, Readers, planned_readers
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits
 from tests.handoff.counting import CountingReceiver, CountingSender

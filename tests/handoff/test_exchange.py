@@ -9,12 +9,10 @@ import torch
 
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.errors import HandoffError
-from nemo_opd.handoff.base import Receiver
-from nemo_opd.handoff.exchange import Exchange, ExchangePlanner
-from nemo_opd.handoff.handle import Message
-from nemo_opd.handoff.plan import LayoutPair
-from nemo_opd.handoff.traffic import Payload, Traffic, planned_traffic
-from nemo_opd.handoff.window import windows
+from nemo_opd.handoff.base import Message, Receiver
+from nemo_opd.handoff.link import Exchange, ExchangePlanner
+from nemo_opd.handoff.outputs import windows
+from nemo_opd.handoff.plan import LayoutPair, Payload, Traffic, planned_traffic
 from tests.handoff.counting import EXPORTED
 from tests.handoff.places import filled
 from tests.handoff.teacher_ranks import (

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nemo_opd.handoff import pinned_memory
-from nemo_opd.handoff.pinned_memory import PinnedMemoryReceiver, PinnedMemorySender
+from nemo_opd.handoff import shared_memory
+from nemo_opd.handoff.shared_memory import PinnedMemoryReceiver, PinnedMemorySender
 
 
 class Cudart:
@@ -41,9 +41,9 @@ def cudart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "check_error", check)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    pinned_memory._warn_of_pageable_memory.cache_clear()
+    shared_memory._warn_of_pageable_memory.cache_clear()
     yield fake
-    pinned_memory._warn_of_pageable_memory.cache_clear()
+    shared_memory._warn_of_pageable_memory.cache_clear()
 
 
 def test_both_sides_register_their_mapping_and_take_it_back(cudart: Cudart, caplog: pytest.LogCaptureFixture) -> None:

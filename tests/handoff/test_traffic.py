@@ -6,8 +6,15 @@ import pytest
 
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.plan import LayoutPair, Readers
-from nemo_opd.handoff.traffic import Payload, Traffic, check_stays_on_node, planned_readers, planned_traffic
+from nemo_opd.handoff.plan import (
+    LayoutPair,
+    Payload,
+    Readers,
+    Traffic,
+    check_stays_on_node,
+    planned_readers,
+    planned_traffic,
+)
 from tests.handoff.places import colocated, filled
 
 PAYLOAD = Payload(num_sequences=64, length=4096, vocab_size=151_936, hidden_size=2560, itemsize=2)

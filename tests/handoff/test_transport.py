@@ -5,10 +5,9 @@ import time
 
 import pytest
 
-from nemo_opd.config.handoff import HiddenStatesHandoff
+from nemo_opd.config.cluster import HiddenStatesHandoff
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.transport import TRANSPORTS, choose_transport
-from nemo_opd.handoff.transport_probe import complaint, hand_over, probe_transport
+from nemo_opd.handoff.transport import TRANSPORTS, choose_transport, complaint, hand_over, probe_transport
 
 
 def never() -> str | None:

@@ -9,12 +9,10 @@ import torch
 
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError, HandoffError
-from nemo_opd.handoff.hidden_states import HiddenStatesWriter
+from nemo_opd.handoff.outputs import HiddenStatesWriter, windows
 from nemo_opd.handoff.plan import LayoutPair
-from nemo_opd.handoff.window import windows
-from nemo_opd.logits.combined import SideBySideLogits
-from nemo_opd.logits.packed import PackedLogits
 from nemo_opd.logits.rows import TensorLogits
+from nemo_opd.logits.sources import PackedLogits, SideBySideLogits
 from tests.handoff.counting import EXPORTED, CountingReceiver, CountingSender
 from tests.handoff.places import filled
 from tests.handoff.teacher_ranks import (

@@ -19,11 +19,9 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.data.documents import MESSAGES, TEXT
 from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.errors import ConfigError, DataError, ModelError
-from nemo_opd.integrations.collator import Collator
-from nemo_opd.integrations.distillation import Distillation
+from nemo_opd.integrations.distillation import Collator, Distillation, read_settings
 from nemo_opd.integrations.hf import DistillationMixin
-from nemo_opd.integrations.settings import read_settings
-from nemo_opd.training.preflight import preflight
+from nemo_opd.preflight.plan import preflight
 from tests import processes
 from tests.composition import compose
 from tests.tiny import Tiny, save_model, train_tokenizer

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from nemo_opd.kernels import launch
 from nemo_opd.kernels.forms import CellMap, EntryLists
-from nemo_opd.logits import aligned, head
+from nemo_opd.logits import head, product
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.planned import PlannedLoss, compute_together
 from nemo_opd.logits.rows import TrainableRows
-from nemo_opd.losses import alm, cross_entropy, kernel_cells, p_kl, same_vocab, shared_prefix, strict
+from nemo_opd.losses import alm, cells, cross_entropy, p_kl, same_vocab, shared_prefix, strict
 from nemo_opd.projection import ProjectionMatrix
 from tests.kernels import interpreted_layers
 from tests.kernels.moved import moved_bytes
@@ -162,7 +162,7 @@ def from_a_head(dtype: torch.dtype, head_rows: int = V) -> Found:
         return loss.detach(), *torch.autograd.grad(loss, leaves)
 
     def as_on_a_gpu(width: int, device: torch.device) -> int:
-        return aligned.row_distance(width, torch.device("cuda"))
+        return product.row_distance(width, torch.device("cuda"))
 
     with patch.object(head, "row_distance", as_on_a_gpu):
         return compared(run)
@@ -220,12 +220,12 @@ def bytes_of_rows() -> dict[str, Any]:
         of()
         counted.append((name, num_bytes, moved[0], sum(last - first for first, last in maps)))
 
-    cell_map = kernel_cells.cell_map
+    cell_map = cells.cell_map
     text = Text.random(9, 3.0).to(torch.float32)
     with (
         small_blocks(launched),
         patch.object(launch, "launch", run),
-        patch.object(kernel_cells, "cell_map", remembered),
+        patch.object(cells, "cell_map", remembered),
         moved_bytes(maps) as moved,
     ):
         plans = text.plans(text.student.requires_grad_(), "jsd", 1.0)

@@ -10,8 +10,9 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from nemo_opd.kernels import launch, rms_norm, rotary
-from nemo_opd.models.layer_trials import GATE, ROTATION, norm_of, try_kernels
+from nemo_opd.kernels import launch
+from nemo_opd.kernels import layers as kernels
+from nemo_opd.models.fused_layers import GATE, ROTATION, norm_of, try_kernels
 from tests.kernels import layers
 from tests.kernels.moved import moved_bytes
 
@@ -33,8 +34,8 @@ def as_on_a_gpu() -> Iterator[None]:
         patch.object(interpreter, "_convert_float", rounded),
         patch.object(launch, "num_multiprocessors", lambda device: 3),
         patch.object(launch, "BLOCK", 64),
-        patch.object(rms_norm, "_TILE", 256),
-        patch.object(rotary, "_TILE", 16),
+        patch.object(kernels, "_NORM_TILE", 256),
+        patch.object(kernels, "_ROTARY_TILE", 16),
     ):
         yield
 

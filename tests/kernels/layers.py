@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.phi3 import modeling_phi3 as phi3
 
-from nemo_opd.config.lora import Lora
+from nemo_opd.config.model import Lora
 from nemo_opd.kernels import launch
 from nemo_opd.kernels.layers import RMSNorm, Rotary, SwiGLU
 from nemo_opd.models.fused_layers import replace_parts

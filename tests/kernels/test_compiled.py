@@ -39,10 +39,10 @@ ALL: dict[str, int] = {"COMPARISON_KIND": JSD, "MAPPED_KIND": JSD, "IS_FIRST": F
 """Constants of a kernel that are not True; a variant has others."""
 DEFAULT = {"COMPARISON_KIND": FORWARD_KL, "MAPPED_KIND": FORWARD_KL, "IS_FIRST": True}
 VARIANTS = {
-    "row_sums, weighted": ("row_sums._row_sums", {}),
-    "row_sums": ("row_sums._row_sums", {"HAS_WEIGHTS": False, "HAS_NEEDED": False}),
-    "log_ratios, short": ("log_ratios._lists", dict(zip(("LISTS", "ENTRIES"), launch.SHORT_TILE, strict=True))),
-    "log_ratios, long": ("log_ratios._lists", dict(zip(("LISTS", "ENTRIES"), launch.LONG_TILE, strict=True))),
+    "row_sums, weighted": ("rows._row_sums", {}),
+    "row_sums": ("rows._row_sums", {"HAS_WEIGHTS": False, "HAS_NEEDED": False}),
+    "log_ratios, short": ("arithmetic._lists", dict(zip(("LISTS", "ENTRIES"), launch.SHORT_TILE, strict=True))),
+    "log_ratios, long": ("arithmetic._lists", dict(zip(("LISTS", "ENTRIES"), launch.LONG_TILE, strict=True))),
     "forward KL": ("rows.rows_kernel", DEFAULT),
     "JSD, value": ("rows.rows_kernel", {"HAS_GRADIENT": False, "HAS_SURPRISE": False}),
     "JSD, gradient": ("rows.rows_kernel", {}),
@@ -55,11 +55,11 @@ VARIANTS = {
 
 
 LAYERS = {
-    "rms_norm._forward": {"ROWS": 2, "COLUMNS": 2048},
-    "rms_norm._backward": {"OF_WEIGHT": True, "ROWS": 1, "COLUMNS": 8192},
-    "swiglu._forward": {},
-    "swiglu._backward": {},
-    "rotary._rotated": {"BACK": True, "HEADS": 32, "COLUMNS": 64, "REST": 32},
+    "layers._rms_norm_forward": {"ROWS": 2, "COLUMNS": 2048},
+    "layers._rms_norm_backward": {"OF_WEIGHT": True, "ROWS": 1, "COLUMNS": 8192},
+    "layers._swiglu_forward": {},
+    "layers._swiglu_backward": {},
+    "layers._rotate_heads": {"BACK": True, "HEADS": 32, "COLUMNS": 64, "REST": 32},
 }
 """Kernels of layers and their constants."""
 _FP32_OF_LAYERS = ("inverse", "parts")
@@ -101,7 +101,7 @@ def test_aligned_rows_of_an_odd_number_of_columns_are_read_several_numbers_at_a_
     assert (launch.readable(101, rows), launch.readable(101, rows.contiguous())) == (112, 101)
     multiples = ("rows", "stride", "end")
     ptx = _compile(
-        "row_sums._row_sums", {"BLOCK": launch.BLOCK}, lambda key: _type_of(key, "_row_sums", "*fp32"), H100, multiples
+        "rows._row_sums", {"BLOCK": launch.BLOCK}, lambda key: _type_of(key, "_row_sums", "*fp32"), H100, multiples
     )
     assert "ld.global.v4" in ptx
 

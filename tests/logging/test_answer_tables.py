@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from nemo_opd.logging.answer_tables import answer_tables
-from nemo_opd.logging.question_values import QuestionValues
+from nemo_opd.logging.questions import QuestionValues, answer_tables
 
 ROWS = ("3:a", "5:b", "8:a", "13:c")
 

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from nemo_opd.config.logging import Console as ConsoleSettings
+from nemo_opd.config.run_fields import Console as ConsoleSettings
 from nemo_opd.logging import ClosingTable
-from nemo_opd.logging.base import Score, ScoreRow
+from nemo_opd.logging.base import Score, ScoreRow, amount, change, clock, figure
 from nemo_opd.logging.console import ConsoleLogger, _Progression
-from nemo_opd.logging.formats import amount, change, clock, figure
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
 
 

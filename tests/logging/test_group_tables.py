@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from nemo_opd.logging import write_report
-from nemo_opd.logging.group_tables import group_tables, markdown
+from nemo_opd.logging.records import group_tables, markdown
 
 START = {
     "step": 0,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.errors import DataError
-from nemo_opd.logging.jsonl import JsonlLogger, read
+from nemo_opd.logging.loggers import JsonlLogger, read
 from tests.logging.synthetic import summary
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def test_every_finished_line_survives_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     script = (
         "import sys; from pathlib import Path\n"
-        "from nemo_opd.logging.jsonl import JsonlLogger; from tests.logging.synthetic import summary\n"
+        "from nemo_opd.logging.loggers import JsonlLogger; from tests.logging.synthetic import summary\n"
         "path = Path(sys.argv[1]); logger = JsonlLogger(path); logger.start(summary(path.parent), 0)\n"
         "[logger.log(step, {'train/loss': 1.0}) for step in range(5)]; print('logged', flush=True); sys.stdin.read()"
     )

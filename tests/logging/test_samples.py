@@ -8,8 +8,8 @@ import pytest
 
 from nemo_opd.errors import DataError
 from nemo_opd.logging import write_report
-from nemo_opd.logging.page import MAX_OPEN
-from nemo_opd.logging.samples import SampleLog, ShownAnswer, answers_by_question, read_samples
+from nemo_opd.logging.questions import SampleLog, ShownAnswer, answers_by_question, read_samples
+from nemo_opd.logging.report import MAX_OPEN
 
 ONE = ShownAnswer(
     step=0,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_opd.logging.sweep import by_size, measures_of, read_sweep, sweep_table, write_sweep_report
+from nemo_opd.logging.comparison import by_size, measures_of, read_sweep, sweep_table, write_sweep_report
 from tests.logging.synthetic import record, validation
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nemo_opd.logging.tensorboard import TensorBoardLogger
+from nemo_opd.logging.trackers import TensorBoardLogger
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary
 
 

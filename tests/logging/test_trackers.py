@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.config.logging import Logging, Mlflow
+from nemo_opd.config.run_fields import Logging, Mlflow
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging import build
 from nemo_opd.logging.base import Best
-from nemo_opd.logging.mlflow import MlflowLogger, allowed_name, parameters
-from nemo_opd.logging.tracker import artefacts, results
+from nemo_opd.logging.trackers import MlflowLogger, allowed_name, artefacts, parameters, results
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary
 
 PASS = "eval/gsm8k/pass@1"

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.logging.wandb import check_credentials
+from nemo_opd.logging.trackers import check_credentials
 
 RUN = """
 import sys
 from pathlib import Path
-from nemo_opd.config.logging import Logging
+from nemo_opd.config.run_fields import Logging
 from nemo_opd.logging import build
 from tests.logging.synthetic import CLOSING, record, summary
 folder, mode = Path(sys.argv[1]), sys.argv[2]

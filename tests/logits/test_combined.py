@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_opd.logits.combined import SideBySideLogits
 from nemo_opd.logits.rows import TensorLogits
+from nemo_opd.logits.sources import SideBySideLogits
 from tests.losses.cases import LOSSES, Case
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_opd.logits.packed import PackedLogits, places_in_row
 from nemo_opd.logits.rows import TensorLogits
+from nemo_opd.logits.sources import PackedLogits, places_in_row
 from tests.losses.cases import LOSSES, Case
 from tests.packings import packing_of
 

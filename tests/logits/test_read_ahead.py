@@ -8,8 +8,7 @@ from torch import Tensor
 
 from nemo_opd.logits.blocks import blocks
 from nemo_opd.logits.blockwise import blockwise_sum
-from nemo_opd.logits.head import Head, HeadLogits
-from nemo_opd.logits.read_ahead import ReadAhead
+from nemo_opd.logits.head import Head, HeadLogits, ReadAhead
 from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.logits.term import Term, unit_cells
 

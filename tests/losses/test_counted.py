@@ -15,7 +15,7 @@ from tests.losses.cases import ALL_LOSSES, Case
 
 pytestmark = pytest.mark.world
 
-OF_THE_CASES = ("logits/rows.py", "losses/reduction.py", "losses/tcad.py")
+OF_THE_CASES = ("logits/rows.py", "losses/arguments.py", "losses/tcad.py")
 """Where cases wait, once each at most."""
 PLANS = "distributed/transfer.py"
 KERNELS = {

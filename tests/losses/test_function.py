@@ -7,9 +7,9 @@ from torch import Tensor
 
 from nemo_opd.config.loss import FunctionTerm
 from nemo_opd.errors import ConfigError
+from nemo_opd.losses.arguments import chunk_units
 from nemo_opd.losses.build import build
 from nemo_opd.losses.function import chunk_function, token_function
-from nemo_opd.losses.reduction import chunk_units
 from nemo_opd.projection import ProjectionMatrix
 
 from . import oracle

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from nemo_opd.kernels.launch import compiling
 from nemo_opd.losses import fused
-from nemo_opd.losses.softmax import softmax
+from nemo_opd.losses.fused import softmax
 from tests.losses.cases import LOSSES, Case
 
 CASES = [each for case in LOSSES for each in ([case] if case.name != "same_vocab" else case.divergences())]

@@ -4,7 +4,7 @@ import torch
 
 from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.losses.gold import gold
-from nemo_opd.losses.pairs import TokenPairs
+from nemo_opd.losses.sparse_projection import TokenPairs
 from nemo_opd.projection import ProjectionMatrix
 
 from . import oracle, oracle_chunks

@@ -3,9 +3,8 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError, ProjectionError
-from nemo_opd.losses.gold import gold
-from nemo_opd.losses.h_kl import h_kl
-from nemo_opd.losses.pairs import TokenPairs
+from nemo_opd.losses.gold import gold, h_kl
+from nemo_opd.losses.sparse_projection import TokenPairs
 from nemo_opd.projection import ProjectionMatrix
 
 from . import oracle, oracle_chunks

@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from nemo_opd.losses import p_kl
-from nemo_opd.losses.gold import gold
-from nemo_opd.losses.h_kl import h_kl
+from nemo_opd.losses.gold import gold, h_kl
 from nemo_opd.projection import ProjectionMatrix
 
 from . import oracle, oracle_chunks

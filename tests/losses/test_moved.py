@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from nemo_opd.config.loss import FunctionTerm, LossTerm, SameVocabTerm, SampledKLTerm, TCADTerm
-from nemo_opd.logits.combined import AveragedLogits
-from nemo_opd.logits.packed import PackedLogits, places_in_row
 from nemo_opd.logits.rows import TensorLogits
+from nemo_opd.logits.sources import AveragedLogits, PackedLogits, places_in_row
 from nemo_opd.losses.build import build
 from nemo_opd.types import MovedRows, SampledRows, TeacherRows, TokenRows
 

@@ -6,7 +6,7 @@ import torch
 
 from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.losses import p_kl
-from nemo_opd.losses.reduction import count_chunks
+from nemo_opd.losses.arguments import count_chunks
 from nemo_opd.losses.sparse_projection import SparseProjection
 
 from . import oracle, oracle_chunks

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.logits import Head, HeadLogits
-from nemo_opd.logits.parallel import ContextParallelLogits
 from nemo_opd.logits.rows import TensorLogits
+from nemo_opd.logits.sources import ContextParallelLogits
 from nemo_opd.losses import sampled_chunk_kl, sampled_kl
 from nemo_opd.types import LossOutput
 from tests.models.world import on_ranks

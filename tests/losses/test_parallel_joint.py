@@ -21,11 +21,11 @@ from nemo_opd.logits import (
     blocks,
     compute_together,
 )
-from nemo_opd.logits.parallel import ContextParallelLogits
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, TrainableRows
+from nemo_opd.logits.sources import ContextParallelLogits
 from nemo_opd.losses import alm, cross_entropy, gold, h_kl, p_kl, sampled_chunk_kl, uld
-from nemo_opd.losses.overlap import plan_overlap
+from nemo_opd.losses.metrics import plan_overlap
 from tests.models.world import on_ranks
 from tests.vocab_parallel import vocab_parallel
 

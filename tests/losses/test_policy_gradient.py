@@ -8,7 +8,7 @@ import torch
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits import Head, HeadLogits
 from nemo_opd.losses import grpo
-from nemo_opd.losses.clipped_ratio import Clip
+from nemo_opd.losses.importance import Clip
 
 from .cases import random_logits
 from .test_memory import IDS, MASK, B, S, bytes_saved

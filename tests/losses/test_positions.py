@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_opd.losses import byte_prefix
 from nemo_opd.losses.position_units import count_positions
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.projection.prefix_maps import byte_order
+from nemo_opd.projection.spelling import byte_order
 from tests.losses.oracle_prefix import matrix
 from tests.reference import positions
 from tests.reference.positions import Cells, Merges, next_tokens, source, targets, tokenize, vocabulary

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.reduction import chunk_units, count_chunks, count_label_tokens, label_rows
+from nemo_opd.losses.arguments import chunk_units, count_chunks, count_label_tokens, label_rows
 
 from . import oracle, oracle_chunks
 

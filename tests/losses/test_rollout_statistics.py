@@ -8,8 +8,7 @@ import torch
 
 from nemo_opd.logits import Head, HeadLogits, compute_together
 from nemo_opd.losses import same_vocab
-from nemo_opd.losses.overlap import plan_chunk_overlap, plan_overlap
-from nemo_opd.losses.rollout_statistics import plan_rollout_statistics
+from nemo_opd.losses.metrics import plan_chunk_overlap, plan_overlap, plan_rollout_statistics
 from nemo_opd.types import SampledRows, TokenRows
 
 from .cases import pair, random_logits, two_tokenizers

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.losses.cell_map import CommonCells
+from nemo_opd.losses.cells import CommonCells
 from nemo_opd.losses.shared_prefix import shared_prefix
 
 from . import oracle, oracle_prefix

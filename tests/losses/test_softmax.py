@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nemo_opd.losses.softmax import log_sum_exp
+from nemo_opd.losses.fused import log_sum_exp
 
 
 def test_log_sum_exp_equals_torchs_in_value_and_gradient():

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.logits.packed import places_in_row
-from nemo_opd.logits.sparse import SparseLayout, SparseLogits
+from nemo_opd.logits.rows import SparseLayout, SparseLogits
+from nemo_opd.logits.sources import places_in_row
 from nemo_opd.losses import alm, byte_prefix, sampled_chunk_kl, sampled_kl
-from nemo_opd.served.programs import PromptLogprobs
-from nemo_opd.served.rows import encoded_rows
+from nemo_opd.served.programs import PromptLogprobs, encoded_rows
 
 from . import cases, oracle_prefix, oracle_truncated
 

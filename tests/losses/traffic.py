@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nemo_opd.logits.blocks import block_bytes
+from nemo_opd.logits.blockwise import backward
 from nemo_opd.logits.planned import compute_together
-from nemo_opd.logits.saved import backward
 from tests.losses.real_sizes import PLANS, TOGETHER, Sides
 from tests.pretend_gpu import DEVICE, Work, counted
 

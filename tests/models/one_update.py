@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Parallelism
+from nemo_opd.distributed.collectives import gathered
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
-from nemo_opd.distributed.shards import gathered
+from nemo_opd.distributed.process_group import build_mesh, fsdp_axis
 from nemo_opd.logits.head import HeadLogits
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.models.head import HiddenStateModel, LogitModel

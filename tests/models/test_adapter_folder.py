@@ -11,19 +11,17 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_opd.config.lora import Lora
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Lora, Parallelism
 from nemo_opd.demo import model_path
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.mesh import build_mesh
+from nemo_opd.distributed.process_group import build_mesh
 from nemo_opd.errors import ModelError
 from nemo_opd.models.adapter_folder import resolve
-from nemo_opd.models.fingerprint import weights_fingerprint
-from nemo_opd.models.folder import check_folder
+from nemo_opd.models.folder import check_folder, read_own_card
 from nemo_opd.models.load import load_config, load_model, load_tokenizer
 from nemo_opd.models.lora import Adapters, adapter_parameters
-from nemo_opd.models.own_card import read_own_card
 from nemo_opd.models.sharded_load import load_sharded
+from nemo_opd.models.stored_weights import weights_fingerprint
 from tests.models.families import VOCABULARY, save
 from tests.models.world import alone
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_opd.config.model import Student
 from nemo_opd.errors import OPDError
-from nemo_opd.training.model_info import read_model_info
+from nemo_opd.preflight.model_info import read_model_info
 from tests.tiny import Tiny
 
 WEIGHTS, INDEX, CONFIG, TOKENIZER = (

@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Parallelism
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.mesh import build_mesh, context_axis
+from nemo_opd.distributed.process_group import build_mesh, context_axis
 from nemo_opd.errors import ConfigError, ModelError
 from nemo_opd.losses import cross_entropy
-from nemo_opd.models.context_parallel import (
+from nemo_opd.models.head import HiddenStateModel
+from nemo_opd.models.packed_attention import (
     RingAttention,
     check_context_parallel,
     gather_positions,
     use_ring_attention,
 )
-from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.models.sharded_load import load_sharded
 from tests.models.families import VOCABULARY, model_of, save
 from tests.models.world import as_rank, on_ranks

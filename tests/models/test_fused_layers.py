@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from nemo_opd.config.model import Student
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Parallelism, Student
 from nemo_opd.errors import ModelError
 from nemo_opd.kernels import launch
 from nemo_opd.models.fused_layers import fuse_layers, may_fuse, replace_parts
-from nemo_opd.training.model_info import read_model_info
+from nemo_opd.preflight.model_info import read_model_info
 from tests.kernels import layers
 from tests.models import one_update
 from tests.models.families import FAMILIES, model_of, save

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nemo_opd.config.parallelism import Parallelism
-from nemo_opd.distributed.mesh import tensor_axis
-from nemo_opd.models.context_parallel import RING, use_ring_attention
+from nemo_opd.config.model import Parallelism
+from nemo_opd.distributed.process_group import tensor_axis
 from nemo_opd.models.generation import generating
 from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.models.load import load_model
+from nemo_opd.models.packed_attention import RING, use_ring_attention
 from nemo_opd.models.parallelize import checkpoint_activations
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_opd.errors import ModelError
-from nemo_opd.models import fingerprint, stored_weights
+from nemo_opd.models import stored_weights
 from nemo_opd.models.load import load_config, load_model, load_tokenizer
 from tests.tiny import Tiny
 
@@ -75,10 +75,10 @@ def test_weights_on_the_hub_are_part_of_a_fingerprint(
         assert name == "org/model"
         return str(shutil.copy(copy / file, snapshot)) if (copy / file).is_file() else None
 
-    for module in (fingerprint, stored_weights):
+    for module in (stored_weights, stored_weights):
         monkeypatch.setattr(module, "cached_file", downloaded)
-    found = fingerprint.weights_fingerprint("org/model", key="teachers.0.model")
+    found = stored_weights.weights_fingerprint("org/model", key="teachers.0.model")
     monkeypatch.undo()
-    assert found == fingerprint.weights_fingerprint(str(copy), key="teachers.0.model")
+    assert found == stored_weights.weights_fingerprint(str(copy), key="teachers.0.model")
     next(iter(copy.glob("*model.*"))).write_bytes(b"others")
-    assert found != fingerprint.weights_fingerprint(str(copy), key="teachers.0.model")
+    assert found != stored_weights.weights_fingerprint(str(copy), key="teachers.0.model")

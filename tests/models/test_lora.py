@@ -13,11 +13,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nemo_opd.config.lora import Lora
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Lora, Parallelism
+from nemo_opd.distributed.collectives import gathered, local
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.mesh import build_mesh
-from nemo_opd.distributed.shards import gathered, local
+from nemo_opd.distributed.process_group import build_mesh
 from nemo_opd.errors import ConfigError, ModelError
 from nemo_opd.models.lora import Adapters, adapter_parameters
 from nemo_opd.models.sharded_load import load_sharded

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_opd.checkpoint.state import load_state, save_state
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Parallelism
 from nemo_opd.models.export import save_pretrained
 from nemo_opd.models.head import LogitModel
 from tests.models.families import MIXED, VOCABULARY, save

@@ -18,9 +18,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Parallelism
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.mesh import build_mesh
+from nemo_opd.distributed.process_group import build_mesh
 from nemo_opd.errors import ModelError
 from nemo_opd.models.sharded_load import load_sharded
 from tests.models.families import SIZES

@@ -23,10 +23,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Parallelism
+from nemo_opd.distributed.collectives import gathered
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.mesh import build_mesh
-from nemo_opd.distributed.shards import gathered
+from nemo_opd.distributed.process_group import build_mesh
 from nemo_opd.errors import ModelError
 from nemo_opd.models import sharded_load
 from nemo_opd.models.load import load_model

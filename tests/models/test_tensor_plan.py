@@ -11,7 +11,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Parallelism
 from nemo_opd.errors import ModelError
 from nemo_opd.models.tensor_plan import Style, tensor_parts, tensor_plan
 from tests.models.families import FAMILIES, MIXTURES, SIZES

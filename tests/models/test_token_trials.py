@@ -20,9 +20,8 @@ from transformers import (
 )
 
 from nemo_opd.errors import ModelError
-from nemo_opd.models.miniature import miniatures
-from nemo_opd.models.text_part import text_part
-from nemo_opd.models.token_trials import batching, require_causal
+from nemo_opd.models.load import text_part
+from nemo_opd.models.token_trials import batching, miniatures, require_causal
 from tests.models.families import SIZES
 
 NOT_CAUSAL = {

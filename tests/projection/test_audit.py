@@ -6,7 +6,7 @@ import pytest
 from nemo_opd.alignment import pieces_of
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import Audit, Coverage, ProjectionMatrix, audit, build_projection, exact_map, recommended_loss
-from nemo_opd.projection.audit import fit_warnings
+from nemo_opd.projection.build import fit_warnings
 from nemo_opd.projection.exact import exact_pairs
 from tests.projection.conftest import SMALL
 from tests.tokenizers_fixture import real_tokenizer

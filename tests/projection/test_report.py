@@ -13,9 +13,18 @@ from nemo_opd.alignment import pieces_of
 from nemo_opd.alignment.roles import paired_roles
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import Audit, ProjectionMatrix, audit, build_projection
-from nemo_opd.projection.heat_map import heat_map, label, plot_samples
-from nemo_opd.projection.report import audit_lines, audit_table, roles_table, sample_table
-from nemo_opd.projection.samples import KINDS, counted_runs, samples
+from nemo_opd.projection.report import (
+    KINDS,
+    audit_lines,
+    audit_table,
+    counted_runs,
+    heat_map,
+    label,
+    plot_samples,
+    roles_table,
+    sample_table,
+    samples,
+)
 from tests.projection.conftest import SMALL
 from tests.tokenizers_fixture import byte_level
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, CanineTokenizer
 from nemo_opd.alignment import fingerprint
 from nemo_opd.cli.projection import EXACT_MAP, INSPECT
 from nemo_opd.demo import model_path
-from nemo_opd.models import embeddings
+from nemo_opd.models import stored_weights
 from nemo_opd.projection import EmbeddingSource, ProjectionMatrix, build_projection
 from tests.exit_status import exit_status
 from tests.projection.conftest import SMALL
@@ -154,12 +154,12 @@ def test_embeddings_are_found_whatever_the_prefix(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path("student"))
     model.save_pretrained(folder, max_shard_size="200KB")
     expected = model.get_input_embeddings().weight
-    torch.testing.assert_close(embeddings.input_embeddings(str(folder), key="k"), expected.detach())
-    name = embeddings._embedding_name(model.config)
+    torch.testing.assert_close(stored_weights.input_embeddings(str(folder), key="k"), expected.detach())
+    name = stored_weights._embedding_name(model.config)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shard = folder / index["weight_map"][name]
     torch_save_file({f"language_model.{key}": tensor for key, tensor in torch_load_file(shard).items()}, shard)
-    torch.testing.assert_close(embeddings.input_embeddings(str(folder), key="k"), expected.detach())
+    torch.testing.assert_close(stored_weights.input_embeddings(str(folder), key="k"), expected.detach())
 
 
 def test_embeddings_that_are_not_there(tmp_path: Path, fails: Callable[..., str]) -> None:

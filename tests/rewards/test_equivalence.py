@@ -16,8 +16,8 @@ import pytest
 from nemo_opd.cluster.ray.services import has_ended
 from nemo_opd.config.base import YEAR_S
 from nemo_opd.errors import RolloutError
-from nemo_opd.rewards import equivalence as equivalence_module
-from nemo_opd.rewards.equivalence import MANY, Equivalence
+from nemo_opd.rewards import math as equivalence_module
+from nemo_opd.rewards.math import MANY, Equivalence
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.world

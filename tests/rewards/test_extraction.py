@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_opd.config.extraction import Extraction
-from nemo_opd.config.reward import Reward
+from nemo_opd.config.reward import Extraction, Reward
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import ConfigError, DataError, RolloutError
 from nemo_opd.rewards import build_reward, check_answers

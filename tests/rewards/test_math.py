@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from nemo_opd.rewards.boxes import last_boxed
+from nemo_opd.rewards.extraction import last_boxed
 
 
 @pytest.mark.parametrize(

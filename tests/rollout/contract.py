@@ -21,12 +21,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_opd.config.endpoint import Endpoint
+from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
 from nemo_opd.rollout.server.engine import ServerEngine
-from nemo_opd.served.answers import EndpointAnswers, served_layout
-from nemo_opd.served.check import check_endpoint
+from nemo_opd.served.answers import EndpointAnswers, check_endpoint, served_layout
 from tests.tiny import save_model, train_tokenizer
 
 MAX_POSITIONS = 128

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_opd.data.record import Prompt
-from nemo_opd.rollout.calculator import Calculator, evaluated, has_answer, result_of, written
+from nemo_opd.rollout.environment import Calculator, evaluated, has_answer, result_of, written
 
 NUMBERS = st.one_of(st.integers(0, 999).map(str), st.decimals(0, 99, places=2).map(str))
 EXPRESSIONS = st.recursive(

@@ -10,13 +10,17 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from nemo_opd.config.environment import CalculatorEnvironment, FunctionEnvironment
-from nemo_opd.config.environment import Environment as Settings
+from nemo_opd.config.rollout import CalculatorEnvironment, FunctionEnvironment
+from nemo_opd.config.rollout import Environment as Settings
 from nemo_opd.data.record import Message, Prompt
 from nemo_opd.errors import ConfigError, RolloutError
-from nemo_opd.rollout.calculator import Calculator
-from nemo_opd.rollout.environment import CheckedEnvironment, EnvironmentStep
-from nemo_opd.rollout.environments import ENVIRONMENTS, build_environment
+from nemo_opd.rollout.environment import (
+    ENVIRONMENTS,
+    Calculator,
+    CheckedEnvironment,
+    EnvironmentStep,
+    build_environment,
+)
 
 PROMPT = Prompt(11, [{"role": "user", "content": "?"}])
 

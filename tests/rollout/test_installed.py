@@ -5,10 +5,10 @@ from typing import Literal
 
 import pytest
 
+from nemo_opd import extras
 from nemo_opd.config.rollout import HFRollout, ServerRollout
 from nemo_opd.errors import ConfigError
-from nemo_opd.rollout import installed
-from nemo_opd.rollout.installed import require_installed
+from nemo_opd.extras import require_installed
 
 
 def test_what_is_there_passes() -> None:
@@ -27,11 +27,11 @@ def test_a_command_that_is_not_there() -> None:
 def test_a_program_that_is_not_there(program: Literal["vllm", "sglang"], monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a server that is not installed is noticed after all models are loaded."""
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/bin/{name}")
-    monkeypatch.setattr(installed, "find_spec", lambda name: name)
+    monkeypatch.setattr(extras, "find_spec", lambda name: name)
     require_installed(ServerRollout(program=program))
 
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"rollout\.program={program}: it is not installed here; "):
         require_installed(ServerRollout(program=program))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nemo_opd.rollout.base import Sampling
-from nemo_opd.rollout.inverse_cdf import InverseCDF, inverse_cdf, uniforms
+from nemo_opd.rollout.hf import InverseCDF, inverse_cdf, uniforms
 
 VOCABULARY, COLUMNS = 37, 40
 IDS = torch.zeros(1, 1, dtype=torch.int64)

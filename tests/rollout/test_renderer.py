@@ -8,7 +8,7 @@ from tokenizers import processors
 
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import DataError, RolloutError
-from nemo_opd.rollout.prompts import drop_long
+from nemo_opd.rollout.collect import drop_long
 from nemo_opd.rollout.renderer import TextRenderer
 from tests.rollout.scripted import encoded
 from tests.tokenizers_fixture import byte_level, llama_class, rebuilt, sentencepiece

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_opd.config.logging import RolloutFiles
+from nemo_opd.config.run_fields import RolloutFiles
 from nemo_opd.errors import DataError
-from nemo_opd.rollout.rollout_log import RolloutLog
+from nemo_opd.rollout.collect import RolloutLog
 from tests.rollout.test_collect import made
 
 ONE_BYTE = 1e-6

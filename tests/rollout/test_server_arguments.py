@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from nemo_opd.config.rollout import Rollouts, ServerRollout
+from nemo_opd.extras import HOW_TO_INSTALL
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.engines import ENGINES
-from nemo_opd.rollout.installed import HOW_TO_INSTALL
-from nemo_opd.rollout.server.completion import RequestContext
+from nemo_opd.rollout.server.client import RequestContext
 from nemo_opd.rollout.server.engine import PROGRAMS
 from nemo_opd.rollout.server.http import UnusableError
-from nemo_opd.rollout.server.program import Program
+from nemo_opd.rollout.server.program import Program, default_share
 from nemo_opd.rollout.server.sglang import SGLang
-from nemo_opd.rollout.server.share import default_share
 from nemo_opd.rollout.server.vllm import VLLM
+from nemo_opd.training.engines import ENGINES
 
 SPEC = EngineSpec(8, frozenset(), "bfloat16", Path())
 

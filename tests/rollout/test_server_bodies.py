@@ -14,8 +14,7 @@ import pytest
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, Request
 from nemo_opd.rollout.server import http
-from nemo_opd.rollout.server.client import Client
-from nemo_opd.rollout.server.completion import RequestContext
+from nemo_opd.rollout.server.client import Client, RequestContext
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import openai_models
 from nemo_opd.rollout.server.vllm import VLLM

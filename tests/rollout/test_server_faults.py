@@ -13,20 +13,20 @@ from safetensors.torch import load_file
 
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.errors import RolloutError
+from nemo_opd.handoff.shared_memory import HeldWeights
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server import spread
-from nemo_opd.rollout.server.completion import RequestContext
+from nemo_opd.rollout.server import client
+from nemo_opd.rollout.server.client import RequestContext
 from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.http import UnusableError
 from nemo_opd.rollout.server.sglang import SGLang
-from nemo_opd.rollout.weight_sync import HeldWeights
 from tests.rollout.fake_server import LOGPROB, Json, Says, fake_server, fine
 from tests.tiny import Tiny
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(client, "_FIRST_PAUSE_S", 0.01)
 
 
 VOCAB = 64

@@ -18,7 +18,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import EngineSpec, Request, Sampling
 from nemo_opd.rollout.server.engine import ServerEngine
-from nemo_opd.rollout.server.process import cause
+from nemo_opd.rollout.server.program import cause
 from tests.rollout import fake_server
 from tests.waiting import wait_until
 
@@ -155,7 +155,7 @@ def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_it_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from nemo_opd.rollout.server.process import ServerProcess\n"
+        "import sys, time; from pathlib import Path; from nemo_opd.rollout.server.program import ServerProcess\n"
         "_, folder, *command = sys.argv; path = Path(folder)\n"
         f"server = ServerProcess(command, {{'FAKE': 'has children', {MARK!r}: folder}}, path / 'server.log')\n"
         "time.sleep(600)"

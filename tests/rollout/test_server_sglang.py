@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import EndpointError
 from nemo_opd.rollout.base import EngineSpec, Sampling
 from nemo_opd.rollout.server.engine import ServerEngine

@@ -12,14 +12,14 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import EndpointError
+from nemo_opd.handoff.shared_memory import HeldWeights
 from nemo_opd.rollout.base import EngineSpec, Request, Sampling
 from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.vllm import VLLM
-from nemo_opd.rollout.weight_sync import HeldWeights
-from nemo_opd.served.check import check_endpoint
+from nemo_opd.served.answers import check_endpoint
 from tests.rollout.contract import (
     MAX_POSITIONS,
     ServerContract,

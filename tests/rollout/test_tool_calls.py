@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_opd.rollout.tool_calls import ToolCallParser, any_calls, bare_calls, parser_of, tagged_calls, written_call
+from nemo_opd.rollout.conversation import ToolCallParser, any_calls, bare_calls, parser_of, tagged_calls, written_call
 from tests.rollout.scripted import encoded
 from tests.rollout.templates import talking
 from tests.tokenizers_fixture import real_tokenizer

@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from nemo_opd.handoff.shared_memory import FileDescriptor
-from nemo_opd.rollout.weight_sync import DTYPES, HeldWeights
+from nemo_opd.handoff.shared_memory import DTYPES, FileDescriptor, HeldWeights
 
 
 def test_the_library_reads_every_dtype_and_shape() -> None:
@@ -35,7 +34,7 @@ def test_the_library_reads_every_dtype_and_shape() -> None:
 @pytest.mark.world
 def test_it_goes_with_its_process() -> None:
     script = (
-        "import os, torch; from nemo_opd.rollout.weight_sync import HeldWeights\n"
+        "import os, torch; from nemo_opd.handoff.shared_memory import HeldWeights\n"
         "weights = HeldWeights({'weight': torch.ones(3)}); print(weights.file.number, weights.file.name, flush=True)\n"
         "os.read(0, 1)"
     )

@@ -12,16 +12,12 @@ import psutil
 import pytest
 
 from nemo_opd.cluster.ray.services import has_ended
-from nemo_opd.config.sandbox import Isolation, SandboxSettings
+from nemo_opd.config.reward import Isolation, SandboxSettings
 from nemo_opd.errors import ConfigError
-from nemo_opd.sandbox import bubblewrap
-from nemo_opd.sandbox.checker import Checker
-from nemo_opd.sandbox.files import INSIDE
+from nemo_opd.sandbox import process
 from nemo_opd.sandbox.inside import landlock
-from nemo_opd.sandbox.isolation import isolation_of
-from nemo_opd.sandbox.process import SandboxedProcess
-from nemo_opd.sandbox.tests import Assertions, InputOutput, Tests
-from nemo_opd.sandbox.verdict import Verdict
+from nemo_opd.sandbox.process import INSIDE, SandboxedProcess
+from nemo_opd.sandbox.verdict import Assertions, Checker, InputOutput, Tests, Verdict, isolation_of
 from tests.sandbox.attacks import BOMBS, CHEATS, PRINTS, REACHED, TESTS, WANTED, Attack, reaching
 from tests.waiting import wait_until
 
@@ -142,7 +138,7 @@ def test_a_sandbox_that_is_ended_while_it_is_made_leaves_no_process(
     program, started = tmp_path / "bwrap", tmp_path / "started"
     program.write_text(f"#!/bin/sh\nsleep 999 &\necho $! > {started}.new\nmv {started}.new {started}\nwait\n")
     program.chmod(0o700)
-    monkeypatch.setattr(bubblewrap, "PROGRAM", str(program))
+    monkeypatch.setattr(process, "PROGRAM", str(program))
     with SandboxedProcess("bubblewrap", SandboxSettings(), "run.py"):
         wait_until(started.exists, "child")
         child = psutil.Process(int(started.read_text()))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from nemo_opd.config.endpoint import Endpoint
+from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import EndpointError
-from nemo_opd.served.agreement import LARGEST_DISAGREEMENT, check_agreement
+from nemo_opd.served.answers import LARGEST_DISAGREEMENT, check_agreement
 from tests.rollout.fake_server import Json, Says
 from tests.served.endpoint import MODEL, answering, endpoint, of_uniform
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_opd.config.endpoint import Endpoint
+from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import EndpointError
-from nemo_opd.logits.sparse import SparseRows
-from nemo_opd.rollout.server.spread import LoadBalancer
-from nemo_opd.served.answers import EndpointAnswers, served_layout
-from nemo_opd.served.check import check_endpoint
+from nemo_opd.logits.rows import SparseRows
+from nemo_opd.rollout.server.client import LoadBalancer
+from nemo_opd.served.answers import EndpointAnswers, check_endpoint, served_layout
 from tests.rollout.fake_server import Handler, Json, Says
 from tests.served.endpoint import MODEL, answering, endpoint, of_uniform
 

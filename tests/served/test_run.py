@@ -16,16 +16,15 @@ from nemo_opd.cli.main import main
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, EndpointError, ModelError, OPDError
-from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import values
 from nemo_opd.models.stored_output import sparse_layout
-from nemo_opd.served.agreement import TEXTS
+from nemo_opd.preflight.inputs import check_inputs
+from nemo_opd.preflight.plan import Plan, preflight
+from nemo_opd.served.answers import TEXTS
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.training.cache_build import CacheForm, build_cache
-from nemo_opd.training.inputs import check_inputs
 from nemo_opd.training.off_policy import distil
-from nemo_opd.training.plan import Plan
-from nemo_opd.training.preflight import preflight
 from nemo_opd.types import Batch
 from tests.composition import compose
 from tests.rollout.fake_server import Json, Says

@@ -15,12 +15,11 @@ from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.models.stored_output import load_head, sparse_layout
-from nemo_opd.teacher_cache.manifest import read_manifest
+from nemo_opd.preflight.plan import preflight
 from nemo_opd.teacher_cache.reader import CacheReader, shard_files
+from nemo_opd.teacher_cache.shard import read_manifest
 from nemo_opd.training import cache_build
-from nemo_opd.training.cache_build import CacheForm, build_cache
-from nemo_opd.training.cache_fill import fill_caches
-from nemo_opd.training.preflight import preflight
+from nemo_opd.training.cache_build import CacheForm, build_cache, fill_caches
 from tests.composition import compose
 from tests.exit_status import exit_status
 from tests.teacher_cache.test_run import TEXTS, curve

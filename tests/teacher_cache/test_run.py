@@ -13,14 +13,14 @@ from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.demo import model_path
 from nemo_opd.errors import ConfigError, DataError, OPDError
-from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import values
 from nemo_opd.models.load import load_tokenizer
+from nemo_opd.preflight.inputs import check_inputs
+from nemo_opd.preflight.plan import preflight
 from nemo_opd.teacher_cache.reader import CacheReader, shard_files
 from nemo_opd.training.cache_build import CacheForm, CacheShard, build_cache
-from nemo_opd.training.inputs import check_inputs
 from nemo_opd.training.off_policy import distil
-from nemo_opd.training.preflight import preflight
 from nemo_opd.types import Batch
 from tests.composition import compose
 from tests.exit_status import exit_status

@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.errors import DataError
-from nemo_opd.teacher_cache.manifest import CacheManifest, read_manifest, write_manifest
-from nemo_opd.teacher_cache.reader import SHARDS, CacheReader, shard_files
-from nemo_opd.teacher_cache.shard import Shard, decoded_ids, encoded_ids
-from nemo_opd.teacher_cache.writer import CacheWriter
+from nemo_opd.teacher_cache.reader import SHARDS, CacheReader, CacheWriter, shard_files
+from nemo_opd.teacher_cache.shard import CacheManifest, Shard, decoded_ids, encoded_ids, read_manifest, write_manifest
 from tests import processes
 
 MANIFEST = CacheManifest("top_k", "teacher", "weights", "tokenizer", "template", 70_000, "bfloat16", 4, 3)

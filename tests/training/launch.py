@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.loggers import read
 from nemo_opd.training.off_policy import distil
 from tests.composition import compose
 from tests.processes import Command

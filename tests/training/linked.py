@@ -3,9 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from nemo_opd.handoff.handle import Handle, Message
-from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWindow, HiddenStatesWriter
+from nemo_opd.handoff.base import Handle, Message
 from nemo_opd.handoff.link import Link, Rendezvous, StudentLinks
+from nemo_opd.handoff.outputs import HiddenStatesHandle, HiddenStatesWindow, HiddenStatesWriter
 from nemo_opd.handoff.plan import Readers
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from nemo_opd.logits.head import Head, HeadLogits

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Pretr
 
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.preflight.memory import memory_report
+from nemo_opd.preflight.memory_parts import Machine, MemoryEstimate, MemoryInputs, ModelSetup
+from nemo_opd.preflight.model_info import model_size
 from nemo_opd.rollout.base import Request
-from nemo_opd.training.memory import Machine, MemoryEstimate, MemoryInputs, ModelSetup
-from nemo_opd.training.memory.report import memory_report
-from nemo_opd.training.model_size import model_size
 from tests.tiny import Tiny
 
 BATCH = ("train.global_batch_size=96", "train.max_length=100", "rollout.max_new_tokens=30", "train.micro_batch_size=1")

@@ -15,12 +15,11 @@ from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ClusterError
-from nemo_opd.handoff.plan import LayoutPair, Readers
-from nemo_opd.handoff.traffic import Traffic
-from nemo_opd.handoff.window import windows
-from nemo_opd.logging.jsonl import read
-from nemo_opd.training.links import Links
-from nemo_opd.training.plan import Delivery
+from nemo_opd.handoff.outputs import windows
+from nemo_opd.handoff.plan import LayoutPair, Readers, Traffic
+from nemo_opd.logging.loggers import read
+from nemo_opd.preflight.delivery import Links
+from nemo_opd.preflight.plan import Delivery
 from tests.cluster.toy import Toy
 from tests.tiny import Tiny
 from tests.training.launch import Run, run_here, start

@@ -6,8 +6,8 @@ import pytest
 
 from nemo_opd.config.model import Student
 from nemo_opd.errors import ModelError
-from nemo_opd.training import model_info
-from nemo_opd.training.model_info import read_model_info
+from nemo_opd.preflight import model_info
+from nemo_opd.preflight.model_info import read_model_info
 from tests.tiny import Tiny
 
 NAME: Literal["flash_attention_2"] = "flash_attention_2"

@@ -32,8 +32,8 @@ from nemo_opd.errors import (
     ProjectionError,
 )
 from nemo_opd.models.load import load_model
+from nemo_opd.preflight.plan import preflight
 from nemo_opd.projection import build_projection
-from nemo_opd.training.preflight import preflight
 from tests.composition import ROOT, compose, nothing_is_created
 from tests.tiny import SENTENCES, Tiny, train_tokenizer
 

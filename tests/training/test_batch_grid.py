@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_opd.cluster.batch_grid import BatchGrid, dp_leader_ranks, reduced, shared_out
 from nemo_opd.data.collate import row_ids
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.batch_grid import BatchGrid, dp_leader_ranks, reduced, shared_out
 from nemo_opd.types import Batch, Last, Max, Mean, Metrics, Sum, TeacherRows, TokenRows
 
 LAYOUTS = [Layout(1), Layout(2), Layout(3, tp=2), Layout(2, cp=2), Layout(1, cp=2, tp=2), Layout(4, cp=3, tp=2)]

@@ -18,10 +18,10 @@ from nemo_opd.checkpoint.manifest import read_manifest
 from nemo_opd.checkpoint.state import write_sharded
 from nemo_opd.config.train import EarlyStopping, KeepBest
 from nemo_opd.errors import ConfigError, OPDError
-from nemo_opd.logging.jsonl import read
-from nemo_opd.training import time_limit
-from nemo_opd.training.best import BestSteps, Patience
-from nemo_opd.training.time_limit import TimeLimit
+from nemo_opd.logging.loggers import read
+from nemo_opd.training import interrupt
+from nemo_opd.training.evaluator import BestSteps, Patience
+from nemo_opd.training.interrupt import TimeLimit
 from tests.composition import compose
 from tests.tiny import Tiny
 from tests.training.launch import run_here
@@ -67,7 +67,7 @@ def test_patience_counts_values_that_are_not_better_by_the_difference() -> None:
 def test_a_run_ends_when_a_step_and_a_checkpoint_no_longer_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs: an evaluation that the next step has is forgotten, or is expected of each step."""
     now = 0.0
-    monkeypatch.setattr(time_limit.time, "time", lambda: now)
+    monkeypatch.setattr(interrupt.time, "time", lambda: now)
     monkeypatch.setenv("SLURM_JOB_START_TIME", "600")
     limit = TimeLimit(timedelta(seconds=1000), checkpoint_bytes=0)
     limit.saved(20.0)  # expected to take 30 s at most
@@ -90,7 +90,7 @@ def test_a_run_ends_when_a_step_and_a_checkpoint_no_longer_fit(monkeypatch: pyte
 
 def test_a_job_starts_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_START_TIME", raising=False)
-    assert 0 < time.time() - time_limit.job_start() < 86400
+    assert 0 < time.time() - interrupt.job_start() < 86400
 
 
 @pytest.mark.parametrize("key", ["keep_best", "early_stopping"])

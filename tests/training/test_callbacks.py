@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import nemo_opd
 from nemo_opd.errors import CallbackError, ConfigError
-from nemo_opd.training.callbacks import Callbacks
+from nemo_opd.users_code import Callbacks
 from tests.training.test_entry import SETTINGS
 
 SEEN: list[tuple[str, int]] = []

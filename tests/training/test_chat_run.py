@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.loggers import read
 from tests.tiny import Tiny
 from tests.training.launch import run_here
 from tests.training.templates import STUDENT, TEACHER

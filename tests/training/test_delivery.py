@@ -12,14 +12,14 @@ from nemo_opd.cluster.placement import Placement
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.traffic import Traffic
-from nemo_opd.training import delivery as transfers
-from nemo_opd.training import ranks as module
-from nemo_opd.training.delivery import mapped_devices, settle_transport
-from nemo_opd.training.memory import Phase
-from nemo_opd.training.preflight import preflight
-from nemo_opd.training.ranks import resolve_layouts
-from nemo_opd.training.summary import batch_grid
+from nemo_opd.handoff.plan import Traffic
+from nemo_opd.preflight import delivery as transfers
+from nemo_opd.preflight import ranks as module
+from nemo_opd.preflight.delivery import mapped_devices, settle_transport
+from nemo_opd.preflight.memory_parts import Phase
+from nemo_opd.preflight.plan import preflight
+from nemo_opd.preflight.ranks import resolve_layouts
+from nemo_opd.preflight.summary import batch_grid
 from tests.composition import compose
 from tests.tiny import Tiny
 

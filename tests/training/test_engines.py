@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_opd.config.handoff import HiddenStatesHandoff
+from nemo_opd.config.cluster import HiddenStatesHandoff
 from nemo_opd.config.rollout import HFRollout, ServerRollout
 from nemo_opd.errors import CheckpointError
-from nemo_opd.rollout.server import server as servers
+from nemo_opd.rollout.server import engine as servers
 from nemo_opd.training import engines
 from nemo_opd.training.models import export_whole
 

@@ -14,8 +14,8 @@ from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import validated
 from nemo_opd.data.record import Rollout
 from nemo_opd.errors import RolloutError
-from nemo_opd.logging.jsonl import read
-from nemo_opd.logging.samples import ShownAnswer, read_samples
+from nemo_opd.logging.loggers import read
+from nemo_opd.logging.questions import ShownAnswer, read_samples
 from nemo_opd.training.standalone import evaluate
 from tests.tiny import Tiny
 from tests.training.launch import run_here

@@ -10,7 +10,7 @@ import pytest
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.demo import model_path
-from nemo_opd.training.first_kd import first_kd_warnings
+from nemo_opd.training.step_metrics import first_kd_warnings
 from tests.config.settings import CROSS, SAME, VALID
 from tests.training.launch import run_here
 

@@ -7,10 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from nemo_opd.config.lora import Lora
+from nemo_opd.config.model import Lora
 from nemo_opd.models.lora import Adapters
-from nemo_opd.training.flops import Utilization, forward_flops, num_scores, peak_flops, training_flops
-from nemo_opd.training.model_size import model_size
+from nemo_opd.preflight.flops import Utilization, forward_flops, num_scores, peak_flops, training_flops
+from nemo_opd.preflight.model_info import model_size
 from nemo_opd.types import Batch, TeacherRows, TokenRows
 
 SHAPE: dict[str, Any] = {

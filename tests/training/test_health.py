@@ -2,8 +2,8 @@
 
 import pytest
 
-from nemo_opd.config.health import Health
-from nemo_opd.training.health import FIRST_STEPS, SIGNS, HealthMonitor
+from nemo_opd.config.rollout import Health
+from nemo_opd.training.on_policy import FIRST_STEPS, SIGNS, HealthMonitor
 
 WELL = {
     "rollout/response_length": 20.0,

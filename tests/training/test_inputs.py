@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_opd.errors import ConfigError, DataError, ModelError, OPDError, ProjectionError
-from nemo_opd.training.inputs import check_inputs
+from nemo_opd.preflight.inputs import check_inputs
 from tests.composition import compose
 
 SCRIPT = """

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.loggers import read
 from tests.models import test_quantised, test_text_part
 from tests.tiny import Tiny
 from tests.training.launch import run_here

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from nemo_opd.cluster import launch
+from nemo_opd.cluster.launch import require_shared_gpus, warn_of_shared_memory
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.training import launch
-from nemo_opd.training.launch import require_shared_gpus, warn_of_shared_memory
 from tests.composition import compose
 
 pytestmark = pytest.mark.world

@@ -14,21 +14,10 @@ from nemo_opd.config import RunConfig
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.memory import (
-    Machine,
-    MemoryEstimate,
-    MemoryInputs,
-    ModelSetup,
-    Phase,
-    estimate,
-    settle_memory,
-)
-from nemo_opd.training.memory.estimate import CONTEXT_BYTES
-from nemo_opd.training.memory.offload import variants
-from nemo_opd.training.memory.parts import USABLE
-from nemo_opd.training.memory.report import memory_report
-from nemo_opd.training.model_size import ModelSize, model_size, numel
-from nemo_opd.training.plan import Plan
+from nemo_opd.preflight.memory import CONTEXT_BYTES, estimate, memory_report, settle_memory, variants
+from nemo_opd.preflight.memory_parts import USABLE, Machine, MemoryEstimate, MemoryInputs, ModelSetup, Phase
+from nemo_opd.preflight.model_info import ModelSize, model_size, numel
+from nemo_opd.preflight.plan import Plan
 from tests.composition import compose
 
 GIB = 2**30

@@ -28,9 +28,8 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.kernels import launch
 from nemo_opd.models.fused_layers import replace_parts
 from nemo_opd.models.parallelize import checkpoint_activations, shard
-from nemo_opd.training.memory import ModelSetup
-from nemo_opd.training.memory.formulas import Work, layer_bytes, saved_activations
-from nemo_opd.training.model_size import model_size, numel, shard_numel
+from nemo_opd.preflight.memory_parts import ModelSetup, Work, layer_bytes, saved_activations
+from nemo_opd.preflight.model_info import model_size, numel, shard_numel
 from tests.composition import compose
 from tests.models.world import as_rank
 

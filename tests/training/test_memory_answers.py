@@ -9,11 +9,10 @@ import pytest
 from nemo_opd.config import RunConfig
 from nemo_opd.config.data import ValidationSource
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.preflight.memory import advice, estimate, variants
+from nemo_opd.preflight.memory_parts import Memory, MemoryInputs, Phase
+from nemo_opd.preflight.memory_processes import SAMPLING, SamplingBatch, teacher_batch
 from nemo_opd.rollout.base import Sampling
-from nemo_opd.training.memory import Memory, MemoryInputs, Phase, estimate
-from nemo_opd.training.memory.offload import advice, variants
-from nemo_opd.training.memory.processes import SAMPLING
-from nemo_opd.training.sampling_batches import SamplingBatch, teacher_batch
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.composition import compose
 from tests.models.world import as_rank

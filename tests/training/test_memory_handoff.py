@@ -7,15 +7,14 @@ from transformers import LlamaConfig
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.base import Sender
-from nemo_opd.handoff.hidden_states import HiddenStatesWriter
-from nemo_opd.handoff.logits import LogitsWriter
+from nemo_opd.handoff.outputs import HiddenStatesWriter, LogitsWriter, windows
 from nemo_opd.handoff.plan import LayoutPair, Readers
-from nemo_opd.handoff.window import windows
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits
-from nemo_opd.training.memory import Machine, MemoryInputs, ModelSetup, Part, Phase, estimate
-from nemo_opd.training.memory.processes import TeacherProcess
-from nemo_opd.training.model_size import ModelSize, model_size
+from nemo_opd.preflight.memory import estimate
+from nemo_opd.preflight.memory_parts import Machine, MemoryInputs, ModelSetup, Part, Phase
+from nemo_opd.preflight.memory_processes import TeacherProcess
+from nemo_opd.preflight.model_info import ModelSize, model_size
 from tests.composition import compose
 from tests.handoff.counting import CountingReceiver, CountingSender
 from tests.handoff.places import filled

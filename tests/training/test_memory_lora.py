@@ -6,13 +6,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nemo_opd.config import RunConfig
-from nemo_opd.config.lora import Lora
+from nemo_opd.config.model import Lora
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ModelError
 from nemo_opd.models.lora import Adapters
-from nemo_opd.training.memory import Machine, MemoryInputs, ModelSetup, Phase, estimate
-from nemo_opd.training.memory.formulas import Work, saved_activations
-from nemo_opd.training.model_size import model_size
+from nemo_opd.preflight.memory import estimate
+from nemo_opd.preflight.memory_parts import Machine, MemoryInputs, ModelSetup, Phase, Work, saved_activations
+from nemo_opd.preflight.model_info import model_size
 from tests.composition import compose
 
 CONFIG = LlamaConfig(

@@ -15,10 +15,9 @@ from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaCo
 
 from nemo_opd.checkpoint.background import HostCopies
 from nemo_opd.checkpoint.state import read_state
-from nemo_opd.training.memory import Phase
-from nemo_opd.training.memory.parts import STUDENT_PHASES
-from nemo_opd.training.micro_batches import micro_batches
-from nemo_opd.training.plan import Plan
+from nemo_opd.cluster.batch_grid import micro_batches
+from nemo_opd.preflight.memory_parts import STUDENT_PHASES, Phase
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker

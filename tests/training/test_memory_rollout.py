@@ -15,19 +15,11 @@ from nemo_opd.config import RunConfig
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.blocks import block_bytes
+from nemo_opd.preflight.memory import estimate, server_share, variants
+from nemo_opd.preflight.memory_parts import Machine, Memory, MemoryEstimate, Phase, cache_bytes
+from nemo_opd.preflight.memory_processes import SamplingBatch, student_batch
+from nemo_opd.preflight.model_info import model_size
 from nemo_opd.rollout.base import Request, Sampling
-from nemo_opd.training.memory import (
-    Machine,
-    Memory,
-    MemoryEstimate,
-    Phase,
-    estimate,
-    server_share,
-)
-from nemo_opd.training.memory.formulas import cache_bytes
-from nemo_opd.training.memory.offload import variants
-from nemo_opd.training.model_size import model_size
-from nemo_opd.training.sampling_batches import SamplingBatch, student_batch
 from nemo_opd.workers.student import StudentWorker
 from tests.composition import compose
 from tests.models.world import as_rank

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_opd.cluster.batch_grid import dealt, micro_batches
 from nemo_opd.rotary import RotaryLimit
-from nemo_opd.training.micro_batches import dealt, micro_batches
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=24)
 

@@ -21,28 +21,28 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from nemo_opd.checkpoint import run_directory
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.checkpoint.run_directory import default_output_dir
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.config.train import Train
-from nemo_opd.data.files import resolve_files
+from nemo_opd.data.schema import resolve_files
 from nemo_opd.errors import ConfigError, DataError, ModelError
-from nemo_opd.rollout.server.gpus import server_gpus
+from nemo_opd.preflight import ranks as module
+from nemo_opd.preflight.corpus import Corpus
+from nemo_opd.preflight.memory_parts import Phase
+from nemo_opd.preflight.model_info import read_model_info
+from nemo_opd.preflight.plan import preflight
+from nemo_opd.preflight.ranks import require_batch_divides, reserved_gpus, resolve_device, resolve_ranks
+from nemo_opd.preflight.teachers import require_same_tokenizer
+from nemo_opd.preflight.warnings import check_positions, require_room_to_sample
+from nemo_opd.rollout.server.program import server_gpus
 from nemo_opd.rotary import RotaryLimit
-from nemo_opd.training import ranks as module
-from nemo_opd.training import run_directory
-from nemo_opd.training.corpus import Corpus
-from nemo_opd.training.memory import Phase
-from nemo_opd.training.model_info import read_model_info
 from nemo_opd.training.off_policy import distil
-from nemo_opd.training.preflight import preflight
-from nemo_opd.training.preflight_warnings import check_positions, require_room_to_sample
-from nemo_opd.training.ranks import require_batch_divides, reserved_gpus, resolve_device, resolve_ranks
-from nemo_opd.training.run_directory import default_output_dir
-from nemo_opd.training.teacher_plan import require_same_tokenizer
 from tests.composition import compose, nothing_is_created
 from tests.tiny import Tiny, save_model, train_tokenizer
 

@@ -7,10 +7,9 @@ from transformers import LlamaConfig
 
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.memory import Machine, MemoryInputs, ModelSetup, estimate
-from nemo_opd.training.memory.parts import SLACK, USABLE
-from nemo_opd.training.model_size import model_size
-from nemo_opd.training.resharding import resolve_resharding
+from nemo_opd.preflight.memory import estimate, resolve_resharding
+from nemo_opd.preflight.memory_parts import SLACK, USABLE, Machine, MemoryInputs, ModelSetup
+from nemo_opd.preflight.model_info import model_size
 from tests.composition import compose
 
 GIB = 2**30

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.load import from_yaml
-from nemo_opd.config.logging import Logging
-from nemo_opd.logging.jsonl import read
+from nemo_opd.config.run_fields import Logging
+from nemo_opd.logging.loggers import read
 from nemo_opd.training.off_policy import distil
 from tests.training import dying_teacher
 from tests.training.conftest import FAULTY, SAVE_EVERY, STEPS, STUDENT_TIMES, resumed

@@ -14,7 +14,7 @@ from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 from nemo_opd.errors import CheckpointError, RolloutError
-from nemo_opd.losses.reduction import label_mask, sampled_mask
+from nemo_opd.losses.arguments import label_mask, sampled_mask
 from nemo_opd.training.rollout_source import RolloutSource, RolloutSteps
 from tests.config.settings import on_policy
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from nemo_opd.checkpoint.run_directory import LOCK_NAME, RunLock
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.run_directory import LOCK_NAME, RunLock
 
 pytestmark = pytest.mark.world
 
 HOLD = """
 import sys
 from pathlib import Path
-from nemo_opd.training.run_directory import RunLock
+from nemo_opd.checkpoint.run_directory import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -71,6 +71,6 @@ def test_a_file_system_without_locks_is_reported_and_used(
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("nemo_opd.training.run_directory.fcntl.flock", refuse)
+    monkeypatch.setattr("nemo_opd.checkpoint.run_directory.fcntl.flock", refuse)
     with RunLock(tmp_path):
         assert "cannot be locked" in caplog.text

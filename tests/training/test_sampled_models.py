@@ -10,10 +10,10 @@ from transformers import AutoTokenizer
 
 from nemo_opd.errors import AlignmentError, DataError, OPDError
 from nemo_opd.logging.base import Score
-from nemo_opd.logging.question_values import QuestionValues
-from nemo_opd.training.preflight import preflight
-from nemo_opd.training.questions import LoadedSet
-from nemo_opd.training.scores import scores
+from nemo_opd.logging.questions import QuestionValues
+from nemo_opd.preflight.plan import preflight
+from nemo_opd.preflight.prompts import LoadedSet
+from nemo_opd.training.closing import scores
 from tests.composition import compose
 from tests.tiny import Tiny
 

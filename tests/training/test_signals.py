@@ -12,12 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from nemo_opd.checkpoint.run_directory import RunLock
 from nemo_opd.errors import ConfigError
 from nemo_opd.training import interrupt as interrupt_module
-from nemo_opd.training.interrupt import ECHO_S, Interrupt, SignalDebouncer, interruptible
-from nemo_opd.training.run_directory import RunLock
+from nemo_opd.training.interrupt import ECHO_S, Interrupt, SignalDebouncer, TimeLimit, interruptible
 from nemo_opd.training.session import Session
-from nemo_opd.training.time_limit import TimeLimit
 from tests.tiny import Tiny
 from tests.training.conftest import FAULTY
 from tests.training.launch import Run, start

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from nemo_opd.config.loss import BytePrefixTerm, GoldTerm, PKLTerm
-from nemo_opd.training.survey import sampled_rows
-from nemo_opd.training.target_shares import TargetShares
+from nemo_opd.preflight.survey import TargetShares, sampled_rows
 from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
 from tests.losses.oracle_prefix import matrix
 

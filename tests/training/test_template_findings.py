@@ -9,7 +9,7 @@ import pytest
 
 from nemo_opd.config import RunConfig
 from nemo_opd.errors import DataError
-from nemo_opd.training.preflight import preflight
+from nemo_opd.preflight.plan import preflight
 from tests.composition import compose
 from tests.tiny import Tiny
 

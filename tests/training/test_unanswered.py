@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nemo_opd.cluster.batch_grid import BatchGrid
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.batch_grid import BatchGrid
-from nemo_opd.training.unanswered import only_answered
+from nemo_opd.training.models import only_answered
 from nemo_opd.types import Batch, ChunkRows, MovedRows, TeacherRows, TokenRows
 from nemo_opd.workers.teacher import TeacherOutput
 

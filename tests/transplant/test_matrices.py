@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from nemo_opd.transplant import matrices
-from nemo_opd.transplant.matrices import drawn, mapped
-from nemo_opd.transplant.row_map import EXACT, ROLE, SUMMED, UNREACHED, RowMap, Weighting, build_row_map
+from nemo_opd.transplant.matrices import EXACT, ROLE, SUMMED, UNREACHED, RowMap, Weighting, build_row_map, drawn, mapped
 from tests.tokenizers_fixture import DIGITS_ONE_BY_ONE, byte_level
 from tests.transplant.oracle import dense_map
 

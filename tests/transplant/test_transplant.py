@@ -317,7 +317,7 @@ def test_further_embeddings_of_tokens_are_refused(tmp_path: Path) -> None:
     from transformers import Gemma3nTextConfig
 
     from nemo_opd.models.load import build_on_meta
-    from nemo_opd.transplant.weights import vocabulary_weights
+    from nemo_opd.transplant.matrices import vocabulary_weights
 
     config = Gemma3nTextConfig(
         vocab_size=40, vocab_size_per_layer_input=32, hidden_size=16, num_hidden_layers=2, num_kv_shared_layers=0

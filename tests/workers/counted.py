@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.distributed import process_group
 from nemo_opd.handoff.base import Receiver, Sender
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.training.models import Models
-from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch
 from tests.pretend_gpu import NAME, OnDevice, counted
 from tests.tiny import make_tiny

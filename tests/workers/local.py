@@ -21,11 +21,10 @@ from nemo_opd.cluster.placement import Placement, Processes
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.logging.metrics import values
+from nemo_opd.preflight.corpus import Corpus
+from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.training import groups
-from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.models import Models
-from nemo_opd.training.plan import Plan
-from nemo_opd.training.preflight import preflight
 from nemo_opd.training.step_metrics import KDScale
 from nemo_opd.types import Batch, Metric
 from nemo_opd.workers.phases import PREFIX

@@ -9,11 +9,11 @@ import numpy as np
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.data.collate import collate
 from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.preflight.plan import Plan
+from nemo_opd.preflight.prompts import Prompts
 from nemo_opd.rollout import hf
 from nemo_opd.rollout.base import EngineSpec, Sampling
 from nemo_opd.rollout.collect import Collector
-from nemo_opd.training.plan import Plan
-from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.rollout_source import with_rollouts
 from nemo_opd.types import Batch
 from tests.tiny import Tiny

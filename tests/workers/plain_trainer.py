@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_opd.losses import p_kl
-from nemo_opd.training.plan import Plan
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import Batch
 
 

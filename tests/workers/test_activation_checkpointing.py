@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.logits.head import HeadLogits
-from nemo_opd.logits.packed import Packing
+from nemo_opd.logits.sources import Packing
 from nemo_opd.models.head import HiddenStateModel
 from tests.tiny import Tiny
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nemo_opd.workers.average import Average
-from nemo_opd.workers.host_copy import storages_of
+from nemo_opd.workers.offload import storages_of
 
 pytestmark = pytest.mark.unit
 

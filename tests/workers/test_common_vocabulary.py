@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_opd.config.load import from_dict
-from nemo_opd.training.preflight import preflight
+from nemo_opd.preflight.plan import preflight
 from tests.tiny import SENTENCES, Tiny, save_model
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from nemo_opd.training.plan import Plan
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import Batch
 from tests.tiny import Tiny
 from tests.workers.local import (

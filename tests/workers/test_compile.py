@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from nemo_opd.training.plan import Plan
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import Batch
 from tests.tiny import Tiny
 from tests.workers.local import RTOL, evaluate, first_batches, in_world, opened, plan_of, train_step

@@ -6,7 +6,7 @@ Tolerance as in test_invariance. A wrong gradient shows in its norm at once, and
 import pytest
 from torch import Tensor
 
-from nemo_opd.training.plan import Plan
+from nemo_opd.preflight.plan import Plan
 from tests.tiny import Tiny
 from tests.workers.local import RTOL, Trained, Training, first_batches, in_world, plan_of, train
 

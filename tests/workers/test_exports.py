@@ -11,15 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from nemo_opd.config.lora import Lora
-from nemo_opd.config.model import Student
-from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.model import Lora, Parallelism, Student
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.mesh import build_mesh
+from nemo_opd.distributed.process_group import build_mesh
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.sharded_load import load_sharded
-from nemo_opd.workers.exports import Exports
+from nemo_opd.workers.student_model import Exports
 from tests.tiny import Tiny
 from tests.workers.local import gathered, rank_zero
 

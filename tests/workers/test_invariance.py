@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_opd.training.plan import Plan
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import Batch, TeacherRows, TokenRows
 from tests.rows import num_rows
 from tests.tiny import Tiny, save_documents

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemo_opd.distributed.shards import local
-from nemo_opd.models.decoder_layers import decoder_layers
+from nemo_opd.distributed.collectives import local
 from nemo_opd.models.parallelize import shard
-from nemo_opd.workers.host_copy import storages_of
-from nemo_opd.workers.layer_stream import LayerStream
+from nemo_opd.models.tensor_plan import decoder_layers
+from nemo_opd.workers.offload import LayerStream, storages_of
 from tests.models.families import SIZES
 from tests.models.world import alone, on_ranks
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_opd.evaluation.likelihoods import Scored
-from nemo_opd.training.plan import Plan
+from nemo_opd.preflight.plan import Plan
 from tests.evaluation.scorer import model_scorer
 from tests.tiny import Tiny
 from tests.workers.local import in_world, opened, plan_of

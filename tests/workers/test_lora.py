@@ -15,10 +15,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from nemo_opd.config.handoff import LogitsHandoff
-from nemo_opd.config.lora import Lora
-from nemo_opd.distributed.shards import gathered
-from nemo_opd.training.plan import Plan
+from nemo_opd.config.cluster import LogitsHandoff
+from nemo_opd.config.model import Lora
+from nemo_opd.distributed.collectives import gathered
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import Batch
 from nemo_opd.workers.student import StudentWorker
 from tests.tiny import Tiny

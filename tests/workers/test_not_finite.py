@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from nemo_opd.cluster.batch_grid import BatchGrid
+from nemo_opd.distributed.collectives import local
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.shards import local
 from nemo_opd.errors import CheckpointError, NotFiniteError
 from nemo_opd.logging.metrics import values
-from nemo_opd.training.batch_grid import BatchGrid
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.training.models import Models
-from nemo_opd.training.plan import Plan
-from nemo_opd.training.skipped_steps import cause
+from nemo_opd.training.step_metrics import cause
 from nemo_opd.types import Batch, Mean, Metric
-from nemo_opd.workers.terms import IS_TAKEN
+from nemo_opd.workers.student_model import IS_TAKEN
 from tests.tiny import Tiny
 from tests.workers.local import (
     OpenedStudent,

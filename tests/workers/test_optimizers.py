@@ -13,16 +13,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_opd.checkpoint.state import load_state, save_state
-from nemo_opd.config import optim
-from nemo_opd.config.optim import Scheduler
+from nemo_opd.config import train
+from nemo_opd.config.train import Scheduler
+from nemo_opd.distributed.collectives import gathered
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
-from nemo_opd.distributed.shards import gathered
+from nemo_opd.distributed.process_group import build_mesh, fsdp_axis
 from nemo_opd.errors import ConfigError
 from nemo_opd.models.parallelize import shard
-from nemo_opd.training.memory import state_bytes
-from nemo_opd.training.model_size import size_of
-from nemo_opd.training.preflight import preflight
+from nemo_opd.preflight.memory_parts import state_bytes
+from nemo_opd.preflight.model_info import size_of
+from nemo_opd.preflight.plan import preflight
 from nemo_opd.workers.optimizer import build_optimizer, build_scheduler
 from tests.composition import compose
 from tests.tiny import Tiny
@@ -38,10 +38,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def settings_of(kind: str) -> optim.Optimizer:
+def settings_of(kind: str) -> train.Optimizer:
     if kind == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    return TypeAdapter(optim.Optimizer).validate_python({"type": kind, "lr": 1e-2, **SETTINGS[kind]})
+    return TypeAdapter(train.Optimizer).validate_python({"type": kind, "lr": 1e-2, **SETTINGS[kind]})
 
 
 def new_model(*, num_ranks: int | None = None) -> LlamaForCausalLM:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nemo_opd.checkpoint.convert import to_hugging_face
-from nemo_opd.distributed.shards import gathered
-from nemo_opd.training.plan import Plan
+from nemo_opd.distributed.collectives import gathered
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import Batch
 from nemo_opd.workers.student import StudentWorker
 from tests.tiny import Tiny

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nemo_opd.training.plan import Plan
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.training.step_metrics import objective_values
 from nemo_opd.types import Last
 from tests.tiny import SENTENCES, Tiny

@@ -10,14 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_opd.distributed.layout import Layout, Place
-from nemo_opd.handoff.hidden_states import HiddenStatesHandle
+from nemo_opd.handoff.outputs import HiddenStatesHandle, OutputHandle, windows
 from nemo_opd.handoff.plan import LayoutPair
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver
-from nemo_opd.handoff.window import OutputHandle, windows
-from nemo_opd.logits.packed import PackedLogits
 from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.sources import PackedLogits
+from nemo_opd.preflight.plan import Plan
 from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
-from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch, TokenRows
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.tiny import Tiny

@@ -7,8 +7,8 @@ from typing import Any
 import ray
 import torch
 
-from nemo_opd.cluster.rank import Failure, Rank
-from nemo_opd.cluster.ray.progress import ANSWER_S, ProgressReporter
+from nemo_opd.cluster.base import Failure, Rank
+from nemo_opd.cluster.ray.calls import ANSWER_S, ProgressReporter
 from nemo_opd.distributed import process_group
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -14,7 +15,8 @@ import psutil
 import ray
 from ray._private import services as ray_services
 
-from nemo_opd.cluster.rank import CONTINUE
+from nemo_opd.cluster.base import CONTINUE
+from nemo_opd.config import secrets
 from nemo_opd.errors import ClusterError
 
 _NAMES = ("gcs_server", "raylet")
@@ -124,3 +126,22 @@ def _free_shared_memory() -> str:
         return f"{psutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free"
     except OSError:
         return "which cannot be read"
+
+
+_PREFIXES = ("HF_", "HUGGING_FACE_", "TRANSFORMERS_", "NCCL_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_")
+_SECRET = re.compile(secrets.NAME, re.IGNORECASE)
+"""Names of secrets such as HF_TOKEN, which are first read when a file is fetched."""
+
+
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for Ray's runtime environment: no secrets, because everyone in the cluster can read it."""
+    return {name: value for name, value in _with_prefix(environ).items() if not _SECRET.fullmatch(name)}
+
+
+def forwarded_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the secrets, which are passed as arguments of actors."""
+    return {name: value for name, value in _with_prefix(environ).items() if _SECRET.fullmatch(name)}
+
+
+def _with_prefix(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith(_PREFIXES)}

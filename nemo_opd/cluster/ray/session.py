@@ -1,21 +1,156 @@
 """A Ray session, either started on this machine for the run or joined on a running cluster."""
 
+import fcntl
 import logging
 import os
+import secrets
+import shutil
 import signal
 import socket
+import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError, RayError
 
-from nemo_opd.cluster.ray.environment import forwarded
-from nemo_opd.cluster.ray.privacy import LOOPBACK, forget, private_start, require_token
-from nemo_opd.cluster.ray.services import Services, end, in_new_session, processes_of_sessions
-from nemo_opd.cluster.ray.session_folder import SessionFolder
+from nemo_opd.cluster.ray.services import Services, end, forwarded, in_new_session, processes_of_sessions
 from nemo_opd.errors import ClusterError
+
+LOOPBACK = "127.0.0.1"
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+VARIABLES = (MODE, TOKEN, TOKEN_PATH)
+_ANSWER_S = 60.0
+"""Limit of the wait for a running cluster's answer."""
+
+
+@contextmanager
+def private_start() -> Iterator[None]:
+    """Make a cluster that `ray.init` starts in this context listen on loopback only and require a token.
+
+    RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH may provide the token. Otherwise a new token is held only in the memory of the
+    cluster's processes, because Ray's default is a file in the home folder that others may read. RAY_AUTH_MODE=disabled
+    is respected.
+    """
+    environment = {name: os.environ.get(name) for name in VARIABLES}
+    is_cluster_enabled = ray_constants.ENABLE_RAY_CLUSTER
+    if not environment[TOKEN] and not environment[TOKEN_PATH]:
+        os.environ[TOKEN] = secrets.token_hex(32)
+    try:
+        # Ray replaces loopback by the machine's address unless multi-machine clusters are disabled. It has no other
+        # setting that binds its ports to one address.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = is_cluster_enabled
+        # Ray's processes have the token by now; other child processes do not need it.
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def forget() -> None:
+    """Make Ray read mode and token again for the next cluster. Call it after `ray.shutdown`."""
+    # In this order, because threads that are still ending would otherwise look for a deleted token.
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def require_token(address: str) -> None:
+    """Raise AuthenticationError if the cluster at `host:port` refuses this process's token.
+
+    `ray.init` would retry for 20 seconds and then report that nothing answers.
+    """
+    GcsClient(address=address).get_all_node_info(timeout=_ANSWER_S)
+
+
+_PREFIX = "opd_"
+LOCK = "owner.lock"
+_FOR_RAY = "ray"
+_RECREATED_S = 60.0
+"""Minimum age of a recreated folder that is no longer in use."""
+
+
+class SessionFolder:
+    """A new folder under /tmp, removed by `close`, or by this user's next run if its owner was killed.
+
+    The owner holds a lock on a file in it, which the kernel releases when the process ends.
+    """
+
+    def __init__(self, root: Path = Path("/tmp")) -> None:
+        """Create the folder in /tmp instead of `$TMPDIR`, because paths of sockets are limited to 107 bytes.
+
+        Raises ClusterError if it cannot be created.
+        """
+        remove_abandoned(root)
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        except OSError as error:
+            raise ClusterError(
+                f"Ray needs a folder for its sockets under {root}, which cannot be created ({error.strerror}); make "
+                f"{root} writable, or start Ray elsewhere with `ray start --head` and give cluster.address"
+            ) from error
+        temporary = self.path / f"{LOCK}.new"
+        self._lock = temporary.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Rename it only after locking it: other runs treat an unlocked file as abandoned.
+        temporary.rename(self.path / LOCK)
+
+    @property
+    def for_ray(self) -> Path:
+        """Subfolder for Ray, which makes it readable for all users; the session folder itself stays private."""
+        return self.path / _FOR_RAY
+
+    def processes(self) -> list[psutil.Process]:
+        """Return this process's children that have the folder on their command line, and their descendants."""
+        processes = []
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                if any(str(self.path) in argument for argument in child.cmdline()):
+                    processes += [child, *child.children(recursive=True)]
+        return processes
+
+    def close(self) -> None:
+        """Remove the folder; may be called again."""
+        _remove(self.path)
+        self._lock.close()
+
+
+def remove_abandoned(root: Path) -> None:
+    """Remove session folders whose owners are gone, except folders of other users."""
+    for file in root.glob(f"{_PREFIX}*/{LOCK}"):
+        with suppress(OSError), file.open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(file.parent)
+    for folder in root.glob(f"{_PREFIX}*/{_FOR_RAY}"):
+        with suppress(OSError):
+            if _is_recreated(folder):
+                shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+def _is_recreated(folder: Path) -> bool:
+    """Return whether an orphaned Ray process has recreated its folder after the session was removed."""
+    names = {path.name for path in folder.parent.iterdir()} | {path.name.partition("_")[0] for path in folder.iterdir()}
+    return names == {_FOR_RAY, "session"} and time.time() - folder.parent.stat().st_mtime > _RECREATED_S
+
+
+def _remove(folder: Path) -> None:
+    """Remove a session folder, its lock last; if an ending process recreates files, the next run removes them."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.name != LOCK:
+                shutil.rmtree(path, ignore_errors=True)
+        if [path.name for path in folder.iterdir()] == [LOCK]:
+            shutil.rmtree(folder)
+
 
 _OBJECT_STORE_BYTES = 200 * 2**20
 """Size of a local cluster's object store, for the ids, masks and handles of a few batches."""

@@ -1,5 +1,6 @@
 """An engine that samples over HTTP."""
 
+import shutil
 import socket
 import threading
 import time
@@ -15,15 +16,31 @@ from safetensors import SafetensorError
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.errors import RolloutError
 from nemo_opd.handoff.shared_memory import FileDescriptor
-from nemo_opd.rollout.base import Completion, EngineSpec, Generator, Request, Sampling, check_lengths
-from nemo_opd.rollout.server.client import Client
-from nemo_opd.rollout.server.completion import ROUNDING, RequestContext, checked_logprobs
-from nemo_opd.rollout.server.folder import ModelFolder, Shapes, shapes_in
+from nemo_opd.models.adapter_folder import resolve
+from nemo_opd.rollout.base import (
+    Completion,
+    Engine,
+    EngineSpec,
+    Generator,
+    Request,
+    Sampling,
+    StudentModel,
+    check_lengths,
+)
+from nemo_opd.rollout.server.client import ROUNDING, Client, RequestContext, checked_logprobs
 from nemo_opd.rollout.server.http import Http
-from nemo_opd.rollout.server.process import ServerProcess
-from nemo_opd.rollout.server.program import HOST, NAME, Program, openai_models
+from nemo_opd.rollout.server.program import (
+    HOST,
+    NAME,
+    ModelFolder,
+    Program,
+    ServerProcess,
+    Shapes,
+    default_share,
+    openai_models,
+    shapes_in,
+)
 from nemo_opd.rollout.server.sglang import SGLang
-from nemo_opd.rollout.server.share import default_share
 from nemo_opd.rollout.server.vllm import VLLM
 
 PROGRAMS: dict[str, type[Program]] = {"vllm": VLLM, "sglang": SGLang}
@@ -297,3 +314,65 @@ def _name_among(served: dict[str, str], model: str, url: str) -> str:
     if not names:
         raise RolloutError(f"rollout.url={url} serves {', '.join(served) or 'nothing'} and not {model}")
     return names[0]
+
+
+class _StudentServer(Engine):
+    """A server that reads the student's weights from memory if it can, else from a folder."""
+
+    def __init__(self, server: ServerEngine, student: StudentModel, folder: Path, dtype: str) -> None:
+        """folder: holds the weights of at most two versions. dtype: name of the dtype of the server's weights."""
+        self._server, self._student, self._folder, self._dtype = server, student, folder, dtype
+        self._reads_memory = server.takes_memory
+
+    @property
+    def version(self) -> int:
+        return self._server.version
+
+    @property
+    def retried(self) -> int:
+        return self._server.retried
+
+    def follow(self, version: int) -> None:
+        if version == self.version:
+            return
+        previous = _version_folder(self._folder, self.version)
+        if self._reads_memory:
+            with self._student.held_weights(self._dtype) as file:
+                self._reads_memory = self._server.update_from_memory(file, version)
+        if not self._reads_memory:
+            folder = _version_folder(self._folder, version)
+            self._student.export(folder, self._dtype)
+            self._server.update_weights(folder, version)
+        shutil.rmtree(previous, ignore_errors=True)
+
+    def rest(self) -> None:
+        self._server.rest()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return self._server.generate(requests, sampling)
+
+
+@contextmanager
+def for_student(settings: ServerRollout, spec: EngineSpec, student: StudentModel, version: int) -> Iterator[Engine]:
+    """Open the engine of a run. Raises RolloutError if the server does not start."""
+    # A subfolder, so that nothing else is removed with it.
+    folder = (settings.weights_folder or spec.workdir) / "rollout_weights"
+    first = _version_folder(folder, version)
+    try:
+        student.export(first, spec.dtype)
+        with ServerEngine(settings, spec, first, version) as server:
+            server.rest()
+            yield _StudentServer(server, student, folder, spec.dtype)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def for_model(settings: ServerRollout, spec: EngineSpec, model: str, _: str) -> Iterator[Generator]:
+    """Open the engine of an evaluated model. Raises RolloutError if the server does not start."""
+    with ServerEngine(settings, spec, resolve(model)) as server:
+        yield server
+
+
+def _version_folder(folder: Path, version: int) -> Path:
+    return folder / f"version_{version:06d}"

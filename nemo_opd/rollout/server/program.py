@@ -1,15 +1,26 @@
 """The interface of programs that serve a model, and their shared code."""
 
+import json
+import os
+import re
+import subprocess
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 
+from nemo_opd.config.rollout import RolloutBase, ServerRollout
+from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server.completion import Answer, RequestContext
+from nemo_opd.rollout.server import guard
+from nemo_opd.rollout.server.client import Answer, RequestContext
 from nemo_opd.rollout.server.http import Http
 
 Json = dict[str, Any]
@@ -95,3 +106,160 @@ def openai_models(http: Http) -> dict[str, str]:
 def short_seed(seed: int) -> int:
     """Hash all bits of a seed to 31 bits."""
     return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> (32 - _SEED_BITS)
+
+
+_LAUNCHER_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+}
+"""Variables that launchers set to describe this process.
+
+torchrun sets one OpenMP thread per process, which does not suit a server.
+"""
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "RAY_", "SLURM_", "PMI_", "OMPI_")
+_CLOSE_S = guard.GRACE_S + 10.0
+"""Time for all of a server's processes to end."""
+_TAIL_LINES = 20
+_CAUSE = re.compile(r"(?:^|\s)([\w.]+(?:Error|Exception): .+)")
+_WARNING = re.compile(r"\bWARN(ING)?\b")
+_CAUSE_LENGTH = 400
+"""Characters of the cause in errors."""
+
+
+def _server_environment(overrides: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment without launcher variables, updated with `overrides`."""
+    names = {name for name in os.environ.keys() - _LAUNCHER_VARIABLES if not name.startswith(_LAUNCHER_PREFIXES)}
+    return {name: os.environ[name] for name in names} | dict(overrides)
+
+
+def cause(log: Sequence[str]) -> str:
+    """Return the first error in a log, such as `ValueError: …`, else its last line."""
+    errors = (_CAUSE.search(line) for line in log if not _WARNING.search(line))
+    first = next((match.group(1) for match in errors if match is not None), None)
+    last = next((line.strip() for line in reversed(log) if line.strip()), "it logged nothing")
+    return without_secrets(first or last)[:_CAUSE_LENGTH]
+
+
+class ServerProcess:
+    """A command in its own session that logs to a file and ends with this process, however this process ends."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """Start the command. Raises RolloutError if the log cannot be written."""
+        self.command, self.log = tuple(command), log
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("wb") as stream:
+                self._guard = subprocess.Popen(
+                    # -P: modules in the guard's folder would shadow others.
+                    [sys.executable, "-P", guard.__file__, *self.command],
+                    stdin=subprocess.PIPE,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    env=_server_environment(environment),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise RolloutError(f"cannot start {self.command[0]}, which logs to {log}: {error}") from error
+
+    def check(self) -> None:
+        """Raise RolloutError if the server has died."""
+        if self._guard.poll() is not None:
+            raise self.error(
+                f"the rollout server died (exit code {self._guard.returncode}; started with {' '.join(self.command)})"
+            )
+
+    def error(self, message: str) -> RolloutError:
+        """Return an error with its cause from the log, and the log's last lines as a note.
+
+        With several processes, the log ends with consequences of the error, so the first error counts as the cause.
+        """
+        lines = self.log.read_text(errors="replace").splitlines()
+        error = RolloutError(f"{message}: {cause(lines)}; its log is {self.log}")
+        error.add_note("\n".join(lines[-_TAIL_LINES:]))
+        return error
+
+    def close(self) -> None:
+        """End all of the server's processes in bounded time; may be called twice."""
+        stdin = self._guard.stdin
+        if stdin is not None and not stdin.closed:
+            stdin.close()
+        try:
+            self._guard.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._guard.pid, 9)
+            self._guard.wait()
+
+
+OWN_SHARE, COMMON_SHARE = 0.9, 0.3
+"""Memory shares of a server: on separate GPUs, and at least on the training's GPUs or on CPUs."""
+
+
+def default_share(settings: ServerRollout, spec: EngineSpec) -> float:
+    """Return the memory share of a server that is started here without `rollout.memory_share`."""
+    if torch.cuda.is_available() and (settings.has_own_gpus or not spec.is_training):
+        return OWN_SHARE
+    return COMMON_SHARE if spec.memory_share is None else spec.memory_share
+
+
+def server_gpus(rollout: RolloutBase) -> tuple[str, ...]:
+    """Return the names of the last `rollout.gpus` GPUs that this process sees."""
+    if not isinstance(rollout, ServerRollout) or rollout.gpus is None:
+        return ()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = names.split(",") if names else [str(i) for i in range(torch.cuda.device_count())]
+    return tuple(visible[-rollout.gpus :])
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Tensor shapes by name."""
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A complete model in Hugging Face format."""
+
+    path: Path
+    shapes: Shapes
+    head_size: int
+    """Head rows; 0 if the configuration does not say."""
+    max_positions: int | None
+    """Longest sequence in tokens; None if the configuration does not say."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a folder. Raises RolloutError unless it holds a complete model in Hugging Face format."""
+        try:
+            config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            shapes = shapes_in(weight_files(path))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise RolloutError(f"{path} does not hold a complete model to sample with: {error}") from error
+        if not shapes:
+            raise RolloutError(f"{path} has no weights to sample with (*.safetensors)")
+        text = config.get("text_config", config)
+        return cls(path, shapes, int(text.get("vocab_size") or 0), text.get("max_position_embeddings"))
+
+    def check_same_model(self, shapes: Shapes, where: object) -> None:
+        """Raise RolloutError if a tensor is missing or has another shape."""
+        for name, shape in self.shapes.items():
+            if shapes.get(name) != shape:
+                difference = f"{name} is {shapes[name]}, not {shape}" if name in shapes else f"it has no {name}"
+                raise RolloutError(f"{where} has another model than {self.path}: {difference}")
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the folder's weight files, from the index if there is one, so that a missing file is noticed."""
+    if (path / _INDEX).is_file():
+        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
+        return [path / name for name in sorted(set(index["weight_map"].values()))]
+    return sorted(path.glob("*.safetensors"))
+
+
+def shapes_in(files: Iterable[Path]) -> Shapes:
+    """Read the shapes of all tensors. Raises OSError, and SafetensorError for an incomplete file."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, framework="np") as tensors:
+            # It has no __iter__.
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes

@@ -7,10 +7,9 @@ from typing import ClassVar
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server.completion import Answer, RequestContext
-from nemo_opd.rollout.server.folder import weight_files
+from nemo_opd.rollout.server.client import Answer, RequestContext
 from nemo_opd.rollout.server.http import Http
-from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed
+from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed, weight_files
 
 _EXTENSION_FOLDER = Path(__file__).parent / "vllm_extension"
 _EXTENSION = "nemo_opd_weights.Extension"

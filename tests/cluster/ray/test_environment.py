@@ -4,8 +4,7 @@ import pytest
 import ray
 
 from nemo_opd.cluster.ray import session
-from nemo_opd.cluster.ray.environment import forwarded, forwarded_secrets
-from nemo_opd.cluster.ray.services import Services
+from nemo_opd.cluster.ray.services import Services, forwarded, forwarded_secrets
 from nemo_opd.cluster.ray.session import RaySession
 
 ENVIRONMENT = {

@@ -9,8 +9,8 @@ from ray.exceptions import RayActorError
 from torch.distributed import HashStore
 
 from nemo_opd import progress
-from nemo_opd.cluster.ray import progress as worker_progress
-from nemo_opd.cluster.ray.progress import KEY, ProgressMonitor, ProgressReporter, encoded
+from nemo_opd.cluster.ray import calls as worker_progress
+from nemo_opd.cluster.ray.calls import KEY, ProgressMonitor, ProgressReporter, encoded
 from nemo_opd.progress import Work, current, working
 from tests.waiting import wait_until
 

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
-from nemo_opd.cluster.ray.privacy import MODE, TOKEN, TOKEN_PATH, VARIABLES
+from nemo_opd.cluster.ray.session import MODE, TOKEN, TOKEN_PATH, VARIABLES
 
 pytestmark = pytest.mark.ray
 JOIN = """

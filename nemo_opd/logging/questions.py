@@ -1,0 +1,303 @@
+"""Scores on questions: evaluation.jsonl, samples.jsonl, and tables."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+from pydantic import TypeAdapter
+
+from nemo_opd.files import storage_errors, write_atomically
+from nemo_opd.logging.base import is_mean, is_share, share
+from nemo_opd.logging.loggers import parse_lines
+from nemo_opd.logging.records import NOTHING, TextTable
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionValues:
+    """Values per question, whose means are a model's figures for a set."""
+
+    step: int
+    """Optimizer steps that the student had taken."""
+    set: str
+    """Name of the set; empty for the unnamed one."""
+    teacher: str | None
+    """Name of the teacher that answered, or None for the student."""
+    questions: tuple[str, ...]
+    """Row and a digest of each question: equal if the same question was asked."""
+    values: Mapping[str, tuple[float, ...]]
+    """Values by measure, such as `pass@1`, in the order of the questions."""
+    lower_is_better: tuple[str, ...] = ()
+    """Measures with lower values for better answers."""
+    levels: tuple[str, ...] = ()
+    """Difficulty or kind of each question, in order; empty without a level column."""
+
+
+_VALUES = TypeAdapter(QuestionValues)
+
+
+class ValueLog:
+    """Appends to evaluation.jsonl, which is created with the first line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def truncate_after(self, step: int) -> None:
+        """Drop lines after `step` (all if it is 0, as step 0 is evaluated again) and a torn last one.
+
+        Raises DataError if the file is damaged.
+        """
+        if self.path.exists():
+            valid = (values for values in read_values(self.path) if step and values.step <= step)
+            write_atomically(self.path, "".join(map(_line, valid)).encode())
+
+    def write(self, values: QuestionValues) -> None:
+        """Append a line. Raises StorageError if the file cannot be written."""
+        with storage_errors(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(_line(values))
+
+
+def _line(values: QuestionValues) -> str:
+    return json.dumps(asdict(values), allow_nan=False) + "\n"
+
+
+def read_values(path: Path) -> list[QuestionValues]:
+    """Return the lines in the order written; empty without a file. Raises DataError if it is damaged."""
+    if not path.exists():
+        return []
+    lines: Iterable[QuestionValues | None] = parse_lines(
+        path, path.read_bytes().split(b"\n"), _parse_values, "not question values"
+    )
+    return [values for values in lines if values is not None]
+
+
+def _parse_values(line: bytes) -> QuestionValues | None:
+    return _VALUES.validate_json(line) if line else None
+
+
+@dataclass(frozen=True, slots=True)
+class ShownAnswer:
+    """One answer to one question, for readers."""
+
+    step: int
+    """Optimizer steps that the student had taken."""
+    question: int
+    """Row of the prompt."""
+    kind: Literal["greedy", "sampled"]
+    sample: int
+    """Index among the sampled answers; 0 for the greedy one."""
+    prompt: str
+    answer: str | None
+    """Reference answer."""
+    response: str
+    reward: float
+    finish_reason: str
+    num_tokens: int
+    """Sampled tokens, in the tokenizer of the model that answered."""
+    teacher: str | None = None
+    """Name of the teacher that answered, or None for the student."""
+    set: str = ""
+    """Name of the question set; empty for the unnamed one."""
+
+
+_ANSWER = TypeAdapter(ShownAnswer)
+
+
+class SampleLog:
+    """Appends answers to samples.jsonl, which is created with the first one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def truncate_after(self, step: int) -> None:
+        """Drop answers after `step` (all if it is 0, as step 0 is evaluated again) and a torn last line.
+
+        Raises DataError if the file is damaged.
+        """
+        if self.path.exists():
+            write_samples(self.path, (answer for answer in read_samples(self.path) if step and answer.step <= step))
+
+    def write(self, answers: Iterable[ShownAnswer]) -> None:
+        """Append answers. Raises StorageError if the file cannot be written."""
+        with storage_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_lines(answers))
+
+
+def write_samples(path: Path, answers: Iterable[ShownAnswer]) -> None:
+    """Replace the file atomically."""
+    write_atomically(path, _lines(answers).encode())
+
+
+def _lines(answers: Iterable[ShownAnswer]) -> str:
+    # Readable, except for lone surrogates, which byte-level tokenizers produce and UTF-8 cannot encode.
+    return "".join(
+        json.dumps(asdict(answer), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode() + "\n"
+        for answer in answers
+    )
+
+
+def read_samples(path: Path) -> list[ShownAnswer]:
+    """Return the answers in the order written, without a torn last line.
+
+    Raises DataError for any other invalid line.
+    """
+    answers = parse_lines(path, path.read_bytes().split(b"\n"), _parse_sample, "not an answer")
+    return [answer for answer in answers if answer is not None]
+
+
+def _parse_sample(line: bytes) -> ShownAnswer | None:
+    return _ANSWER.validate_json(line, strict=True) if line else None
+
+
+def answers_by_question(answers: Sequence[ShownAnswer]) -> list[dict[str, ShownAnswer | None]]:
+    """Return for each question and kind of sample the answers by model; None if a model was not asked.
+
+    The models are the student at its first and last evaluations, then the teachers in the order asked.
+    """
+    steps = sorted({answer.step for answer in answers if answer.teacher is None})
+    models: dict[str, dict[object, ShownAnswer]] = {_model(None, step): {} for step in (*steps[:1], *steps[-1:])}
+    models |= {_model(answer.teacher, 0): {} for answer in answers if answer.teacher is not None}
+    for answer in answers:
+        if (model := _model(answer.teacher, answer.step)) in models:
+            models[model][answer.set, answer.question, answer.kind, answer.sample] = answer
+    samples = dict.fromkeys(sample for by_sample in models.values() for sample in by_sample)
+    return [{model: by_sample.get(sample) for model, by_sample in models.items()} for sample in samples]
+
+
+def _model(teacher: str | None, step: int) -> str:
+    return f"student after step {step:,}" if teacher is None else f"teacher {teacher}"
+
+
+_LEVELS = ("never right at the start", "up to a third", "up to two thirds", "more than two thirds", "always right")
+_MOST_SHOWN = 20
+"""Largest number of question rows, and of levels, in a table."""
+_OTHERS = "others"
+_Values = Mapping[str, float]
+"""Share of right answers by question."""
+
+
+def answer_tables(values: Sequence[QuestionValues]) -> list[TextTable]:
+    """Return the tables of each set that the student answered at least twice."""
+    tables: list[TextTable] = []
+    for name in dict.fromkeys(line.set for line in values):
+        of_set = [line for line in values if line.set == name]
+        measures = dict.fromkeys(measure for line in of_set for measure in line.values)
+        shares = [measure for measure in measures if is_share(measure) and not is_mean(measure)]
+        sampled = next((measure for measure in shares if measure == "pass@1"), next(iter(shares), None))
+        single = "greedy" if "greedy" in shares else sampled
+        if sampled is None:
+            continue
+        candidates = (
+            _by_difficulty(name, sampled, of_set),
+            _by_level(name, sampled, of_set),
+            _changed(name, single, of_set),
+        )
+        tables += [table for table in candidates if table is not None]
+    return tables
+
+
+def _answers(measure: str, values: Sequence[QuestionValues], teacher: str | None) -> list[tuple[int, _Values]]:
+    """Return (step, values by question) of each evaluation of a model, if all values are between 0 and 1."""
+    evaluations = [
+        (line.step, dict(zip(line.questions, line.values[measure], strict=True)))
+        for line in values
+        if line.teacher == teacher and measure in line.values
+    ]
+    return [(step, answers) for step, answers in evaluations if all(0 <= value <= 1 for value in answers.values())]
+
+
+def _by_difficulty(name: str, measure: str, values: Sequence[QuestionValues]) -> TextTable | None:
+    """Return the means over questions with the same share of right samples at the student's first evaluation."""
+    (_, first), *_ = _answers(measure, values, None) or [(0, {})]
+    groups = {label: [row for row, value in first.items() if _level(value) == i] for i, label in enumerate(_LEVELS)}
+    return _means(f"{_title(name, measure)} by difficulty", groups, measure, values)
+
+
+def _by_level(name: str, measure: str, values: Sequence[QuestionValues]) -> TextTable | None:
+    """Return the means over questions with the same level: the most frequent levels, then a row for all other ones."""
+    level_of = {row: level for line in values for row, level in zip(line.questions, line.levels, strict=False)}
+    frequent = [level for level, _ in Counter(level_of.values()).most_common(_MOST_SHOWN)]
+    groups: dict[str, list[str]] = {level: [] for level in sorted(frequent, key=_natural_order)}
+    for row, level in level_of.items():
+        groups.setdefault(level if level in frequent else _OTHERS, []).append(row)
+    return _means(f"{_title(name, measure)} by level", groups, measure, values)
+
+
+def _natural_order(level: str) -> list[tuple[int, str]]:
+    """Return a sort key that orders numbers within texts by value."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", level)]
+
+
+def _means(
+    title: str, groups: Mapping[str, Sequence[str]], measure: str, values: Sequence[QuestionValues]
+) -> TextTable | None:
+    """Return the means over groups of questions, of the student before and after and of its teachers."""
+    student = _answers(measure, values, None)
+    if len(student) < 2 or not any(groups.values()):
+        return None
+    (_, first), (last_step, last) = student[0], student[-1]
+    names = dict.fromkeys(line.teacher for line in values if line.teacher is not None)
+    teachers = {teacher: answers[-1][1] for teacher in names if (answers := _answers(measure, values, teacher))}
+    rows = [
+        [label, f"{len(rows):,}", *(_mean(rows, model) for model in (first, last, *teachers.values()))]
+        for label, rows in groups.items()
+        if rows
+    ]
+    heads = ["", "questions", "before", f"after step {last_step:,}", *(f"teacher {teacher}" for teacher in teachers)]
+    return TextTable(title, heads, rows)
+
+
+def _level(value: float) -> int:
+    if value in (0, 1):
+        return 0 if value == 0 else len(_LEVELS) - 1
+    return 1 + (value > 1 / 3 + 1e-9) + (value > 2 / 3 + 1e-9)
+
+
+def _mean(questions: Sequence[str], values: _Values) -> str:
+    answered = [values[row] for row in questions if row in values]
+    return share(fmean(answered)) if answered else NOTHING
+
+
+def _changed(name: str, measure: str | None, values: Sequence[QuestionValues]) -> TextTable | None:
+    """Return questions by whether the first and last answers were right, i.e. at least half of the samples were."""
+    student = [answers for _, answers in _answers(measure, values, None)] if measure else []
+    if len(student) < 2:
+        return None
+    common = [row for row in student[0] if all(row in answers for answers in student)]
+    right = {row: [answers[row] >= 0.5 for answers in student] for row in common}
+    kinds = {
+        "wrong, now right": [row for row, seen in right.items() if not seen[0] and seen[-1]],
+        "right, now wrong": [row for row, seen in right.items() if seen[0] and not seen[-1]],
+        "right in between, wrong again": [
+            row for row, seen in right.items() if not (seen[0] or seen[-1]) and any(seen)
+        ],
+        "wrong in between, right again": [row for row, seen in right.items() if seen[0] and seen[-1] and not all(seen)],
+        "right throughout": [row for row, seen in right.items() if all(seen)],
+        "wrong throughout": [row for row, seen in right.items() if not any(seen)],
+    }
+    changes = sum(now != then for seen in right.values() for then, now in pairwise(seen))
+    rows = [
+        [kind, f"{len(questions):,}", "" if kind.endswith("throughout") else _listed(questions)]
+        for kind, questions in kinds.items()
+        if questions
+    ]
+    rows.append(["changes from one evaluation to the next", f"{changes:,}", ""])
+    return TextTable(f"{_title(name, measure or '')}: answers that changed", ["", "questions", "rows"], rows)
+
+
+def _title(name: str, measure: str) -> str:
+    return f"Questions{f' of {name}' * bool(name)}, {measure}"
+
+
+def _listed(rows: Sequence[str]) -> str:
+    listed = ", ".join(row.rpartition(":")[0] for row in rows[:_MOST_SHOWN])
+    return f"{listed}, …" if len(rows) > _MOST_SHOWN else listed

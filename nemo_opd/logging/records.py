@@ -1,0 +1,276 @@
+"""Facts of a run for its report, from config.yaml, hardware.json and metrics.
+
+config.yaml is read as plain YAML instead of a RunConfig, so that runs of other versions can be reported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter
+
+from nemo_opd.config.evaluation import Questions
+from nemo_opd.errors import DataError
+from nemo_opd.files import storage_errors, write_atomically
+from nemo_opd.logging.base import RunSummary, change, figure, share
+
+_Fact = tuple[str, str]
+"""Label and value."""
+Records = Sequence[Mapping[str, float]]
+
+SKIPPED = "train/skipped_steps"
+
+_HARDWARE = "hardware.json"
+_RUN_KEYS = (
+    ("student", "student.model"),
+    ("loss", "loss.type"),
+    ("divergence", "loss.divergence"),
+    ("temperature", "loss.temperature"),
+    ("KD weight", "loss.kd_weight"),
+    ("CE weight", "loss.ce_weight"),
+    ("scaling", "loss.scaling"),
+    ("aggregation", "aggregation.type"),
+    ("weights of teachers", "aggregation.weights"),
+    ("optimizer", "student.optimizer.type"),
+    ("learning rate", "student.optimizer.lr"),
+    ("schedule", "student.scheduler.type"),
+    ("warm-up steps", "student.scheduler.warmup_steps"),
+    ("global batch", "train.global_batch_size"),
+    ("microbatch", "train.micro_batch_size"),
+    ("tokens of a microbatch", "train.micro_batch_tokens"),
+    ("longest sequence", "train.max_length"),
+    ("gradient clip", "train.gradient_clip"),
+    ("handoff", "handoff.type"),
+    ("device", "cluster.device"),
+    ("placement", "cluster.placement"),
+    ("tensor parallel", "student.parallelism.tp"),
+    ("context parallel", "student.parallelism.cp"),
+    ("seed", "run.seed"),
+)
+_TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}", "dtype"), ("loss {}", "loss.type"))
+
+
+def write_hardware(run: RunSummary) -> None:
+    """Write the device and the models' sharding, which settings such as `cluster.device=auto` do not tell.
+
+    A run that continues on other hardware replaces the file.
+    """
+    hardware = {"device": run.device, "layout": run.layout}
+    write_atomically(run.output_dir / _HARDWARE, (json.dumps(hardware, indent=1) + "\n").encode())
+
+
+def read_hardware(output_dir: Path) -> dict[str, str]:
+    """Return values by label; empty if the file is missing or damaged."""
+    try:
+        hardware = json.loads((output_dir / _HARDWARE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {str(label): str(value) for label, value in hardware.items()} if isinstance(hardware, dict) else {}
+
+
+def config_text(output_dir: Path) -> str:
+    """Return a run's config.yaml; empty if it does not exist."""
+    file = output_dir / "config.yaml"
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def read_config(output_dir: Path) -> dict[str, Any]:
+    """Return a run's settings as in its config.yaml, with secrets masked; empty if it does not exist.
+
+    Raises DataError if the file is damaged.
+    """
+    try:
+        config = yaml.safe_load(config_text(output_dir)) or {}
+        if not isinstance(config, dict):
+            raise ValueError("it has no keys")
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{output_dir / 'config.yaml'} is damaged ({reason}); repair or remove it") from error
+    return config
+
+
+def run_name(config: object) -> str | None:
+    """Return `run.name`; None if the file lacks it."""
+    name = value_at(config, "run.name")
+    return None if name is None else str(name)
+
+
+def number_of_set(config: object, name: str, key: str) -> float:
+    """Return a setting of a question set, such as `confidence`, or its default if the file lacks it."""
+    sets = value_at(config, "evaluation.sets")
+    questions = sets.get(name) if isinstance(sets, dict) else None
+    value = value_at(questions if isinstance(questions, dict) else value_at(config, "evaluation"), key)
+    return float(value) if isinstance(value, int | float) else float(Questions.model_fields[key].default)
+
+
+def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> list[_Fact]:
+    """Return the settings that are present and not null, the hardware and the number of skipped steps.
+
+    hardware: values by label; they replace settings with the same label.
+    """
+    settings = [(label, str(value)) for label, key in _RUN_KEYS if (value := value_at(config, key)) is not None]
+    facts = [fact for fact in settings if fact[0] not in hardware] + [*hardware.items(), *_lora(config)]
+    skipped = [record[SKIPPED] for record in records if SKIPPED in record]
+    return [*facts, ("skipped steps", f"{skipped[-1]:.0f}")] if skipped else facts
+
+
+def _lora(config: object) -> Iterable[_Fact]:
+    lora = value_at(config, "student.lora")
+    if not isinstance(lora, dict):
+        return
+    modules = lora.get("target_modules")
+    names = ", ".join(map(str, modules)) if isinstance(modules, list) else str(modules).replace("-", " ")
+    dropout = f", dropout {lora['dropout']:g}" if lora.get("dropout") else ""
+    yield "LoRA", f"rank {lora.get('rank')}, alpha {lora.get('alpha')}{dropout}; {names}; exported {lora.get('export')}"
+
+
+def teacher_facts(config: object, records: Records) -> list[_Fact]:
+    """Return a name and one line for each teacher."""
+    teachers = value_at(config, "teachers")
+    if not isinstance(teachers, list):
+        return []
+    return [_teacher_fact(teacher, records) for teacher in teachers]
+
+
+def _teacher_fact(teacher: object, records: Records) -> _Fact:
+    name = str(value_at(teacher, "name"))
+    line = [form.format(value) for form, key in _TEACHER_KEYS if (value := value_at(teacher, key)) is not None]
+    coverage = f"train/kd_coverage/{name}"
+    if finite := [record[coverage] for record in records if math.isfinite(record.get(coverage, math.nan))]:
+        line.append(f"KD on {share(fmean(finite))} of the scored tokens")
+    return name, ", ".join(line)
+
+
+def value_at(config: object, key: str) -> object:
+    """Return the value of a dotted key; None if it does not exist."""
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
+_FILE = "projections.json"
+
+
+@dataclass(frozen=True, slots=True)
+class MovedRow:
+    """A student token whose weights of teacher tokens changed."""
+
+    token: str
+    """Readable text of the token; entries have such texts too."""
+    moved: float
+    """½ Σ |after − before|: the share of the weight that moved (methods.md §2.8)."""
+    before: tuple[tuple[str, float], ...]
+    """Teacher tokens with their weights."""
+    after: tuple[tuple[str, float], ...]
+
+
+_BY_TEACHER: TypeAdapter[Mapping[str, Sequence[MovedRow]]] = TypeAdapter(Mapping[str, Sequence[MovedRow]])
+
+
+def write_projections(output_dir: Path, by_teacher: Mapping[str, Sequence[MovedRow]]) -> None:
+    """Write the rows of each teacher's projection. Raises StorageError if the file cannot be written."""
+    with storage_errors(output_dir):
+        write_atomically(output_dir / _FILE, _BY_TEACHER.dump_json(by_teacher, indent=1))
+
+
+def read_projections(output_dir: Path) -> Mapping[str, Sequence[MovedRow]]:
+    """Return the rows by teacher; empty if the run learned no projection. Raises DataError if the file is damaged."""
+    file = output_dir / _FILE
+    if not file.exists():
+        return {}
+    try:
+        return _BY_TEACHER.validate_json(file.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{file} is damaged: {str(error).splitlines()[0]}; remove it") from error
+
+
+_KEY = re.compile(
+    r"val/(?P<table>domain|class|chunk/[^/]+)/(?P<group>.+)/(?P<measure>share|ce|(?:bits_per_byte|kd)(?:/[^/]+)?)"
+)
+_TITLES = {"domain": "by domain", "class": "by class of token", "chunk": "by aligned chunk, student : {}"}
+NOTHING = "-"
+_Figures = Mapping[str, float]
+"""Values by measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table of texts; all columns except the first hold numbers."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def group_tables(records: Records) -> list[TextTable]:
+    """Return a table for each kind of group that was validated."""
+    validated = [tables for record in records if (tables := figures_by_table(record))]
+    if not validated:
+        return []
+    first, last = validated[0], validated[-1]
+    names = sorted(last, key=lambda name: list(_TITLES).index(name.partition("/")[0]))
+    return [_table(name, first.get(name, {}), last[name]) for name in names]
+
+
+def figures_by_table(record: Mapping[str, float]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return figures by table, group and measure."""
+    tables: dict[str, dict[str, dict[str, float]]] = {}
+    for key, value in record.items():
+        if match := _KEY.fullmatch(key):
+            groups = tables.setdefault(match["table"], {})
+            groups.setdefault(match["group"], {})[match["measure"]] = value
+    return tables
+
+
+def _table(name: str, first: Mapping[str, _Figures], last: Mapping[str, _Figures]) -> TextTable:
+    teachers = _suffixes(first.values(), "bits_per_byte/")
+    distilled = _suffixes(last.values(), "kd/")
+    heads = ["", "share of tokens", "bits per byte before", "after", *(f"teacher {name}" for name in teachers)]
+    heads += ["cross-entropy after", *(f"KD of {name}" for name in distilled)]
+    rows = []
+    for group in sorted(last, key=lambda group: -last[group].get("share", 0)):
+        start, end = first.get(group, {}), last[group]
+        student = start.get("bits_per_byte")
+        bits = [_bits(start, "bits_per_byte", None), _bits(end, "bits_per_byte", student)]
+        bits += [_bits(start, f"bits_per_byte/{teacher}", student) for teacher in teachers]
+        losses = [_number(end, "ce"), *(_number(end, f"kd/{teacher}") for teacher in distilled)]
+        rows.append([group.replace("_", " "), share(end.get("share", 0)), *bits, *losses])
+    return TextTable(title_of(name), heads, rows)
+
+
+def title_of(table: str) -> str:
+    """Return the heading of a table."""
+    kind, _, teacher = table.partition("/")
+    return f"Validation {_TITLES[kind].format(teacher)}"
+
+
+def _suffixes(groups: Iterable[_Figures], prefix: str) -> list[str]:
+    """Return the parts of measures after a prefix, in order."""
+    return list(dict.fromkeys(key.removeprefix(prefix) for group in groups for key in group if key.startswith(prefix)))
+
+
+def _number(figures: _Figures, measure: str) -> str:
+    return figure(figures[measure]) if measure in figures else NOTHING
+
+
+def _bits(figures: _Figures, measure: str, start: float | None) -> str:
+    """Format bits per byte, with the change from the student's initial value."""
+    value = figures.get(measure)
+    if value is None:
+        return NOTHING
+    return f"{value:.4f}" + (f" ({change(value / start - 1)})" if start else "")
+
+
+def markdown(table: TextTable) -> str:
+    """Return a table in Markdown."""
+    lines = [table.heads, ["---", *["---:"] * (len(table.heads) - 1)], *table.rows]
+    body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return f"## {table.title}\n\n{body}\n"

@@ -1,0 +1,309 @@
+"""Metrics of the student's logits: accuracy, calibration, bits per byte, and entropy of samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nemo_opd.logits.planned import PlannedLoss, plan_readings
+from nemo_opd.logits.rows import LogitRows, trainable_rows
+from nemo_opd.logits.term import unit_cells
+from nemo_opd.losses.arguments import (
+    LabelPositions,
+    check_positions,
+    label_rows,
+    next_tokens,
+    own_columns,
+    sampled_mask,
+)
+from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.cross_entropy import cross_entropy
+from nemo_opd.losses.importance import LARGEST_LOG_RATIO
+from nemo_opd.losses.piece_tree import first_pieces
+from nemo_opd.losses.sparse_projection import TokenPairs, cached_by_array
+from nemo_opd.losses.support import largest
+from nemo_opd.types import Last, Max, Mean, Metric, Metrics, SampledRows, TokenRows
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
+
+_ACCURACY_COPIES = 3
+"""Tensors of a block's size alive at its memory peak: the logits, their fp32 copy and their exponentials."""
+_CALIBRATION_GAP = "calibration_gap/"
+"""Prefix of the metrics, one per confidence bin, that `calibration_error` sums up."""
+_NUM_BINS = 15
+
+
+def plan_accuracy(
+    logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int, chunk_size: int | None = None
+) -> PlannedLoss:
+    """Plan the metric `accuracy` and the inputs of `calibration_error`, to be computed together with losses.
+
+    `accuracy` is the share of scored tokens with the largest logit among the first `vocab_size` columns. Logits
+    [B, S, V] are unshifted: token i is scored by the logits at i−1, so token 0 never counts. Among tied largest logits,
+    the column that `max` returns counts. Raises ConfigError for shapes or sizes that do not fit.
+    """
+    student = trainable_rows(logits_BSV)
+    check_positions(student.shape, ids=tokens.ids, loss_mask=tokens.loss_mask)
+    size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
+    rows = label_rows(tokens.loss_mask)
+    targets = next_tokens(tokens.ids, rows).long()
+
+    def read(logits: Tensor, part: slice) -> Tensor:
+        largest, likeliest = logits.max(-1)
+        return torch.stack([(likeliest == targets[part]).to(logits.dtype), (largest - logits.logsumexp(-1)).exp()], 1)
+
+    cells = unit_cells(len(rows), _ACCURACY_COPIES * size)
+    return plan_readings(student, rows, read, _metrics, num_values=2, cells=cells, width=size, chunk_size=chunk_size)
+
+
+def _metrics(readings: Tensor) -> dict[str, Metric]:
+    """Compute the metrics from hits and confidences, float64 [2, U]."""
+    hits, confidence = readings
+    bins = (confidence * _NUM_BINS).ceil().long().clamp(1, _NUM_BINS) - 1
+    gaps = torch.zeros(_NUM_BINS, dtype=readings.dtype, device=readings.device).index_add_(0, bins, confidence - hits)
+    number = readings.shape[1]
+    gap_metrics = {f"{_CALIBRATION_GAP}{i}": Mean(gap, number) for i, gap in enumerate(gaps)}
+    return {"accuracy": Mean(hits.sum(), number), **gap_metrics}
+
+
+def calibration_error(metrics: Metrics) -> float:
+    """Return the expected calibration error: Σ over bins of confidence |Σ (confidence − hit)| / scored tokens.
+
+    The confidence is the probability of the likeliest token; bins have equal width. metrics: merged metrics of
+    `plan_accuracy` over all batches. Source: Guo et al. 2017, "On Calibration of Modern Neural Networks".
+    """
+    return sum(abs(metric.value()) for name, metric in metrics.items() if name.startswith(_CALIBRATION_GAP))
+
+
+def with_calibration_error(metrics: Metrics) -> dict[str, Metric]:
+    """Replace the metrics of confidence bins, if any, by `calibration_error`."""
+    other_metrics = {name: metric for name, metric in metrics.items() if not name.startswith(_CALIBRATION_GAP)}
+    if len(other_metrics) == len(metrics):
+        return other_metrics
+    return other_metrics | {"calibration_error": Last(calibration_error(metrics))}
+
+
+def bits_per_byte(logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int) -> Mean:
+    """Compute Σ −log₂ p of the scored tokens with bytes, divided by their number of bytes; no gradient.
+
+    Logits [B, S, V] are unshifted. Tokens without bytes (special tokens) are left out, so that tokenizers with
+    different special tokens are comparable.
+    """
+    with torch.no_grad():
+        metric = plan_bits_per_byte(logits_BSV, tokens, vocab_size=vocab_size).compute().metrics["bits_per_byte"]
+    assert isinstance(metric, Mean)
+    return metric
+
+
+def plan_bits_per_byte(logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int) -> PlannedLoss:
+    """Plan the metric `bits_per_byte`, to be computed together with losses."""
+    counted = tokens.loss_mask & (tokens.num_bytes > 0)
+    num_bytes = (tokens.num_bytes * counted)[:, 1:].sum()
+
+    def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+        return {"bits_per_byte": Mean(unweighted / math.log(2), num_bytes)}
+
+    plan = cross_entropy.plan(logits_BSV, tokens.ids, mask=counted, vocab_size=vocab_size)
+    return replace(plan, metrics_of=metrics_of)
+
+
+_STATISTICS_COPIES = 4
+"""Tensors of a block's size that are alive at its memory peak."""
+
+
+def plan_rollout_statistics(
+    student_logits: Tensor | LogitRows,
+    tokens: TokenRows,
+    sampled: SampledRows,
+    *,
+    vocab_size: int,
+    chunk_size: int | None = None,
+) -> PlannedLoss:
+    """Plan means over sampled scored tokens, to be computed together with losses; no gradient.
+
+    At temperature 1 and in nats: the student's `entropy`; with d = log p(token) of the student − of the engine,
+    `mismatch` is the mean |d|, `mismatch_max` the largest |d|, and `mismatch_k3` the mean exp(d) − 1 − d, an estimate
+    of KL(engine ‖ student) with d clamped at `LARGEST_LOG_RATIO`. `bits_per_byte` covers tokens with bytes. Unshifted
+    logits [B, S, V]; only the first `vocab_size` columns count. Raises ConfigError for shapes or sizes that do not fit.
+    """
+    student = trainable_rows(student_logits)
+    check_positions(student.shape, ids=tokens.ids, loss_mask=tokens.loss_mask, logprobs=sampled.logprobs)
+    size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
+    rows = label_rows(sampled_mask(tokens.loss_mask, sampled))
+    targets = next_tokens(tokens.ids, rows).long()
+    engine_log_p = next_tokens(sampled.logprobs, rows)
+    num_bytes = next_tokens(tokens.num_bytes, rows)
+
+    def read(logits: Tensor, part: slice) -> Tensor:
+        log_p = logits.log_softmax(-1)
+        token_log_p = log_p.gather(1, targets[part].unsqueeze(1)).squeeze(1)
+        return torch.stack([torch.special.entr(log_p.exp()).sum(1), token_log_p], 1)
+
+    def metrics_of(readings: Tensor) -> dict[str, Metric]:
+        entropy, token_log_p = readings
+        difference, count = token_log_p - engine_log_p, len(rows)
+        k3 = torch.expm1(difference.clamp(max=LARGEST_LOG_RATIO)) - difference.clamp(max=LARGEST_LOG_RATIO)
+        bits = -(token_log_p * (num_bytes > 0)).sum() / math.log(2)
+        return {
+            "entropy": Mean(entropy.sum(), count),
+            "mismatch": Mean(difference.abs().sum(), count),
+            "mismatch_max": Max(difference.abs().max() if count else 0.0),
+            "mismatch_k3": Mean(k3.sum(), count),
+            "bits_per_byte": Mean(bits, num_bytes.sum()),
+        }
+
+    return plan_readings(
+        student,
+        rows,
+        read,
+        metrics_of,
+        num_values=2,
+        cells=unit_cells(len(rows), _STATISTICS_COPIES * size),
+        width=size,
+        chunk_size=chunk_size,
+    )
+
+
+_TOP_K = 16
+"""Compared tokens per side."""
+_LIVE_COPIES = 3
+"""Tensors of the size of a side's rows that are alive at a block's memory peak."""
+
+
+def plan_overlap(
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
+    *,
+    mask: Tensor,
+    top_k: int = _TOP_K,
+    student_vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> PlannedLoss:
+    """Plan the metric `overlap`: the mean of |student's top_k ∩ teacher's top_k| / top_k over scored tokens.
+
+    Unshifted logits [B, S, V] and [B, S, W] of one vocabulary and mask [B, S], as in `same_vocab`. Raises ConfigError
+    for shapes or sizes that do not fit.
+    """
+    places = LabelPositions.of(
+        student_logits,
+        teacher_logits,
+        mask=mask,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
+    )
+    k, ahead = min(top_k, places.size), places.teacher_ahead()
+
+    def read(logits: Tensor, part: slice) -> Tensor:
+        return _shared(largest(logits, k), largest(ahead.of(part), k))
+
+    return plan_readings(
+        places.student,
+        places.student_rows,
+        read,
+        _mean,
+        num_values=1,
+        cells=unit_cells(len(places), 2 * _LIVE_COPIES * places.size),
+        width=places.size,
+        chunk_size=chunk_size,
+        ahead=ahead,
+    )
+
+
+def plan_chunk_overlap(
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
+    *,
+    projection: ProjectionMatrix,
+    student_ids: Tensor,
+    teacher_ids: Tensor,
+    student_chunk_id: Tensor,
+    teacher_chunk_id: Tensor,
+    images: NDArray[np.bool_] | None = None,
+    top_k: int = _TOP_K,
+    student_vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> PlannedLoss:
+    """Plan `overlap` at the first positions of aligned chunks, replacing student tokens by their exact partners.
+
+    Tokens without a partner never match, so 1 may be out of reach. images, bool [W]: teacher tokens whose share of the
+    probability is the metric `kd_mass`. Other arguments as for `p_kl`. Raises ConfigError for shapes or sizes that do
+    not fit, ProjectionError for a projection without exact pairs.
+    """
+    inputs = ChunkInputs.of(
+        student_logits,
+        teacher_logits,
+        student_ids=student_ids,
+        teacher_ids=teacher_ids,
+        student_chunk_id=student_chunk_id,
+        teacher_chunk_id=teacher_chunk_id,
+        temperature=1.0,
+        projection=projection,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
+    )
+    sizes = inputs.student_size, inputs.teacher_size
+    partner = TokenPairs.exact(projection, *sizes, inputs.device).partner
+    k, ahead = min(top_k, *sizes), inputs.teacher_ahead(inputs.units.teacher_rows)
+    has_image = None if images is None else _on_device(images, inputs)
+
+    def read(logits: Tensor, part: slice) -> Tensor:
+        teacher = ahead.of(part)
+        shared = _shared(partner[largest(logits, k)], largest(teacher, k))
+        if has_image is None:
+            return shared
+        return torch.cat([shared, teacher.to(inputs.dtype).softmax(1) @ has_image], 1)
+
+    return plan_readings(
+        inputs.student,
+        inputs.units.student_rows,
+        read,
+        _mean,
+        num_values=1 if images is None else 2,
+        cells=unit_cells(len(inputs.units), _LIVE_COPIES * sum(sizes)),
+        width=inputs.student_size,
+        chunk_size=chunk_size,
+        ahead=ahead,
+    )
+
+
+def _on_device(images: NDArray[np.bool_], inputs: ChunkInputs) -> Tensor:
+    """Return 1 for teacher tokens with an image and 0 for tokens without, [W, 1]."""
+    size, dtype, device = inputs.teacher_size, inputs.dtype, inputs.device
+    key = (plan_chunk_overlap, size, dtype, device)
+    return cached_by_array(lambda: torch.from_numpy(images[:size]).to(device, dtype).unsqueeze(1), (images,), *key)
+
+
+def _shared(first: Tensor, second: Tensor) -> Tensor:
+    """Compute the share of a row's entries that the other tensor's row also contains: [U, k] and [U, k] → [U, 1]."""
+    return (first.unsqueeze(2) == second.unsqueeze(1)).any(2).double().mean(1, keepdim=True)
+
+
+def _mean(readings: Tensor) -> dict[str, Metric]:
+    names = ("overlap", "kd_mass")
+    return {name: Mean(values.sum(), readings.shape[1]) for name, values in zip(names, readings, strict=False)}
+
+
+def teacher_images(loss: str, projection: ProjectionMatrix) -> NDArray[np.bool_] | None:
+    """Return which teacher tokens a loss type maps: bool [W], or None if it uses no map or the projection lacks it.
+
+    The probability of unmapped tokens goes into a rest cell or is left out.
+    """
+    tokens = np.arange(projection.teacher_vocab_size)
+    if loss == "p_kl":
+        return np.isin(tokens, projection.indices)
+    if loss in ("gold", "strict"):
+        return np.isin(tokens, projection.shared_pairs[:, 1])
+    if loss == "byte_prefix" and projection.teacher_spellings is not None:
+        return first_pieces(projection, "spelling") >= 0
+    if loss == "shared_prefix" and projection.teacher_shared_prefix is not None:
+        return projection.teacher_shared_prefix >= 0
+    return None

@@ -1,0 +1,223 @@
+"""Summary of a run before it starts, and the report of a dry run."""
+
+from collections.abc import Iterator, Sized
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nemo_opd.config.secrets import without_secrets
+from nemo_opd.config.teacher import Teacher
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.distributed.process_group import BACKENDS
+from nemo_opd.handoff.plan import Traffic
+from nemo_opd.logging import RunSummary, TeacherSummary
+from nemo_opd.preflight.corpus import Corpus
+from nemo_opd.preflight.flops import device_name
+from nemo_opd.preflight.memory import memory_report
+from nemo_opd.preflight.plan import Plan
+from nemo_opd.preflight.prompts import Prompts
+from nemo_opd.preflight.survey import DataStatistics
+from nemo_opd.projection.build import fit_warnings
+from nemo_opd.projection.report import audit_lines, audit_table
+from nemo_opd.teacher_cache.shard import read_manifest
+
+
+def run_summary(plan: Plan) -> RunSummary:
+    """Return the summary that loggers show at the start of a run."""
+    config, train = plan.config, plan.config.train
+    noun = "packed rows of" if config.packs_documents else "sequences of up to"
+    teachers = [
+        TeacherSummary(
+            name=settings.name,
+            model=_origin(settings),
+            type=settings.type,
+            weight=settings.weight,
+            loss=config.term(i).type,
+            coverage=(*(audit_lines(teacher.audit) if teacher.audit else ()), *_coverage_lines(plan.survey, i)),
+            warnings=tuple(fit_warnings(teacher.audit, config.term(i).type)) if teacher.audit else (),
+        )
+        for i, (settings, teacher) in enumerate(zip(config.active_teachers, plan.teachers, strict=True))
+    ]
+    return RunSummary(
+        name=config.run.name,
+        student=without_secrets(config.student.model),
+        teachers=tuple(teachers),
+        device=device_name(plan.device),
+        layout=_layout_of(plan),
+        total_steps=plan.total_steps,
+        batch=f"{train.global_batch_size} {noun} {train.max_length:,} tokens",
+        tokens_at_a_time=train.tokens_at_a_time,
+        output_dir=plan.output_dir,
+        warnings=plan.warnings,
+    )
+
+
+def _origin(teacher: Teacher) -> str:
+    """Describe the teacher's model and its cache or servers, or its relation to the student's weights."""
+    if teacher.weights == "ema":
+        return f"average of the student's weights, decay {teacher.ema_decay:g}"
+    if teacher.weights == "student":
+        return f"the student's weights{'' if teacher.adapters else ', without adapters'}"
+    if teacher.cache is not None:
+        return f"{without_secrets(read_manifest(teacher.cache).teacher)}, cached in {teacher.cache}"
+    if teacher.served is not None:
+        return f"{without_secrets(teacher.reference)}, served by {', '.join(map(without_secrets, teacher.served.urls))}"
+    return without_secrets(teacher.reference)
+
+
+def _coverage_lines(statistics: DataStatistics, teacher: int) -> list[str]:
+    share = statistics.coverage[teacher]
+    return [] if share is None else [f"{share:.1%} of the scored tokens in {statistics.num_texts} texts get KD from it"]
+
+
+def _layout_of(plan: Plan) -> str:
+    """Describe layouts: `2 ranks: 2 tensor parallel; teachers separate, 1 batch ahead: cross 1 rank, same 1 rank`."""
+    student = _describe_layout(plan.student_layout)
+    teachers = {
+        name: _describe_layout(layout)
+        for i, (name, layout) in enumerate(zip(plan.config.active_names, plan.teacher_layouts, strict=True))
+        if i not in plan.placement.inside
+    }
+    if not plan.placement.is_separate and set(teachers.values()) <= {student}:
+        return student
+    named = ", ".join(f"{name} {layout}" for name, layout in teachers.items())
+    return f"{student}; teachers {_describe_placement(plan)}: {named}"
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print the projections' audits, warnings, the batch grid, the memory estimate and the result of the dry run."""
+    for i, teacher in enumerate(plan.teachers):
+        if teacher.audit is not None:
+            console.print(audit_table(teacher.audit))
+            for warning in fit_warnings(teacher.audit, plan.config.term(i).type):
+                console.print(Text(f"warning: {warning}", "yellow"))
+    for warning in plan.warnings:
+        console.print(Text(f"warning: {warning}", "yellow"))
+    console.print(batch_grid(plan))
+    for lines in memory_report(plan.memory, plan.config):
+        console.print(lines)
+    if not plan.config.logging.console.memory_table:
+        console.print(Text("  table of parts and phases: logging.console.memory_table=true", "dim"))
+    for line in _dry_run_result(plan):
+        console.print(line)
+
+
+def _dry_run_result(plan: Plan) -> Iterator[Text]:
+    """Yield the result, and the data that the checks did not read."""
+    yield Text.assemble(
+        ("dry run passed", "bold green"), ": settings, models, data and layout fit; nothing was written"
+    )
+    config = plan.config
+    loaded = [teacher.reference for teacher in config.active_teachers if teacher.is_computed]
+    models = dict.fromkeys([config.student.model, *loaded])
+    unread = [f"the weights of {', '.join(models)}"]
+    if (number := len(plan.data.train) - plan.survey.num_texts) > 0:
+        unread.append(f"{number:,} of {len(plan.data.train):,} training {plan.data.noun}, tokenized during the run")
+    yield Text(f"not read: {'; '.join(unread)}", "dim")
+    if plan.progress is not None:
+        yield Text(f"checked against its hashes, not loaded: the checkpoint of step {plan.progress.step}", "dim")
+
+
+def batch_grid(plan: Plan) -> Table:
+    train = plan.config.train
+    table = Table("batch", "", title="Batch grid", title_justify="left")
+    data, names = plan.data, plan.config.active_names
+    noun = "packed rows" if plan.config.packs_documents else "sequences"
+    about = "about " if plan.config.packs_documents and train.epochs is None else ""
+    rows = {
+        **_data_rows(data),
+        **_question_rows(plan),
+        f"{noun} per step": str(train.global_batch_size),
+        "device": plan.device,
+        "student": _describe_layout(plan.student_layout),
+        **{
+            f"teacher {name}": "in the student's processes" if i in plan.placement.inside else _describe_layout(layout)
+            for i, (name, layout) in enumerate(zip(names, plan.teacher_layouts, strict=True))
+        },
+        "placement of teachers": _describe_placement(plan),
+        f"{noun} per rank": str(plan.rows_per_rank),
+        "tokens at a time": f"{train.tokens_at_a_time:,} per rank",
+        "longest sequence": f"{train.max_length:,} tokens",
+        "steps per epoch": f"{about}{plan.steps_per_epoch:,}",
+        "steps": f"{plan.total_steps:,}",
+        "aggregation": plan.config.aggregation.type,
+        "handoff": f"{plan.config.handoff.type} by {plan.transport}",
+    }
+    rows |= _traffic_rows(plan) | _coverage_rows(plan)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _traffic_rows(plan: Plan) -> dict[str, str]:
+    """Return a row for each teacher whose output is sent between nodes."""
+    backend = BACKENDS[plan.device]
+    rows = {}
+    for name, delivery in zip(plan.config.active_names, plan.deliveries, strict=True):
+        if delivery.crosses_nodes:
+            total = sum(delivery.traffic, Traffic())
+            rows[f"{name}, between nodes"] = (
+                f"{_amount(total.output)} of hidden states per step, {_amount(total.head)} of heads once, by {backend}"
+            )
+    return rows
+
+
+def _coverage_rows(plan: Plan) -> dict[str, str]:
+    """Return rows with each teacher's coverage and longest sequence, estimated from the sampled texts."""
+    rows = {}
+    statistics = plan.survey
+    of_teachers = zip(plan.config.active_names, statistics.coverage, statistics.targets, statistics.widths, strict=True)
+    for name, share, targets, width in of_teachers:
+        if share is not None:
+            rows[f"{name}, KD coverage"] = f"{share:.1%} of the scored tokens in {plan.survey.num_texts} texts"
+        if targets is not None:
+            rows |= {f"{name}, {label}": value for label, value in targets.lines().items()}
+        rows[f"{name}, longest sequence"] = f"about {width:,} of its tokens"
+    return rows
+
+
+def _amount(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def _data_rows(data: Corpus | Prompts) -> dict[str, str]:
+    def counted(part: Sized | None) -> str:
+        return "none" if part is None else f"{len(part):,}"
+
+    if isinstance(data, Corpus):
+        return {"training documents": counted(data.train), "validation documents": counted(data.validation)}
+    return {
+        "prompts": f"{counted(data.train)}, {data.train.num_dropped:,} too long left out",
+        "validation documents": counted(data.validation),
+    }
+
+
+def _question_rows(plan: Plan) -> dict[str, str]:
+    """Return rows with the number of questions of each set, and the benchmarks."""
+    if plan.config.evaluation is None:
+        return {}
+    rows = {
+        f"questions{f' of {loaded.resolved.name}' * bool(loaded.resolved.name)}": f"{len(loaded.prompts):,}"
+        + f", {loaded.num_dropped:,} too long left out" * bool(loaded.num_dropped)
+        for loaded in plan.questions
+    }
+    if plan.benchmarks is not None:
+        rows["benchmarks"] = ", ".join(loaded.settings.label for loaded in plan.benchmarks.loaded)
+    return rows or {"questions": "none"}
+
+
+def _describe_layout(layout: Layout) -> str:
+    """Describe a layout, such as `16 ranks: 4 data × 4 tensor parallel, in 2 copies of the model`."""
+    kinds = {"data": layout.dp, "context": layout.cp, "tensor": layout.tp}
+    parallel = [f"{degree} {kind}" for kind, degree in kinds.items() if degree > 1]
+    ranks = f"{layout.size} rank" + ("s" if layout.size > 1 else "")
+    copies = f", in {layout.replicas} copies of the model" if layout.replicas > 1 else ""
+    return f"{ranks}: {' × '.join(parallel)} parallel{copies}" if parallel else ranks
+
+
+def _describe_placement(plan: Plan) -> str:
+    batches = f"{plan.lookahead} batch" + ("" if plan.lookahead == 1 else "es")
+    if not plan.placement.is_separate:
+        return f"colocated, {batches} ahead" if plan.lookahead else "colocated"
+    return f"separate, {batches} ahead"
