@@ -15,7 +15,7 @@ from nemo_opd.extras import EXTRAS
 
 PACKAGE = Path(nemo_opd.__file__).parent
 ORDER = (
-    "errors types paths version progress problems disk files commands rotary",
+    "errors types paths progress files commands rotary",
     "config",
     "extras",
     "teacher_cache",
@@ -41,6 +41,7 @@ ORDER = (
     "transplant",
     "workers",
     "cluster",
+    "preflight",
     "training",
     "cli integrations",
 )

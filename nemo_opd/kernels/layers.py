@@ -210,7 +210,7 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool)
     launch.launch_layer(
         "rotary",
         (query, key, *outputs, cos, sin),
-        lambda: _rotate_heads[(batch * positions,)](
+        lambda: _rotate_both[(batch * positions,)](
             *(*arguments, cos, sin, 0 if len(cos) == 1 else cos.stride(0), positions, half, width, back),
             *(max(1, _ROTARY_TILE // columns), columns, triton.next_power_of_2(num_unrotated) if num_unrotated else 0),
         ),
@@ -223,7 +223,7 @@ def _side_arguments(side: Tensor, output: Tensor) -> tuple[Any, ...]:
 
 
 @triton.jit
-def _rotate_heads(  # type: ignore[no-untyped-def]
+def _rotate_both(  # type: ignore[no-untyped-def]
     query,
     query_batch_stride,
     query_head_stride,

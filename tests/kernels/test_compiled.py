@@ -59,7 +59,7 @@ LAYERS = {
     "layers._rms_norm_backward": {"OF_WEIGHT": True, "ROWS": 1, "COLUMNS": 8192},
     "layers._swiglu_forward": {},
     "layers._swiglu_backward": {},
-    "layers._rotate_heads": {"BACK": True, "HEADS": 32, "COLUMNS": 64, "REST": 32},
+    "layers._rotate_both": {"BACK": True, "HEADS": 32, "COLUMNS": 64, "REST": 32},
 }
 """Kernels of layers and their constants."""
 _FP32_OF_LAYERS = ("inverse", "parts")
