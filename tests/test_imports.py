@@ -183,7 +183,7 @@ def test_a_run_imports_no_library_of_an_extra() -> None:
     ("modules", "libraries"),
     [
         (
-            "config, config.load, alignment, training.inputs, "
+            "config, config.load, alignment, preflight.inputs, "
             "cli.settings_verbs, cli.projection, cli.cache, cli.checkpoint, cli.check",
             ("torch", "transformers", "ray", "datasets"),
         ),

@@ -28,10 +28,10 @@ class SourceOfMore(Source):
     [
         ("loss", "LossTerm", "LOSSES", "losses/build.py", "added"),
         ("loss", "DivergenceKind", "DIVERGENCES", "losses/divergence.py", "added"),
-        ("aggregation", "Aggregation", "RULES", "aggregation/rules.py", "Added"),
-        ("aggregation", "Score", "NATS", "aggregation/scores.py", "added"),
+        ("objective", "Aggregation", "RULES", "aggregation/rules.py", "Added"),
+        ("objective", "Score", "NATS", "aggregation/scores.py", "added"),
         ("rollout", "Rollouts", "ENGINES", "training/engines.py", "Added"),
-        ("environment", "Environment", "ENVIRONMENTS", "rollout/environment.py", "Added"),
+        ("rollout", "Environment", "ENVIRONMENTS", "rollout/environment.py", "Added"),
         ("reward", "Reward", "REWARDS", "rewards/build.py", "Added"),
         ("data", "Source", "READERS", "data/sources.py", "added_files"),
     ],
