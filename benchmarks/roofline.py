@@ -22,7 +22,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from demo import commit  # noqa: E402
-from nemo_opd.preflight.memory_parts import ModelSetup  # noqa: E402
 from roofline_counts import loss_as_it_is, micro_batch, work_of  # noqa: E402
 from roofline_hardware import GPU, GPUS, Assumptions  # noqa: E402
 from roofline_models import CUT, MODELS, RECIPES, ROWS, TINY, Recipe  # noqa: E402
@@ -33,7 +32,7 @@ from nemo_opd.config.run import RunConfig  # noqa: E402
 from nemo_opd.distributed.layout import Layout  # noqa: E402
 from nemo_opd.preflight.memory import resolve_resharding  # noqa: E402
 from nemo_opd.preflight.memory_parts import Machine as Memory  # noqa: E402
-from nemo_opd.preflight.memory_parts import MemoryInputs  # noqa: E402
+from nemo_opd.preflight.memory_parts import MemoryInputs, ModelSetup  # noqa: E402
 from nemo_opd.preflight.model_info import model_size, numel  # noqa: E402
 from tests.composition import compose  # noqa: E402
 

@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from nemo_opd.preflight.inputs import check_inputs
 
 from nemo_opd import errors
 from nemo_opd.config import RunConfig
 from nemo_opd.config.load import compose_settings
 from nemo_opd.errors import OPDError
+from nemo_opd.preflight.inputs import check_inputs
 from tests.composition import CONFIGS, DEMO
 from tests.site.pages import DOCS, ROOT
 
