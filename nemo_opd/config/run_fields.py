@@ -9,7 +9,7 @@ from nemo_opd.config.base import Settings
 from nemo_opd.config.cluster import Cluster, Handoff, HiddenStatesHandoff
 from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import DEFAULT_NEW_TOKENS, Evaluation
-from nemo_opd.config.loss import DivergenceTerm, FunctionTerm, LossTerm, SameVocabTerm, SampledKLTerm, TCADTerm
+from nemo_opd.config.loss import ALMTerm, DivergenceTerm, FunctionTerm, LossTerm, SameVocabTerm, SampledKLTerm, TCADTerm
 from nemo_opd.config.model import Student, require_repo
 from nemo_opd.config.objective import Aggregation, GRPOLoss, Loss, PKLLoss, Routed, WeightedSum
 from nemo_opd.config.reward import Reward
@@ -259,6 +259,8 @@ class RunFields(Settings):
         if entry.loss is not None:
             return entry.loss
         # GRPO has one term for all tokenizers, so it also applies before the tokenizer's type is known.
+        if entry.type == "same_tokenizer" and isinstance(self.loss, ALMTerm):
+            return SameVocabTerm()  # alm's temperature is a power of likelihoods, not a divisor of logits
         if entry.type == "same_tokenizer" or isinstance(self.loss, GRPOLoss):
             kind = next((kind for kind in _SAME_TOKENIZER_TERMS if isinstance(self.loss, kind)), SameVocabTerm)
             common = kind if isinstance(self.loss, kind) else DivergenceTerm

@@ -395,6 +395,11 @@ def test_terms_follow_the_tokenizers() -> None:
     assert from_dict(data).term(1) == SameVocabTerm(temperature=4.0)
 
 
+def test_a_teacher_with_the_students_tokenizer_does_not_take_the_temperature_of_alm() -> None:
+    """Bug: logits divided by 100, the power of alm's likelihoods, and the term multiplied by 10,000."""
+    assert from_dict(changed("loss", {"type": "alm"})).term(1) == SameVocabTerm()
+
+
 def test_defaults_are_valid() -> None:
     """A default that its own bounds refuse would show up in no other test."""
     assert RunConfig.model_config["validate_default"]
