@@ -14,7 +14,7 @@ from roofline_work import Counts, Kind
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from nemo_opd.aggregation import ObjectiveTerms, build_parts
+from nemo_opd.aggregation import build_objective
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.handoff.base import Handle, Receiver, Sender
@@ -95,7 +95,7 @@ def _counted(
                 with parts(f"teacher {name}"):
                     output = teacher.forward(rows.tokens, [slice(0, len(batch))])
                 read += windows([output.handle], _SIDES, rows.tokens.packed_lengths)
-            step = StudentStep(batch, tuple(read), worker.parts.normalizers(batch), (slice(0, len(batch)),), 1.0)
+            step = StudentStep(batch, tuple(read), worker.objective.normalizers(batch), (slice(0, len(batch)),), 1.0)
             for micro in worker._micro_batches(step):
                 parts.rest("handoff")
                 worker._accumulate(micro, step, ("kd", "ce", "policy"))
@@ -186,8 +186,7 @@ def _student(
     worker.vocab_size, sizes = shape.more["vocab_size"], [MODELS[name].more["vocab_size"] for name in recipe.teachers]
     is_same = [teacher.type == "same_tokenizer" for teacher in config.active_teachers]
     between = [None if same else projection(worker.vocab_size, size) for same, size in zip(is_same, sizes, strict=True)]
-    worker.parts = build_parts(config, between, student_vocab_size=worker.vocab_size, teacher_vocab_sizes=sizes)
-    worker.objective = ObjectiveTerms(config.loss, worker.parts, worker.vocab_size)
+    worker.objective = build_objective(config, between, student_vocab_size=worker.vocab_size, teacher_vocab_sizes=sizes)
     worker.phases = phases  # type: ignore[assignment]
     worker.receiver = _InProcess(0)
     return worker

@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from step_flops import StepWork
 
-from nemo_opd.aggregation import build_parts
+from nemo_opd.aggregation import build_objective
 from nemo_opd.cluster.placement import num_cores
 from nemo_opd.config import RunConfig
 from nemo_opd.config.load import from_omegaconf
@@ -95,7 +95,7 @@ class Ours:
     @property
     def work(self) -> list[StepWork]:
         """Of each step."""
-        parts = build_parts(
+        parts = build_objective(
             self.config,
             [teacher.projection for teacher in self.plan.teachers],
             student_vocab_size=self.plan.student_vocab_size,

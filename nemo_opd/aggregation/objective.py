@@ -55,7 +55,7 @@ class TeacherLoss:
     name: str | None
     """The teacher's name, or None for averaged logits."""
     weight: float
-    term: TermLoss
+    loss: TermLoss
     teacher: int
     """Index of the teacher whose rows of a batch it reads; 0 for averaged logits."""
     logits_of: Callable[[Sequence[LogitRows]], LogitRows]
@@ -65,21 +65,22 @@ class TeacherLoss:
 
     def num_units(self, batch: Batch) -> float:
         """Count the units in the batch, each multiplied by the rollout weight of its sequence."""
-        rows = batch.teachers[self.teacher]
-        return self.term.num_units(self.student_side(batch), rows, batch.sampled)
+        return self.loss.num_units(*self._rows(batch))
 
     def num_texts(self, batch: Batch) -> int:
         """Count the texts that have a unit."""
-        rows = batch.teachers[self.teacher]
-        return self.term.num_texts(self.student_side(batch), rows, batch.sampled)
+        return int((self.loss.units(*self._rows(batch)) > 0).sum())
 
     def num_positions(self, batch: Batch) -> int:
         """Count the units in the batch."""
-        return self.term.num_places(self.student_side(batch), batch.teachers[self.teacher], batch.sampled)
+        return int(self.loss.units(*self._rows(batch)).sum())
 
     def num_covered(self, batch: Batch) -> Tensor:
         """Count the student's scored tokens that are in a unit: int64 [B]."""
-        return self.term.num_covered(self.student_side(batch), batch.teachers[self.teacher], batch.sampled)
+        return self.loss.num_covered(*self._rows(batch))
+
+    def _rows(self, batch: Batch) -> tuple[TokenRows, TeacherRows, SampledRows | None]:
+        return self.student_side(batch), batch.teachers[self.teacher], batch.sampled
 
     def student_side(self, batch: Batch) -> TokenRows:
         """Return the student's tokens that are compared; with averaged logits, only tokens that all teachers score."""
@@ -104,7 +105,7 @@ class TeacherLoss:
         teacher's name, and the part's contribution to KD under PART and SHARE.
         """
         rows = batch.teachers[self.teacher]
-        loss = self.term.plan(
+        loss = self.loss.plan(
             student_logits,
             self.logits_of(teacher_logits),
             self.student_side(batch),
@@ -143,15 +144,23 @@ class TeacherLoss:
         return metric if self.name is None else f"{metric}/{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class TeacherLosses:
-    """The whole KD of a run (methods.md §6)."""
+TermName = Literal["ce", "kd", "policy"]
+TERMS: tuple[TermName, ...] = ("ce", "kd", "policy")
 
+
+@dataclass(frozen=True, slots=True)
+class TrainingObjective:
+    """Planner of a run's objective for rows of a batch (methods.md §7.3): cross-entropy, KD (§6), policy gradient."""
+
+    settings: Objective
     parts: tuple[TeacherLoss, ...]
+    """Summands of KD."""
     count_together: bool
     """True: each text has one teacher, and KD is (6.2) of methods.md §6.5. False: KD is the sum of the parts, each a
     mean over its own units.
     """
+    vocab_size: int
+    """Size of the student's tokenizer."""
 
     def counts(self, batch: Batch) -> list[float]:
         """Return the counts behind the normalizers: label tokens, sampled tokens, units per part, texts per part.
@@ -175,14 +184,14 @@ class TeacherLosses:
 
     @property
     def _has_several_kinds(self) -> bool:
-        return self.count_together and len({part.term.unit for part in self.parts}) > 1
+        return self.count_together and len({part.loss.unit for part in self.parts}) > 1
 
     def _divisors(self, units: Sequence[float], texts: Sequence[float]) -> tuple[Divisor, ...]:
         if not self.count_together:
             return tuple(map(Divisor, units))
         if not self._has_several_kinds:
             return (Divisor(sum(units)),) * len(units)
-        kinds = [part.term.unit for part in self.parts]
+        kinds = [part.loss.unit for part in self.parts]
         return tuple(
             Divisor(_sum_of_kind(kind, units, kinds), Mean(_sum_of_kind(kind, texts, kinds), sum(texts)))
             for kind in kinds
@@ -201,24 +210,35 @@ class TeacherLosses:
 
     def plan(
         self,
-        student_logits: Tensor | LogitRows,
+        logits: Tensor | LogitRows,
         teacher_logits: Sequence[LogitRows],
         batch: Batch,
         divisors: Sequence[Divisor],
-        normalizers: Sequence[float],
+        normalizers: Normalizers,
+        *,
+        kd_scale: float = 1.0,
+        terms: Collection[TermName] = TERMS,
     ) -> list[PlannedLoss]:
-        """Plan the parts, whose sum is KD.
+        """Plan the selected terms, multiplied by their weights: cross-entropy, each part of KD, the policy gradient.
 
-        Student logits [B, S, V], teacher logits [B, T, W], batch and divisors cover the same rows; normalizers cover
-        the global batch. The PART and SHARE metrics also yield KD after batches are pooled.
+        Student logits [B, S, V], teacher logits [B, T, W], batch and divisors (`divisors`) cover the same rows;
+        normalizers cover the global batch. kd_scale: extra factor of the KD. Rows without samples have no policy
+        gradient.
         """
-        return [
-            part.plan(student_logits, teacher_logits, batch, divisor, normalizer)
-            for part, divisor, normalizer in zip(self.parts, divisors, normalizers, strict=True)
-        ]
+        losses = []
+        if "ce" in terms:
+            losses.append(self._cross_entropy(logits, batch, normalizers.ce))
+        if "kd" in terms:
+            losses += [
+                part.plan(logits, teacher_logits, batch, divisor, normalizer).times(self.settings.kd_weight * kd_scale)
+                for part, divisor, normalizer in zip(self.parts, divisors, normalizers.kd, strict=True)
+            ]
+        if "policy" in terms and batch.sampled is not None and isinstance(self.settings, GRPOLoss):
+            losses.append(self._policy(logits, batch, batch.sampled, self.settings, normalizers.policy))
+        return losses
 
     def plan_statistics(
-        self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch, *, vocab_size: int
+        self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch
     ) -> list[PlannedLoss]:
         """Plan statistics of the sampled rows, none without samples.
 
@@ -226,7 +246,7 @@ class TeacherLosses:
         """
         if batch.sampled is None:
             return []
-        statistics = plan_rollout_statistics(student_logits, batch.student, batch.sampled, vocab_size=vocab_size)
+        statistics = plan_rollout_statistics(student_logits, batch.student, batch.sampled, vocab_size=self.vocab_size)
         return [statistics, *self.plan_overlaps(student_logits, teacher_logits, batch)]
 
     def plan_overlaps(
@@ -235,6 +255,32 @@ class TeacherLosses:
         """Plan `overlap/<teacher>` over the sampled rows, or over all rows of a batch without samples."""
         overlaps = (part.plan_overlap(student_logits, teacher_logits, batch) for part in self.parts)
         return [plan for plans in overlaps for plan in plans]
+
+    def _cross_entropy(self, logits: Tensor | LogitRows, batch: Batch, normalizer: float) -> PlannedLoss:
+        mask, size = label_mask(batch), self.vocab_size
+        ce = cross_entropy.plan(logits, batch.student.ids, mask=mask, normalizer=normalizer, vocab_size=size)
+        return ce.times(self.settings.ce_weight)
+
+    def _policy(
+        self, logits: Tensor | LogitRows, batch: Batch, sampled: SampledRows, settings: GRPOLoss, normalizer: float
+    ) -> PlannedLoss:
+        policy = grpo.plan(
+            logits,
+            ids=batch.student.ids,
+            mask=sampled_mask(batch.student.loss_mask, sampled),
+            logprobs=sampled.logprobs,
+            behaviour_logprobs=sampled.behaviour_logprobs,
+            advantages=sampled.advantages,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+            importance_level=settings.importance_level,
+            importance_cap=settings.importance_cap,
+            importance_veto=settings.importance_veto,
+            normalizer=normalizer,
+            vocab_size=self.vocab_size,
+        )
+        return policy.times(settings.policy_weight)
 
 
 def _sequence_weights(rows: TeacherRows) -> Tensor | None:
@@ -260,14 +306,14 @@ def kd_of(metrics: Mapping[str, Metric]) -> float:
     return total
 
 
-def build_parts(
+def build_objective(
     config: RunConfig,
     projections: Sequence[ProjectionMatrix | LearnedProjection | None],
     *,
     student_vocab_size: int,
     teacher_vocab_sizes: Sequence[int],
-) -> TeacherLosses:
-    """Build the KD of a run's active teachers, one projection and tokenizer size per teacher."""
+) -> TrainingObjective:
+    """Build the objective of a run's active teachers, one projection and tokenizer size per teacher."""
     teachers, aggregation = config.active_teachers, config.aggregation
     weights = [teacher.weight for teacher in teachers]
     rule = RULES[type(aggregation)]
@@ -275,9 +321,8 @@ def build_parts(
         size = min(student_vocab_size, *teacher_vocab_sizes)
         term = build(config.term(0), student_vocab_size=size, teacher_vocab_size=size)
         average = partial(AveragedLogits, weights=weights)
-        return TeacherLosses(
-            (TeacherLoss(None, 1.0, term, 0, average, Overlap(None, size, size)),), count_together=False
-        )
+        part = TeacherLoss(None, 1.0, term, 0, average, Overlap(None, size, size))
+        return TrainingObjective(config.loss, (part,), count_together=False, vocab_size=student_vocab_size)
     factors = rule.factors(aggregation, weights, teacher_vocab_sizes)
     parts = []
     entries = zip(teachers, factors, projections, teacher_vocab_sizes, strict=True)
@@ -295,77 +340,10 @@ def build_parts(
         matrix = projection.start if isinstance(projection, LearnedProjection) else projection
         overlap = Overlap(None, *sizes) if is_same else Overlap.across(matrix, *sizes, config.term(i).type)
         parts.append(TeacherLoss(teacher.name, factor, term, i, itemgetter(i), overlap))
-    return TeacherLosses(tuple(parts), count_together=rule.counts_together)
+    return TrainingObjective(config.loss, tuple(parts), rule.counts_together, student_vocab_size)
 
 
-TermName = Literal["ce", "kd", "policy"]
-TERMS: tuple[TermName, ...] = ("ce", "kd", "policy")
-
-
-class ObjectiveTerms:
-    """Planner of the objective's terms for rows of a batch."""
-
-    def __init__(self, settings: Objective, parts: TeacherLosses, vocab_size: int) -> None:
-        """Store the settings. vocab_size: size of the student's tokenizer."""
-        self._settings = settings
-        self._parts = parts
-        self._vocab_size = vocab_size
-
-    def plan(
-        self,
-        logits: Tensor | LogitRows,
-        teacher_logits: Sequence[LogitRows],
-        batch: Batch,
-        divisors: Sequence[Divisor],
-        normalizers: Normalizers,
-        *,
-        kd_scale: float = 1.0,
-        terms: Collection[TermName] = TERMS,
-    ) -> list[PlannedLoss]:
-        """Plan the selected terms, multiplied by their weights: cross-entropy, each part of KD, the policy gradient.
-
-        Student logits [B, S, V], teacher logits [B, T, W], batch and divisors (`Parts.divisors`) cover the same rows;
-        normalizers cover the global batch. kd_scale: extra factor of the KD. Rows without samples have no policy
-        gradient.
-        """
-        losses = []
-        if "ce" in terms:
-            losses.append(self._cross_entropy(logits, batch, normalizers.ce))
-        if "kd" in terms:
-            parts = self._parts.plan(logits, teacher_logits, batch, divisors, normalizers.kd)
-            losses += [part.times(self._settings.kd_weight * kd_scale) for part in parts]
-        if "policy" in terms and batch.sampled is not None and isinstance(self._settings, GRPOLoss):
-            losses.append(self._policy(logits, batch, batch.sampled, self._settings, normalizers.policy))
-        return losses
-
-    def _cross_entropy(self, logits: Tensor | LogitRows, batch: Batch, normalizer: float) -> PlannedLoss:
-        mask, size = label_mask(batch), self._vocab_size
-        ce = cross_entropy.plan(logits, batch.student.ids, mask=mask, normalizer=normalizer, vocab_size=size)
-        return ce.times(self._settings.ce_weight)
-
-    def _policy(
-        self, logits: Tensor | LogitRows, batch: Batch, sampled: SampledRows, settings: GRPOLoss, normalizer: float
-    ) -> PlannedLoss:
-        policy = grpo.plan(
-            logits,
-            ids=batch.student.ids,
-            mask=sampled_mask(batch.student.loss_mask, sampled),
-            logprobs=sampled.logprobs,
-            behaviour_logprobs=sampled.behaviour_logprobs,
-            advantages=sampled.advantages,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-            importance_level=settings.importance_level,
-            importance_cap=settings.importance_cap,
-            importance_veto=settings.importance_veto,
-            normalizer=normalizer,
-            vocab_size=self._vocab_size,
-        )
-        return policy.times(settings.policy_weight)
-
-
-def coverage_metrics(parts: TeacherLosses, batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
+def coverage_metrics(objective: TrainingObjective, batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
     """Return `kd_coverage/<teacher>`, the share of the student's scored tokens that are in a unit of its KD, and with
     another tokenizer `kd_positions/<teacher>`, the units over the scored tokens.
 
@@ -373,11 +351,11 @@ def coverage_metrics(parts: TeacherLosses, batch: Batch, names: Sequence[str]) -
     without texts has no metric.
     """
     metrics: dict[str, Metric] = {}
-    for part in parts.parts:
+    for part in objective.parts:
         rows = batch.teachers[part.teacher]
         scored = count_label_tokens(batch.student.loss_mask)
         covered = part.num_covered(batch)
-        if parts.count_together:
+        if objective.count_together:
             scored = scored * (rows.tokens.lengths > 0)
         if total := int(scored.sum()):
             part_names = names if part.name is None else [part.name]
@@ -387,15 +365,15 @@ def coverage_metrics(parts: TeacherLosses, batch: Batch, names: Sequence[str]) -
     return metrics
 
 
-def share_metrics(parts: TeacherLosses, batch: Batch) -> dict[str, Metric]:
+def share_metrics(objective: TrainingObjective, batch: Batch) -> dict[str, Metric]:
     """Return per teacher the mean sequence weight (`weight/`) or the share of sequences (`share/`), if it varies by
     batch; with another tokenizer also `changed_history/`, the share of aligned chunks after contents that the student
     reads differently.
     """
     metrics: dict[str, Metric] = {}
-    for part in parts.parts:
+    for part in objective.parts:
         rows = batch.teachers[part.teacher]
-        if parts.count_together:
+        if objective.count_together:
             metrics[f"share/{part.name}"] = Mean(int((rows.tokens.lengths > 0).sum()), len(batch))
         elif rows.weights is not None:
             metrics[f"weight/{part.name}"] = Mean(part.weight * float(rows.weights.sum()), len(batch))

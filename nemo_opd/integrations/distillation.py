@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nemo_opd.aggregation import ObjectiveTerms, apply_teacher_weights, build_parts, joined_scores, sequence_scores
+from nemo_opd.aggregation import apply_teacher_weights, build_objective, joined_scores, sequence_scores
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.model import Parallelism
 from nemo_opd.config.run import RunConfig
@@ -192,13 +192,12 @@ class Distillation:
         self._infos = info, teachers
         self.collator = Collator(build_sample_maker(config, info, teachers), layout_of(config).columns)
         self._teacher_vocab_sizes = [plan.vocab_size for plan in plans]
-        self._parts = build_parts(
+        self._objective = build_objective(
             config,
             [plan.projection for plan in plans],
             student_vocab_size=self.vocab_size,
             teacher_vocab_sizes=self._teacher_vocab_sizes,
         )
-        self._objective = ObjectiveTerms(config.loss, self._parts, self.vocab_size)
         self._teachers = [self._load(i) for i in range(len(teachers))]
 
     def check(self, dataset: Any, key: str = "train_dataset") -> None:
@@ -230,11 +229,11 @@ class Distillation:
 
     def counts(self, batches: Sequence[Batch]) -> Tensor:
         """Count the normalizers of a global batch's losses: float64 [counts], to be summed over processes."""
-        return torch.tensor([self._parts.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
+        return torch.tensor([self._objective.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
 
     def normalizers(self, counts: Tensor) -> Normalizers:
         """Return the normalizers of a global batch from the sum of its `counts`."""
-        return self._parts.normalizers_of(counts.tolist())
+        return self._objective.normalizers_of(counts.tolist())
 
     @torch.no_grad()
     def teacher_logits(self, batch: Batch) -> list[Tensor]:
@@ -271,7 +270,7 @@ class Distillation:
             teacher_logits = self.teacher_logits(batch)
         with torch.autocast(student_logits.device.type, enabled=False):
             weighted = self._with_teacher_weights(batch, teacher_logits)
-            divisors = self._parts.divisors(weighted)
+            divisors = self._objective.divisors(weighted)
             rows = [logit_rows(logits) for logits in teacher_logits]
             planned = self._objective.plan(
                 student_logits, rows, to_device(weighted, self.device), divisors, normalizers

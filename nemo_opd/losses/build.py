@@ -70,20 +70,16 @@ class TermLoss:
     is_per_token: bool = False
     """Whether the normalizer counts the scored tokens of texts with a unit, instead of units."""
 
-    def num_texts(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> int:
-        """Count the rows that have a unit."""
-        return int((self.count(self.batch_arguments(student, teacher, sampled)) > 0).sum())
-
-    def num_places(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> int:
-        """Count the units of these rows."""
-        return int(self.count(self.batch_arguments(student, teacher, sampled)).sum())
+    def units(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> Tensor:
+        """Count the units of each sequence: int64 [B]. Raises ConfigError if the batch lacks an input of the loss."""
+        return self.count(self.batch_arguments(student, teacher, sampled))
 
     def num_units(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> float:
         """Return these rows' share of the normalizer: units, or tokens if `is_per_token`, times rollout weights.
 
-        Raises ConfigError if the batch lacks an input of the loss.
+        Raises as `units`.
         """
-        units = self.count(self.batch_arguments(student, teacher, sampled))
+        units = self.units(student, teacher, sampled)
         if self.is_per_token:
             units = count_label_tokens(student.loss_mask) * (units > 0)
         if teacher.rollout_weights is None:
@@ -91,7 +87,7 @@ class TermLoss:
         return float((units * teacher.rollout_weights.double()).sum())
 
     def num_covered(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> Tensor:
-        """Count the student's scored tokens in units: int64 [B]. Raises as `num_units`."""
+        """Count the student's scored tokens in units: int64 [B]. Raises as `units`."""
         return self.covered(self.batch_arguments(student, teacher, sampled))
 
     def plan(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_opd.aggregation import TeacherLosses, build_parts
+from nemo_opd.aggregation import TrainingObjective, build_objective
 from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.checkpoint.run_directory import checkpoints_of, progress_to_resume, require_not_beyond, resolve_output_dir
 from nemo_opd.cluster.batch_grid import BatchGrid
@@ -180,16 +180,16 @@ def preflight(config: RunConfig) -> Plan:
     data = (load_corpus if config.rollout is None else load_prompts)(config, student, teachers)
     questions = load_sets(config, student, teachers)
     benchmarks = plan_benchmarks(config, tasks, student, teachers)
-    parts = build_parts(
+    objective = build_objective(
         config,
         [teacher.projection for teacher in teacher_plans],
         student_vocab_size=student.vocab_size,
         teacher_vocab_sizes=[teacher.vocab_size for teacher in teacher_plans],
     )
-    check_answers(config, device, teachers, parts, student.size.vocab_size)
+    check_answers(config, device, teachers, objective, student.size.vocab_size)
     warnings += warn_of_shared_data(config)
     warnings += check_templates(config, data, student, teachers)
-    statistics = survey(config, data, student, teachers, parts, [teacher.projection for teacher in teacher_plans])
+    statistics = survey(config, data, student, teachers, objective, [teacher.projection for teacher in teacher_plans])
     warnings += check_texts(config, statistics)
     if isinstance(data, Corpus):
         warnings += warn_of_spelled_tokens(config, data, student)
@@ -250,7 +250,7 @@ def preflight(config: RunConfig) -> Plan:
         data=data,
         questions=questions,
         benchmarks=benchmarks,
-        token_groups=_token_groups(config, student, data, parts),
+        token_groups=_token_groups(config, student, data, objective),
         survey=statistics,
         warnings=tuple(warnings),
         steps_per_epoch=steps[0],
@@ -270,14 +270,14 @@ def preflight(config: RunConfig) -> Plan:
 
 
 def _token_groups(
-    config: RunConfig, student: ModelInfo, data: Corpus | Prompts, parts: TeacherLosses
+    config: RunConfig, student: ModelInfo, data: Corpus | Prompts, objective: TrainingObjective
 ) -> TokenGroups | None:
     """Return the groups of validation tokens, or None if the run has no validation or they are off."""
     if data.validation is None or not config.logging.token_groups:
         return None
     return TokenGroups(
         teachers=config.active_names,
-        parts=tuple((part.name, part.teacher) for part in parts.parts),
+        parts=tuple((part.name, part.teacher) for part in objective.parts),
         classes=torch.from_numpy(token_classes(student.pieces)),
         domains=() if data.domains is None else data.domains.names,
     )

@@ -11,7 +11,7 @@ from math import ceil
 import numpy as np
 import torch
 
-from nemo_opd.aggregation import TeacherLosses, coverage_metrics
+from nemo_opd.aggregation import TrainingObjective, coverage_metrics
 from nemo_opd.config.loss import BytePrefixTerm, LossTerm
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
@@ -177,7 +177,7 @@ def survey(
     data: Corpus | Prompts,
     student: ModelInfo,
     teachers: Sequence[ModelInfo],
-    parts: TeacherLosses,
+    objective: TrainingObjective,
     projections: Sequence[ProjectionMatrix | None],
 ) -> DataStatistics:
     """Survey the data. projections: of the active teachers, None for the student's tokenizer.
@@ -191,7 +191,7 @@ def survey(
     require_stored(config, samples)
     batches = [_batch_of(sample, config) for sample in samples]
     covered = merge(
-        coverage_metrics(parts, batch, config.active_names)
+        coverage_metrics(objective, batch, config.active_names)
         for batch in tracked(batches, "looking at what the teachers cover", "texts")
     )
     of_domains = _domains(config, data) if any(matrix is not None for matrix in projections) else {}

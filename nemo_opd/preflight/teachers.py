@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from nemo_opd.aggregation import TeacherLosses
+from nemo_opd.aggregation import TrainingObjective
 from nemo_opd.alignment import fingerprint
 from nemo_opd.alignment.pieces import ADDED
 from nemo_opd.config.load import from_dict
@@ -285,7 +285,7 @@ def _reads_students_ids(
 
 
 def check_answers(
-    config: RunConfig, device: str, teachers: Sequence[ModelInfo], parts: TeacherLosses, width: int
+    config: RunConfig, device: str, teachers: Sequence[ModelInfo], objective: TrainingObjective, width: int
 ) -> None:
     """Raise ConfigError if the run cannot learn from the content of its caches or the answers of its servers.
 
@@ -301,10 +301,10 @@ def check_answers(
     for i, teacher in enumerate(active):
         if teacher.served is not None:
             key = f"teachers.{i}.logprobs={teacher.served.logprobs}"
-            _check_likeliest(config, i, parts, served_layout(teacher.served, teachers[i].vocab_size), width, key)
+            _check_likeliest(config, i, objective, served_layout(teacher.served, teachers[i].vocab_size), width, key)
             _require_no_entropy(config, f"teachers.{i} ({teacher.name}) is served")
         elif teacher.cache is not None:
-            _check_cache(config, i, teacher.cache, teachers[i], parts, width)
+            _check_cache(config, i, teacher.cache, teachers[i], objective, width)
 
 
 def segment_ids(sample: Sample, i: int) -> NDArray[np.int32] | None:
@@ -333,7 +333,9 @@ def require_stored(config: RunConfig, samples: Collection[Sample]) -> None:
             raise DataError(f"teachers.{i}.cache: {error}") from error
 
 
-def _check_cache(config: RunConfig, i: int, cache: str, teacher: ModelInfo, parts: TeacherLosses, width: int) -> None:
+def _check_cache(
+    config: RunConfig, i: int, cache: str, teacher: ModelInfo, objective: TrainingObjective, width: int
+) -> None:
     key = f"teachers.{i}.cache={cache}"
     manifest = require_cache(cache, f"teachers.{i}.cache")
     if teacher.vocab_size != manifest.vocab_size:
@@ -344,7 +346,7 @@ def _check_cache(config: RunConfig, i: int, cache: str, teacher: ModelInfo, part
     if manifest.is_served:
         _require_no_entropy(config, f"the answers in {key} came from servers")
     if manifest.form == "top_k":
-        _check_likeliest(config, i, parts, sparse_layout(manifest), width, key)
+        _check_likeliest(config, i, objective, sparse_layout(manifest), width, key)
 
 
 def _require_original_tokenizer(cache: str, key: str) -> None:
@@ -368,7 +370,7 @@ def _require_no_entropy(config: RunConfig, reason: str) -> None:
 
 
 def _check_likeliest(
-    config: RunConfig, i: int, parts: TeacherLosses, layout: SparseLayout, width: int, key: str
+    config: RunConfig, i: int, objective: TrainingObjective, layout: SparseLayout, width: int, key: str
 ) -> None:
     """Plan a teacher's loss on an empty sample. Raises ConfigError if the loss needs more than the likeliest tokens."""
     if config.aggregation.type == "averaged_logits":
@@ -377,12 +379,12 @@ def _check_likeliest(
             f"{key}: only the {layout.top_k} likeliest tokens of each position are known, but aggregation.type="
             f"averaged_logits needs the logits of all tokens; {way_out}, or write aggregation=weighted_sum"
         )
-    part = next(part for part in parts.parts if part.teacher == i)
+    part = next(part for part in objective.parts if part.teacher == i)
     teacher = SparseLogits(torch.zeros(1, layout.handed_bytes, dtype=torch.uint8), layout, places_in_row([1], 1))
     batch = collate([_sample_without_labels(config)])
     rows = batch.teachers[i]
     try:
-        part.term.plan(torch.zeros(1, 1, width), teacher, rows.student_side(batch.student), rows, 1.0)
+        part.loss.plan(torch.zeros(1, 1, width), teacher, rows.student_side(batch.student), rows, 1.0)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_opd.aggregation import (
     apply_teacher_weights,
-    build_parts,
+    build_objective,
     coverage_metrics,
     gap,
     joined_scores,
@@ -144,7 +144,7 @@ class Models:
         self._deliveries = plan.deliveries
         self._aggregation, self._names = plan.config.aggregation, plan.config.active_names
         self._priors = [teacher.weight for teacher in plan.config.active_teachers]
-        self._parts = build_parts(
+        self._objective = build_objective(
             plan.config,
             [teacher.projection for teacher in plan.teachers],
             student_vocab_size=plan.student_vocab_size,
@@ -250,7 +250,7 @@ class Models:
 
     def train_step(self, scored: ScoredBatch, kd_scale: float, *, compare_gradients: bool = False) -> dict[str, Metric]:
         """Make the student's optimizer step and return the metrics of the global batch."""
-        normalizers = self._parts.normalizers(scored.batch)
+        normalizers = self._objective.normalizers(scored.batch)
         steps = [
             (StudentStep(part, rank_windows, normalizers, cuts, kd_scale, compare_gradients),)
             for part, rank_windows, cuts in self._student_parts(scored)
@@ -282,8 +282,8 @@ class Models:
     def _reduced(self, by_rank: Sequence[Metrics], scored: ScoredBatch) -> dict[str, Metric]:
         """Return the metrics of the global batch."""
         metrics = reduced(by_rank, self._grid.student)
-        shared = share_metrics(self._parts, scored.batch) | leakage_metrics(scored.batch, self._names)
-        return metrics | shared | coverage_metrics(self._parts, scored.batch, self._names)
+        shared = share_metrics(self._objective, scored.batch) | leakage_metrics(scored.batch, self._names)
+        return metrics | shared | coverage_metrics(self._objective, scored.batch, self._names)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
         """Return the student's continuation of each prompt, in order; data-parallel ranks divide the prompts."""

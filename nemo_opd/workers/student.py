@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from nemo_opd.aggregation import TERMS, Divisor, ObjectiveTerms, TermName, build_parts
+from nemo_opd.aggregation import TERMS, Divisor, TermName, build_objective
 from nemo_opd.checkpoint.background import BackgroundWriter
 from nemo_opd.checkpoint.state import load_state, read_state, save_state
 from nemo_opd.config.run import RunConfig
@@ -96,7 +96,7 @@ class _MicroBatch:
 
     @property
     def plan_arguments(self) -> tuple[list[LogitRows], Batch, tuple[Divisor, ...]]:
-        """Arguments of `ObjectiveTerms.plan` after the student's logits."""
+        """Arguments of `TrainingObjective.plan` after the student's logits."""
         return self.teacher_logits, self.batch, self.divisors
 
 
@@ -131,10 +131,9 @@ class StudentWorker:
         """
         self.config = config
         self.learned = LearnedProjections(config, projections, device)
-        self.parts = build_parts(
+        self.objective = build_objective(
             config, self.learned.projections, student_vocab_size=vocab_size, teacher_vocab_sizes=teacher_vocab_sizes
         )
-        self.objective = ObjectiveTerms(config.loss, self.parts, vocab_size)
         self.vocab_size = vocab_size
         self.device = device
         self.phases = Phases(device)
@@ -265,7 +264,7 @@ class StudentWorker:
         return result.metrics | {POSITIONS: Sum(self.logit_rows.num_positions(micro.packing))}
 
     def _statistics(self, logits: LogitRows, micro: _MicroBatch) -> list[PlannedLoss]:
-        return self.parts.plan_statistics(logits, micro.teacher_logits, micro.batch, vocab_size=self.vocab_size)
+        return self.objective.plan_statistics(logits, micro.teacher_logits, micro.batch)
 
     @torch.no_grad()
     def generate(
@@ -294,7 +293,7 @@ class StudentWorker:
     ) -> tuple[dict[str, Metric], TokenLosses]:
         """Return training metrics without an update, the student's bits per byte and accuracy, and losses per token."""
         self.model.eval()
-        step = StudentStep(batch, windows, Normalizers(1, (1,) * len(self.parts.parts)), micro_batches, 1.0)
+        step = StudentStep(batch, windows, Normalizers(1, (1,) * len(self.objective.parts)), micro_batches, 1.0)
         parts: list[dict[str, Metric]] = []
         tokens: list[TokenLosses] = []
         with self._residence.use(), compiling(self.config.train.compile_losses):
@@ -303,13 +302,13 @@ class StudentWorker:
                 logits = self.logit_rows.whole(output, micro.packing)
                 student, size = micro.batch.student, self.vocab_size
                 terms = self.objective.plan(logits, *micro.plan_arguments, step.normalizers)
-                number = 1 + len(self.parts.parts)  # cross-entropy, then the parts of KD
+                number = 1 + len(self.objective.parts)  # cross-entropy, then the parts of KD
                 recordings = [UnitLossRecorder.of(plan) for plan in terms[:number]]
                 statistics = self._statistics(logits, micro)
                 planned = [
                     *(recording.plan for recording in recordings),
                     *terms[number:],
-                    *(statistics or self.parts.plan_overlaps(logits, micro.teacher_logits, micro.batch)),
+                    *(statistics or self.objective.plan_overlaps(logits, micro.teacher_logits, micro.batch)),
                     plan_bits_per_byte(logits, student, vocab_size=size),
                     plan_accuracy(logits, student, vocab_size=size),
                 ]
@@ -329,7 +328,7 @@ class StudentWorker:
                 ]
             # Packing and divisors are computed on the host, without waiting for the device.
             packing = Packing.of(batch.student).to(self.device)
-            yield _MicroBatch(to_device(batch, self.device), packing, teacher_logits, self.parts.divisors(batch))
+            yield _MicroBatch(to_device(batch, self.device), packing, teacher_logits, self.objective.divisors(batch))
 
     def _clip_gradient(self) -> Tensor:
         limit = self.config.train.gradient_clip

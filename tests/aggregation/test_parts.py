@@ -9,7 +9,7 @@ from nemo_opd.aggregation import (
     PART,
     SHARE,
     Divisor,
-    build_parts,
+    build_objective,
     coverage_metrics,
     kd_of,
     share_metrics,
@@ -20,7 +20,17 @@ from nemo_opd.data.collate import mask_unrouted, shards
 from nemo_opd.distributed.transfer import to_device
 from nemo_opd.logits.planned import compute_together
 from nemo_opd.losses.arguments import label_mask, sampled_mask
-from nemo_opd.types import Batch, ChunkRows, Mean, MovedRows, SampledRows, SequenceScores, TeacherRows, TokenRows
+from nemo_opd.types import (
+    Batch,
+    ChunkRows,
+    Mean,
+    MovedRows,
+    Normalizers,
+    SampledRows,
+    SequenceScores,
+    TeacherRows,
+    TokenRows,
+)
 from tests.composition import compose
 from tests.rows import pad_rows
 from tests.tiny import Tiny
@@ -103,9 +113,9 @@ def test_what_is_known_of_samples_follows_its_rows() -> None:
 
 def test_units_of_rollouts_count_by_their_weight(tiny: Tiny) -> None:
     """4·0.25 + 1 + 3·0.75 units of either part; cross-entropy has the label of row 1 alone, the policy 4 + 3 tokens."""
-    found = parts_of(tiny).normalizers(with_samples(batch()))
+    found = objective_of(tiny).normalizers(with_samples(batch()))
     assert (found.kd, found.ce, found.policy) == ((4.25, 4.25), 1, 7)
-    plain = parts_of(tiny).normalizers(batch())
+    plain = objective_of(tiny).normalizers(batch())
     assert (plain.ce, plain.policy) == (8, 1)
 
 
@@ -121,29 +131,29 @@ def test_confidence_weighs_the_rollouts_of_a_prompt() -> None:
 
 def test_statistics_of_samples(tiny: Tiny) -> None:
     """By teacher where a projection or one tokenizer says which tokens are the same; nothing without samples."""
-    parts, whole = parts_of(tiny), with_samples(batch())
+    objective, whole = objective_of(tiny), with_samples(batch())
     student = torch.randn(3, 5, 9, generator=torch.Generator().manual_seed(0))
-    said = parts.plan_statistics(student, views([student, student], whole, 0), whole, vocab_size=9)
+    said = objective.plan_statistics(student, views([student, student], whole, 0), whole)
     metrics = compute_together(said).metrics
     assert metrics["overlap/same"].value() == 1
     assert metrics["overlap/same"].count == 2, "one in sixteen: token 1 of rows 0 and 2"
     assert metrics["entropy"].count == 7
-    assert parts.plan_statistics(student, [], batch(), vocab_size=9) == []
-    texts = compute_together(parts.plan_overlaps(student, views([student, student], batch(), 0), batch())).metrics
+    assert objective.plan_statistics(student, [], batch()) == []
+    texts = compute_together(objective.plan_overlaps(student, views([student, student], batch(), 0), batch())).metrics
     assert texts["overlap/same"].value() == 1
 
 
-def parts_of(tiny: Tiny, *overrides: str):  # type: ignore[no-untyped-def]
+def objective_of(tiny: Tiny, *overrides: str):  # type: ignore[no-untyped-def]
     config = compose(*tiny.overrides("loss=uld", "teachers.0.weight=0.5", "teachers.1.weight=0.5", *overrides))
-    return build_parts(config, [None, None], student_vocab_size=9, teacher_vocab_sizes=[9, 9])
+    return build_objective(config, [None, None], student_vocab_size=9, teacher_vocab_sizes=[9, 9])
 
 
 def test_units_are_counted_together_where_each_text_has_one_teacher(tiny: Tiny) -> None:
     """9 − 1 label tokens of the chosen same-tokenizer teacher, 2 − 1 chunks of the other."""
     chosen = mask_unrouted(batch(), torch.tensor([1, 0, 1]))
-    assert parts_of(tiny).normalizers(batch()).kd == (8, 8)
-    assert parts_of(tiny).normalizers(chosen).kd == (1, 7)
-    together = parts_of(tiny, "aggregation=select_teacher")
+    assert objective_of(tiny).normalizers(batch()).kd == (8, 8)
+    assert objective_of(tiny).normalizers(chosen).kd == (1, 7)
+    together = objective_of(tiny, "aggregation=select_teacher")
     assert together.normalizers(chosen).kd == (8, 8)
     assert together.normalizers(mask_unrouted(batch(), torch.tensor([5, 5, 5]))).kd == (1, 1)
 
@@ -160,19 +170,19 @@ def test_kinds_of_units_count_by_their_texts(tiny: Tiny) -> None:
 
     Bug: one divisor of 8 for a mean over the tokens of a text and for tokens, which leaves teacher 0 next to nothing.
     """
-    parts = parts_of(tiny, "aggregation=select_teacher", *TCAD)
+    objective = objective_of(tiny, "aggregation=select_teacher", *TCAD)
     chosen = mask_unrouted(without_chunks(batch()), torch.tensor([1, 0, 1]))
-    assert parts.divisors(chosen) == (Divisor(1, Mean(1, 3)), Divisor(7, Mean(2, 3)))
-    assert parts.normalizers(chosen).kd == pytest.approx((3, 10.5))
+    assert objective.divisors(chosen) == (Divisor(1, Mean(1, 3)), Divisor(7, Mean(2, 3)))
+    assert objective.normalizers(chosen).kd == pytest.approx((3, 10.5))
     alone = mask_unrouted(without_chunks(batch()), torch.tensor([1, 1, 1]))
-    assert parts.normalizers(alone).kd == (1, 8), "as if there were no other teacher"
+    assert objective.normalizers(alone).kd == (1, 8), "as if there were no other teacher"
     nothing = mask_unrouted(without_chunks(batch()), torch.tensor([5, 5, 5]))
-    assert parts.normalizers(nothing).kd == (1, 1)
+    assert objective.normalizers(nothing).kd == (1, 1)
 
 
 def test_a_text_counts_as_much_whichever_kind_of_unit_it_has(tiny: Tiny) -> None:
     """Equal texts, half of them taught by tcad over the whole vocabulary, which is the mean of same_vocab's tokens."""
-    parts = parts_of(
+    objective = objective_of(
         tiny,
         "aggregation=select_teacher",
         "loss=same_vocab",
@@ -185,24 +195,26 @@ def test_a_text_counts_as_much_whichever_kind_of_unit_it_has(tiny: Tiny) -> None
     torch.manual_seed(0)
     row, teacher = (torch.randn(1, 5, 9, dtype=torch.float64).expand(4, -1, -1).contiguous() for _ in range(2))
     row.requires_grad_()
-    plans = parts.plan(row, [teacher, teacher], chosen, parts.divisors(chosen), parts.normalizers(chosen).kd)
+    plans = objective.plan(
+        row, [teacher, teacher], chosen, objective.divisors(chosen), objective.normalizers(chosen), terms=("kd",)
+    )
     (gradient,) = torch.autograd.grad(compute_together(plans).loss, row)
     torch.testing.assert_close(gradient, gradient[:1].expand(4, -1, -1), rtol=1e-12, atol=0)
 
 
 def test_averaged_teachers_are_compared_where_all_of_them_read(tiny: Tiny) -> None:
     """Bug: the tokens of the first teacher, beyond what another reads behind its own prompt."""
-    parts = parts_of(tiny, "aggregation=averaged_logits", "loss=same_vocab", "teachers.0.type=same_tokenizer")
+    objective = objective_of(tiny, "aggregation=averaged_logits", "loss=same_vocab", "teachers.0.type=same_tokenizer")
     student = rows()
     scored = student.loss_mask.clone()
     scored[0, 3:] = False
     behind = TeacherRows(rows((7, 4, 6)), None, moved=MovedRows(torch.tensor([2, 2, 2]), scored))
     for teachers in ((TeacherRows(student, None), behind), (behind, TeacherRows(student, None))):
         of = Batch(student, teachers)
-        (part,) = parts.parts
+        (part,) = objective.parts
         assert part.student_side(of).loss_mask.equal(scored)
         assert part.num_units(of) == int(scored.sum()) == 6
-        assert coverage_metrics(parts, of, ["cross", "same"])["kd_coverage/same"].value() == 6 / 8
+        assert coverage_metrics(objective, of, ["cross", "same"])["kd_coverage/same"].value() == 6 / 8
 
 
 AGGREGATIONS = {
@@ -216,20 +228,34 @@ AGGREGATIONS = {
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_parts_add_up_however_batches_are_pooled(tiny: Tiny, aggregation: str, is_sampled: bool) -> None:
     """KD from the metrics of microbatches is the loss of the whole with its own normalizers."""
-    parts = parts_of(tiny, *AGGREGATIONS[aggregation])
+    objective = objective_of(tiny, *AGGREGATIONS[aggregation])
     torch.manual_seed(0)
     whole = without_chunks(batch()) if "kinds" in aggregation else batch()
     whole = whole if aggregation == "weighted_sum" else mask_unrouted(whole, torch.tensor([1, 0, 1]))
     whole = with_samples(whole) if is_sampled else whole
     student, *teachers = (torch.randn(3, 5, 9, dtype=torch.float64) for _ in range(3))
     student.requires_grad_()
-    plans = parts.plan(student, views(teachers, whole, 0), whole, parts.divisors(whole), parts.normalizers(whole).kd)
+    plans = objective.plan(
+        student,
+        views(teachers, whole, 0),
+        whole,
+        objective.divisors(whole),
+        objective.normalizers(whole),
+        terms=("kd",),
+    )
     expected = compute_together(plans).loss
     pooled: dict[str, Mean] = {}
     for b in range(3):
         micro = whole.rows(b, b + 1)
         logits = student[b : b + 1, : micro.student.ids.shape[1]]
-        for part in parts.plan(logits, views(teachers, micro, b), micro, parts.divisors(micro), (1, 1)):
+        for part in objective.plan(
+            logits,
+            views(teachers, micro, b),
+            micro,
+            objective.divisors(micro),
+            Normalizers(1, (1, 1), 1),
+            terms=("kd",),
+        ):
             for name, metric in part.compute().metrics.items():
                 if name.startswith((PART, SHARE)):
                     pooled[name] = pooled[name].merge(metric) if name in pooled else metric
@@ -245,12 +271,12 @@ def views(logits: list[torch.Tensor], part: Batch, start: int) -> list[torch.Ten
 
 
 def test_what_is_said_of_the_shares(tiny: Tiny) -> None:
-    assert share_metrics(parts_of(tiny), batch()) == {}
+    assert share_metrics(objective_of(tiny), batch()) == {}
     chosen = mask_unrouted(batch(), torch.tensor([1, 0, 1]))
-    shares = share_metrics(parts_of(tiny, "aggregation=select_teacher"), chosen)
+    shares = share_metrics(objective_of(tiny, "aggregation=select_teacher"), chosen)
     assert shares == {"share/cross": Mean(1, 3), "share/same": Mean(2, 3)}
     weights = weighted(batch(), torch.tensor([[0.25, 0.25, 0.4], [0.75, 0.75, 0.6]]))
-    said = share_metrics(parts_of(tiny, "aggregation.weights=entropy"), weights)
+    said = share_metrics(objective_of(tiny, "aggregation.weights=entropy"), weights)
     assert {name: metric.value() for name, metric in said.items()} == pytest.approx(
         {"weight/cross": 0.3, "weight/same": 0.7}
     )
@@ -264,17 +290,17 @@ def test_the_share_of_tokens_that_get_kd(tiny: Tiny) -> None:
     fewer = cross.chunks.student.clone()
     fewer[0, 2], fewer[2] = -1, -1
     whole = replace(whole, teachers=(replace(cross, chunks=replace(cross.chunks, student=fewer)), same))
-    found = coverage_metrics(parts_of(tiny), whole, names)
+    found = coverage_metrics(objective_of(tiny), whole, names)
     assert found == {f"kd_{kind}/cross": Mean(3 + 1, 8) for kind in ("coverage", "positions")} | {
         "kd_coverage/same": Mean(8, 8)
     }
-    parts = [coverage_metrics(parts_of(tiny), part, names) for part in shards(pad_rows(whole, 4), 2)]
+    parts = [coverage_metrics(objective_of(tiny), part, names) for part in shards(pad_rows(whole, 4), 2)]
     assert parts[0]["kd_coverage/cross"].merge(parts[1]["kd_coverage/cross"]) == Mean(4, 8)
     chosen = mask_unrouted(whole, torch.tensor([1, 0, 0]))
-    shared = coverage_metrics(parts_of(tiny, "aggregation=select_teacher"), chosen, names)
+    shared = coverage_metrics(objective_of(tiny, "aggregation=select_teacher"), chosen, names)
     assert shared["kd_coverage/cross"] == shared["kd_positions/cross"] == Mean(1, 4), "in its own texts"
     assert shared["kd_coverage/same"] == Mean(4, 4), "in its own texts"
     joined = replace(cross, chunks=ChunkRows(cross.chunks.student.clamp(max=2), cross.chunks.teacher.clamp(max=2)))
-    several = coverage_metrics(parts_of(tiny), replace(whole, teachers=(joined, same)), names)
+    several = coverage_metrics(objective_of(tiny), replace(whole, teachers=(joined, same)), names)
     assert several["kd_coverage/cross"] == Mean(8, 8)
     assert several["kd_positions/cross"] == Mean(2 + 1 + 2, 8), "a chunk of several tokens is compared once"

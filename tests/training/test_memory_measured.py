@@ -203,7 +203,7 @@ def test_the_peak_on_a_gpu(tiny: Tiny, tmp_path: Path, plan: Configure, checkpoi
     )
     (batch,) = first_batches(settled, 1)
     cuts = cut(batch.student, settled.config.train.tokens_at_a_time)
-    step = StudentStep(batch, (), student.parts.normalizers(batch), tuple(cuts[0]), 1.0)
+    step = StudentStep(batch, (), student.objective.normalizers(batch), tuple(cuts[0]), 1.0)
     student.train_step(step)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
