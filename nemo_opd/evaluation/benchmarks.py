@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from nemo_opd.config.evaluation import DEFAULT_NEW_TOKENS, Benchmark
 from nemo_opd.errors import DataError, OPDError, RolloutError
 from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, as_lm_eval_runs
-from nemo_opd.evaluation.estimates import Estimate, mean_with_interval
+from nemo_opd.evaluation.estimates import Estimate, mean_with_interval, named, with_bounds
 from nemo_opd.evaluation.likelihoods import Scored, Scorer
-from nemo_opd.evaluation.questions import named, with_bounds
 from nemo_opd.rollout.base import Generator, Request, Sampling
 from nemo_opd.rollout.collect import turn_seed
 from nemo_opd.rollout.episode import text_before

@@ -22,7 +22,7 @@ from nemo_opd.data.record import Prompt, written
 from nemo_opd.data.schema import require_suitable
 from nemo_opd.demo import is_demo
 from nemo_opd.errors import ConfigError
-from nemo_opd.evaluation.task_names import require_tasks
+from nemo_opd.evaluation.benchmark_tasks import check_tasks, require_tasks
 from nemo_opd.extras import require_extras, require_installed, require_library
 from nemo_opd.logging.activity import loading
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
@@ -167,10 +167,8 @@ def check_benchmarks(evaluation: QuestionSets | None, prefix: str) -> None:
     with loading("the tasks of benchmarks"):
         if folder is None:
             require_tasks(evaluation, prefix)
-            return
-        from nemo_opd.evaluation.benchmark_tasks import check_tasks  # imports an optional library
-
-        check_tasks(evaluation, prefix)
+        else:
+            check_tasks(evaluation, prefix)
 
 
 def is_left_out(evaluation: QuestionSets) -> bool:

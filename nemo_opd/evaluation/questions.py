@@ -13,9 +13,8 @@ from nemo_opd.data.record import Message, Prompt, Rollout
 from nemo_opd.data.rollouts import read_prompts
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError, RolloutError
-from nemo_opd.evaluation.estimates import Estimate, maj_at_k, mean_with_interval, pass_at_k
+from nemo_opd.evaluation.estimates import Estimate, maj_at_k, mean_with_interval, named, pass_at_k, with_bounds
 from nemo_opd.evaluation.inputs import ResolvedSet
-from nemo_opd.logging.metrics import PREFIX
 from nemo_opd.logging.questions import ShownAnswer
 from nemo_opd.progress import tracked, working
 from nemo_opd.rewards import RewardFunction, check_answers
@@ -23,20 +22,6 @@ from nemo_opd.rollout.base import Generator, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environment import build_environment
 from nemo_opd.rollout.renderer import Renderer
-
-
-def named(figures: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return a set's figures under their logged names, such as eval/<set>/pass@1; name: '' for the unnamed set."""
-    prefix = f"{PREFIX}{name}/" if name else PREFIX
-    return {f"{prefix}{figure}": value for figure, value in figures.items()}
-
-
-def with_bounds(estimates: Mapping[str, Estimate]) -> dict[str, float]:
-    """Return each estimate's value and the bounds of its interval: pass@1, pass@1_low, pass@1_high, …"""
-    figures: dict[str, float] = {}
-    for name, estimate in estimates.items():
-        figures |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-    return figures
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import EndpointError
 from nemo_opd.logging.activity import print_line
 from nemo_opd.logits.rows import SparseLayout, SparseRows
-from nemo_opd.rollout.server.client import Client
-from nemo_opd.rollout.server.http import MAX_BYTES, Http, UnansweredError
+from nemo_opd.rollout.server.client import MAX_BYTES, Client, Http, UnansweredError
 from nemo_opd.served.programs import PROGRAMS, encoded_rows
 from nemo_opd.teacher_cache.shard import Segment, encoded_ids, id_bytes
 from nemo_opd.users_code import shown

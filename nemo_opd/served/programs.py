@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from nemo_opd.logits.rows import SparseLayout, SparseRows
 from nemo_opd.rollout.base import Sampling
-from nemo_opd.rollout.server.client import ROUNDING
-from nemo_opd.rollout.server.http import UnusableError
+from nemo_opd.rollout.server.client import ROUNDING, UnusableError
 from nemo_opd.rollout.server.sglang import UNUSED_POSITIONS, echoed_ids
 from nemo_opd.rollout.server.vllm import sampled_with
 from nemo_opd.users_code import shown

@@ -27,8 +27,7 @@ from nemo_opd.rollout.base import (
     StudentModel,
     check_lengths,
 )
-from nemo_opd.rollout.server.client import ROUNDING, Client, RequestContext, checked_logprobs
-from nemo_opd.rollout.server.http import Http
+from nemo_opd.rollout.server.client import ROUNDING, Client, Http, RequestContext, checked_logprobs
 from nemo_opd.rollout.server.program import (
     HOST,
     NAME,

@@ -20,8 +20,7 @@ from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server import guard
-from nemo_opd.rollout.server.client import Answer, RequestContext
-from nemo_opd.rollout.server.http import Http
+from nemo_opd.rollout.server.client import Answer, Http, RequestContext
 
 Json = dict[str, Any]
 HOST = "127.0.0.1"

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server.client import Answer, RequestContext
-from nemo_opd.rollout.server.http import Http, UnusableError
+from nemo_opd.rollout.server.client import Answer, Http, RequestContext, UnusableError
 from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed
 from nemo_opd.users_code import shown
 

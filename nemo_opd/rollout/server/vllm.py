@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server.client import Answer, RequestContext
-from nemo_opd.rollout.server.http import Http
+from nemo_opd.rollout.server.client import Answer, Http, RequestContext
 from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed, weight_files
 
 _EXTENSION_FOLDER = Path(__file__).parent / "vllm_extension"
