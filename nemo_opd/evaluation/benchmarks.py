@@ -27,6 +27,8 @@ from nemo_opd.rollout.episode import text_before
 _log = logging.getLogger(__name__)
 _Pair = tuple[Any, list[int], list[int]]
 """Any label, and the tokens of context and continuation."""
+_RESAMPLES = 1000
+"""Resamples for the standard error of a metric that is not a mean over questions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +175,6 @@ def _sampling(settings: Mapping[str, Any]) -> Sampling:
 
 def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stop for stop in settings["until"] if stop)
-
-
-_RESAMPLES = 1000
-"""Resamples for the standard error of a metric that is not a mean over questions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,15 +92,6 @@ class ResolvedSet:
         return with_columns(layout, self.columns, self.reward)
 
 
-def with_columns(
-    layout: Layout, named: Sequence[tuple[str, str]], reward: Reward | None, domain_key: str | None = None
-) -> Layout:
-    """Add the columns that settings name to a layout, and entire rows if the reward may read any column."""
-    layout = ContextLayout(layout, tuple(named)) if named else layout
-    layout = layout if domain_key is None else DomainLayout(layout, domain_key)
-    return RowLayout(layout) if reads_rows(reward) else layout
-
-
 def resolved_sets(
     evaluation: QuestionSets, data: Data | QuestionSource, reward: Reward | None, prefix: str
 ) -> Iterator[ResolvedSet]:
@@ -139,12 +130,26 @@ def resolved_sets(
         yield resolved
 
 
-def build_set_reward(resolved: ResolvedSet) -> RewardFunction:
-    """Return the set's reward. Raises ConfigError, with its key, if its function or schema is missing."""
-    try:
-        return build_reward(resolved.reward)
-    except ConfigError as error:
-        raise ConfigError(f"{resolved.reward_key}{str(error).removeprefix('reward')}") from error
+def with_columns(
+    layout: Layout, named: Sequence[tuple[str, str]], reward: Reward | None, domain_key: str | None = None
+) -> Layout:
+    """Add the columns that settings name to a layout, and entire rows if the reward may read any column."""
+    layout = ContextLayout(layout, tuple(named)) if named else layout
+    layout = layout if domain_key is None else DomainLayout(layout, domain_key)
+    return RowLayout(layout) if reads_rows(reward) else layout
+
+
+def check_inputs(config: EvaluationConfig) -> None:
+    """Raise an OPDError for a path or a program in the settings that does not exist or has the wrong form."""
+    check_folder(config.model, key="model")
+    if config.tokenizer is not None:
+        check_tokenizer(config.tokenizer, key="tokenizer")
+    if config.chat_template is not None:
+        read_template(config.chat_template, key="chat_template")
+    require_extras(None, config.reward)
+    require_installed(config.rollout)
+    check_sets(resolved_sets(config, config.data, config.reward, ""))
+    check_benchmarks(config, "")
 
 
 def check_sets(sets: Iterator[ResolvedSet]) -> None:
@@ -154,6 +159,14 @@ def check_sets(sets: Iterator[ResolvedSet]) -> None:
         require_suitable(resolved.settings.data, resolved.layout, key=resolved.key)
         if not calls_users_code(resolved.reward):
             build_set_reward(resolved).close()
+
+
+def build_set_reward(resolved: ResolvedSet) -> RewardFunction:
+    """Return the set's reward. Raises ConfigError, with its key, if its function or schema is missing."""
+    try:
+        return build_reward(resolved.reward)
+    except ConfigError as error:
+        raise ConfigError(f"{resolved.reward_key}{str(error).removeprefix('reward')}") from error
 
 
 def check_benchmarks(evaluation: QuestionSets | None, prefix: str) -> None:
@@ -174,16 +187,3 @@ def check_benchmarks(evaluation: QuestionSets | None, prefix: str) -> None:
 def is_left_out(evaluation: QuestionSets) -> bool:
     """Return whether to skip the benchmarks: the demo also runs without lm-eval."""
     return evaluation.task_folder is not None and is_demo(evaluation.task_folder) and find_spec("lm_eval") is None
-
-
-def check_inputs(config: EvaluationConfig) -> None:
-    """Raise an OPDError for a path or a program in the settings that does not exist or has the wrong form."""
-    check_folder(config.model, key="model")
-    if config.tokenizer is not None:
-        check_tokenizer(config.tokenizer, key="tokenizer")
-    if config.chat_template is not None:
-        read_template(config.chat_template, key="chat_template")
-    require_extras(None, config.reward)
-    require_installed(config.rollout)
-    check_sets(resolved_sets(config, config.data, config.reward, ""))
-    check_benchmarks(config, "")

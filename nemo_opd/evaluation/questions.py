@@ -81,6 +81,67 @@ class EvaluationResult:
         return named(figures, self.name)
 
 
+def read_questions(resolved: ResolvedSet) -> list[Prompt]:
+    """Return the questions, with the set's prompt around them.
+
+    Raises DataError, naming the row, if a question cannot be read or does not fit the reward.
+    """
+    layout = resolved.layout
+    with working(f"reading {resolved.key}"):
+        documents = load_documents(resolved.settings.data, layout, key=resolved.key)
+        prompts = read_prompts(documents, range(len(documents)), layout.columns)
+    check_answers(resolved.reward, prompts, source=resolved.key)
+    settings = resolved.settings.context if isinstance(resolved.settings, QuestionSet) else None
+    if settings is None:
+        return prompts
+    context = Context(settings, {name: name for name in settings.fields}, resolved.prefix.rstrip("."))
+    return [_within(context, prompt, resolved.key) for prompt in prompts]
+
+
+def _within(context: Context, prompt: Prompt, key: str) -> Prompt:
+    try:
+        return replace(prompt, content=context.content(prompt.content, prompt.row))
+    except DataError as error:
+        raise DataError(f"{key}: row {prompt.index} (counted from 0 over all files): {error}") from error
+
+
+def ask(
+    resolved: ResolvedSet,
+    questions: Sequence[Prompt],
+    reward: RewardFunction,
+    engine: Generator,
+    renderer: Renderer,
+    *,
+    max_new_tokens: int,
+    max_length: int,
+    environment: Environment | None,
+    seed: int,
+    failures_are_wrong: bool,
+) -> EvaluationResult:
+    """Ask a model the questions of a set.
+
+    max_new_tokens: limit for a turn. max_length: limit for a sequence. Raises the errors of the engine, the environment
+    and `evaluate_task`.
+    """
+    settings = resolved.settings
+    collector = partial(
+        Collector,
+        engine,
+        renderer,
+        max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        environment=None if environment is None else build_environment(environment),
+        seed=seed,
+        stop=settings.stop,
+    )
+    sampled = collector(sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False))
+    greedy = collector(sampling=Sampling(temperature=0.0, needs_raw=False)) if settings.greedy else None
+    result = evaluate_task(
+        greedy, sampled, questions, reward, settings, name=resolved.name, failures_are_wrong=failures_are_wrong
+    )
+    return replace(result, levels=resolved.levels(questions))
+
+
 def evaluate_task(
     collector_greedy: Collector | None,
     collector_sampled: Collector,
@@ -189,67 +250,6 @@ def _majority(question: AnsweredQuestion, settings: Questions, k: int) -> float:
     correct = [_is_correct(answer, settings) for answer in question.sampled]
     # A single seed would draw the same subsets for every question, so that their errors would add up.
     return maj_at_k(votes, correct, k, seed=question.prompt.index)
-
-
-def read_questions(resolved: ResolvedSet) -> list[Prompt]:
-    """Return the questions, with the set's prompt around them.
-
-    Raises DataError, naming the row, if a question cannot be read or does not fit the reward.
-    """
-    layout = resolved.layout
-    with working(f"reading {resolved.key}"):
-        documents = load_documents(resolved.settings.data, layout, key=resolved.key)
-        prompts = read_prompts(documents, range(len(documents)), layout.columns)
-    check_answers(resolved.reward, prompts, source=resolved.key)
-    settings = resolved.settings.context if isinstance(resolved.settings, QuestionSet) else None
-    if settings is None:
-        return prompts
-    context = Context(settings, {name: name for name in settings.fields}, resolved.prefix.rstrip("."))
-    return [_within(context, prompt, resolved.key) for prompt in prompts]
-
-
-def _within(context: Context, prompt: Prompt, key: str) -> Prompt:
-    try:
-        return replace(prompt, content=context.content(prompt.content, prompt.row))
-    except DataError as error:
-        raise DataError(f"{key}: row {prompt.index} (counted from 0 over all files): {error}") from error
-
-
-def ask(
-    resolved: ResolvedSet,
-    questions: Sequence[Prompt],
-    reward: RewardFunction,
-    engine: Generator,
-    renderer: Renderer,
-    *,
-    max_new_tokens: int,
-    max_length: int,
-    environment: Environment | None,
-    seed: int,
-    failures_are_wrong: bool,
-) -> EvaluationResult:
-    """Ask a model the questions of a set.
-
-    max_new_tokens: limit for a turn. max_length: limit for a sequence. Raises the errors of the engine, the environment
-    and `evaluate_task`.
-    """
-    settings = resolved.settings
-    collector = partial(
-        Collector,
-        engine,
-        renderer,
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        environment=None if environment is None else build_environment(environment),
-        seed=seed,
-        stop=settings.stop,
-    )
-    sampled = collector(sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False))
-    greedy = collector(sampling=Sampling(temperature=0.0, needs_raw=False)) if settings.greedy else None
-    result = evaluate_task(
-        greedy, sampled, questions, reward, settings, name=resolved.name, failures_are_wrong=failures_are_wrong
-    )
-    return replace(result, levels=resolved.levels(questions))
 
 
 def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str | None = None) -> list[ShownAnswer]:

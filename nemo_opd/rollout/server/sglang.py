@@ -47,7 +47,7 @@ class SGLang(Program):
             options.append("--enable-fp32-lm-head")
         return [*options, "--host", HOST, "--port", str(port), "--enable-deterministic-inference"]
 
-    def body(self, request: Request, sampling: Sampling, terms: RequestContext) -> Json:
+    def body(self, request: Request, sampling: Sampling, context: RequestContext) -> Json:
         return {
             "input_ids": request.prompt_ids.tolist(),
             "return_logprob": True,
@@ -60,10 +60,10 @@ class SGLang(Program):
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
                 # ignore_eos would ignore these as well.
-                "stop_token_ids": sorted(terms.end_ids),
+                "stop_token_ids": sorted(context.end_ids),
                 "stop": list(request.stop),
                 "skip_special_tokens": False,
-                **terms.bias,
+                **context.bias,
             },
         }
 
@@ -78,7 +78,7 @@ class SGLang(Program):
             model=None,
         )
 
-    def raw_body(self, request: Request, completion: Completion, terms: RequestContext) -> Json:
+    def raw_body(self, request: Request, completion: Completion, context: RequestContext) -> Json:
         # Without the last token, since a prompt of `max_length` would be rejected.
         *first, last = completion.ids.tolist()
         return {
