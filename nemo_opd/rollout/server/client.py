@@ -121,12 +121,12 @@ class Http:
             return reply.content.decode(errors="replace")
 
     async def _fetch(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> _Reply:
-        client = open_client(trust_env=self.trust_env, headers=self.headers)
+        client = _open_client(trust_env=self.trust_env, headers=self.headers)
         async with asyncio.timeout(timeout_s), client:
             return await fetch(client, method, self.url + path, body)
 
 
-def open_client(*, trust_env: bool, headers: Mapping[str, str], connections: int | None = None) -> AsyncClient:
+def _open_client(*, trust_env: bool, headers: Mapping[str, str], connections: int | None = None) -> AsyncClient:
     """Return a client without time limits: httpx2's limits apply to each part of an answer, not to the whole.
 
     connections: largest number of open connections, by default the library's limit.
@@ -269,7 +269,7 @@ class Client(Generic[_Answer]):
 
         with working("asking the server", len(bodies), "requests") as work:
             async with (
-                open_client(trust_env=self.trust_env, headers=self.headers, connections=self.concurrency) as http,
+                _open_client(trust_env=self.trust_env, headers=self.headers, connections=self.concurrency) as http,
                 asyncio.TaskGroup() as group,
             ):
                 checks = group.create_task(check_regularly())
