@@ -174,7 +174,7 @@ def test_a_run_imports_no_library_of_an_extra() -> None:
         loaded |= modules
     wrong = [one for name in loaded for one in by_file.get(name, []) if one.module.split(".")[0] in EXTRAS]
 
-    assert "nemo_opd.rollout.server.http" in loaded
+    assert "nemo_opd.rollout.server.client" in loaded
     assert not wrong, shown(wrong)
 
 

@@ -29,109 +29,13 @@ from nemo_opd.cli.command import Command
 from nemo_opd.commands import ending_on_signals
 from nemo_opd.paths import CHECKOUT, UNKNOWN, commit, package_version
 
-FILE, _DATA, _LOG = "gpu_check.md", "gpu_check.json", "gpu_check.log"
-PASSED, SKIPPED = "passed", "skipped"
+_FILE, _DATA, _LOG = "gpu_check.md", "gpu_check.json", "gpu_check.log"
+_PASSED, _SKIPPED = "passed", "skipped"
 _SAME = ("commit", "machine", "packages")
 """Facts that all parts of a report share."""
 _PACKAGES = ("torch", "transformers", "ray", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _TEST = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)(?= tests/|[^\n]*\[ *\d+%\])")
 """A test in pytest's output, even if that ends before its summary; with several workers its name follows."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """Results of one part."""
-
-    outcome: str
-    """`passed`, `skipped: WHY` or `FAILED: WHY`."""
-    seconds: float = 0.0
-    tests: str = ""
-    """Numbers of tests by outcome, also of a part that was stopped."""
-    values: list[Any] = field(default_factory=list)
-    """Parsed JSON lines of its output."""
-
-
-def read_output(outcome: str, seconds: float, output: str) -> Result:
-    """Parse a part's output; the part counts as skipped if all its tests were."""
-    tests = Counter(_TEST.findall(output))
-    values = []
-    for line in output.splitlines():
-        if line.startswith("{"):
-            try:
-                values.append(json.loads(line))
-            except ValueError:  # the process was killed within the line
-                continue
-    if outcome == PASSED and set(tests) == {"SKIPPED"}:
-        outcome = f"{SKIPPED}: all tests; the log has the reasons"
-    return Result(outcome, round(seconds, 1), ", ".join(f"{n} {kind.lower()}" for kind, n in tests.items()), values)
-
-
-@dataclass
-class Report:
-    folder: Path
-    facts: dict[str, str]
-    parts: dict[str, Result] = field(default_factory=dict)
-
-    @staticmethod
-    def begin(command: str, folder: Path) -> Report:
-        """Begin a report with the parts of an earlier check of the same commit, machine and packages in the folder."""
-        installed = {"nemo-opd": package_version()} | {name: _version(name) for name in _PACKAGES}
-        facts = {
-            "commit": commit(),
-            "date": date.today().isoformat(),
-            "command": command,
-            "machine": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-            "packages": ", ".join(f"{name} {number}" for name, number in installed.items() if number),
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = parts_before(folder, facts)
-        if not parts:
-            (folder / _LOG).unlink(missing_ok=True)
-        return Report(folder, facts, parts)
-
-    def add(self, name: str, result: Result, output: str = "") -> None:
-        """Add a part and write the files at once: the next part may crash the machine."""
-        self.parts[name] = result
-        with (self.folder / _LOG).open("a", encoding="utf-8") as log:
-            log.write(f"\n======== {name}: {result.outcome}, {result.seconds} s\n{output}")
-        (self.folder / FILE).write_text(self.markdown(), encoding="utf-8")
-        parts = {part_name: asdict(part) for part_name, part in self.parts.items()}
-        data = json.dumps({"facts": self.facts, "parts": parts}, indent=1, ensure_ascii=False)
-        (self.folder / _DATA).write_text(f"{data}\n", encoding="utf-8")
-
-    def markdown(self) -> str:
-        lines = ["# GPU check", "", *(f"* {label}: {value}" for label, value in self.facts.items()), ""]
-        lines += ["| part | outcome | seconds | tests |", "|---|---|---|---|"]
-        for name, part in self.parts.items():
-            lines.append(f"| {name} | {part.outcome} | {part.seconds} | {part.tests} |")
-        for name, part in self.parts.items():
-            if part.values:
-                values = [json.dumps(value, ensure_ascii=False) for value in part.values]
-                lines += ["", f"## {name}", "", "```json", *values, "```"]
-        return "\n".join(lines) + "\n"
-
-
-def parts_before(folder: Path, facts: Mapping[str, str]) -> dict[str, Result]:
-    """Return the parts of the folder's report if it has the same commit, machine and packages; otherwise empty.
-
-    Two unknown commits may differ.
-    """
-    try:
-        previous = json.loads((folder / _DATA).read_text(encoding="utf-8"))
-        if facts["commit"] == UNKNOWN or any(previous["facts"][name] != facts[name] for name in _SAME):
-            return {}
-        return {name: Result(**part) for name, part in previous["parts"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no report, or one of another version
-        return {}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 _MFU_FLOOR = "0.3"
 _LARGE = ("--student", "llama_1b", "--same-teacher", "llama_3b", "--teacher", "qwen_4b", "--length", "2048")
 _TINY = ("--student", "llama_tiny", "--same-teacher", "llama_tiny", "--teacher", "qwen_tiny", "--length", "32")
@@ -147,6 +51,7 @@ _MODELS_BYTES = 40 << 30
 _MARK = "NEMO_OPD_CHECK_PART"
 """Environment variable that all processes of a part inherit, even those that start a session, as Ray's do."""
 _ENDED_S = 15.0
+_RESULTS = Path() if CHECKOUT is None else CHECKOUT / "benchmarks" / "results" / "gpu"
 
 
 @dataclass(frozen=True)
@@ -196,12 +101,6 @@ def _sanitized() -> Part:
     )
 
 
-def gpu_test_files(root: Path) -> list[str]:
-    """Return the test files that contain tests marked `gpu`: other files may need libraries that this machine lacks."""
-    files = sorted((root / "tests").rglob("test_*.py"))
-    return [str(file.relative_to(root)) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
-
-
 def _script(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, f"benchmarks/{name}", *arguments)
 
@@ -225,7 +124,106 @@ def _pytest(workers: int, dist: str, *, only: str = "tests", without: str | None
     return (sys.executable, "-m", "pytest", *options, *files)
 
 
-_RESULTS = Path() if CHECKOUT is None else CHECKOUT / "benchmarks" / "results" / "gpu"
+def gpu_test_files(root: Path) -> list[str]:
+    """Return the test files that contain tests marked `gpu`: other files may need libraries that this machine lacks."""
+    files = sorted((root / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(root)) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Results of one part."""
+
+    outcome: str
+    """`passed`, `skipped: WHY` or `FAILED: WHY`."""
+    seconds: float = 0.0
+    tests: str = ""
+    """Numbers of tests by outcome, also of a part that was stopped."""
+    values: list[Any] = field(default_factory=list)
+    """Parsed JSON lines of its output."""
+
+
+def read_output(outcome: str, seconds: float, output: str) -> Result:
+    """Parse a part's output; the part counts as skipped if all its tests were."""
+    tests = Counter(_TEST.findall(output))
+    values = []
+    for line in output.splitlines():
+        if line.startswith("{"):
+            try:
+                values.append(json.loads(line))
+            except ValueError:  # the process was killed within the line
+                continue
+    if outcome == _PASSED and set(tests) == {"SKIPPED"}:
+        outcome = f"{_SKIPPED}: all tests; the log has the reasons"
+    return Result(outcome, round(seconds, 1), ", ".join(f"{n} {kind.lower()}" for kind, n in tests.items()), values)
+
+
+@dataclass
+class Report:
+    folder: Path
+    facts: dict[str, str]
+    parts: dict[str, Result] = field(default_factory=dict)
+
+    @staticmethod
+    def begin(command: str, folder: Path) -> Report:
+        """Begin a report with the parts of an earlier check of the same commit, machine and packages in the folder."""
+        installed = {"nemo-opd": package_version()} | {name: _version(name) for name in _PACKAGES}
+        facts = {
+            "commit": commit(),
+            "date": date.today().isoformat(),
+            "command": command,
+            "machine": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+            "packages": ", ".join(f"{name} {number}" for name, number in installed.items() if number),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = parts_before(folder, facts)
+        if not parts:
+            (folder / _LOG).unlink(missing_ok=True)
+        return Report(folder, facts, parts)
+
+    def add(self, name: str, result: Result, output: str = "") -> None:
+        """Add a part and write the files at once: the next part may crash the machine."""
+        self.parts[name] = result
+        with (self.folder / _LOG).open("a", encoding="utf-8") as log:
+            log.write(f"\n======== {name}: {result.outcome}, {result.seconds} s\n{output}")
+        (self.folder / _FILE).write_text(self.markdown(), encoding="utf-8")
+        parts = {part_name: asdict(part) for part_name, part in self.parts.items()}
+        data = json.dumps({"facts": self.facts, "parts": parts}, indent=1, ensure_ascii=False)
+        (self.folder / _DATA).write_text(f"{data}\n", encoding="utf-8")
+
+    def markdown(self) -> str:
+        lines = ["# GPU check", "", *(f"* {label}: {value}" for label, value in self.facts.items()), ""]
+        lines += ["| part | outcome | seconds | tests |", "|---|---|---|---|"]
+        for name, part in self.parts.items():
+            lines.append(f"| {name} | {part.outcome} | {part.seconds} | {part.tests} |")
+        for name, part in self.parts.items():
+            if part.values:
+                values = [json.dumps(value, ensure_ascii=False) for value in part.values]
+                lines += ["", f"## {name}", "", "```json", *values, "```"]
+        return "\n".join(lines) + "\n"
+
+
+def parts_before(folder: Path, facts: Mapping[str, str]) -> dict[str, Result]:
+    """Return the parts of the folder's report if it has the same commit, machine and packages; otherwise empty.
+
+    Two unknown commits may differ.
+    """
+    try:
+        previous = json.loads((folder / _DATA).read_text(encoding="utf-8"))
+        if facts["commit"] == UNKNOWN or any(previous["facts"][name] != facts[name] for name in _SAME):
+            return {}
+        return {name: Result(**part) for name, part in previous["parts"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no report, or one of another version
+        return {}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 _NAMES = [part.name for group in plan(Path(), Path(), has_gpu=True) for part in group]
 
 
@@ -258,7 +256,7 @@ def _check(options: Namespace, console: Console) -> int:
                     if name == "kernels" and "CUDA error" in output and shutil.which("compute-sanitizer"):
                         waiting.insert(0, [_sanitized()])
             except KeyboardInterrupt as interrupt:
-                interrupt.add_note(f"results of finished parts are in {options.output / FILE}")
+                interrupt.add_note(f"results of finished parts are in {options.output / _FILE}")
                 raise
     print(report.markdown())
     return int(any(part.outcome.startswith("FAILED") for part in report.parts.values()))
@@ -274,9 +272,9 @@ def _run(parts: list[Part], scratch: Path, report: Report, end_s: float) -> Iter
         for part in parts:
             begun = time.monotonic()
             if part.needs_checkout and CHECKOUT is None:
-                report.add(part.name, Result(f"{SKIPPED}: needs a checkout with the tests and the benchmarks"))
+                report.add(part.name, Result(f"{_SKIPPED}: needs a checkout with the tests and the benchmarks"))
             elif end_s - begun < _LEAST_S:
-                report.add(part.name, Result(f"{SKIPPED}: no time left"))
+                report.add(part.name, Result(f"{_SKIPPED}: no time left"))
             else:
                 print(f"{part.name} …", file=sys.stderr, flush=True)
                 running[part.name] = part, _start(part, scratch / f"{part.name}.log"), begun
@@ -289,7 +287,7 @@ def _run(parts: list[Part], scratch: Path, report: Report, end_s: float) -> Iter
                 end_processes(name)
                 del running[name]
                 late = f"FAILED: stopped at its limit of {limit_s:.0f} s"
-                outcome = late if status is None else f"FAILED: exit status {status}" if status else PASSED
+                outcome = late if status is None else f"FAILED: exit status {status}" if status else _PASSED
                 output = (scratch / f"{name}.log").read_text(encoding="utf-8", errors="replace")
                 report.add(name, read_output(outcome, now - begun, output), output)
                 _print_result(name, report.parts[name], output)

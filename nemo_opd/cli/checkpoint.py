@@ -25,42 +25,12 @@ if TYPE_CHECKING:
     from nemo_opd.preflight.corpus import Corpus
     from nemo_opd.preflight.prompts import Prompts
 
+
 _CONFIG = "config.yaml"
 _CHECKPOINTS = "checkpoints"
 _FIRST = "step_000000"
 _DTYPES = ("float32", "bfloat16", "float16")
 _MODELS = ("config.json", "adapter_config.json")
-
-
-def _add_config(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="the run's settings (default: config.yaml in its directory)"
-    )
-
-
-def _run_directory(checkpoint: Path) -> Path:
-    return checkpoint.absolute().parent.parent
-
-
-def _read_config(path: Path | None, run: Path) -> RunConfig:
-    """Read the settings in `path`, by default the run's. Raises CheckpointError if missing, ConfigError if invalid."""
-    file = path or run / _CONFIG
-    if not file.is_file():
-        key = "--config" if path is None else f"--config={path}"
-        raise CheckpointError(
-            f"{key}: there is no {file}; give the run's settings as a file, which its own command writes with "
-            "`--cfg job --resolve > FILE`"
-        )
-    try:
-        return from_yaml(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{file} cannot be read ({reason}); give another file as --config") from error
-
-
-def _averages(config: RunConfig) -> dict[str, str]:
-    """Return the names that the student's averages have in checkpoints, by the teacher's name."""
-    return {teacher.name: str(i) for i, teacher in enumerate(config.active_teachers) if teacher.weights == "ema"}
 
 
 def _add_to_hf_arguments(parser: ArgumentParser) -> None:
@@ -226,15 +196,6 @@ def _from_hf(arguments: Namespace, console: Console) -> None:
     print(message)
 
 
-def _require_zeros_at_first(config: RunConfig) -> None:
-    """Raise CheckpointError for an optimizer whose initial state may not be zeros."""
-    if (kind := config.student.optimizer.type) in ("adamw_8bit", "class"):
-        raise CheckpointError(
-            f"student.optimizer.type={kind}: its state before the first step is not known; start a run with the "
-            "weights as student.model"
-        )
-
-
 def _require_first(output: Path, checkpoints: CheckpointManager) -> None:
     """Raise CheckpointError if a run in that directory would not continue from `output`."""
     if output.name != _FIRST or output.absolute().parent.name != _CHECKPOINTS:
@@ -249,6 +210,15 @@ def _require_first(output: Path, checkpoints: CheckpointManager) -> None:
         raise CheckpointError(
             f"--output={output}: the run already has a checkpoint of step {later[-1]:,} and would continue from it; "
             "name another run directory"
+        )
+
+
+def _require_zeros_at_first(config: RunConfig) -> None:
+    """Raise CheckpointError for an optimizer whose initial state may not be zeros."""
+    if (kind := config.student.optimizer.type) in ("adamw_8bit", "class"):
+        raise CheckpointError(
+            f"student.optimizer.type={kind}: its state before the first step is not known; start a run with the "
+            "weights as student.model"
         )
 
 
@@ -283,3 +253,34 @@ example:
     _add_from_hf_arguments,
     _from_hf,
 )
+
+
+def _add_config(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="the run's settings (default: config.yaml in its directory)"
+    )
+
+
+def _run_directory(checkpoint: Path) -> Path:
+    return checkpoint.absolute().parent.parent
+
+
+def _read_config(path: Path | None, run: Path) -> RunConfig:
+    """Read the settings in `path`, by default the run's. Raises CheckpointError if missing, ConfigError if invalid."""
+    file = path or run / _CONFIG
+    if not file.is_file():
+        key = "--config" if path is None else f"--config={path}"
+        raise CheckpointError(
+            f"{key}: there is no {file}; give the run's settings as a file, which its own command writes with "
+            "`--cfg job --resolve > FILE`"
+        )
+    try:
+        return from_yaml(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{file} cannot be read ({reason}); give another file as --config") from error
+
+
+def _averages(config: RunConfig) -> dict[str, str]:
+    """Return the names that the student's averages have in checkpoints, by the teacher's name."""
+    return {teacher.name: str(i) for i, teacher in enumerate(config.active_teachers) if teacher.weights == "ema"}

@@ -1,28 +1,43 @@
-"""Loading of lm-eval tasks with their data, without PyTorch."""
+"""lm-eval's tasks: their names, and their data, without PyTorch. lm-eval itself is imported when it is needed."""
+
+from __future__ import annotations
 
 import logging
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
+import yaml
 from jinja2 import TemplateError
-from lm_eval.tasks import TaskManager
 
 from nemo_opd.config.evaluation import Benchmark, QuestionSets
 from nemo_opd.demo import is_demo
 from nemo_opd.demo.questions import task_folder
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.evaluation.task_names import require_tasks
 from nemo_opd.progress import tracked
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
 
 _SEED, _NUMPY_SEED, _FEW_SHOT_SEED = 0, 1234, 1234
 """Seeds of lm-eval's `simple_evaluate`, so that tasks shuffle and draw in the same way."""
+_NAME_KEY = re.compile(rb"""^["']?(?:task|group|tag)["']?[ \t]*:(.*(?:\n[ \t]*-[ \t].*)*)""", re.MULTILINE)
+"""A top-level key of a file and its value, either on the same line or a list on the following lines."""
+_PLAIN_NAME = re.compile(rb"\s*([\w.+-]+)\s*")
+_OTHER_FILES = frozenset({".py", ".md", ".json", ".jsonl", ".txt", ".sh"})
+"""Suffixes of files that define no tasks; files that tasks include have any other suffix, or none."""
+_MOST_SUGGESTIONS = 5
+"""Maximum number of suggestions for an unknown name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +57,47 @@ def check_tasks(settings: QuestionSets, prefix: str) -> None:
         load_benchmarks(settings, prefix)
 
 
+def require_tasks(settings: QuestionSets, prefix: str, folder_tasks: Collection[str] = ()) -> None:
+    """Raise ConfigError, suggesting similar names, if lm-eval does not have a task.
+
+    prefix: prefix of the settings' keys. folder_tasks: names of the tasks in `task_folder`.
+    """
+    tasks = [benchmark.task for benchmark in settings.benchmarks]
+    names = set(folder_tasks) if set(tasks) <= set(folder_tasks) else {*folder_tasks, *task_names()}
+    for i, task in enumerate(tasks):
+        if task in names:
+            continue
+        similar = get_close_matches(task, sorted(names), _MOST_SUGGESTIONS)
+        hint = f"; similar names are {', '.join(similar)}" if similar else ""
+        raise ConfigError(
+            f"{prefix}benchmarks.{i}.task={task!r}: lm-eval has no such task{hint}; `lm-eval ls tasks` lists all, and "
+            f"{prefix}task_folder names a folder with additional tasks"
+        )
+
+
+def task_names() -> set[str]:
+    """Return the names of all tasks, groups and tags of lm-eval, which must be installed.
+
+    They are read from its files, since lm-eval itself takes half a minute to list them, with a few names that the files
+    only mention. A test compares them with lm-eval's own list.
+    """
+    folder = Path(str(files("lm_eval")), "tasks")
+    paths = (path for path in folder.rglob("*") if path.suffix not in _OTHER_FILES and path.is_file())
+    return {name for path in paths for name in _names_in(path.read_bytes())}
+
+
+def _names_in(text: bytes) -> Iterator[str]:
+    for match in _NAME_KEY.finditer(text):
+        if plain := _PLAIN_NAME.fullmatch(match[1]):
+            yield plain[1].decode()
+            continue
+        try:
+            value = yaml.safe_load(match[1])
+        except yaml.YAMLError:  # a line inside a text, not a top-level key
+            continue
+        yield from (name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str))
+
+
 def load_benchmarks(settings: QuestionSets, prefix: str) -> tuple[LoadedBenchmark, ...]:
     """Load the tasks of all benchmarks, with their data.
 
@@ -50,6 +106,8 @@ def load_benchmarks(settings: QuestionSets, prefix: str) -> tuple[LoadedBenchmar
     """
     if not settings.benchmarks:
         return ()
+    from lm_eval.tasks import TaskManager
+
     with as_lm_eval_runs():
         manager = _folder_tasks(settings)
         if not _has_all(manager, settings):
@@ -61,6 +119,8 @@ def load_benchmarks(settings: QuestionSets, prefix: str) -> tuple[LoadedBenchmar
 
 def _folder_tasks(settings: QuestionSets) -> TaskManager:
     """Return a manager of the tasks in `task_folder` only."""
+    from lm_eval.tasks import TaskManager
+
     folder = settings.task_folder
     if folder is None:
         return TaskManager(include_defaults=False)

@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from nemo_opd.config.evaluation import DEFAULT_NEW_TOKENS, Benchmark
 from nemo_opd.errors import DataError, OPDError, RolloutError
 from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, as_lm_eval_runs
-from nemo_opd.evaluation.estimates import Estimate, mean_with_interval
+from nemo_opd.evaluation.estimates import Estimate, mean_with_interval, named, with_bounds
 from nemo_opd.evaluation.likelihoods import Scored, Scorer
-from nemo_opd.evaluation.questions import named, with_bounds
 from nemo_opd.rollout.base import Generator, Request, Sampling
 from nemo_opd.rollout.collect import turn_seed
 from nemo_opd.rollout.episode import text_before
@@ -28,6 +27,8 @@ from nemo_opd.rollout.episode import text_before
 _log = logging.getLogger(__name__)
 _Pair = tuple[Any, list[int], list[int]]
 """Any label, and the tokens of context and continuation."""
+_RESAMPLES = 1000
+"""Resamples for the standard error of a metric that is not a mean over questions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +175,6 @@ def _sampling(settings: Mapping[str, Any]) -> Sampling:
 
 def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stop for stop in settings["until"] if stop)
-
-
-_RESAMPLES = 1000
-"""Resamples for the standard error of a metric that is not a mean over questions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,19 @@
-"""Estimates: pass@k and maj@k of one question, and means over questions with confidence intervals.
+"""Estimates over questions: pass@k, maj@k, means with confidence intervals, and their logged names.
 
 The choice of questions is as random as the answers, and answers to one question are not independent. So the unit of an
 interval is the question, with one value each.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nemo_opd.logging.metrics import PREFIX
 
 _NUM_RESAMPLES = 2_000
 _SEED = 0
@@ -21,6 +23,15 @@ MAX_SUBSETS = 2_000
 
 The standard error is then at most 0.5 / √2000 = 0.011 for one question, and 0.011 / √Q for Q questions.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean and its confidence interval."""
+
+    value: float
+    low: float
+    high: float
 
 
 def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
@@ -62,15 +73,6 @@ def subsets(n: int, k: int, seed: int) -> NDArray[np.int64]:
     return np.sort(shuffled[:, :k], axis=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean and its confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
 def mean_with_interval(values: Sequence[float], confidence: float) -> Estimate:
     """Return the mean with Wilson's score interval if all values are 0 or 1, else with a bootstrap over questions.
 
@@ -84,26 +86,6 @@ def mean_with_interval(values: Sequence[float], confidence: float) -> Estimate:
     if set(values) <= {0.0, 1.0} or is_equal:
         return wilson(sum(values), len(values), confidence)
     return bootstrap(values, confidence)
-
-
-def paired_difference(values: Sequence[float], others: Sequence[float], confidence: float) -> Estimate:
-    """Return the mean of values − others, for the same questions in the same order, with its confidence interval.
-
-    For values between 0 and 1 it is the adjusted Wald interval, which adds two questions, one won and one lost. It has
-    a width even if no answer has changed, and its centre is nearer to 0 than the mean. For other values it is the
-    normal interval of the mean difference, which is infinitely wide for one question.
-    Source: Bonett & Price 2012, "Adjusted Wald confidence interval for a difference of binomial proportions based on
-    paired data".
-    """
-    differences = np.array(values, np.float64) - np.array(others, np.float64)
-    z, mean = NormalDist().inv_cdf((1 + confidence) / 2), float(differences.mean())
-    if all(0 <= value <= 1 for value in (*values, *others)):
-        adjusted = np.append(differences, [1.0, -1.0])
-        centre, half = float(adjusted.mean()), float(z * adjusted.std() / len(adjusted) ** 0.5)
-        return Estimate(mean, max(-1.0, centre - half), min(1.0, centre + half))
-    spread = differences.std(ddof=1) if len(differences) > 1 else math.inf
-    half = float(z * spread / len(differences) ** 0.5)
-    return Estimate(mean, mean - half, mean + half)
 
 
 def wilson(num_right: float, num_questions: int, confidence: float) -> Estimate:
@@ -128,3 +110,37 @@ def bootstrap(values: Sequence[float], confidence: float) -> Estimate:
     means = [sample[random.integers(len(sample), size=len(sample))].mean() for _ in range(_NUM_RESAMPLES)]
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Estimate(float(sample.mean()), float(low), float(high))
+
+
+def paired_difference(values: Sequence[float], others: Sequence[float], confidence: float) -> Estimate:
+    """Return the mean of values − others, for the same questions in the same order, with its confidence interval.
+
+    For values between 0 and 1 it is the adjusted Wald interval, which adds two questions, one won and one lost. It has
+    a width even if no answer has changed, and its centre is nearer to 0 than the mean. For other values it is the
+    normal interval of the mean difference, which is infinitely wide for one question.
+    Source: Bonett & Price 2012, "Adjusted Wald confidence interval for a difference of binomial proportions based on
+    paired data".
+    """
+    differences = np.array(values, np.float64) - np.array(others, np.float64)
+    z, mean = NormalDist().inv_cdf((1 + confidence) / 2), float(differences.mean())
+    if all(0 <= value <= 1 for value in (*values, *others)):
+        adjusted = np.append(differences, [1.0, -1.0])
+        centre, half = float(adjusted.mean()), float(z * adjusted.std() / len(adjusted) ** 0.5)
+        return Estimate(mean, max(-1.0, centre - half), min(1.0, centre + half))
+    spread = differences.std(ddof=1) if len(differences) > 1 else math.inf
+    half = float(z * spread / len(differences) ** 0.5)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def with_bounds(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    """Return each estimate's value and the bounds of its interval: pass@1, pass@1_low, pass@1_high, …"""
+    figures: dict[str, float] = {}
+    for name, estimate in estimates.items():
+        figures |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return figures
+
+
+def named(figures: Mapping[str, float], name: str) -> dict[str, float]:
+    """Return a set's figures under their logged names, such as eval/<set>/pass@1; name: '' for the unnamed set."""
+    prefix = f"{PREFIX}{name}/" if name else PREFIX
+    return {f"{prefix}{figure}": value for figure, value in figures.items()}

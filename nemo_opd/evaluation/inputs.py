@@ -22,7 +22,7 @@ from nemo_opd.data.record import Prompt, written
 from nemo_opd.data.schema import require_suitable
 from nemo_opd.demo import is_demo
 from nemo_opd.errors import ConfigError
-from nemo_opd.evaluation.task_names import require_tasks
+from nemo_opd.evaluation.benchmark_tasks import check_tasks, require_tasks
 from nemo_opd.extras import require_extras, require_installed, require_library
 from nemo_opd.logging.activity import loading
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
@@ -92,15 +92,6 @@ class ResolvedSet:
         return with_columns(layout, self.columns, self.reward)
 
 
-def with_columns(
-    layout: Layout, named: Sequence[tuple[str, str]], reward: Reward | None, domain_key: str | None = None
-) -> Layout:
-    """Add the columns that settings name to a layout, and entire rows if the reward may read any column."""
-    layout = ContextLayout(layout, tuple(named)) if named else layout
-    layout = layout if domain_key is None else DomainLayout(layout, domain_key)
-    return RowLayout(layout) if reads_rows(reward) else layout
-
-
 def resolved_sets(
     evaluation: QuestionSets, data: Data | QuestionSource, reward: Reward | None, prefix: str
 ) -> Iterator[ResolvedSet]:
@@ -139,43 +130,13 @@ def resolved_sets(
         yield resolved
 
 
-def build_set_reward(resolved: ResolvedSet) -> RewardFunction:
-    """Return the set's reward. Raises ConfigError, with its key, if its function or schema is missing."""
-    try:
-        return build_reward(resolved.reward)
-    except ConfigError as error:
-        raise ConfigError(f"{resolved.reward_key}{str(error).removeprefix('reward')}") from error
-
-
-def check_sets(sets: Iterator[ResolvedSet]) -> None:
-    """Raise an OPDError if a set's data, libraries or reward are missing or unsuitable."""
-    for resolved in sets:
-        require_extras(None, resolved.reward)
-        require_suitable(resolved.settings.data, resolved.layout, key=resolved.key)
-        if not calls_users_code(resolved.reward):
-            build_set_reward(resolved).close()
-
-
-def check_benchmarks(evaluation: QuestionSets | None, prefix: str) -> None:
-    """Raise an OPDError if benchmarks need a missing library, folder, task or file."""
-    if evaluation is None or not evaluation.benchmarks or is_left_out(evaluation):
-        return
-    require_library("lm_eval", f"{prefix}benchmarks")
-    folder = evaluation.task_folder
-    if folder is not None and not is_demo(folder) and not Path(folder).expanduser().is_dir():
-        raise ConfigError(f"{prefix}task_folder={folder}: there is no such folder; correct the path")
-    with loading("the tasks of benchmarks"):
-        if folder is None:
-            require_tasks(evaluation, prefix)
-            return
-        from nemo_opd.evaluation.benchmark_tasks import check_tasks  # imports an optional library
-
-        check_tasks(evaluation, prefix)
-
-
-def is_left_out(evaluation: QuestionSets) -> bool:
-    """Return whether to skip the benchmarks: the demo also runs without lm-eval."""
-    return evaluation.task_folder is not None and is_demo(evaluation.task_folder) and find_spec("lm_eval") is None
+def with_columns(
+    layout: Layout, named: Sequence[tuple[str, str]], reward: Reward | None, domain_key: str | None = None
+) -> Layout:
+    """Add the columns that settings name to a layout, and entire rows if the reward may read any column."""
+    layout = ContextLayout(layout, tuple(named)) if named else layout
+    layout = layout if domain_key is None else DomainLayout(layout, domain_key)
+    return RowLayout(layout) if reads_rows(reward) else layout
 
 
 def check_inputs(config: EvaluationConfig) -> None:
@@ -189,3 +150,40 @@ def check_inputs(config: EvaluationConfig) -> None:
     require_installed(config.rollout)
     check_sets(resolved_sets(config, config.data, config.reward, ""))
     check_benchmarks(config, "")
+
+
+def check_sets(sets: Iterator[ResolvedSet]) -> None:
+    """Raise an OPDError if a set's data, libraries or reward are missing or unsuitable."""
+    for resolved in sets:
+        require_extras(None, resolved.reward)
+        require_suitable(resolved.settings.data, resolved.layout, key=resolved.key)
+        if not calls_users_code(resolved.reward):
+            build_set_reward(resolved).close()
+
+
+def build_set_reward(resolved: ResolvedSet) -> RewardFunction:
+    """Return the set's reward. Raises ConfigError, with its key, if its function or schema is missing."""
+    try:
+        return build_reward(resolved.reward)
+    except ConfigError as error:
+        raise ConfigError(f"{resolved.reward_key}{str(error).removeprefix('reward')}") from error
+
+
+def check_benchmarks(evaluation: QuestionSets | None, prefix: str) -> None:
+    """Raise an OPDError if benchmarks need a missing library, folder, task or file."""
+    if evaluation is None or not evaluation.benchmarks or is_left_out(evaluation):
+        return
+    require_library("lm_eval", f"{prefix}benchmarks")
+    folder = evaluation.task_folder
+    if folder is not None and not is_demo(folder) and not Path(folder).expanduser().is_dir():
+        raise ConfigError(f"{prefix}task_folder={folder}: there is no such folder; correct the path")
+    with loading("the tasks of benchmarks"):
+        if folder is None:
+            require_tasks(evaluation, prefix)
+        else:
+            check_tasks(evaluation, prefix)
+
+
+def is_left_out(evaluation: QuestionSets) -> bool:
+    """Return whether to skip the benchmarks: the demo also runs without lm-eval."""
+    return evaluation.task_folder is not None and is_demo(evaluation.task_folder) and find_spec("lm_eval") is None

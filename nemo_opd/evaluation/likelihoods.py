@@ -1,4 +1,4 @@
-"""Likelihoods of continuations, computed in batches of similar length."""
+"""Likelihoods of continuations, in batches of similar length, and bits per byte of two models on the same texts."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+_WINDOWS = 16
+"""Windows per batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
     """A sequence whose last tokens are scored."""
@@ -44,7 +48,6 @@ Scorer = Callable[[Sequence[Scored]], list[tuple[float, bool]]]
 """Function that returns for each sequence the log-probability of its scored tokens in nats, and whether each of them is
 the likeliest.
 """
-
 _EMPTY = Scored(np.zeros(1, np.int32), 0)
 """A padding sequence with one position."""
 
@@ -55,45 +58,6 @@ def longest_request(settings: QuestionSets, positions: int | None) -> int:
     The last token is only predicted, but takes a position as well.
     """
     return settings.benchmark_length if positions is None else min(settings.benchmark_length, positions - 1)
-
-
-def token_rows(rows: Sequence[Scored]) -> TokenRows:
-    """Return right-padded sequences with a mask of the scored tokens."""
-    lengths = torch.tensor([len(row.ids) for row in rows], dtype=torch.int64)
-    ids = torch.full((len(rows), int(lengths.max())), PAD_ID, dtype=torch.int64)
-    for padded, row in zip(ids, rows, strict=True):
-        padded[: len(row.ids)] = torch.from_numpy(row.ids.astype(np.int64))
-    columns = torch.arange(ids.shape[1])
-    firsts = lengths - torch.tensor([row.num_scored for row in rows])
-    mask = (columns >= firsts.unsqueeze(1)) & (columns < lengths.unsqueeze(1))
-    return TokenRows(ids=ids, lengths=lengths, loss_mask=mask, num_bytes=mask.int())
-
-
-def likelihoods(logits: LogitRows, tokens: TokenRows) -> Tensor:
-    """Return the log-probabilities of the scored tokens and of the likeliest tokens there: float64 [B, 2], in nats.
-
-    The softmax is over all columns of the head, as in transformers.
-    """
-    scores: list[TokenScore] = ["log_probability", "max_probability"]
-    nats = nats_by_score(logits, tokens, tokens.loss_mask, scores, vocab_size=logits.shape[2])
-    return -nats.sum(2).T
-
-
-def read(
-    source: HiddenStateModel | LogitModel, tokens: TokenRows, micro_batches: Iterable[slice], device: str
-) -> Tensor:
-    """Return the `likelihoods` of consecutive microbatches: float64 [B, 2], on the host."""
-    results = []
-    for sequences in micro_batches:
-        micro = tokens.rows(sequences.start, sequences.stop)
-        packing, micro = Packing.of(micro).to(device), to_device(micro, device)
-        results.append(likelihoods(source.whole(source(micro.ids, packing), packing), micro))
-    return torch.cat(results).cpu()
-
-
-def answers(log_probabilities: Tensor) -> list[tuple[float, bool]]:
-    """Return a Scorer's answers for the result [B, 2] of `likelihoods`."""
-    return [(scored, scored == best) for scored, best in log_probabilities.tolist()]
 
 
 def batches(rows: Sequence[Scored], num_ranks: int, budget: int) -> Iterator[tuple[list[int], list[list[Scored]]]]:
@@ -111,8 +75,43 @@ def batches(rows: Sequence[Scored], num_ranks: int, budget: int) -> Iterator[tup
         start += len(indices)
 
 
-_WINDOWS = 16
-"""Windows per batch."""
+def token_rows(rows: Sequence[Scored]) -> TokenRows:
+    """Return right-padded sequences with a mask of the scored tokens."""
+    lengths = torch.tensor([len(row.ids) for row in rows], dtype=torch.int64)
+    ids = torch.full((len(rows), int(lengths.max())), PAD_ID, dtype=torch.int64)
+    for padded, row in zip(ids, rows, strict=True):
+        padded[: len(row.ids)] = torch.from_numpy(row.ids.astype(np.int64))
+    columns = torch.arange(ids.shape[1])
+    firsts = lengths - torch.tensor([row.num_scored for row in rows])
+    mask = (columns >= firsts.unsqueeze(1)) & (columns < lengths.unsqueeze(1))
+    return TokenRows(ids=ids, lengths=lengths, loss_mask=mask, num_bytes=mask.int())
+
+
+def read(
+    source: HiddenStateModel | LogitModel, tokens: TokenRows, micro_batches: Iterable[slice], device: str
+) -> Tensor:
+    """Return the `_likelihoods` of all microbatches, one after another: float64 [B, 2], on the host."""
+    results = []
+    for sequences in micro_batches:
+        micro = tokens.rows(sequences.start, sequences.stop)
+        packing, micro = Packing.of(micro).to(device), to_device(micro, device)
+        results.append(_likelihoods(source.whole(source(micro.ids, packing), packing), micro))
+    return torch.cat(results).cpu()
+
+
+def _likelihoods(logits: LogitRows, tokens: TokenRows) -> Tensor:
+    """Return the log-probabilities of the scored tokens and of the likeliest tokens there: float64 [B, 2], in nats.
+
+    The softmax is over all columns of the head, as in transformers.
+    """
+    scores: list[TokenScore] = ["log_probability", "max_probability"]
+    nats = nats_by_score(logits, tokens, tokens.loss_mask, scores, vocab_size=logits.shape[2])
+    return -nats.sum(2).T
+
+
+def answers(log_probabilities: Tensor) -> list[tuple[float, bool]]:
+    """Return a Scorer's answers for the result [B, 2] of `_likelihoods`."""
+    return [(scored, scored == best) for scored, best in log_probabilities.tolist()]
 
 
 def same_texts(

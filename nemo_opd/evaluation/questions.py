@@ -13,9 +13,8 @@ from nemo_opd.data.record import Message, Prompt, Rollout
 from nemo_opd.data.rollouts import read_prompts
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError, RolloutError
-from nemo_opd.evaluation.estimates import Estimate, maj_at_k, mean_with_interval, pass_at_k
+from nemo_opd.evaluation.estimates import Estimate, maj_at_k, mean_with_interval, named, pass_at_k, with_bounds
 from nemo_opd.evaluation.inputs import ResolvedSet
-from nemo_opd.logging.metrics import PREFIX
 from nemo_opd.logging.questions import ShownAnswer
 from nemo_opd.progress import tracked, working
 from nemo_opd.rewards import RewardFunction, check_answers
@@ -23,20 +22,6 @@ from nemo_opd.rollout.base import Generator, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environment import build_environment
 from nemo_opd.rollout.renderer import Renderer
-
-
-def named(figures: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return a set's figures under their logged names, such as eval/<set>/pass@1; name: '' for the unnamed set."""
-    prefix = f"{PREFIX}{name}/" if name else PREFIX
-    return {f"{prefix}{figure}": value for figure, value in figures.items()}
-
-
-def with_bounds(estimates: Mapping[str, Estimate]) -> dict[str, float]:
-    """Return each estimate's value and the bounds of its interval: pass@1, pass@1_low, pass@1_high, …"""
-    figures: dict[str, float] = {}
-    for name, estimate in estimates.items():
-        figures |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-    return figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +79,67 @@ class EvaluationResult:
         if self.failures:
             figures["failed_rewards"] = len(self.failures)
         return named(figures, self.name)
+
+
+def read_questions(resolved: ResolvedSet) -> list[Prompt]:
+    """Return the questions, with the set's prompt around them.
+
+    Raises DataError, naming the row, if a question cannot be read or does not fit the reward.
+    """
+    layout = resolved.layout
+    with working(f"reading {resolved.key}"):
+        documents = load_documents(resolved.settings.data, layout, key=resolved.key)
+        prompts = read_prompts(documents, range(len(documents)), layout.columns)
+    check_answers(resolved.reward, prompts, source=resolved.key)
+    settings = resolved.settings.context if isinstance(resolved.settings, QuestionSet) else None
+    if settings is None:
+        return prompts
+    context = Context(settings, {name: name for name in settings.fields}, resolved.prefix.rstrip("."))
+    return [_within(context, prompt, resolved.key) for prompt in prompts]
+
+
+def _within(context: Context, prompt: Prompt, key: str) -> Prompt:
+    try:
+        return replace(prompt, content=context.content(prompt.content, prompt.row))
+    except DataError as error:
+        raise DataError(f"{key}: row {prompt.index} (counted from 0 over all files): {error}") from error
+
+
+def ask(
+    resolved: ResolvedSet,
+    questions: Sequence[Prompt],
+    reward: RewardFunction,
+    engine: Generator,
+    renderer: Renderer,
+    *,
+    max_new_tokens: int,
+    max_length: int,
+    environment: Environment | None,
+    seed: int,
+    failures_are_wrong: bool,
+) -> EvaluationResult:
+    """Ask a model the questions of a set.
+
+    max_new_tokens: limit for a turn. max_length: limit for a sequence. Raises the errors of the engine, the environment
+    and `evaluate_task`.
+    """
+    settings = resolved.settings
+    collector = partial(
+        Collector,
+        engine,
+        renderer,
+        max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        environment=None if environment is None else build_environment(environment),
+        seed=seed,
+        stop=settings.stop,
+    )
+    sampled = collector(sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False))
+    greedy = collector(sampling=Sampling(temperature=0.0, needs_raw=False)) if settings.greedy else None
+    result = evaluate_task(
+        greedy, sampled, questions, reward, settings, name=resolved.name, failures_are_wrong=failures_are_wrong
+    )
+    return replace(result, levels=resolved.levels(questions))
 
 
 def evaluate_task(
@@ -204,67 +250,6 @@ def _majority(question: AnsweredQuestion, settings: Questions, k: int) -> float:
     correct = [_is_correct(answer, settings) for answer in question.sampled]
     # A single seed would draw the same subsets for every question, so that their errors would add up.
     return maj_at_k(votes, correct, k, seed=question.prompt.index)
-
-
-def read_questions(resolved: ResolvedSet) -> list[Prompt]:
-    """Return the questions, with the set's prompt around them.
-
-    Raises DataError, naming the row, if a question cannot be read or does not fit the reward.
-    """
-    layout = resolved.layout
-    with working(f"reading {resolved.key}"):
-        documents = load_documents(resolved.settings.data, layout, key=resolved.key)
-        prompts = read_prompts(documents, range(len(documents)), layout.columns)
-    check_answers(resolved.reward, prompts, source=resolved.key)
-    settings = resolved.settings.context if isinstance(resolved.settings, QuestionSet) else None
-    if settings is None:
-        return prompts
-    context = Context(settings, {name: name for name in settings.fields}, resolved.prefix.rstrip("."))
-    return [_within(context, prompt, resolved.key) for prompt in prompts]
-
-
-def _within(context: Context, prompt: Prompt, key: str) -> Prompt:
-    try:
-        return replace(prompt, content=context.content(prompt.content, prompt.row))
-    except DataError as error:
-        raise DataError(f"{key}: row {prompt.index} (counted from 0 over all files): {error}") from error
-
-
-def ask(
-    resolved: ResolvedSet,
-    questions: Sequence[Prompt],
-    reward: RewardFunction,
-    engine: Generator,
-    renderer: Renderer,
-    *,
-    max_new_tokens: int,
-    max_length: int,
-    environment: Environment | None,
-    seed: int,
-    failures_are_wrong: bool,
-) -> EvaluationResult:
-    """Ask a model the questions of a set.
-
-    max_new_tokens: limit for a turn. max_length: limit for a sequence. Raises the errors of the engine, the environment
-    and `evaluate_task`.
-    """
-    settings = resolved.settings
-    collector = partial(
-        Collector,
-        engine,
-        renderer,
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        environment=None if environment is None else build_environment(environment),
-        seed=seed,
-        stop=settings.stop,
-    )
-    sampled = collector(sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False))
-    greedy = collector(sampling=Sampling(temperature=0.0, needs_raw=False)) if settings.greedy else None
-    result = evaluate_task(
-        greedy, sampled, questions, reward, settings, name=resolved.name, failures_are_wrong=failures_are_wrong
-    )
-    return replace(result, levels=resolved.levels(questions))
 
 
 def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str | None = None) -> list[ShownAnswer]:

@@ -48,36 +48,42 @@ _CJK_RANGES = (
 )
 """Han, kana, bopomofo and hangul, with their punctuation and full-width forms."""
 _LATIN_RANGES = ((0, 0x24F), (0x300, 0x36F), (0x1E00, 0x1EFF), (0x2C60, 0x2C7F), (0xA720, 0xA7FF), (0xFB00, 0xFB06))
+_DOMAIN, _CLASS, _CHUNK = "domain", "class", "chunk"
+_SHARE = "share"
+"""Names of metrics: `<table>/<group>/<measure>`, and `chunk/<teacher>/<kind>/<measure>`."""
+_CHUNK_KINDS = ("1:1", "1:n", "n:1", "n:m", "unaligned")
+"""Kinds by the number of student and teacher tokens in a chunk; `unaligned` tokens are in no compared chunk."""
+_ONE_TO_ONE, _ONE_TO_N, _N_TO_ONE, _N_TO_M, _UNALIGNED = range(len(_CHUNK_KINDS))
+_NONE = -1
 
 
-def token_classes(pieces: Pieces) -> NDArray[np.uint8]:
-    """Return the class number of each id: [V]."""
-    return np.array([class_of(piece) for piece in pieces.as_list()], np.uint8)
+def validate(models: _Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:
+    """Return the student's metrics over all batches, each reduced by its own rule."""
+    return with_calibration_error(_without_empty(merge(models.evaluate(batch) for batch in batches)))
 
 
-def class_of(text: bytes) -> int:
-    """Return the number of a text's class, by its complete characters."""
-    return min(map(_class_of_character, text.decode(errors="ignore")), default=_PART if text else _SPECIAL)
+def validate_teachers(models: _Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:
+    """Return `bits_per_byte/<teacher>` on each teacher's tokens of the same texts, in total and for each group."""
+    return _without_empty(merge(models.evaluate_teachers(batch) for batch in batches))
 
 
-@cache
-def _class_of_character(character: str) -> int:
-    code, category = ord(character), unicodedata.category(character)
-    if character.isspace():
-        return _WHITE_SPACE
-    if _is_in(code, _CJK_RANGES):
-        return _CJK
-    if character in _CODE_CHARACTERS:
-        return _CODE
-    if category.startswith("N"):
-        return _NUMERAL
-    if category.startswith(("L", "M")):
-        return _WORD if _is_in(code, _LATIN_RANGES) else _OTHER_SCRIPT
-    return _PUNCTUATION
+def _without_empty(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Drop the metrics of groups without tokens."""
+
+    def is_empty(name: str, metric: Metric) -> bool:
+        if not name.startswith((f"{_DOMAIN}/", f"{_CLASS}/", f"{_CHUNK}/")) or not isinstance(metric, Mean):
+            return False
+        return not (metric.total if name.endswith(f"/{_SHARE}") else metric.count)
+
+    return {name: metric for name, metric in metrics.items() if not is_empty(name, metric)}
 
 
-def _is_in(code: int, ranges: tuple[tuple[int, int], ...]) -> bool:
-    return any(first <= code <= last for first, last in ranges)
+class _Evaluated(Protocol):
+    """Loaded student and teachers."""
+
+    def evaluate(self, batch: Batch) -> Mapping[str, Metric]: ...
+
+    def evaluate_teachers(self, batch: Batch) -> Mapping[str, Metric]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,27 +122,6 @@ def joined_losses(parts: Sequence[TokenLosses]) -> TokenLosses:
         tuple(map(join, *(part.kd for part in padded))),
         tuple(map(join, *(part.is_unit for part in padded))),
     )
-
-
-_DOMAIN, _CLASS, _CHUNK = "domain", "class", "chunk"
-_SHARE = "share"
-"""Names of metrics: `<table>/<group>/<measure>`, and `chunk/<teacher>/<kind>/<measure>`."""
-_CHUNK_KINDS = ("1:1", "1:n", "n:1", "n:m", "unaligned")
-"""Kinds by the number of student and teacher tokens in a chunk; `unaligned` tokens are in no compared chunk."""
-_ONE_TO_ONE, _ONE_TO_N, _N_TO_ONE, _N_TO_M, _UNALIGNED = range(len(_CHUNK_KINDS))
-_NONE = -1
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """One grouping of a batch's tokens."""
-
-    prefix: str
-    names: tuple[str, ...]
-    labels: Tensor
-    """int64 [B, S]: group of each student token, −1 for none."""
-    teachers: Sequence[int]
-    """Teachers that are compared in this table."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +192,18 @@ class TokenGroups:
         return lowest.gather(1, stretch)
 
 
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """One grouping of a batch's tokens."""
+
+    prefix: str
+    names: tuple[str, ...]
+    labels: Tensor
+    """int64 [B, S]: group of each student token, −1 for none."""
+    teachers: Sequence[int]
+    """Teachers that are compared in this table."""
+
+
 def _chunk_kinds(student: Tensor, teacher: Tensor) -> Tensor:
     """Return the kind of each student token's chunk: chunk ids [B, S] and [B, T] → int64 [B, S]."""
     m, n = _members(student, student), _members(teacher, student)
@@ -242,15 +239,6 @@ def _at_teacher(labels: Tensor, rows: TeacherRows) -> Tensor:
     return moved_labels.where((place >= 0) & (place < labels.shape[1]), _NONE)
 
 
-def teachers_bits_per_byte(batch: Batch, nats: Sequence[Tensor], names: Sequence[str]) -> dict[str, Metric]:
-    """Return `bits_per_byte/<teacher>`. nats: float64 [B, T] for each teacher, −log p of tokens with bytes."""
-    metrics: dict[str, Metric] = {}
-    for name, rows, teacher_nats in zip(names, batch.teachers, nats, strict=True):
-        num_bytes = (rows.tokens.num_bytes * rows.tokens.loss_mask)[:, 1:].sum()
-        metrics[f"bits_per_byte/{name}"] = Mean(float(teacher_nats.sum()) / math.log(2), int(num_bytes))
-    return metrics
-
-
 def _bits_per_byte(table: _Table, measure: str, labels: Tensor, tokens: TokenRows, nats: Tensor) -> dict[str, Metric]:
     has_bytes = tokens.loss_mask & (tokens.num_bytes > 0) & (labels != _NONE)
     bits, num_bytes = (_sums(table, labels, has_bytes, values) for values in (nats / math.log(2), tokens.num_bytes))
@@ -270,30 +258,40 @@ def _means(table: _Table, measure: str, totals: Tensor, counts: Tensor) -> dict[
     return {f"{table.prefix}/{name}/{measure}": Mean(total, count) for name, total, count in groups}
 
 
-def without_empty(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Drop the metrics of groups without tokens."""
-
-    def is_empty(name: str, metric: Metric) -> bool:
-        if not name.startswith((f"{_DOMAIN}/", f"{_CLASS}/", f"{_CHUNK}/")) or not isinstance(metric, Mean):
-            return False
-        return not (metric.total if name.endswith(f"/{_SHARE}") else metric.count)
-
-    return {name: metric for name, metric in metrics.items() if not is_empty(name, metric)}
+def teachers_bits_per_byte(batch: Batch, nats: Sequence[Tensor], names: Sequence[str]) -> dict[str, Metric]:
+    """Return `bits_per_byte/<teacher>`. nats: float64 [B, T] for each teacher, −log p of tokens with bytes."""
+    metrics: dict[str, Metric] = {}
+    for name, rows, teacher_nats in zip(names, batch.teachers, nats, strict=True):
+        num_bytes = (rows.tokens.num_bytes * rows.tokens.loss_mask)[:, 1:].sum()
+        metrics[f"bits_per_byte/{name}"] = Mean(float(teacher_nats.sum()) / math.log(2), int(num_bytes))
+    return metrics
 
 
-class _Evaluated(Protocol):
-    """Loaded student and teachers."""
-
-    def evaluate(self, batch: Batch) -> Mapping[str, Metric]: ...
-
-    def evaluate_teachers(self, batch: Batch) -> Mapping[str, Metric]: ...
+def token_classes(pieces: Pieces) -> NDArray[np.uint8]:
+    """Return the class number of each id: [V]."""
+    return np.array([class_of(piece) for piece in pieces.as_list()], np.uint8)
 
 
-def validate(models: _Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:
-    """Return the student's metrics over all batches, each reduced by its own rule."""
-    return with_calibration_error(without_empty(merge(models.evaluate(batch) for batch in batches)))
+def class_of(text: bytes) -> int:
+    """Return the number of a text's class, by its complete characters."""
+    return min(map(_class_of_character, text.decode(errors="ignore")), default=_PART if text else _SPECIAL)
 
 
-def validate_teachers(models: _Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:
-    """Return `bits_per_byte/<teacher>` on each teacher's tokens of the same texts, in total and for each group."""
-    return without_empty(merge(models.evaluate_teachers(batch) for batch in batches))
+@cache
+def _class_of_character(character: str) -> int:
+    code, category = ord(character), unicodedata.category(character)
+    if character.isspace():
+        return _WHITE_SPACE
+    if _is_in(code, _CJK_RANGES):
+        return _CJK
+    if character in _CODE_CHARACTERS:
+        return _CODE
+    if category.startswith("N"):
+        return _NUMERAL
+    if category.startswith(("L", "M")):
+        return _WORD if _is_in(code, _LATIN_RANGES) else _OTHER_SCRIPT
+    return _PUNCTUATION
+
+
+def _is_in(code: int, ranges: tuple[tuple[int, int], ...]) -> bool:
+    return any(first <= code <= last for first, last in ranges)

@@ -47,126 +47,6 @@ _USED_KEYS: dict[str, set[str] | None] = {
 """Sections that have an effect, each with the keys that do, or None for all keys."""
 
 
-def read_settings(settings: Mapping[str, Any]) -> RunConfig:
-    """Return a run's config from settings in the form of `nemo_opd.distil`.
-
-    Raises ConfigError if settings are invalid, are decided by the trainer, or need nemo_opd's own loop.
-    """
-    for key in _without_effect(settings):
-        raise ConfigError(f"{key}: the trainer's own arguments, model and datasets decide this here; leave it out")
-    train, data = settings.get("train", {}), settings.get("data", {})
-    if isinstance(train, Mapping):  # validation reports other types
-        train = {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1, **train}
-    if isinstance(data, Mapping):
-        packing = {} if data.get("messages_key") else {"packing": False}  # conversations are never packed
-        data = {**data, **packing, "cache": False}
-    config = from_dict({**settings, "train": train, "data": data})
-    for key, reason in _unsupported(config):
-        raise ConfigError(f"{key}: {reason}; leave it out, or use nemo_opd.distil")
-    return config
-
-
-def _without_effect(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of a run that have no effect here; validation reports misspelled keys."""
-    for section in (name for name in settings if name in RunConfig.model_fields):
-        keys = _USED_KEYS.get(section, set())
-        if section not in _USED_KEYS:
-            yield section
-        elif keys is not None and isinstance(settings[section], Mapping):
-            model = RunConfig.model_fields[section].annotation
-            assert isinstance(model, type)
-            assert issubclass(model, BaseModel)
-            yield from (f"{section}.{key}" for key in settings[section] if key in model.model_fields.keys() - keys)
-
-
-def _unsupported(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for settings that need nemo_opd's own loop."""
-    if config.loss.scaling == "dynamic":
-        yield "loss.scaling=dynamic", "its averages would not be in the trainer's checkpoints"
-    if config.aggregation.type == "select_teacher":
-        yield "aggregation.type=select_teacher", "all teachers must have read a global batch before its first gradient"
-    for i, teacher in enumerate(config.active_teachers):
-        yield from ((f"teachers.{i}.{key}", reason) for key, reason in _unsupported_of_teacher(teacher))
-
-
-def _unsupported_of_teacher(teacher: Teacher) -> Iterator[tuple[str, str]]:
-    if teacher.is_student:
-        yield f"weights={teacher.weights}", "the trainer owns the student's weights"
-    elif not teacher.is_computed:
-        yield f"type={teacher.type}", "only models that are loaded in this process can be teachers here"
-    if teacher.context is not None:
-        yield "context", "teachers read the same text as the student here"
-    if isinstance(teacher, OwnIdsTeacher) and teacher.projection_lr is not None:
-        yield f"projection_lr={teacher.projection_lr:g}", "the trainer's optimizer has the student's weights only"
-    if teacher.parallelism != Parallelism():
-        yield "parallelism", "each process has unsharded teachers here"
-    for key in ("compile", "fused_layers", "offload"):
-        if (value := getattr(teacher, key)) not in (False, "auto"):
-            yield f"{key}={str(value).lower()}", "teachers are transformers' own models here"
-
-
-@dataclass(frozen=True)
-class _Rows:
-    rows: Sequence[Mapping[str, Any]]
-    columns: Mapping[str, str]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, indices: list[int]) -> dict[str, list[Any]]:
-        try:
-            columns = {ours: [self.rows[i][theirs] for i in indices] for theirs, ours in self.columns.items()}
-        except KeyError as error:
-            raise DataError(
-                f"a row has no column {error}, but {', '.join(map(repr, self.rows[0])) or 'none'}; name it as "
-                "data.text_key or data.messages_key, and keep the dataset as it is: texts are tokenized here, for all "
-                "models (with TRL: dataset_kwargs={'skip_prepare_dataset': True})"
-            ) from error
-        for ours, theirs in self.columns.items():
-            _require_utf8(columns[ours], theirs)
-        for text in columns.get(TEXT, ()):
-            if not isinstance(text, str):
-                raise DataError(f"a row's text is {text!r} ({type(text).__name__}); correct it, or leave the row out")
-        return columns
-
-
-def _require_utf8(values: Sequence[Any], column: str) -> None:
-    """Raise DataError if a value, or a text nested in it, contains half of a surrogate pair."""
-    for value in values:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            passage = text[max(0, error.start - 40) : error.end]
-            raise DataError(
-                f"a row's {column} has half of a surrogate pair (\\ud800 to \\udfff), which is not a character, at the "
-                f"end of {passage!r}; correct it, or leave the row out"
-            ) from error
-
-
-@dataclass(frozen=True)
-class Collator:
-    """Collator from rows, a list of dicts, to the student's `input_ids` and a `batch`, a `nemo_opd.types.Batch`.
-
-    It is picklable, for the processes of a DataLoader. Raises DataError without rows, or if a row has no text or half
-    of a surrogate pair.
-    """
-
-    make_sample: SampleMaker
-    columns: Mapping[str, str]
-    """Our names of columns, keyed by the dataset's names."""
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        if not rows:
-            raise DataError("a batch needs at least one row")
-        batch = collate([self.make_sample(document) for document in self.documents(rows)])
-        return {"input_ids": batch.student.ids, "batch": batch}
-
-    def documents(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Document]:
-        """Return the documents of rows. Raises DataError if a row has no text or half of a surrogate pair."""
-        return read_documents(_Rows(rows, self.columns), list(range(len(rows))))
-
-
 class Distillation:
     """The teachers of a student that another training loop trains, and the loss against them.
 
@@ -296,3 +176,123 @@ class Distillation:
         """Return the values of merged metrics under their logged names: `loss`, `ce`, `kd`, `kd/<teacher>`, …"""
         values = objective_values(self.config, with_calibration_error(metrics), 1.0, "")
         return {name.removeprefix("/"): value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Collator from rows, a list of dicts, to the student's `input_ids` and a `batch`, a `nemo_opd.types.Batch`.
+
+    It is picklable, for the processes of a DataLoader. Raises DataError without rows, or if a row has no text or half
+    of a surrogate pair.
+    """
+
+    make_sample: SampleMaker
+    columns: Mapping[str, str]
+    """Our names of columns, keyed by the dataset's names."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if not rows:
+            raise DataError("a batch needs at least one row")
+        batch = collate([self.make_sample(document) for document in self.documents(rows)])
+        return {"input_ids": batch.student.ids, "batch": batch}
+
+    def documents(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Document]:
+        """Return the documents of rows. Raises DataError if a row has no text or half of a surrogate pair."""
+        return read_documents(_Rows(rows, self.columns), list(range(len(rows))))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    rows: Sequence[Mapping[str, Any]]
+    columns: Mapping[str, str]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, indices: list[int]) -> dict[str, list[Any]]:
+        try:
+            columns = {ours: [self.rows[i][theirs] for i in indices] for theirs, ours in self.columns.items()}
+        except KeyError as error:
+            raise DataError(
+                f"a row has no column {error}, but {', '.join(map(repr, self.rows[0])) or 'none'}; name it as "
+                "data.text_key or data.messages_key, and keep the dataset as it is: texts are tokenized here, for all "
+                "models (with TRL: dataset_kwargs={'skip_prepare_dataset': True})"
+            ) from error
+        for ours, theirs in self.columns.items():
+            _require_utf8(columns[ours], theirs)
+        for text in columns.get(TEXT, ()):
+            if not isinstance(text, str):
+                raise DataError(f"a row's text is {text!r} ({type(text).__name__}); correct it, or leave the row out")
+        return columns
+
+
+def _require_utf8(values: Sequence[Any], column: str) -> None:
+    """Raise DataError if a value, or a text nested in it, contains half of a surrogate pair."""
+    for value in values:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            passage = text[max(0, error.start - 40) : error.end]
+            raise DataError(
+                f"a row's {column} has half of a surrogate pair (\\ud800 to \\udfff), which is not a character, at the "
+                f"end of {passage!r}; correct it, or leave the row out"
+            ) from error
+
+
+def read_settings(settings: Mapping[str, Any]) -> RunConfig:
+    """Return a run's config from settings in the form of `nemo_opd.distil`.
+
+    Raises ConfigError if settings are invalid, are decided by the trainer, or need nemo_opd's own loop.
+    """
+    for key in _without_effect(settings):
+        raise ConfigError(f"{key}: the trainer's own arguments, model and datasets decide this here; leave it out")
+    train, data = settings.get("train", {}), settings.get("data", {})
+    if isinstance(train, Mapping):  # validation reports other types
+        train = {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1, **train}
+    if isinstance(data, Mapping):
+        packing = {} if data.get("messages_key") else {"packing": False}  # conversations are never packed
+        data = {**data, **packing, "cache": False}
+    config = from_dict({**settings, "train": train, "data": data})
+    for key, reason in _unsupported(config):
+        raise ConfigError(f"{key}: {reason}; leave it out, or use nemo_opd.distil")
+    return config
+
+
+def _without_effect(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of a run that have no effect here; validation reports misspelled keys."""
+    for section in (name for name in settings if name in RunConfig.model_fields):
+        keys = _USED_KEYS.get(section, set())
+        if section not in _USED_KEYS:
+            yield section
+        elif keys is not None and isinstance(settings[section], Mapping):
+            model = RunConfig.model_fields[section].annotation
+            assert isinstance(model, type)
+            assert issubclass(model, BaseModel)
+            yield from (f"{section}.{key}" for key in settings[section] if key in model.model_fields.keys() - keys)
+
+
+def _unsupported(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, reason) for settings that need nemo_opd's own loop."""
+    if config.loss.scaling == "dynamic":
+        yield "loss.scaling=dynamic", "its averages would not be in the trainer's checkpoints"
+    if config.aggregation.type == "select_teacher":
+        yield "aggregation.type=select_teacher", "all teachers must have read a global batch before its first gradient"
+    for i, teacher in enumerate(config.active_teachers):
+        yield from ((f"teachers.{i}.{key}", reason) for key, reason in _unsupported_of_teacher(teacher))
+
+
+def _unsupported_of_teacher(teacher: Teacher) -> Iterator[tuple[str, str]]:
+    if teacher.is_student:
+        yield f"weights={teacher.weights}", "the trainer owns the student's weights"
+    elif not teacher.is_computed:
+        yield f"type={teacher.type}", "only models that are loaded in this process can be teachers here"
+    if teacher.context is not None:
+        yield "context", "teachers read the same text as the student here"
+    if isinstance(teacher, OwnIdsTeacher) and teacher.projection_lr is not None:
+        yield f"projection_lr={teacher.projection_lr:g}", "the trainer's optimizer has the student's weights only"
+    if teacher.parallelism != Parallelism():
+        yield "parallelism", "each process has unsharded teachers here"
+    for key in ("compile", "fused_layers", "offload"):
+        if (value := getattr(teacher, key)) not in (False, "auto"):
+            yield f"{key}={str(value).lower()}", "teachers are transformers' own models here"

@@ -33,8 +33,7 @@ def busy(what: str) -> Iterator[None]:
         if terminal.is_terminal:
             stack.enter_context(terminal.status(WorkLine()))
         if not sys.stdout.isatty():
-            with suppress(OSError):
-                print(what, flush=True)
+            print_line(what)
             stack.enter_context(Ticker(_print_current, _INTERVAL_S))
         stack.enter_context(working(what))
         yield

@@ -1,4 +1,4 @@
-"""README.md of an exported model: the card that the Hugging Face Hub shows, from the run's files."""
+"""provenance.json of a run, and README.md of an exported model: its card on the Hugging Face Hub."""
 
 import math
 from collections.abc import Iterator
@@ -31,7 +31,19 @@ from nemo_opd.logging.records import (
 from nemo_opd.logging.report import render
 from nemo_opd.models.folder import OwnCard
 
-_NAME = "provenance.json"
+CARD = "README.md"
+_PROVENANCE = "provenance.json"
+_TAGS = ("nemo-opd", "distillation", "knowledge-distillation")
+_CURVES = {
+    "train/loss": "loss",
+    "train/kd": "KD",
+    "train/ce": "CE",
+    "rollout/reward": "reward",
+    "val/bits_per_byte": "bits per byte",
+}
+"""Heading by metric, for columns of every card that has the metric; scores of questions are added."""
+_MOST_ROWS = 10
+_TASK = "text-generation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +84,19 @@ class Provenance:
         return self.student, *self.teachers
 
 
-_PROVENANCE = TypeAdapter(Provenance)
+_ADAPTER = TypeAdapter(Provenance)
 
 
 def write_provenance(output_dir: Path, provenance: Provenance) -> None:
-    write_atomically(output_dir / _NAME, _PROVENANCE.dump_json(provenance, indent=1) + b"\n")
+    write_atomically(output_dir / _PROVENANCE, _ADAPTER.dump_json(provenance, indent=1) + b"\n")
 
 
 def read_provenance(output_dir: Path) -> Provenance | None:
     """Return a run's provenance; None if the file is missing or damaged, as in a run of an earlier version."""
     try:
-        return _PROVENANCE.validate_json((output_dir / _NAME).read_bytes())
+        return _ADAPTER.validate_json((output_dir / _PROVENANCE).read_bytes())
     except (OSError, ValidationError):
         return None
-
-
-CARD = "README.md"
-_TAGS = ("nemo-opd", "distillation", "knowledge-distillation")
-_CURVES = {
-    "train/loss": "loss",
-    "train/kd": "KD",
-    "train/ce": "CE",
-    "rollout/reward": "reward",
-    "val/bits_per_byte": "bits per byte",
-}
-"""Heading by metric, for columns of every card that has the metric; scores of questions are added."""
-_MOST_ROWS = 10
-_TASK = "text-generation"
 
 
 @dataclass(frozen=True, slots=True)

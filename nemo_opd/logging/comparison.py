@@ -19,37 +19,29 @@ from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import change, clock, figure, is_share, score, share
 from nemo_opd.logging.charts import Theme, question_measures, series, smooth, write_chart
+from nemo_opd.logging.console import titled_table
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.records import NOTHING, Records, TextTable, figures_by_table, read_config, title_of
 from nemo_opd.logging.report import render
-from nemo_opd.logging.tables import titled_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
+_REPORT, _RESULTS = "report/report.html", "results.json"
+_SWEEP_CURVES = (
+    ("val/bits_per_byte", "bits per byte"),
+    ("eval/pass@1", "pass@1"),
+    ("train/loss", "training loss, nats"),
+)
+"""Metrics and labels; the first metric that any run has is drawn."""
+_CURVE_TITLES = {"val/bits_per_byte": "Bits per byte", "train/loss": "Training loss, nats"}
 _DASHED_FROM = 6
 """Number of solid curves, one for each colour."""
-
-
-def draw_runs(figure: Figure, theme: Theme, runs: Sequence[tuple[str, Records]], key: str, label: str) -> None:
-    """Draw the smoothed curve of each run, with the metric's confidence interval if it has one."""
-    axes = figure.subplots()
-    for i, ((name, records), colour) in enumerate(zip(runs, cycle(theme.cycle), strict=False)):
-        steps, values = series(records, key)
-        if not steps:
-            continue
-        style, marker = "-" if i < _DASHED_FROM else "--", "o" if len(steps) < 12 else None
-        axes.plot(steps, smooth(values), style, color=colour, label=name, marker=marker, markersize=4)
-        low, high = series(records, f"{key}_low")[1], series(records, f"{key}_high")[1]
-        if len(low) == len(high) == len(steps):
-            axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
-    axes.set_ylabel(label)
-
-
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
-_PLOTTED = (("val/bits_per_byte", "bits per byte"), ("eval/pass@1", "pass@1"), ("train/loss", "training loss, nats"))
-"""Metrics and labels; the first metric that any run has is drawn."""
-_REPORT, _RESULTS = "report/report.html", "results.json"
+_NOT_COMPARED = ("run.output_dir", "run.resume")
+"""Settings that differ between any two runs."""
+_ADVICE = "name another --output"
+_NUMBERS = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +82,30 @@ class SweptRun:
         return f"{value:.4f} ({change(value / before - 1)})" if before and len(self.records) > 1 else f"{value:.4f}"
 
 
+def read_runs(folders: Sequence[Path]) -> list[SweptRun]:
+    """Return the runs under the shortest distinct names."""
+    resolved = [folder.resolve() for folder in folders]
+    parts = 1
+    while len({folder.parts[-parts:] for folder in resolved}) < len(set(resolved)):
+        parts += 1
+    return [_read_run(folder, "/".join(folder.parts[-parts:])) for folder in resolved]
+
+
 def read_sweep(root: Path, names: Iterable[str] = ()) -> list[SweptRun]:
     """Return the runs in a folder, sorted with numbers by value.
 
     names: more runs, which may have no folder.
     """
     names_on_disk = {file.parent.name for file in root.glob("*/config.yaml")}
-    return [read_run(root / name, name) for name in sorted(names_on_disk | set(names), key=by_size)]
+    return [_read_run(root / name, name) for name in sorted(names_on_disk | set(names), key=by_size)]
 
 
 def by_size(name: str) -> list[tuple[float, str]]:
     """Return a sort key that puts 10 after 9."""
-    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(_NUMBER.split(name))]
+    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(_NUMBERS.split(name))]
 
 
-def read_run(folder: Path, name: str) -> SweptRun:
+def _read_run(folder: Path, name: str) -> SweptRun:
     """Return a run up to its last record; without records if they are damaged."""
     metrics, results = folder / "metrics.jsonl", folder / _RESULTS
     try:
@@ -131,6 +132,17 @@ def _evaluation_record(results: Path) -> dict[str, float]:
     return record
 
 
+def sweep_table(runs: Sequence[SweptRun], title: str = "Sweep") -> Table:
+    """Return a table with a row for each run, with only the first two measures to fit a width of 80."""
+    measures = measures_of(runs)[:2]
+    table = titled_table(title)
+    for i, head in enumerate(_headings(measures)):
+        table.add_column(head, justify="right" if i else "left", overflow="fold")
+    for run in runs:
+        table.add_row(*run.cells(measures))
+    return table
+
+
 def measures_of(runs: Sequence[SweptRun]) -> list[str]:
     """Return the metrics that have a column: validation and questions, or the training loss if there are neither."""
     records = [record for run in runs for record in run.records]
@@ -139,60 +151,34 @@ def measures_of(runs: Sequence[SweptRun]) -> list[str]:
     return measures or [key for key in ("train/loss",) if key in metrics]
 
 
-def heads_of(measures: Sequence[str]) -> list[str]:
+def _headings(measures: Sequence[str]) -> list[str]:
     """Return the headings of the columns of `SweptRun.cells`."""
     names = {"val/bits_per_byte": "bits per byte", "train/loss": "loss"}
     return ["run", *(names.get(key, key.removeprefix("eval/")) for key in measures), "steps", "time"]
-
-
-def sweep_table(runs: Sequence[SweptRun], title: str = "Sweep") -> Table:
-    """Return a table with a row for each run, with only the first two measures to fit a width of 80."""
-    measures = measures_of(runs)[:2]
-    table = titled_table(title)
-    for i, head in enumerate(heads_of(measures)):
-        table.add_column(head, justify="right" if i else "left", overflow="fold")
-    for run in runs:
-        table.add_row(*run.cells(measures))
-    return table
 
 
 def write_sweep_report(root: Path, runs: Sequence[SweptRun]) -> Path:
     """Write sweep.png and report.html to the sweep's folder; return the page."""
     measures = measures_of(runs)
     charts = []
-    if curve := next((curve for curve in _PLOTTED if any(run.last(curve[0]) is not None for run in runs)), None):
+    if curve := next((curve for curve in _SWEEP_CURVES if any(run.last(curve[0]) is not None for run in runs)), None):
         key, label = curve
         columns = 1 if max(len(run.name) for run in runs) > 30 else 3
         curves = [(run.name, run.records) for run in runs]
-        draw = partial(draw_runs, runs=curves, key=key, label=label)
+        draw = partial(_draw_runs, runs=curves, key=key, label=label)
         title = f"{label[0].upper()}{label[1:]}"
         charts.append(write_chart(root / "sweep.png", title, draw, (9, 4.2), legend_columns=columns))
     page = render(
         "sweep.html",
         title=root.name,
         folder=root,
-        heads=heads_of(measures),
+        heads=_headings(measures),
         runs=runs,
         measures=measures,
         charts=charts,
     )
     write_atomically(root / "report.html", page)
     return root / "report.html"
-
-
-_CURVES = {"val/bits_per_byte": "Bits per byte", "train/loss": "Training loss, nats"}
-_INSTEAD = "name another --output"
-_LEFT_OUT = ("run.output_dir", "run.resume")
-"""Settings that differ between any two runs."""
-
-
-def read_runs(folders: Sequence[Path]) -> list[SweptRun]:
-    """Return the runs under the shortest distinct names."""
-    resolved = [folder.resolve() for folder in folders]
-    parts = 1
-    while len({folder.parts[-parts:] for folder in resolved}) < len(set(resolved)):
-        parts += 1
-    return [read_run(folder, "/".join(folder.parts[-parts:])) for folder in resolved]
 
 
 def write_comparison(page: Path, runs: Sequence[SweptRun], tables: Sequence[TextTable]) -> None:
@@ -202,33 +188,33 @@ def write_comparison(page: Path, runs: Sequence[SweptRun], tables: Sequence[Text
     """
     measures = measures_of(runs)
     metrics = {key for run in runs for record in run.records for key in record}
-    keys = [key for key in _CURVES if key in metrics]
+    keys = [key for key in _CURVE_TITLES if key in metrics]
     keys += question_measures([record for run in runs for record in run.records])
     curves = [(run.name, run.records) for run in runs]
     charts = [
         write_chart(
             page.with_suffix("") / f"{key.replace('/', '_')}.png",
-            _CURVES.get(key, key.removeprefix("eval/")),
-            partial(draw_runs, runs=curves, key=key, label=_CURVES.get(key, key)),
+            _CURVE_TITLES.get(key, key.removeprefix("eval/")),
+            partial(_draw_runs, runs=curves, key=key, label=_CURVE_TITLES.get(key, key)),
             (9, 4.2),
             legend_columns=3,
-            instead=_INSTEAD,
+            instead=_ADVICE,
         )
         for key in keys
     ]
-    results = TextTable("Runs", heads_of(measures), [run.cells(measures) for run in runs])
+    results = TextTable("Runs", _headings(measures), [run.cells(measures) for run in runs])
     all_tables = [results, *tables, *setting_tables(runs), *_group_tables(runs)]
     reports = {run.name: os.path.relpath(run.folder / run.page, page.parent) for run in runs if run.page}
     content = render(
         "comparison.html", title="Comparison", folder=page.parent, tables=all_tables, charts=charts, reports=reports
     )
-    write_atomically(page, content, instead=_INSTEAD)
+    write_atomically(page, content, instead=_ADVICE)
 
 
 def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     """Return a table of the settings that differ between the runs, if any do."""
     settings = [_flat(read_config(run.folder)) for run in runs]
-    keys = dict.fromkeys(key for by_key in settings for key in by_key if key not in _LEFT_OUT)
+    keys = dict.fromkeys(key for by_key in settings for key in by_key if key not in _NOT_COMPARED)
     rows = [[key, *(by_key.get(key, NOTHING) for by_key in settings)] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     return [TextTable("Settings that differ", ["", *(run.name for run in runs)], rows)] if rows else []
@@ -267,3 +253,18 @@ def _bits(value: float | None, first: float | None) -> str:
     if value is None:
         return NOTHING
     return f"{value:.4f}" + (f" ({change(value / first - 1)})" if first and value != first else "")
+
+
+def _draw_runs(figure: Figure, theme: Theme, runs: Sequence[tuple[str, Records]], key: str, label: str) -> None:
+    """Draw the smoothed curve of each run, with the metric's confidence interval if it has one."""
+    axes = figure.subplots()
+    for i, ((name, records), colour) in enumerate(zip(runs, cycle(theme.cycle), strict=False)):
+        steps, values = series(records, key)
+        if not steps:
+            continue
+        style, marker = "-" if i < _DASHED_FROM else "--", "o" if len(steps) < 12 else None
+        axes.plot(steps, smooth(values), style, color=colour, label=name, marker=marker, markersize=4)
+        low, high = series(records, f"{key}_low")[1], series(records, f"{key}_high")[1]
+        if len(low) == len(high) == len(steps):
+            axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
+    axes.set_ylabel(label)

@@ -1,4 +1,4 @@
-"""Progress on the console: a header, live or plain progress, and the closing table."""
+"""Progress on the console: a header, live or plain progress, and tables of the results."""
 
 import math
 import time
@@ -8,20 +8,30 @@ from functools import partial
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.padding import Padding
+from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, RenderableColumn, TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.config.run_fields import Console as ConsoleSettings
 from nemo_opd.logging.activity import EARLY, Ticker, WorkLine, work_line
-from nemo_opd.logging.base import ClosingTable, Logger, RunSummary, amount, clock, figure, is_share
+from nemo_opd.logging.base import (
+    ClosingTable,
+    Logger,
+    RunSummary,
+    amount,
+    change,
+    clock,
+    difference,
+    figure,
+    is_share,
+    score,
+)
 from nemo_opd.logging.metrics import by_set, shares, step_parts
-from nemo_opd.logging.tables import closing_table, header, score_table
 from nemo_opd.progress import Work, current
 
 _Fields = tuple[tuple[str, str, Callable[[float], str]], ...]
 """Label, metric and format of each value, the most important first; values beyond the width are dropped."""
-
 _TRAINING: _Fields = (
     ("loss", "train/loss", figure),
     ("kd", "train/kd", figure),
@@ -45,104 +55,10 @@ _ROLLOUTS: _Fields = (
     ("length", "rollout/response_length", "{:.0f}".format),
     ("cut", "rollout/truncation_rate", "{:.0%}".format),
 )
-
 _LEAST_INTERVAL_S = 1.0
 """Shortest time between lines about current work, even if lines about steps are more frequent."""
 _LEAST_SHARE, _NEWS = 0.005, 0.05
 """Smallest share of a step's time that is shown, and change of a share that prints a new line."""
-
-
-class _Line:
-    """Labelled values on one line, as many as the width allows."""
-
-    def __init__(self, lead: Text, fields: _Fields, values: Mapping[str, float], tail: str = "") -> None:
-        self._lead = lead
-        self._fields = [(name, values[key], form) for name, key, form in fields if key in values]
-        self._tail = tail
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line = self._lead.copy()
-        room = options.max_width - len(self._tail)
-        for name, value, form in self._fields:
-            style = "bold" if math.isfinite(value) else "bold red"
-            field = Text.assemble("  ", (name, "dim"), " ", (form(value), style))
-            if line.cell_len + field.cell_len > room:
-                break
-            line.append_text(field)
-        line.append(self._tail, "dim")
-        line.no_wrap = True
-        yield line
-
-
-class _StepTime:
-    """Shares of the parts of recent steps' time."""
-
-    def __init__(self) -> None:
-        self._num_steps = 0
-        self._seconds: dict[str, float] = {}
-        self._printed: dict[str, float] = {}
-
-    def add(self, values: Mapping[str, float]) -> None:
-        parts = step_parts(values)
-        if not parts:
-            return
-        self._num_steps += 1
-        # The first step includes one-time setup, so it does not enter the average.
-        average = parts if self._num_steps <= 2 else self._seconds
-        self._seconds = {name: 0.7 * average.get(name, 0.0) + 0.3 * seconds for name, seconds in parts.items()}
-
-    def line(self) -> _Line:
-        """Return the shares as a line, the largest first."""
-        now = shares(self._seconds)
-        names = sorted((name for name in now if now[name] >= _LEAST_SHARE), key=lambda name: -now[name])
-        return _Line(Text("  time", "dim"), tuple((name, name, "{:.0%}".format) for name in names), now)
-
-    def has_news(self) -> bool:
-        """Return whether a share has changed noticeably since this last returned True."""
-        now = shares(self._seconds)
-        if all(abs(share - self._printed.get(name, 0.0)) < _NEWS for name, share in now.items()):
-            return False
-        self._printed = now
-        return True
-
-
-class _Progression:
-    """Steps and time of a run, and the remaining time at the pace of recent steps."""
-
-    def __init__(self, total: int, step: int) -> None:
-        self.total = total
-        self.start = self.step = step
-        self.tokens = 0.0
-        self.step_s: float | None = None
-        """Seconds per step, averaged over recent steps; None before the second step."""
-        self._began = time.monotonic()
-        self._moved: float | None = None
-
-    def advance(self, step: int, values: Mapping[str, float]) -> None:
-        now = time.monotonic()
-        # time before the first record, such as loading models, is not part of the pace
-        if step > self.step and self._moved is not None:
-            # includes validation and checkpoints between steps, which will recur
-            pace = (now - self._moved) / (step - self.step)
-            self.step_s = pace if self.step_s is None else 0.9 * self.step_s + 0.1 * pace
-        self._moved = now
-        self.step = step
-        self.tokens += values.get("train/student_tokens", 0.0)
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._began
-
-    @property
-    def left(self) -> str:
-        if self.step_s is None or self._moved is None:
-            return "-"
-        # a slow step, such as one with an evaluation, must not reduce the time of the remaining ones
-        gone = min(time.monotonic() - self._moved, self.step_s)
-        return clock(max(0.0, self.step_s * (self.total - self.step) - gone))
-
-    def __rich__(self) -> Text:
-        return Text.assemble(("elapsed ", "dim"), clock(self.elapsed_s), ("  left ", "dim"), self.left)
 
 
 class ConsoleLogger(Logger):
@@ -164,7 +80,7 @@ class ConsoleLogger(Logger):
         self._printed = -math.inf
         self._doing = self._next_step(step)
         console = self._console
-        console.print(header(run, step))
+        console.print(_header(run, step))
         if console.is_terminal and not console.is_dumb_terminal:
             self._start_live(step)
         else:
@@ -244,7 +160,7 @@ class ConsoleLogger(Logger):
 
     def _print_questions(self, step: int, values: Mapping[str, float]) -> None:
         for name, scores in by_set(values).items():
-            student_fields = tuple((measure, key, partial(_score, measure)) for measure, key in scores)
+            student_fields = tuple((measure, key, partial(_score_text, measure)) for measure, key in scores)
             lead = Text.assemble(f"step {self._counted(step)}  ", (name or "questions", "bold green"))
             self._print(_Line(lead, student_fields, values))
             for teacher in self._run.teachers:
@@ -259,9 +175,9 @@ class ConsoleLogger(Logger):
     def summary(self, closing: ClosingTable) -> None:
         self.end_display()
         if closing.rows:
-            self._print(closing_table(closing))
+            self._print(_closing_table(closing))
         if closing.scores:
-            self._print(score_table(closing))
+            self._print(_score_table(closing))
         progression, output_dir = self._progression, self._run.output_dir
         tokens, elapsed = amount(progression.tokens), clock(progression.elapsed_s)
         since = f"; since step {progression.start:,}: " if progression.start else ", "
@@ -285,5 +201,175 @@ class ConsoleLogger(Logger):
             self._live = None
 
 
-def _score(measure: str, value: float) -> str:
+def _score_text(measure: str, value: float) -> str:
     return f"{value:.1%}" if is_share(measure, value) else figure(value)
+
+
+class _Progression:
+    """Steps and time of a run, and the remaining time at the pace of recent steps."""
+
+    def __init__(self, total: int, step: int) -> None:
+        self.total = total
+        self.start = self.step = step
+        self.tokens = 0.0
+        self.step_s: float | None = None
+        """Seconds per step, averaged over recent steps; None before the second step."""
+        self._began = time.monotonic()
+        self._moved: float | None = None
+
+    def advance(self, step: int, values: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        # time before the first record, such as loading models, is not part of the pace
+        if step > self.step and self._moved is not None:
+            # includes validation and checkpoints between steps, which will recur
+            pace = (now - self._moved) / (step - self.step)
+            self.step_s = pace if self.step_s is None else 0.9 * self.step_s + 0.1 * pace
+        self._moved = now
+        self.step = step
+        self.tokens += values.get("train/student_tokens", 0.0)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def left(self) -> str:
+        if self.step_s is None or self._moved is None:
+            return "-"
+        # a slow step, such as one with an evaluation, must not reduce the time of the remaining ones
+        gone = min(time.monotonic() - self._moved, self.step_s)
+        return clock(max(0.0, self.step_s * (self.total - self.step) - gone))
+
+    def __rich__(self) -> Text:
+        return Text.assemble(("elapsed ", "dim"), clock(self.elapsed_s), ("  left ", "dim"), self.left)
+
+
+class _Line:
+    """Labelled values on one line, as many as the width allows."""
+
+    def __init__(self, lead: Text, fields: _Fields, values: Mapping[str, float], tail: str = "") -> None:
+        self._lead = lead
+        self._fields = [(name, values[key], form) for name, key, form in fields if key in values]
+        self._tail = tail
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = self._lead.copy()
+        room = options.max_width - len(self._tail)
+        for name, value, form in self._fields:
+            style = "bold" if math.isfinite(value) else "bold red"
+            field = Text.assemble("  ", (name, "dim"), " ", (form(value), style))
+            if line.cell_len + field.cell_len > room:
+                break
+            line.append_text(field)
+        line.append(self._tail, "dim")
+        line.no_wrap = True
+        yield line
+
+
+class _StepTime:
+    """Shares of the parts of recent steps' time."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._seconds: dict[str, float] = {}
+        self._printed: dict[str, float] = {}
+
+    def add(self, values: Mapping[str, float]) -> None:
+        parts = step_parts(values)
+        if not parts:
+            return
+        self._num_steps += 1
+        # The first step includes one-time setup, so it does not enter the average.
+        average = parts if self._num_steps <= 2 else self._seconds
+        self._seconds = {name: 0.7 * average.get(name, 0.0) + 0.3 * seconds for name, seconds in parts.items()}
+
+    def line(self) -> _Line:
+        """Return the shares as a line, the largest first."""
+        now = shares(self._seconds)
+        names = sorted((name for name in now if now[name] >= _LEAST_SHARE), key=lambda name: -now[name])
+        return _Line(Text("  time", "dim"), tuple((name, name, "{:.0%}".format) for name in names), now)
+
+    def has_news(self) -> bool:
+        """Return whether a share has changed noticeably since this last returned True."""
+        now = shares(self._seconds)
+        if all(abs(share - self._printed.get(name, 0.0)) < _NEWS for name, share in now.items()):
+            return False
+        self._printed = now
+        return True
+
+
+def _header(run: RunSummary, step: int) -> Panel:
+    """Return the facts of a run.
+
+    step: last step of the run that is continued; 0 for a new run.
+    """
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("student", Text(run.student, "bold"))
+    if run.teachers:
+        facts.add_row("teachers" if len(run.teachers) > 1 else "teacher", _teacher_lines(run))
+    else:
+        facts.add_row("teachers", Text("none, only cross-entropy"))
+    facts.add_row("device", Text(f"{run.device}, {run.layout}"))
+    continued = f", continued after step {step:,}" if step else ""
+    facts.add_row("steps", Text(f"{run.total_steps:,}{continued}"))
+    facts.add_row("batch", Text(f"{run.batch}, {run.tokens_at_a_time:,} tokens at a time per rank"))
+    facts.add_row("output", Text(str(run.output_dir)))
+    for warning in run.warnings:
+        facts.add_row("warning", Text(warning, "yellow"))
+    title = Text.assemble(("nemo_opd", "bold cyan"), " ", run.name)
+    return Panel(facts, title=title, title_align="left", border_style="cyan", padding=(0, 1))
+
+
+def _teacher_lines(run: RunSummary) -> Group:
+    lines: list[RenderableType] = []
+    for teacher in run.teachers:
+        facts = f"weight {teacher.weight:g}, {teacher.type}, {teacher.loss}"
+        details = [Text(fact, "dim") for fact in (facts, *teacher.coverage)]
+        details += [Text(f"warning: {warning}", "yellow") for warning in teacher.warnings]
+        lines.append(Text.assemble((teacher.name, "bold"), f"  {teacher.model}"))
+        lines += [Padding(detail, (0, 0, 0, 2)) for detail in details]
+    return Group(*lines)
+
+
+def _closing_table(closing: ClosingTable) -> Table:
+    """Return the bits per byte of the student before and after, and of its teachers."""
+    table = titled_table("Validation")
+    table.add_column("model", overflow="fold")
+    table.add_column("bits per byte", justify="right", no_wrap=True)
+    table.add_column("vs start", justify="right", no_wrap=True)
+    table.add_column("", style="dim", overflow="fold")
+    for row in closing.rows:
+        style = "bold green" if row is closing.after else ""
+        bits = "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"
+        table.add_row(Text(row.name), bits, change(closing.change(row)), Text(row.note), style=style)
+    return table
+
+
+def _score_table(closing: ClosingTable) -> Table:
+    """Return scores with confidence intervals: of the student before and after, and of its teachers.
+
+    The last column is the final student's gain over each other model, on the same questions.
+    """
+    table = titled_table("Questions")
+    table.add_column("measure, model", overflow="fold")
+    table.add_column("score", justify="right", no_wrap=True)
+    is_compared = any(row.differences for row in closing.scores)
+    if is_compared:
+        table.add_column("student after\nis better by", justify="right")
+    for row in closing.shown_scores:
+        table.add_row(Text(row.measure, "bold"))
+        for model, model_score in row.by_model.items():
+            style = "bold green" if model_score is row.after else ""
+            gain = row.differences.get(model)
+            gain_text = "" if gain is None else difference(*gain, is_share=row.is_share)
+            text = Text(score(*model_score, is_share=row.is_share), style)
+            table.add_row(Padding(Text(model, style), (0, 0, 0, 2)), text, *([gain_text] if is_compared else []))
+        table.add_section()
+    return table
+
+
+def titled_table(title: str) -> Table:
+    """Return an empty table in the common style."""
+    return Table(title=title, title_justify="left", title_style="bold", border_style="dim")

@@ -1,4 +1,4 @@
-"""Merging of metrics over microbatches and ranks, and timing of phases."""
+"""Merging of metrics over microbatches and ranks, timing of phases, and the names of step times and scores."""
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -6,6 +6,23 @@ from contextlib import contextmanager
 
 from nemo_opd.logging.base import is_mean
 from nemo_opd.types import Metric, Metrics
+
+STEP = "perf/step_s"
+OTHER = "other"
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "data": ("perf/data_wait_s",),
+    "rollout": ("perf/rollout_s",),
+    # If teachers work while the student trains, only its time of waiting for them is part of the step.
+    "teachers": ("perf/teacher_wait_s", "perf/teacher_s"),
+    "handoff": ("perf/handoff_s",),
+    "forward": ("perf/student_forward_s",),
+    "loss": ("perf/loss_s",),
+    "backward": ("perf/student_backward_s",),
+    "optimizer": ("perf/optimizer_s",),
+    "offload": ("perf/offload_s",),
+}
+"""Metrics of each part, in the order of a step; the first recorded metric of a part counts."""
+PREFIX = "eval/"
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
@@ -50,23 +67,6 @@ class Timer:
         return seconds
 
 
-STEP = "perf/step_s"
-OTHER = "other"
-PARTS: Mapping[str, tuple[str, ...]] = {
-    "data": ("perf/data_wait_s",),
-    "rollout": ("perf/rollout_s",),
-    # If teachers work while the student trains, only its time of waiting for them is part of the step.
-    "teachers": ("perf/teacher_wait_s", "perf/teacher_s"),
-    "handoff": ("perf/handoff_s",),
-    "forward": ("perf/student_forward_s",),
-    "loss": ("perf/loss_s",),
-    "backward": ("perf/student_backward_s",),
-    "optimizer": ("perf/optimizer_s",),
-    "offload": ("perf/offload_s",),
-}
-"""Metrics of each part, in the order of a step; the first recorded metric of a part counts."""
-
-
 def step_parts(record: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each measured part, and the remaining time as `other`; empty if the step has no time.
 
@@ -85,21 +85,11 @@ def shares(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: seconds / total for name, seconds in parts.items()} if total > 0 else {}
 
 
-PREFIX = "eval/"
-
-
 def score_keys(metrics: Collection[str]) -> list[str]:
     """Return the names of the student's scores, which have an interval, in the order of `metrics`."""
     return [
         key for key in metrics if key.startswith(PREFIX) and f"{key}_low" in metrics and not _is_teachers(key, metrics)
     ]
-
-
-def _is_teachers(key: str, metrics: Collection[str]) -> bool:
-    """Return whether a name is a teacher's score or a bound of one; these end with the teacher's name."""
-    measure, _, teacher = key.rpartition("/")
-    scores = {measure, measure.removesuffix("_low"), measure.removesuffix("_high")}
-    return any(all(f"{score}{end}/{teacher}" in metrics for end in ("", "_low", "_high")) for score in scores)
 
 
 def by_set(metrics: Collection[str]) -> dict[str, list[tuple[str, str]]]:
@@ -110,3 +100,10 @@ def by_set(metrics: Collection[str]) -> dict[str, list[tuple[str, str]]]:
         name, _, measure = key.removeprefix(PREFIX).rpartition("/")
         sets.setdefault(name, []).append((measure, key))
     return sets
+
+
+def _is_teachers(key: str, metrics: Collection[str]) -> bool:
+    """Return whether a name is a teacher's score or a bound of one; these end with the teacher's name."""
+    measure, _, teacher = key.rpartition("/")
+    scores = {measure, measure.removesuffix("_low"), measure.removesuffix("_high")}
+    return any(all(f"{score}{end}/{teacher}" in metrics for end in ("", "_low", "_high")) for score in scores)

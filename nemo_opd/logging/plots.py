@@ -1,4 +1,4 @@
-"""Curves of a run, as PNG in a light and a dark theme."""
+"""The figures of a run's report."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from nemo_opd.logging.base import ClosingTable
+from nemo_opd.logging.base import ClosingTable, is_share
 from nemo_opd.logging.base import figure as figure_of
-from nemo_opd.logging.charts import DASHES, Chart, Theme, draw_questions, keys, series, smooth, write_chart
-from nemo_opd.logging.metrics import OTHER, PARTS, PREFIX, STEP, step_parts
+from nemo_opd.logging.charts import Chart, Theme, keys, series, smooth, write_chart
+from nemo_opd.logging.metrics import OTHER, PARTS, PREFIX, STEP, by_set, step_parts
 from nemo_opd.logging.records import SKIPPED, Records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
 _TERMS = {"train/loss": "loss", "train/kd": "KD", "train/ce": "CE"}
 _TEACHER, _OVERLAP = "train/kd/", "train/overlap/"
 _LEAKAGE, _PRIVILEGE, _CONTRAST = "train/leakage/", "train/privilege_gap/", "train/contrast_gap/"
 """Prefixes of metrics."""
+_DASHES = ((0, (5, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)))
+"""Line styles of teachers, in turn."""
 _SMOOTH_FROM = 60
 """Smallest number of steps for an additional smoothed curve."""
 _FLATTENING = 2.5
@@ -52,21 +55,60 @@ class _Plot:
         return write_chart(path, self.title, lambda figure, theme: self.draw(figure, records, closing, theme), size)
 
 
-def _curve(axes: Axes, records: Records, key: str, label: str, colour: str) -> None:
-    steps, values = series(records, key)
-    if not steps:
-        return
-    if len(steps) < _SMOOTH_FROM:
-        axes.plot(steps, values, color=colour, label=label, marker="o" if len(steps) < 12 else None, markersize=4)
-        return
-    axes.plot(steps, values, color=colour, alpha=0.28, linewidth=0.9)
-    axes.plot(steps, smooth(values), color=colour, label=label)
+def draw_questions(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    """Draw scores over the run with their confidence intervals, and each teacher's as horizontal lines.
+
+    The shares of a set are drawn in one axes, each other score in its own.
+    """
+    panels = _panels(records)
+    figure.set_figheight(0.8 + 2.4 * len(panels))
+    for axes, panel in zip(figure.subplots(len(panels), sharex=True, squeeze=False).flat, panels, strict=True):
+        _draw_panel(axes, records, panel, theme)
 
 
-def _curves(axes: Axes, records: Records, prefix: str, colours: Sequence[str], label: str = "") -> None:
-    """Draw a curve for each metric with the prefix, named by `label` and the part after the prefix."""
-    for key, colour in zip(keys(records, prefix), cycle(colours), strict=False):
-        _curve(axes, records, key, label + key.removeprefix(prefix), colour)
+class _Panel(NamedTuple):
+    """Scores in one axes."""
+
+    label: str
+    scores: Mapping[str, str]
+    """Metric by name of the measure."""
+    are_shares: bool
+
+
+def _panels(records: Records) -> list[_Panel]:
+    panels: list[_Panel] = []
+    for name, scores in by_set(keys(records, PREFIX)).items():
+        shares = {measure: key for measure, key in scores if is_share(measure, *series(records, key)[1])}
+        panels += [_Panel(name or "questions", shares, are_shares=True)] if shares else []
+        panels += [
+            _Panel(name or "questions", {measure: key}, are_shares=False)
+            for measure, key in scores
+            if measure not in shares
+        ]
+    return panels
+
+
+def _draw_panel(axes: Axes, records: Records, panel: _Panel, theme: Theme) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    prefixes = tuple(f"{key}/" for key in panel.scores.values())
+    teachers = dict(
+        zip(sorted({key.rpartition("/")[2] for key in keys(records, prefixes)}), cycle(_DASHES), strict=False)
+    )
+    for (measure, key), colour in zip(panel.scores.items(), cycle(theme.cycle), strict=False):
+        steps, values = series(records, key)
+        axes.plot(steps, values, color=colour, marker="o", markersize=4.5, label=measure)
+        low, high = series(records, f"{key}_low")[1], series(records, f"{key}_high")[1]
+        axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
+        for teacher, dashes in teachers.items():
+            for value in series(records, f"{key}/{teacher}")[1]:
+                axes.axhline(value, color=colour, linestyle=dashes, linewidth=1.2)
+    for teacher, dashes in teachers.items():
+        axes.plot([], [], color=theme.muted, linestyle=dashes, linewidth=1.2, label=f"teacher {teacher}")
+    axes.set_ylabel(panel.label)
+    if panel.are_shares:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_ylim(-0.02, 1.02)
 
 
 def draw_loss(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
@@ -102,7 +144,7 @@ def _draw_validation(figure: Figure, records: Records, closing: ClosingTable, th
     axes.plot(steps, bits, color=theme.cycle[0], marker="o", markersize=4.5, label="student")
     for row, colour in zip(closing.teachers, cycle(theme.cycle[1:]), strict=False):
         if row.bits_per_byte is not None:
-            axes.axhline(row.bits_per_byte, color=colour, linestyle=DASHES[0], linewidth=1.5, label=row.name)
+            axes.axhline(row.bits_per_byte, color=colour, linestyle=_DASHES[0], linewidth=1.5, label=row.name)
     axes.margins(y=0.08)
     axes.set_ylabel("bits per byte")
 
@@ -161,6 +203,28 @@ def draw_step_time(figure: Figure, records: Records, closing: ClosingTable, them
     axes.set_ylabel("seconds a step")
 
 
+def parts_by_step(records: Records) -> tuple[list[float], dict[str, list[float]]]:
+    """Return the steps and the seconds of each part per step, without parts that never take time."""
+    timed = [(record["step"], parts) for record in records if (parts := step_parts(record))]
+    names = [name for name in (*PARTS, OTHER) if any(parts.get(name) for _, parts in timed)]
+    return [step for step, _ in timed], {name: [parts.get(name, 0.0) for _, parts in timed] for name in names}
+
+
+def _draw_bars(axes: Axes, medians: Mapping[str, float], colours: Mapping[str, str], theme: Theme) -> None:
+    total = sum(medians.values()) or 1.0
+    names, widths = list(medians), list(medians.values())
+    axes.barh(names, widths, color=[colours[name] for name in names], height=0.72)
+    for row, width in enumerate(widths):
+        label = f" {figure_of(width)} s, {width / total:.0%}"
+        axes.text(width, row, label, va="center", color=theme.muted, fontsize=10)
+    axes.set_xlim(0, 1.28 * max(widths) or 1.0)
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.tick_params(axis="x", bottom=False, labelbottom=False)
+    axes.tick_params(axis="y", labelcolor=theme.text)
+    axes.spines["bottom"].set_visible(False)
+
+
 def _limit_height(axes: Axes, steps: Sequence[float], totals: Sequence[float], theme: Theme) -> None:
     """Show all steps in full, unless a few slow ones, such as the first, would flatten the curve.
 
@@ -181,26 +245,21 @@ def _limit_height(axes: Axes, steps: Sequence[float], totals: Sequence[float], t
             )  # fmt: skip
 
 
-def _draw_bars(axes: Axes, medians: Mapping[str, float], colours: Mapping[str, str], theme: Theme) -> None:
-    total = sum(medians.values()) or 1.0
-    names, widths = list(medians), list(medians.values())
-    axes.barh(names, widths, color=[colours[name] for name in names], height=0.72)
-    for row, width in enumerate(widths):
-        label = f" {figure_of(width)} s, {width / total:.0%}"
-        axes.text(width, row, label, va="center", color=theme.muted, fontsize=10)
-    axes.set_xlim(0, 1.28 * max(widths) or 1.0)
-    axes.invert_yaxis()
-    axes.grid(False)
-    axes.tick_params(axis="x", bottom=False, labelbottom=False)
-    axes.tick_params(axis="y", labelcolor=theme.text)
-    axes.spines["bottom"].set_visible(False)
+def _curve(axes: Axes, records: Records, key: str, label: str, colour: str) -> None:
+    steps, values = series(records, key)
+    if not steps:
+        return
+    if len(steps) < _SMOOTH_FROM:
+        axes.plot(steps, values, color=colour, label=label, marker="o" if len(steps) < 12 else None, markersize=4)
+        return
+    axes.plot(steps, values, color=colour, alpha=0.28, linewidth=0.9)
+    axes.plot(steps, smooth(values), color=colour, label=label)
 
 
-def parts_by_step(records: Records) -> tuple[list[float], dict[str, list[float]]]:
-    """Return the steps and the seconds of each part per step, without parts that never take time."""
-    timed = [(record["step"], parts) for record in records if (parts := step_parts(record))]
-    names = [name for name in (*PARTS, OTHER) if any(parts.get(name) for _, parts in timed)]
-    return [step for step, _ in timed], {name: [parts.get(name, 0.0) for _, parts in timed] for name in names}
+def _curves(axes: Axes, records: Records, prefix: str, colours: Sequence[str], label: str = "") -> None:
+    """Draw a curve for each metric with the prefix, named by `label` and the part after the prefix."""
+    for key, colour in zip(keys(records, prefix), cycle(colours), strict=False):
+        _curve(axes, records, key, label + key.removeprefix(prefix), colour)
 
 
 PLOTS = (

@@ -19,6 +19,13 @@ from nemo_opd.logging.base import is_mean, is_share, share
 from nemo_opd.logging.loggers import parse_lines
 from nemo_opd.logging.records import NOTHING, TextTable
 
+_Values = Mapping[str, float]
+"""Share of right answers by question."""
+_LEVELS = ("never right at the start", "up to a third", "up to two thirds", "more than two thirds", "always right")
+_MOST_SHOWN = 20
+"""Largest number of question rows, and of levels, in a table."""
+_OTHERS = "others"
+
 
 @dataclass(frozen=True, slots=True)
 class QuestionValues:
@@ -38,48 +45,6 @@ class QuestionValues:
     """Measures with lower values for better answers."""
     levels: tuple[str, ...] = ()
     """Difficulty or kind of each question, in order; empty without a level column."""
-
-
-_VALUES = TypeAdapter(QuestionValues)
-
-
-class ValueLog:
-    """Appends to evaluation.jsonl, which is created with the first line."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def truncate_after(self, step: int) -> None:
-        """Drop lines after `step` (all if it is 0, as step 0 is evaluated again) and a torn last one.
-
-        Raises DataError if the file is damaged.
-        """
-        if self.path.exists():
-            valid = (values for values in read_values(self.path) if step and values.step <= step)
-            write_atomically(self.path, "".join(map(_line, valid)).encode())
-
-    def write(self, values: QuestionValues) -> None:
-        """Append a line. Raises StorageError if the file cannot be written."""
-        with storage_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(_line(values))
-
-
-def _line(values: QuestionValues) -> str:
-    return json.dumps(asdict(values), allow_nan=False) + "\n"
-
-
-def read_values(path: Path) -> list[QuestionValues]:
-    """Return the lines in the order written; empty without a file. Raises DataError if it is damaged."""
-    if not path.exists():
-        return []
-    lines: Iterable[QuestionValues | None] = parse_lines(
-        path, path.read_bytes().split(b"\n"), _parse_values, "not question values"
-    )
-    return [values for values in lines if values is not None]
-
-
-def _parse_values(line: bytes) -> QuestionValues | None:
-    return _VALUES.validate_json(line) if line else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +72,47 @@ class ShownAnswer:
     """Name of the question set; empty for the unnamed one."""
 
 
+_VALUES = TypeAdapter(QuestionValues)
 _ANSWER = TypeAdapter(ShownAnswer)
+
+
+class ValueLog:
+    """Appends to evaluation.jsonl, which is created with the first line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def truncate_after(self, step: int) -> None:
+        """Drop lines after `step` (all if it is 0, as step 0 is evaluated again) and a torn last one.
+
+        Raises DataError if the file is damaged.
+        """
+        if self.path.exists():
+            valid = (values for values in read_values(self.path) if step and values.step <= step)
+            write_atomically(self.path, "".join(map(_value_line, valid)).encode())
+
+    def write(self, values: QuestionValues) -> None:
+        """Append a line. Raises StorageError if the file cannot be written."""
+        with storage_errors(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(_value_line(values))
+
+
+def read_values(path: Path) -> list[QuestionValues]:
+    """Return the lines in the order written; empty without a file. Raises DataError if it is damaged."""
+    if not path.exists():
+        return []
+    lines: Iterable[QuestionValues | None] = parse_lines(
+        path, path.read_bytes().split(b"\n"), _parse_values, "not question values"
+    )
+    return [values for values in lines if values is not None]
+
+
+def _parse_values(line: bytes) -> QuestionValues | None:
+    return _VALUES.validate_json(line) if line else None
+
+
+def _value_line(values: QuestionValues) -> str:
+    return json.dumps(asdict(values), allow_nan=False) + "\n"
 
 
 class SampleLog:
@@ -129,20 +134,7 @@ class SampleLog:
         with storage_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(_lines(answers))
-
-
-def write_samples(path: Path, answers: Iterable[ShownAnswer]) -> None:
-    """Replace the file atomically."""
-    write_atomically(path, _lines(answers).encode())
-
-
-def _lines(answers: Iterable[ShownAnswer]) -> str:
-    # Readable, except for lone surrogates, which byte-level tokenizers produce and UTF-8 cannot encode.
-    return "".join(
-        json.dumps(asdict(answer), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode() + "\n"
-        for answer in answers
-    )
+                file.write(_answer_lines(answers))
 
 
 def read_samples(path: Path) -> list[ShownAnswer]:
@@ -156,6 +148,19 @@ def read_samples(path: Path) -> list[ShownAnswer]:
 
 def _parse_sample(line: bytes) -> ShownAnswer | None:
     return _ANSWER.validate_json(line, strict=True) if line else None
+
+
+def write_samples(path: Path, answers: Iterable[ShownAnswer]) -> None:
+    """Replace the file atomically."""
+    write_atomically(path, _answer_lines(answers).encode())
+
+
+def _answer_lines(answers: Iterable[ShownAnswer]) -> str:
+    # Readable, except for lone surrogates, which byte-level tokenizers produce and UTF-8 cannot encode.
+    return "".join(
+        json.dumps(asdict(answer), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode() + "\n"
+        for answer in answers
+    )
 
 
 def answers_by_question(answers: Sequence[ShownAnswer]) -> list[dict[str, ShownAnswer | None]]:
@@ -175,14 +180,6 @@ def answers_by_question(answers: Sequence[ShownAnswer]) -> list[dict[str, ShownA
 
 def _model(teacher: str | None, step: int) -> str:
     return f"student after step {step:,}" if teacher is None else f"teacher {teacher}"
-
-
-_LEVELS = ("never right at the start", "up to a third", "up to two thirds", "more than two thirds", "always right")
-_MOST_SHOWN = 20
-"""Largest number of question rows, and of levels, in a table."""
-_OTHERS = "others"
-_Values = Mapping[str, float]
-"""Share of right answers by question."""
 
 
 def answer_tables(values: Sequence[QuestionValues]) -> list[TextTable]:

@@ -1,4 +1,4 @@
-"""Facts of a run for its report, from config.yaml, hardware.json and metrics.
+"""Facts and tables of a run for its report, from config.yaml, hardware.json, projections.json and metrics.
 
 config.yaml is read as plain YAML instead of a RunConfig, so that runs of other versions can be reported.
 """
@@ -25,10 +25,12 @@ from nemo_opd.logging.base import RunSummary, change, figure, share
 _Fact = tuple[str, str]
 """Label and value."""
 Records = Sequence[Mapping[str, float]]
-
+_Figures = Mapping[str, float]
+"""Values by measure."""
 SKIPPED = "train/skipped_steps"
-
+NOTHING = "-"
 _HARDWARE = "hardware.json"
+_PROJECTIONS = "projections.json"
 _RUN_KEYS = (
     ("student", "student.model"),
     ("loss", "loss.type"),
@@ -56,6 +58,77 @@ _RUN_KEYS = (
     ("seed", "run.seed"),
 )
 _TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}", "dtype"), ("loss {}", "loss.type"))
+_GROUP_METRIC = re.compile(
+    r"val/(?P<table>domain|class|chunk/[^/]+)/(?P<group>.+)/(?P<measure>share|ce|(?:bits_per_byte|kd)(?:/[^/]+)?)"
+)
+_TABLE_TITLES = {"domain": "by domain", "class": "by class of token", "chunk": "by aligned chunk, student : {}"}
+
+
+@dataclass(frozen=True, slots=True)
+class MovedRow:
+    """A student token whose weights of teacher tokens changed."""
+
+    token: str
+    """Readable text of the token; entries have such texts too."""
+    moved: float
+    """½ Σ |after − before|: the share of the weight that moved (methods.md §2.8)."""
+    before: tuple[tuple[str, float], ...]
+    """Teacher tokens with their weights."""
+    after: tuple[tuple[str, float], ...]
+
+
+_BY_TEACHER: TypeAdapter[Mapping[str, Sequence[MovedRow]]] = TypeAdapter(Mapping[str, Sequence[MovedRow]])
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table of texts; all columns except the first hold numbers."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def read_config(output_dir: Path) -> dict[str, Any]:
+    """Return a run's settings as in its config.yaml, with secrets masked; empty if it does not exist.
+
+    Raises DataError if the file is damaged.
+    """
+    try:
+        config = yaml.safe_load(config_text(output_dir)) or {}
+        if not isinstance(config, dict):
+            raise ValueError("it has no keys")
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{output_dir / 'config.yaml'} is damaged ({reason}); repair or remove it") from error
+    return config
+
+
+def config_text(output_dir: Path) -> str:
+    """Return a run's config.yaml; empty if it does not exist."""
+    file = output_dir / "config.yaml"
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def value_at(config: object, key: str) -> object:
+    """Return the value of a dotted key; None if it does not exist."""
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
+def run_name(config: object) -> str | None:
+    """Return `run.name`; None if the file lacks it."""
+    name = value_at(config, "run.name")
+    return None if name is None else str(name)
+
+
+def number_of_set(config: object, name: str, key: str) -> float:
+    """Return a setting of a question set, such as `confidence`, or its default if the file lacks it."""
+    sets = value_at(config, "evaluation.sets")
+    questions = sets.get(name) if isinstance(sets, dict) else None
+    value = value_at(questions if isinstance(questions, dict) else value_at(config, "evaluation"), key)
+    return float(value) if isinstance(value, int | float) else float(Questions.model_fields[key].default)
 
 
 def write_hardware(run: RunSummary) -> None:
@@ -76,39 +149,21 @@ def read_hardware(output_dir: Path) -> dict[str, str]:
     return {str(label): str(value) for label, value in hardware.items()} if isinstance(hardware, dict) else {}
 
 
-def config_text(output_dir: Path) -> str:
-    """Return a run's config.yaml; empty if it does not exist."""
-    file = output_dir / "config.yaml"
-    return file.read_text(encoding="utf-8") if file.exists() else ""
+def write_projections(output_dir: Path, by_teacher: Mapping[str, Sequence[MovedRow]]) -> None:
+    """Write the rows of each teacher's projection. Raises StorageError if the file cannot be written."""
+    with storage_errors(output_dir):
+        write_atomically(output_dir / _PROJECTIONS, _BY_TEACHER.dump_json(by_teacher, indent=1))
 
 
-def read_config(output_dir: Path) -> dict[str, Any]:
-    """Return a run's settings as in its config.yaml, with secrets masked; empty if it does not exist.
-
-    Raises DataError if the file is damaged.
-    """
+def read_projections(output_dir: Path) -> Mapping[str, Sequence[MovedRow]]:
+    """Return the rows by teacher; empty if the run learned no projection. Raises DataError if the file is damaged."""
+    file = output_dir / _PROJECTIONS
+    if not file.exists():
+        return {}
     try:
-        config = yaml.safe_load(config_text(output_dir)) or {}
-        if not isinstance(config, dict):
-            raise ValueError("it has no keys")
-    except (ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{output_dir / 'config.yaml'} is damaged ({reason}); repair or remove it") from error
-    return config
-
-
-def run_name(config: object) -> str | None:
-    """Return `run.name`; None if the file lacks it."""
-    name = value_at(config, "run.name")
-    return None if name is None else str(name)
-
-
-def number_of_set(config: object, name: str, key: str) -> float:
-    """Return a setting of a question set, such as `confidence`, or its default if the file lacks it."""
-    sets = value_at(config, "evaluation.sets")
-    questions = sets.get(name) if isinstance(sets, dict) else None
-    value = value_at(questions if isinstance(questions, dict) else value_at(config, "evaluation"), key)
-    return float(value) if isinstance(value, int | float) else float(Questions.model_fields[key].default)
+        return _BY_TEACHER.validate_json(file.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{file} is damaged: {str(error).splitlines()[0]}; remove it") from error
 
 
 def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> list[_Fact]:
@@ -149,88 +204,27 @@ def _teacher_fact(teacher: object, records: Records) -> _Fact:
     return name, ", ".join(line)
 
 
-def value_at(config: object, key: str) -> object:
-    """Return the value of a dotted key; None if it does not exist."""
-    for part in key.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
-
-
-_FILE = "projections.json"
-
-
-@dataclass(frozen=True, slots=True)
-class MovedRow:
-    """A student token whose weights of teacher tokens changed."""
-
-    token: str
-    """Readable text of the token; entries have such texts too."""
-    moved: float
-    """½ Σ |after − before|: the share of the weight that moved (methods.md §2.8)."""
-    before: tuple[tuple[str, float], ...]
-    """Teacher tokens with their weights."""
-    after: tuple[tuple[str, float], ...]
-
-
-_BY_TEACHER: TypeAdapter[Mapping[str, Sequence[MovedRow]]] = TypeAdapter(Mapping[str, Sequence[MovedRow]])
-
-
-def write_projections(output_dir: Path, by_teacher: Mapping[str, Sequence[MovedRow]]) -> None:
-    """Write the rows of each teacher's projection. Raises StorageError if the file cannot be written."""
-    with storage_errors(output_dir):
-        write_atomically(output_dir / _FILE, _BY_TEACHER.dump_json(by_teacher, indent=1))
-
-
-def read_projections(output_dir: Path) -> Mapping[str, Sequence[MovedRow]]:
-    """Return the rows by teacher; empty if the run learned no projection. Raises DataError if the file is damaged."""
-    file = output_dir / _FILE
-    if not file.exists():
-        return {}
-    try:
-        return _BY_TEACHER.validate_json(file.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{file} is damaged: {str(error).splitlines()[0]}; remove it") from error
-
-
-_KEY = re.compile(
-    r"val/(?P<table>domain|class|chunk/[^/]+)/(?P<group>.+)/(?P<measure>share|ce|(?:bits_per_byte|kd)(?:/[^/]+)?)"
-)
-_TITLES = {"domain": "by domain", "class": "by class of token", "chunk": "by aligned chunk, student : {}"}
-NOTHING = "-"
-_Figures = Mapping[str, float]
-"""Values by measure."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextTable:
-    """A table of texts; all columns except the first hold numbers."""
-
-    title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
 def group_tables(records: Records) -> list[TextTable]:
     """Return a table for each kind of group that was validated."""
     validated = [tables for record in records if (tables := figures_by_table(record))]
     if not validated:
         return []
     first, last = validated[0], validated[-1]
-    names = sorted(last, key=lambda name: list(_TITLES).index(name.partition("/")[0]))
-    return [_table(name, first.get(name, {}), last[name]) for name in names]
+    names = sorted(last, key=lambda name: list(_TABLE_TITLES).index(name.partition("/")[0]))
+    return [_group_table(name, first.get(name, {}), last[name]) for name in names]
 
 
 def figures_by_table(record: Mapping[str, float]) -> dict[str, dict[str, dict[str, float]]]:
     """Return figures by table, group and measure."""
     tables: dict[str, dict[str, dict[str, float]]] = {}
     for key, value in record.items():
-        if match := _KEY.fullmatch(key):
+        if match := _GROUP_METRIC.fullmatch(key):
             groups = tables.setdefault(match["table"], {})
             groups.setdefault(match["group"], {})[match["measure"]] = value
     return tables
 
 
-def _table(name: str, first: Mapping[str, _Figures], last: Mapping[str, _Figures]) -> TextTable:
+def _group_table(name: str, first: Mapping[str, _Figures], last: Mapping[str, _Figures]) -> TextTable:
     teachers = _suffixes(first.values(), "bits_per_byte/")
     distilled = _suffixes(last.values(), "kd/")
     heads = ["", "share of tokens", "bits per byte before", "after", *(f"teacher {name}" for name in teachers)]
@@ -249,7 +243,7 @@ def _table(name: str, first: Mapping[str, _Figures], last: Mapping[str, _Figures
 def title_of(table: str) -> str:
     """Return the heading of a table."""
     kind, _, teacher = table.partition("/")
-    return f"Validation {_TITLES[kind].format(teacher)}"
+    return f"Validation {_TABLE_TITLES[kind].format(teacher)}"
 
 
 def _suffixes(groups: Iterable[_Figures], prefix: str) -> list[str]:

@@ -23,11 +23,14 @@ from nemo_opd.logging.records import read_config
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+
 _ARTEFACTS = {"model": "final", "best_model": "best", "report": "report/report.html", "config": "config.yaml"}
 """Paths in the run's directory, by name."""
+_PARAMETERS_A_CALL, _LONGEST_PARAMETER = 100, 6000
+"""Limits of MLflow's servers."""
 
 
-class Tracker(Logger):
+class _Tracker(Logger):
     """A logger with one tracked run per output directory, which a continued run reports to again."""
 
     name: ClassVar[str]
@@ -88,11 +91,7 @@ def artefacts(output_dir: Path) -> dict[str, str]:
     return {name: str(path.absolute()) for name, path in paths.items() if path.exists()}
 
 
-_PARAMETERS_A_CALL, _LONGEST_PARAMETER = 100, 6000
-"""Limits of MLflow's servers."""
-
-
-class MlflowLogger(Tracker):
+class MlflowLogger(_Tracker):
     """Reports to MLflow."""
 
     name = "mlflow"
@@ -111,8 +110,9 @@ class MlflowLogger(Tracker):
             self._run_id = previous or self._new_run(run)
             self._client.update_run(self._run_id, status="RUNNING")
         except Exception as error:  # MLflow's own errors, and database errors
+            reason = str(error).strip().partition("\n")[0]
             raise ConfigError(
-                f"logging.mlflow: the run could not be started ({_first_line(error)}); check "
+                f"logging.mlflow: the run could not be started ({reason}); check "
                 "logging.mlflow.tracking_uri (or MLFLOW_TRACKING_URI, if it is not set) and the network, or write "
                 "logging.mlflow.enabled=false"
             ) from error
@@ -157,10 +157,6 @@ def parameters(config: Mapping[str, Any]) -> dict[str, str]:
 def allowed_name(name: str) -> str:
     """Replace the characters that MLflow rejects: pass@1 becomes pass_at_1."""
     return re.sub(r"[^\w/.\- :]", "_", name.replace("@", "_at_"))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 class TensorBoardLogger(Logger):
@@ -208,7 +204,7 @@ class TensorBoardLogger(Logger):
             self._writer = None
 
 
-class TrackioLogger(Tracker):
+class TrackioLogger(_Tracker):
     """Reports to trackio. It identifies runs by name, so names get a few random digits."""
 
     name = "trackio"
@@ -272,7 +268,7 @@ def check_credentials() -> None:
         raise ConfigError(f"logging.wandb.mode=online needs an API key and none is configured; {remedy}")
 
 
-class WandbLogger(Tracker):
+class WandbLogger(_Tracker):
     """Reports to wandb."""
 
     name = "wandb"

@@ -28,7 +28,7 @@ from nemo_opd.rewards.numeric import NumericMatch
 from nemo_opd.users_code import UsersCodeError, called, imported
 
 
-class WeightedSum(Compound):
+class _WeightedSum(Compound):
     """The weighted sum of several rewards. The first part with votes provides the votes."""
 
     def __init__(self, settings: WeightedReward, parts: Sequence[RewardFunction]) -> None:
@@ -47,7 +47,7 @@ class WeightedSum(Compound):
         return None if self._voter is None else self._voter.vote(rollout)
 
 
-class RewardBySource(Compound):
+class _RewardBySource(Compound):
     """A compound reward that uses the part for the rollout's source."""
 
     def __init__(self, settings: SourceReward, by_source: Mapping[str, RewardFunction]) -> None:
@@ -73,7 +73,7 @@ class RewardBySource(Compound):
         return part
 
 
-class UserFunction(RewardFunction):
+class _UserFunction(RewardFunction):
     """A reward computed by the function at `package.module:function`."""
 
     def __init__(self, settings: FunctionReward) -> None:
@@ -107,7 +107,7 @@ class UserFunction(RewardFunction):
             ) from None
 
 
-class EnvironmentPay(RewardFunction):
+class _EnvironmentPay(RewardFunction):
     """The sum of the environment's rewards over all turns."""
 
     def score(self, rollout: Rollout) -> float:
@@ -123,8 +123,8 @@ REWARDS: dict[type[RewardBase], type[RewardFunction]] = {
     NumericReward: NumericMatch,
     MathReward: MathMatch,
     CodeReward: CodePasses,
-    EnvironmentReward: EnvironmentPay,
-    FunctionReward: UserFunction,
+    EnvironmentReward: _EnvironmentPay,
+    FunctionReward: _UserFunction,
     FormatReward: FormatMatch,
 }
 """Settings → reward, without compound rewards, which `build_reward` creates."""
@@ -137,10 +137,10 @@ def build_reward(settings: RewardBase) -> RewardFunction:
     """
     if isinstance(settings, WeightedReward):
         parts = [_build_part(f"terms.{i}.reward", term.reward) for i, term in enumerate(settings.terms)]
-        return WeightedSum(settings, parts)
+        return _WeightedSum(settings, parts)
     if isinstance(settings, SourceReward):
         by_source = {source: _build_part(f"rewards.{source}", part) for source, part in settings.rewards.items()}
-        return RewardBySource(settings, by_source)
+        return _RewardBySource(settings, by_source)
     return REWARDS[type(settings)](settings)
 
 
@@ -152,14 +152,20 @@ def _build_part(path: str, settings: RewardBase) -> RewardFunction:
         raise ConfigError(f"reward.{path}.{str(error).removeprefix('reward.')}") from error
 
 
-def check_answer(settings: RewardBase, answer: str | None) -> None:
-    """Raise DataError if the reward cannot compare with this answer."""
-    for part in settings.parts:
-        if not isinstance(part, AnswerReward):
-            continue
-        if answer is None:
-            raise DataError(f"there is no answer (null) for reward.type={part.type} to compare with")
-        REWARDS[type(part)].check_answer(answer)
+def check_answers(settings: Reward, prompts: Iterable[Prompt], *, source: str) -> None:
+    """Raise DataError, naming the row, for the first answer that the reward cannot compare with.
+
+    source: setting that the prompts come from, such as `data.train.jsonl_files='a.jsonl'`.
+    """
+    column = "" if settings.answer_column is None else f"column {settings.answer_column!r}: "
+    for prompt in prompts:
+        try:
+            check_answer(_settings_of(settings, prompt), prompt.answer)
+        except DataError as error:
+            raise DataError(
+                f"{source}: row {prompt.index} (counted from 0 over all files): {column}"
+                f"{error}; correct or leave out the row, or set reward.answer_key or reward.type"
+            ) from None
 
 
 def _settings_of(settings: Reward, prompt: Prompt) -> RewardBase:
@@ -177,17 +183,11 @@ def _settings_of(settings: Reward, prompt: Prompt) -> RewardBase:
         ) from None
 
 
-def check_answers(settings: Reward, prompts: Iterable[Prompt], *, source: str) -> None:
-    """Raise DataError, naming the row, for the first answer that the reward cannot compare with.
-
-    source: setting that the prompts come from, such as `data.train.jsonl_files='a.jsonl'`.
-    """
-    column = "" if settings.answer_column is None else f"column {settings.answer_column!r}: "
-    for prompt in prompts:
-        try:
-            check_answer(_settings_of(settings, prompt), prompt.answer)
-        except DataError as error:
-            raise DataError(
-                f"{source}: row {prompt.index} (counted from 0 over all files): {column}"
-                f"{error}; correct or leave out the row, or set reward.answer_key or reward.type"
-            ) from None
+def check_answer(settings: RewardBase, answer: str | None) -> None:
+    """Raise DataError if the reward cannot compare with this answer."""
+    for part in settings.parts:
+        if not isinstance(part, AnswerReward):
+            continue
+        if answer is None:
+            raise DataError(f"there is no answer (null) for reward.type={part.type} to compare with")
+        REWARDS[type(part)].check_answer(answer)

@@ -55,14 +55,6 @@ class CodePasses(RewardFunction):
         return self._checker.submit(program_of(rollout, entry_point), tests)
 
 
-def _entry_point_of(prompt: Prompt, key: str | None) -> str | None:
-    """Return the function named in column `key`; without a key, the last function that the question defines."""
-    if key is not None:
-        return str(prompt.row[key])
-    functions = _FUNCTION.findall(_question(prompt))
-    return functions[-1] if functions else None
-
-
 def program_of(rollout: Rollout, entry_point: str | None) -> str:
     """Return the program in a response: its last block of Python or, without a block, the whole response.
 
@@ -91,6 +83,14 @@ def last_block(text: str) -> str | None:
         elif mark and mark[2] in _PYTHON:
             block, fence = [], mark[1]
     return "\n".join(block) if fence and last is None else last
+
+
+def _entry_point_of(prompt: Prompt, key: str | None) -> str | None:
+    """Return the function named in column `key`; without a key, the last function that the question defines."""
+    if key is not None:
+        return str(prompt.row[key])
+    functions = _FUNCTION.findall(_question(prompt))
+    return functions[-1] if functions else None
 
 
 def _question(prompt: Prompt) -> str:

@@ -1,4 +1,4 @@
-"""Extraction of the answer from a response, by `extract.type`."""
+"""Extraction of the answer from a response, by `extract.type`, and the rewards that compare or require it as text."""
 
 import json
 import re
@@ -22,8 +22,66 @@ from nemo_opd.errors import ConfigError, DataError, RolloutError
 from nemo_opd.rewards.base import RewardFunction, last_turn
 from nemo_opd.users_code import UsersCodeError, called
 
+_Extractor = Callable[[str], str | None]
+"""Function that extracts the answer from a response, or returns None. Raises RolloutError."""
 _BOX = re.compile(r"\\f?boxed\s*(?:\{|(?P<one>[0-9A-Za-z]))")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_EMPHASIS = " \t*_`$"
+_MAX_READ = 10_000_000
+"""Characters read of invalid JSON in one response before the search stops."""
+
+
+class ExactMatch(RewardFunction):
+    """A reward of 1 if the texts are equal except for surrounding white space, else 0."""
+
+    votes = True
+
+    def __init__(self, settings: ExactReward) -> None:
+        super().__init__(settings)
+        self._extract = build_extractor(settings.extract)
+        self._ignore_case = settings.ignore_case
+
+    @classmethod
+    def check_answer(cls, answer: str) -> None:
+        if not answer.strip():
+            raise DataError(f"the answer {answer!r} is empty, so reward.type=exact has nothing to compare with")
+
+    def score(self, rollout: Rollout) -> float:
+        return float(self.vote(rollout) == self._canonical(self.answer(rollout)))
+
+    def vote(self, rollout: Rollout) -> str | None:
+        return self._canonical(self._extract(last_turn(rollout)) or "") or None
+
+    def _canonical(self, text: str) -> str:
+        text = text.strip()
+        return text.casefold() if self._ignore_case else text
+
+
+class FormatMatch(RewardFunction):
+    """A reward of 1 if the extraction succeeds, else 0."""
+
+    def __init__(self, settings: FormatReward) -> None:
+        """Build the extraction. Raises ConfigError for an unreadable schema."""
+        super().__init__(settings)
+        self._extract = build_extractor(settings.extract)
+
+    def score(self, rollout: Rollout) -> float:
+        return float(self._extract(last_turn(rollout)) is not None)
+
+
+def build_extractor(settings: Extraction) -> _Extractor:
+    """Build the extractor. Raises ConfigError for an unreadable schema."""
+    if isinstance(settings, LastTurn):
+        return str.strip
+    if isinstance(settings, Boxed):
+        return last_boxed
+    if isinstance(settings, AnswerLine):
+        return partial(_after, re.compile(re.escape(settings.marker), re.IGNORECASE))
+    if isinstance(settings, Choice):
+        return partial(_choice, _choice_patterns(settings.letters))
+    if isinstance(settings, Regex):
+        return partial(_last_match, re.compile(settings.pattern, re.MULTILINE), settings.timeout_s)
+    return partial(_json_value, settings.key, _validator(settings))
 
 
 def last_boxed(text: str) -> str | None:
@@ -54,29 +112,6 @@ def _closing_braces(text: str) -> dict[int, int]:
         elif brace[0] == "}" and open_braces:
             closing[open_braces.pop()] = brace.start()
     return closing
-
-
-_Extractor = Callable[[str], str | None]
-"""Function that extracts the answer from a response, or returns None. Raises RolloutError."""
-
-_EMPHASIS = " \t*_`$"
-_MAX_READ = 10_000_000
-"""Characters read of invalid JSON in one response before the search stops."""
-
-
-def build_extractor(settings: Extraction) -> _Extractor:
-    """Build the extractor. Raises ConfigError for an unreadable schema."""
-    if isinstance(settings, LastTurn):
-        return str.strip
-    if isinstance(settings, Boxed):
-        return last_boxed
-    if isinstance(settings, AnswerLine):
-        return partial(_after, re.compile(re.escape(settings.marker), re.IGNORECASE))
-    if isinstance(settings, Choice):
-        return partial(_choice, _choice_patterns(settings.letters))
-    if isinstance(settings, Regex):
-        return partial(_last_match, re.compile(settings.pattern, re.MULTILINE), settings.timeout_s)
-    return partial(_json_value, settings.key, _validator(settings))
 
 
 def _after(pattern: re.Pattern[str], text: str) -> str | None:
@@ -184,41 +219,3 @@ def _last_json(text: str) -> Any:
         if read > _MAX_READ:
             break
     return value
-
-
-class ExactMatch(RewardFunction):
-    """A reward of 1 if the texts are equal except for surrounding white space, else 0."""
-
-    votes = True
-
-    def __init__(self, settings: ExactReward) -> None:
-        super().__init__(settings)
-        self._extract = build_extractor(settings.extract)
-        self._ignore_case = settings.ignore_case
-
-    @classmethod
-    def check_answer(cls, answer: str) -> None:
-        if not answer.strip():
-            raise DataError(f"the answer {answer!r} is empty, so reward.type=exact has nothing to compare with")
-
-    def score(self, rollout: Rollout) -> float:
-        return float(self.vote(rollout) == self._canonical(self.answer(rollout)))
-
-    def vote(self, rollout: Rollout) -> str | None:
-        return self._canonical(self._extract(last_turn(rollout)) or "") or None
-
-    def _canonical(self, text: str) -> str:
-        text = text.strip()
-        return text.casefold() if self._ignore_case else text
-
-
-class FormatMatch(RewardFunction):
-    """A reward of 1 if the extraction succeeds, else 0."""
-
-    def __init__(self, settings: FormatReward) -> None:
-        """Build the extraction. Raises ConfigError for an unreadable schema."""
-        super().__init__(settings)
-        self._extract = build_extractor(settings.extract)
-
-    def score(self, rollout: Rollout) -> float:
-        return float(self._extract(last_turn(rollout)) is not None)

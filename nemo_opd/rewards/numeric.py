@@ -1,4 +1,4 @@
-"""Numbers in texts, and a reward of 1 if the last number is the answer.
+"""Numbers in texts, a reward of 1 if the last number is the answer, and the units of numbers.
 
 Numbers may have thousands separators, signs, fractions, percent signs, powers of ten and LaTeX.
 A comma or a LaTeX or Unicode thin space before three digits separates thousands; a point separates decimals.
@@ -37,102 +37,6 @@ _COMMAND = re.compile(r"(?<!\\)(\\[A-Za-z]+)(?<!frac)(?=\d)")
 _SEPARATOR = re.compile(_GAP)
 _MAX_DIGITS = 400
 """Longer digit strings are not meant as numbers, and exact arithmetic with them takes too long."""
-
-
-class NumericMatch(RewardFunction):
-    """A reward of 1 if the last number of the last turn is the answer's, within a relative tolerance, else 0."""
-
-    votes = True
-
-    def __init__(self, settings: NumericReward) -> None:
-        super().__init__(settings)
-        self._extract = build_extractor(settings.extract)
-        self._tolerance = settings.tolerance
-
-    @classmethod
-    def check_answer(cls, answer: str) -> None:
-        _number_of(answer)
-
-    def score(self, rollout: Rollout) -> float:
-        expected, number = _number_of(self.answer(rollout)), self._extract_number(rollout)
-        return float(number is not None and number.is_near(expected, self._tolerance))
-
-    def vote(self, rollout: Rollout) -> str | None:
-        number = self._extract_number(rollout)
-        return None if number is None else str(number)
-
-    def _extract_number(self, rollout: Rollout) -> "WrittenNumber | None":
-        text = self._extract(last_turn(rollout))
-        return None if text is None else last_number(text)
-
-
-def _number_of(answer: str) -> "WrittenNumber":
-    """Return the answer's last number. Raises DataError if it has none."""
-    number = last_number(answer)
-    if number is None:
-        raise DataError(f"the answer {answer!r} holds no number that reward.type=numeric could compare with")
-    return number
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenNumber:
-    """A number in a text."""
-
-    value: Fraction
-    """Value before any percent sign: 50 for 50 %."""
-    is_percent: bool = False
-
-    def is_near(self, reference: "WrittenNumber", tolerance: float) -> bool:
-        """Return whether |self − reference| ≤ tolerance · |reference|.
-
-        If only one of them has a percent sign, 50 % is both 50 and ½.
-        """
-        if self.is_percent == reference.is_percent:
-            return _is_near(self.value, reference.value, tolerance)
-        scale = Fraction(1, 100) if self.is_percent else Fraction(100)
-        return any(_is_near(value, reference.value, tolerance) for value in (self.value, self.value * scale))
-
-    def __str__(self) -> str:
-        return f"{self.value}{'%' * self.is_percent}"
-
-
-def _is_near(value: Fraction, expected: Fraction, tolerance: float) -> bool:
-    return abs(value - expected) <= Fraction(tolerance) * abs(expected)
-
-
-def last_number(text: str) -> WrittenNumber | None:
-    """Return the last number of a text. None without a number, or if it divides by zero or has hundreds of digits."""
-    matches = deque(_NUMBER.finditer(_COMMAND.sub(r"\1 ", text)), maxlen=1)
-    return _read(matches[0]) if matches else None
-
-
-def _read(match: re.Match[str]) -> WrittenNumber | None:
-    parts = match.groupdict()
-    fraction = _fraction_of(parts)
-    if fraction is None:
-        return None
-    sign = parts["sign"] or parts["sign_after"] or "+"
-    is_negative = (sign != "+") != (parts["top_sign"] is not None)
-    return WrittenNumber(-fraction if is_negative else fraction, parts["percent"] is not None)
-
-
-def _fraction_of(parts: dict[str, str | None]) -> Fraction | None:
-    if (plain := parts["plain"]) is not None:
-        return _decimal(_SEPARATOR.sub("", plain), (parts["e"] or parts["power"] or "0").replace("\u2212", "-"))
-    top = parts["top"] or parts["top_digit"] or parts["left"] or ""
-    bottom = parts["bottom"] or parts["bottom_digit"] or parts["right"] or ""
-    integer = parts["whole"] or "0"
-    if max(len(top), len(bottom), len(integer)) > _MAX_DIGITS or not int(bottom):
-        return None
-    return int(integer) + Fraction(int(top), int(bottom))
-
-
-def _decimal(digits: str, exponent: str) -> Fraction | None:
-    if len(digits) > _MAX_DIGITS or len(exponent) > 4 or abs(int(exponent)) > _MAX_DIGITS:
-        return None
-    return Fraction(digits) * Fraction(10) ** int(exponent)
-
-
 _SPELLINGS = {
     "minute": "min",
     "hour": "h hr",
@@ -172,8 +76,7 @@ _PREFIXES = {"k": "kilo", "d": "deci", "c": "centi", "m": "milli", "µ": "micro"
 _SPEEDS = {"mph": ("mile", "hour"), "kph": ("km", "hour"), "kmh": ("km", "hour")}
 _PRIMES = {"'": ("foot", "minute"), "''": ("inch", "s"), '"': ("inch", "s")}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _SPACE = re.compile(r"\\(?:[,;:! ]|quad\b|left\b|right\b)|~")
 _QUOTIENT = re.compile(r"\\[dt]?frac\s*\{([a-z ]+)\}\s*\{([a-z ]+)\}")
 _DEGREE = re.compile(r"\^\s*\{?\s*\\circ\b\s*\}?|\\degree\b")
@@ -187,7 +90,101 @@ _VALUE = re.compile(r"(?:\\[a-z]+|[^a-zµ%€'\"\\])*")
 _TOKEN = re.compile(r"[a-zµ]+|\^\s*-?\d|''|\\cdot\b|\S")
 
 
-def contradict(expected: str, answer: str) -> bool:
+@dataclass(frozen=True, slots=True)
+class WrittenNumber:
+    """A number in a text."""
+
+    value: Fraction
+    """Value before any percent sign: 50 for 50 %."""
+    is_percent: bool = False
+
+    def is_near(self, reference: "WrittenNumber", tolerance: float) -> bool:
+        """Return whether |self − reference| ≤ tolerance · |reference|.
+
+        If only one of them has a percent sign, 50 % is both 50 and ½.
+        """
+        if self.is_percent == reference.is_percent:
+            return _is_near(self.value, reference.value, tolerance)
+        scale = Fraction(1, 100) if self.is_percent else Fraction(100)
+        return any(_is_near(value, reference.value, tolerance) for value in (self.value, self.value * scale))
+
+    def __str__(self) -> str:
+        return f"{self.value}{'%' * self.is_percent}"
+
+
+def _is_near(value: Fraction, expected: Fraction, tolerance: float) -> bool:
+    return abs(value - expected) <= Fraction(tolerance) * abs(expected)
+
+
+class NumericMatch(RewardFunction):
+    """A reward of 1 if the last number of the last turn is the answer's, within a relative tolerance, else 0."""
+
+    votes = True
+
+    def __init__(self, settings: NumericReward) -> None:
+        super().__init__(settings)
+        self._extract = build_extractor(settings.extract)
+        self._tolerance = settings.tolerance
+
+    @classmethod
+    def check_answer(cls, answer: str) -> None:
+        _number_of(answer)
+
+    def score(self, rollout: Rollout) -> float:
+        expected, number = _number_of(self.answer(rollout)), self._extract_number(rollout)
+        return float(number is not None and number.is_near(expected, self._tolerance))
+
+    def vote(self, rollout: Rollout) -> str | None:
+        number = self._extract_number(rollout)
+        return None if number is None else str(number)
+
+    def _extract_number(self, rollout: Rollout) -> WrittenNumber | None:
+        text = self._extract(last_turn(rollout))
+        return None if text is None else last_number(text)
+
+
+def _number_of(answer: str) -> WrittenNumber:
+    """Return the answer's last number. Raises DataError if it has none."""
+    number = last_number(answer)
+    if number is None:
+        raise DataError(f"the answer {answer!r} holds no number that reward.type=numeric could compare with")
+    return number
+
+
+def last_number(text: str) -> WrittenNumber | None:
+    """Return the last number of a text. None without a number, or if it divides by zero or has hundreds of digits."""
+    matches = deque(_NUMBER.finditer(_COMMAND.sub(r"\1 ", text)), maxlen=1)
+    return _read(matches[0]) if matches else None
+
+
+def _read(match: re.Match[str]) -> WrittenNumber | None:
+    parts = match.groupdict()
+    fraction = _fraction_of(parts)
+    if fraction is None:
+        return None
+    sign = parts["sign"] or parts["sign_after"] or "+"
+    is_negative = (sign != "+") != (parts["top_sign"] is not None)
+    return WrittenNumber(-fraction if is_negative else fraction, parts["percent"] is not None)
+
+
+def _fraction_of(parts: dict[str, str | None]) -> Fraction | None:
+    if (plain := parts["plain"]) is not None:
+        return _decimal(_SEPARATOR.sub("", plain), (parts["e"] or parts["power"] or "0").replace("\u2212", "-"))
+    top = parts["top"] or parts["top_digit"] or parts["left"] or ""
+    bottom = parts["bottom"] or parts["bottom_digit"] or parts["right"] or ""
+    integer = parts["whole"] or "0"
+    if max(len(top), len(bottom), len(integer)) > _MAX_DIGITS or not int(bottom):
+        return None
+    return int(integer) + Fraction(int(top), int(bottom))
+
+
+def _decimal(digits: str, exponent: str) -> Fraction | None:
+    if len(digits) > _MAX_DIGITS or len(exponent) > 4 or abs(int(exponent)) > _MAX_DIGITS:
+        return None
+    return Fraction(digits) * Fraction(10) ** int(exponent)
+
+
+def units_differ(expected: str, answer: str) -> bool:
     """Return whether both formulas end with known units or number bases, and these differ."""
     expected_units, answer_units = _units(expected), _units(answer)
     return bool(expected_units and answer_units and not expected_units & answer_units)
@@ -195,7 +192,7 @@ def contradict(expected: str, answer: str) -> bool:
 
 def _units(formula: str) -> set[frozenset[tuple[str, int]]]:
     """Return the possible meanings of a number's unit, as sets of (unit, exponent); empty without a known unit."""
-    text = _normalized(formula)
+    text = _plain_text(formula)
     if digits := _DIGITS_IN_BASE.fullmatch(text):
         return {frozenset({(f"base {int(digits[1])}", 1)})}
     amount = text.removeprefix(r"\$")
@@ -225,9 +222,13 @@ def _units(formula: str) -> set[frozenset[tuple[str, int]]]:
     return {frozenset(powers.items())} if powers else set()
 
 
-def _normalized(formula: str) -> str:
+def _plain_text(formula: str) -> str:
     """Return a formula in lower case, without text commands and the name before =, and with uniform symbols."""
-    text = " ".join(_SPACE.sub(" ", _TEXT.sub(r" \1 ", formula)).lower().split()).replace(r"\mu", "µ").replace("μ", "µ")
+    text = (
+        " ".join(_SPACE.sub(" ", TEXT_COMMAND.sub(r" \1 ", formula)).lower().split())
+        .replace(r"\mu", "µ")
+        .replace("μ", "µ")
+    )
     text = _DEGREE.sub("°", _QUOTIENT.sub(r" \1/\2", text))
     text = _TEMPERATURE.sub(lambda match: " celsius " if match[1] else " fahrenheit ", text)
     text = _PRIME.sub("'", text).replace("°", " degree ").replace("²", "^2").replace("³", "^3").replace(r"\%", "%")

@@ -1,4 +1,4 @@
-"""Collection of rollouts from prompts."""
+"""Collection of rollouts from prompts, their metrics, and rollouts.jsonl."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nemo_opd.config.run_fields import RolloutFiles
 from nemo_opd.data.record import Prompt, Rollout
@@ -27,7 +26,9 @@ from nemo_opd.rollout.renderer import Renderer
 from nemo_opd.types import Max, Mean, Metric, Sum
 
 _log = logging.getLogger(__name__)
-_WORD = 2**32
+_SEED_WORD = 2**32
+_NGRAM = 4
+_DIGITS = 6
 
 
 class Collector:
@@ -159,13 +160,13 @@ def turn_seed(seed: int, step: int, prompt: int, sample: int, turn: int) -> int:
     seed: the run's. prompt: row. All arguments are ≥ 0 and, except `seed`, < 2^32.
     """
     # Always six words: SeedSequence does not distinguish [1] from [1, 0].
-    words = [seed % _WORD, seed // _WORD, step, prompt, sample, turn]
+    words = [seed % _SEED_WORD, seed // _SEED_WORD, step, prompt, sample, turn]
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
 
 
 def chosen_share(prompts: Sequence[object], share: float, seed: int, step: int) -> list[bool]:
     """Select a random share of a batch's prompts, as a mask. The share is exact on average over steps."""
-    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed % _WORD, seed // _WORD, step])))
+    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed % _SEED_WORD, seed // _SEED_WORD, step])))
     number = math.floor(share * len(prompts) + random.random())
     mask = np.zeros(len(prompts), np.bool_)
     mask[random.permutation(len(prompts))[:number]] = True
@@ -173,7 +174,7 @@ def chosen_share(prompts: Sequence[object], share: float, seed: int, step: int) 
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class FittingPrompts:
     """Prompts that fit the model."""
 
     prompts: tuple[Prompt, ...]
@@ -181,20 +182,22 @@ class Kept:
     """Number of prompts dropped because of their length."""
 
 
-def drop_long(prompts: Sequence[Prompt], renderer: Renderer, max_tokens: int | None, *, key: str, way_out: str) -> Kept:
+def drop_long(
+    prompts: Sequence[Prompt], renderer: Renderer, max_tokens: int | None, *, key: str, way_out: str
+) -> FittingPrompts:
     """Drop prompts of more than `max_tokens` tokens (None for no limit), and keep the order.
 
     key: setting that the prompts come from. way_out: advice for the error. Raises DataError if no prompt is left.
     """
     if max_tokens is None:
-        return Kept(tuple(prompts), 0)
+        return FittingPrompts(tuple(prompts), 0)
     counted = tracked(prompts, f"tokenizing the prompts of {key}", "prompts")
     lengths = [len(renderer.prompt_ids(prompt)) for prompt in counted]
     short = tuple(prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_tokens)
     if not short:
         shortest = f"; the shortest has {min(lengths)}" if lengths else ""
         raise DataError(f"{key}: none of {len(prompts)} prompts has {max_tokens} tokens or less{shortest}; {way_out}")
-    return Kept(short, len(prompts) - len(short))
+    return FittingPrompts(short, len(prompts) - len(short))
 
 
 def dataset_rollout(prompt: Prompt, renderer: Renderer, max_length: int) -> Rollout:
@@ -222,9 +225,6 @@ def dataset_rollout(prompt: Prompt, renderer: Renderer, max_length: int) -> Roll
         version=-1,
         before=continued.before,
     )
-
-
-_NGRAM = 4
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
@@ -268,9 +268,6 @@ def repetition(rollout: Rollout) -> float | None:
     return 1 - len(np.unique(ngrams, axis=0)) / len(ngrams)
 
 
-_DIGITS = 6
-
-
 class RolloutLog:
     """A writer of rollouts.jsonl. A full file is renamed to rollouts.<last step>.jsonl; the oldest are removed."""
 
@@ -303,7 +300,7 @@ class RolloutLog:
     def write(self, step: int, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> None:
         """Append a step's rollouts. rewards: one per rollout, or empty. Raises StorageError if writing fails."""
         values: Sequence[float | None] = rewards or [None] * len(rollouts)
-        lines = (_line(step, rollout, value) for rollout, value in zip(rollouts, values, strict=True))
+        lines = (_json_line(step, rollout, value) for rollout, value in zip(rollouts, values, strict=True))
         with storage_errors(self.path):
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
@@ -325,43 +322,39 @@ def _last_step(file: Path) -> int:
     return int(file.name.split(".")[1])
 
 
-def _line(step: int, rollout: Rollout, reward: float | None) -> str:
+def _json_line(step: int, rollout: Rollout, reward: float | None) -> str:
     record: dict[str, Any] = {
         "step": step,
         "version": rollout.version,
         "prompt": rollout.prompt.index,
         "sample": rollout.sample,
-        "reward": None if reward is None else _number(reward),
-        "env_reward": None if rollout.env_reward is None else _number(rollout.env_reward),
+        "reward": None if reward is None else _rounded(reward),
+        "env_reward": None if rollout.env_reward is None else _rounded(rollout.env_reward),
         "finish_reason": rollout.finish_reason,
         "content": rollout.prompt.content,
         "answer": rollout.prompt.answer,
         "responses": rollout.responses,
         "ids": rollout.ids.tolist(),
         "loss_mask": rollout.loss_mask.astype(int).tolist(),
-        "logprobs": list(_numbers(rollout.logprobs)),
-        "behaviour_logprobs": list(_numbers(rollout.behaviour_logprobs)),
+        "logprobs": [*map(_rounded, rollout.logprobs.tolist())],
+        "behaviour_logprobs": [*map(_rounded, rollout.behaviour_logprobs.tolist())],
     }
     # A byte-level tokenizer can produce lone surrogates, which UTF-8 cannot encode.
     text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace").decode() + "\n"
 
 
-def _numbers(values: NDArray[Any]) -> Iterator[float | None]:
-    return map(_number, values.tolist())
-
-
-def _number(value: float) -> float | None:
+def _rounded(value: float) -> float | None:
     """Round a number. NaN and infinity, which JSON lacks, become None."""
     return round(value, _DIGITS) if math.isfinite(value) else None
 
 
-class _Line(NamedTuple):
+class _StoredLine(NamedTuple):
     """A line of the file, and its step."""
 
     step: int
     text: bytes
 
 
-def _read_line(line: bytes) -> _Line | None:
-    return _Line(int(json.loads(line)["step"]), line) if line else None
+def _read_line(line: bytes) -> _StoredLine | None:
+    return _StoredLine(int(json.loads(line)["step"]), line) if line else None

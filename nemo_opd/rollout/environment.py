@@ -1,4 +1,4 @@
-"""Environments that answer the student between its turns."""
+"""Environments that answer the student between its turns: their interface, their checks, and the calculator."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ from nemo_opd.rollout.conversation import function_tool
 from nemo_opd.users_code import LARGEST_REWARD, UsersCodeError, called, imported, is_reward, shown
 
 _T = TypeVar("_T")
+_CALCULATOR = "calculator"
+_MAX_CHARACTERS = 300
+_MAX_BITS = 4096
+_MAX_EXPONENT = 4096
+_SYMBOLS = str.maketrans({"×": "*", "·": "*", "÷": "/", "\u2212": "-"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,18 @@ class Environment(Protocol):
         run out, the reward still counts and the messages are dropped.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentFactory:
+    """A factory of checked environments, one per rollout."""
+
+    make: Callable[[], Environment]
+    settings: EnvironmentBase
+
+    def __call__(self, index: int) -> CheckedEnvironment:
+        """Create the environment for the prompt in row `index`. Raises RolloutError if that fails."""
+        return CheckedEnvironment(self.make, index, self.settings.call_timeout_s)
 
 
 class CheckedEnvironment:
@@ -118,26 +135,6 @@ class CheckedEnvironment:
         raise RolloutError(f"environment {self._name}, prompt {self._index}, {where}: {reason}") from cause
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentFactory:
-    """A factory of checked environments, one per rollout."""
-
-    make: Callable[[], Environment]
-    settings: EnvironmentBase
-
-    def __call__(self, index: int) -> CheckedEnvironment:
-        """Create the environment for the prompt in row `index`. Raises RolloutError if that fails."""
-        return CheckedEnvironment(self.make, index, self.settings.call_timeout_s)
-
-
-_NAME = "calculator"
-_MAX_CHARACTERS = 300
-_MAX_BITS = 4096
-_MAX_EXPONENT = 4096
-
-_SYMBOLS = str.maketrans({"×": "*", "·": "*", "÷": "/", "\u2212": "-"})
-
-
 class Calculator:
     """An environment that answers calls of `calculator(expression)`.
 
@@ -147,7 +144,7 @@ class Calculator:
 
     tools: Sequence[dict[str, Any]] = (
         function_tool(
-            _NAME,
+            _CALCULATOR,
             "Evaluates an arithmetic expression and returns the number.",
             {"expression": "Numbers, decimals too, with + - * / ** and parentheses, such as (12 + 3.5) * 4"},
             required=["expression"],
@@ -164,7 +161,7 @@ class Calculator:
         if not calls:
             return EnvironmentStep((), done=True, reward=float(has_answer(turn["content"], self._answer)))
         results = [result_of(call) for call in calls]
-        answers = [{"role": "tool", "name": _NAME, "content": result} for result in results]
+        answers = [{"role": "tool", "name": _CALCULATOR, "content": result} for result in results]
         num_failed = sum(result.startswith("error") for result in results)
         return EnvironmentStep(answers, done=False, num_calls=len(calls), num_failed_calls=num_failed)
 
@@ -179,11 +176,11 @@ def result_of(call: Message) -> str:
     if call["type"] == "malformed":
         return f"error: the call cannot be read: {call['error']}"
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    if name != _NAME:
-        return f"error: there is no tool {name!r}; call {_NAME}"
+    if name != _CALCULATOR:
+        return f"error: there is no tool {name!r}; call {_CALCULATOR}"
     expression = arguments.get("expression")
     if not isinstance(expression, str | int | float) or isinstance(expression, bool):
-        return f"error: {_NAME} needs a string as `expression`"
+        return f"error: {_CALCULATOR} needs a string as `expression`"
     try:
         return written(evaluated(str(expression)))
     except ArithmeticError as error:

@@ -1,84 +1,21 @@
-"""A rollout in progress."""
+"""A rollout in progress: its tokens, its turns, and the messages of its environment."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
-from transformers.generation import StoppingCriteria
 
 from nemo_opd.data.record import FinishReason, Message, Prompt, Rollout
 from nemo_opd.data.text import Ids
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Completion, Request
+from nemo_opd.rollout.base import Completion
 from nemo_opd.rollout.environment import CheckedEnvironment, EnvironmentStep
 from nemo_opd.rollout.renderer import Renderer
 
-_MORE_TOKENS = 4
-"""Tokens decoded before the longest stop text, since decoding may drop the first token's space."""
-
-
-def text_before(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first stop text."""
-    for stop in stops:
-        text = text.partition(stop)[0]
-    return text
-
-
-class StopTexts(StoppingCriteria):
-    """A stopping criterion with stop texts per sequence.
-
-    A stop text of B bytes has at most B tokens, so each step decodes only the last tokens of a sequence, without
-    special tokens.
-    """
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        tokenizer: PreTrainedTokenizerBase,
-        prompt_length: int,
-        end_ids: Collection[int],
-    ) -> None:
-        """prompt_length: with padding. end_ids: tokens that end a sequence; stop texts after them do not count."""
-        self._stops = {row: request.stop for row, request in enumerate(requests) if request.stop}
-        self._window = _MORE_TOKENS + max(len(stop.encode()) for stops in self._stops.values() for stop in stops)
-        self._tokenizer, self._prompt_length, self._end_ids = tokenizer, prompt_length, frozenset(end_ids)
-        self.lengths: dict[int, int] = {}
-        """Row → number of new tokens, for rows that a stop text has ended."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Return which sequences have ended: [B, S] → bool [B]."""
-        number = input_ids.shape[1] - self._prompt_length
-        rows = input_ids[:, -min(number, self._window) :].tolist() if self._stops else []
-        for row, stops in list(self._stops.items()):
-            text = self._tokenizer.decode(rows[row], skip_special_tokens=True)
-            if any(stop in text for stop in stops):
-                self.lengths[row] = number
-            elif rows[row][-1] not in self._end_ids:
-                continue
-            del self._stops[row]
-        is_over = torch.zeros(len(input_ids), dtype=torch.bool)
-        is_over[list(self.lengths)] = True
-        return is_over.to(input_ids.device)
-
-
 _CUT_MARK = " [cut: the response was too long]"
-
-
-class _Part(NamedTuple):
-    """Consecutive tokens of a rollout: the prompt, a turn, or the tokens between turns. Arrays have equal lengths."""
-
-    ids: Ids
-    is_sampled: NDArray[np.bool_]
-    logprobs: NDArray[np.float32]
-    """0 for tokens that were not sampled."""
-    behaviour_logprobs: NDArray[np.float32]
-    """0 for tokens that were not sampled."""
 
 
 class Episode:
@@ -160,6 +97,17 @@ class Episode:
         return (*self._opening, *({key: m[key] for key in m if key != "tool_calls"} for m in added))
 
 
+class _Part(NamedTuple):
+    """Consecutive tokens of a rollout: the prompt, a turn, or the tokens between turns. Arrays have equal lengths."""
+
+    ids: Ids
+    is_sampled: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    """0 for tokens that were not sampled."""
+    behaviour_logprobs: NDArray[np.float32]
+    """0 for tokens that were not sampled."""
+
+
 def _response(completion: Completion, renderer: Renderer, stops: Sequence[str]) -> str:
     """Return the text before the first stop text or, without one, before the turn's end token."""
     text = renderer.text(completion.ids)
@@ -167,6 +115,24 @@ def _response(completion: Completion, renderer: Renderer, stops: Sequence[str]) 
     if response != text or completion.finish_reason == "length":
         return response
     return renderer.text(completion.ids[:-1])
+
+
+def text_before(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first stop text."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
+
+
+def require_completion(completion: Completion, episode: Episode, max_new_tokens: int) -> None:
+    """Raise RolloutError for a completion with a wrong number of tokens or log-probabilities."""
+    num_tokens, num_raw, num_behaviour = map(len, (completion.ids, completion.logprobs, completion.behaviour_logprobs))
+    if not 1 <= num_tokens <= max_new_tokens or not num_tokens == num_raw == num_behaviour:
+        raise RolloutError(
+            f"the engine answered prompt {episode.prompt.index}, sample {episode.sample}, with {num_tokens} tokens, "
+            f"{num_raw} raw and {num_behaviour} behaviour log-probabilities; expected 1 to {max_new_tokens} tokens and "
+            "one log-probability of each kind per token"
+        )
 
 
 def shortened_messages(messages: Sequence[Message], renderer: Renderer, max_tokens: int) -> tuple[list[Message], int]:
@@ -183,14 +149,3 @@ def shortened_messages(messages: Sequence[Message], renderer: Renderer, max_toke
         budget = max(0, budget - length)
         shortened.append({**message, "content": content})
     return shortened, num_cut
-
-
-def require_completion(completion: Completion, episode: Episode, max_new_tokens: int) -> None:
-    """Raise RolloutError for a completion with a wrong number of tokens or log-probabilities."""
-    num_tokens, num_raw, num_behaviour = map(len, (completion.ids, completion.logprobs, completion.behaviour_logprobs))
-    if not 1 <= num_tokens <= max_new_tokens or not num_tokens == num_raw == num_behaviour:
-        raise RolloutError(
-            f"the engine answered prompt {episode.prompt.index}, sample {episode.sample}, with {num_tokens} tokens, "
-            f"{num_raw} raw and {num_behaviour} behaviour log-probabilities; expected 1 to {max_new_tokens} tokens and "
-            "one log-probability of each kind per token"
-        )

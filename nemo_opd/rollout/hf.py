@@ -43,88 +43,61 @@ from nemo_opd.rollout.base import (
     StudentModel,
     check_lengths,
 )
-from nemo_opd.rollout.episode import StopTexts
-
-
-def uniforms(seeds: Sequence[int], steps: int) -> NDArray[np.float64]:
-    """Draw one number in [0, 1) per token, [B, steps], from the sequences' seeds; fewer steps give a prefix."""
-    return np.stack([np.random.Generator(np.random.Philox(seed)).random(steps) for seed in seeds])
-
-
-def inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Sample tokens by inverse CDF: [B, V], [B] in [0, 1) → [B] int64.
-
-    Tokens are ordered by id, so rounding only moves the boundaries between them. A token of probability 0 is never
-    sampled, however sums are rounded.
-    """
-    # A 32-bit sum over a large vocabulary would lose rare tokens.
-    cumulative = probabilities.double().cumsum(-1).masked_fill(probabilities == 0, 0)
-    total = cumulative.amax(-1, keepdim=True)
-    target = torch.minimum(uniform.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    # argmax returns the first maximum.
-    return (cumulative > target).int().argmax(-1)
-
-
-def _warpers_of(sampling: Sampling) -> LogitsProcessorList:
-    """Return the active warpers, in the order temperature, top-k, top-p."""
-    warpers = LogitsProcessorList()
-    if sampling.temperature not in (0, 1):
-        warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
-    if sampling.top_k is not None:
-        warpers.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    return warpers
-
-
-class InverseCDF(LogitsProcessor):
-    """A logits processor that samples each step's tokens and gives them the only finite scores.
-
-    It records the sampled tokens' log-probabilities under the raw and under the warped distribution.
-    """
-
-    def __init__(self, sampling: Sampling, uniform: Tensor, vocab_size: int) -> None:
-        """uniform: float64 [B, steps]. vocab_size: columns that are tokens."""
-        self._warpers: Any = _warpers_of(sampling)
-        self._is_greedy = sampling.temperature == 0
-        self._uniform, self._vocab_size = uniform, vocab_size
-        self._logprobs: list[Tensor] = []
-        self._behaviour_logprobs: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Sample tokens: [B, S], [B, V] fp32 → [B, V]."""
-        raw = scores[:, : self._vocab_size].float()
-        warped = self._warped(input_ids, raw)
-        tokens = inverse_cdf(warped.softmax(-1), self._uniform[:, len(self._logprobs)]).unsqueeze(-1)
-        self._logprobs.append(_log_probability(raw, tokens))
-        self._behaviour_logprobs.append(_log_probability(warped, tokens))
-        return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0.0)
-
-    @property
-    def logprobs(self) -> Tensor:
-        """Log-probabilities under the raw distribution, fp32 [B, steps so far]."""
-        return torch.stack(self._logprobs, -1)
-
-    @property
-    def behaviour_logprobs(self) -> Tensor:
-        """Log-probabilities under the warped distribution, fp32 [B, steps so far]."""
-        return torch.stack(self._behaviour_logprobs, -1)
-
-    def _warped(self, input_ids: Tensor, raw: Tensor) -> Tensor:
-        """Return the scores to sample from; `raw` itself if sampling is not warped."""
-        if self._is_greedy:
-            return torch.full_like(raw, -torch.inf).scatter_(-1, raw.argmax(-1, keepdim=True), 0.0)
-        warped: Tensor = self._warpers(input_ids, raw)
-        return warped
-
-
-def _log_probability(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Return log-probabilities [B] of tokens [B, 1] under the softmax of scores [B, V]."""
-    return (scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)).squeeze(-1)
-
 
 _PADDING = 0
 """Any id works: positions before a prompt are masked, and positions after an end token are cut off."""
+_MORE_TOKENS = 4
+"""Tokens decoded before the longest stop text, since decoding may drop the first token's space."""
+
+
+@contextmanager
+def for_student(_: HFRollout, spec: EngineSpec, student: StudentModel, version: int) -> Iterator[Engine]:
+    """Open the engine of a run."""
+    yield _StudentWorkers(student, version)
+
+
+class _StudentWorkers:
+    """An engine that samples in the student's workers, with the current weights."""
+
+    retried = 0
+
+    def __init__(self, student: StudentModel, version: int) -> None:
+        self._student = student
+        self.version = version
+
+    def follow(self, version: int) -> None:
+        self.version = version
+
+    def rest(self) -> None:
+        """Do nothing: the memory of sampling is already free."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return self._student.generate(requests, sampling, self.version)
+
+
+@contextmanager
+def for_model(settings: HFRollout, spec: EngineSpec, model: str, device: str) -> Iterator[Generator]:
+    """Open the engine of an evaluated model. Raises ModelError, and ConfigError if the GPU is missing."""
+    device = chosen_device(device)
+    is_bfloat16 = spec.dtype == "bfloat16" or (spec.dtype == "auto" and device == "cuda")
+    loaded = load_model(model, torch.bfloat16 if is_bfloat16 else torch.float32, key="model").eval().to(device)
+    with generating(loaded, None):
+        yield Sampler(
+            loaded,
+            end_ids=spec.end_ids,
+            vocab_size=spec.vocab_size,
+            batch_size=settings.batch_size,
+            device=device,
+            tokenizer=cache(partial(load_tokenizer, model, key="model")),
+        )
+
+
+def chosen_device(device: str) -> str:
+    """Resolve `auto` to a device. Raises ConfigError for cuda without a GPU."""
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise ConfigError("device=cuda: PyTorch sees no GPU on this machine; write device=cpu")
+    return ("cuda" if has_gpu else "cpu") if device == "auto" else device
 
 
 class Sampler(Generator):
@@ -210,7 +183,7 @@ class Sampler(Generator):
         stopped: dict[int, int] = {}
         if any(request.stop for request in requests):
             assert self._tokenizer is not None, "stop texts are read by a tokenizer"
-            stops = StopTexts(requests, self._tokenizer(), ids.shape[1], self._end_ids.tolist())
+            stops = _StopTexts(requests, self._tokenizer(), ids.shape[1], self._end_ids.tolist())
             criteria, stopped = [*criteria, stops], stops.lengths
         settings = GenerationConfig(
             max_new_tokens=steps,
@@ -279,6 +252,43 @@ class _Limits(StoppingCriteria):
         return is_over
 
 
+class _StopTexts(StoppingCriteria):
+    """A stopping criterion with stop texts per sequence.
+
+    A stop text of B bytes has at most B tokens, so each step decodes only the last tokens of a sequence, without
+    special tokens.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_length: int,
+        end_ids: Collection[int],
+    ) -> None:
+        """prompt_length: with padding. end_ids: tokens that end a sequence; stop texts after them do not count."""
+        self._stops = {row: request.stop for row, request in enumerate(requests) if request.stop}
+        self._window = _MORE_TOKENS + max(len(stop.encode()) for stops in self._stops.values() for stop in stops)
+        self._tokenizer, self._prompt_length, self._end_ids = tokenizer, prompt_length, frozenset(end_ids)
+        self.lengths: dict[int, int] = {}
+        """Row → number of new tokens, for rows that a stop text has ended."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Return which sequences have ended: [B, S] → bool [B]."""
+        number = input_ids.shape[1] - self._prompt_length
+        rows = input_ids[:, -min(number, self._window) :].tolist() if self._stops else []
+        for row, stops in list(self._stops.items()):
+            text = self._tokenizer.decode(rows[row], skip_special_tokens=True)
+            if any(stop in text for stop in stops):
+                self.lengths[row] = number
+            elif rows[row][-1] not in self._end_ids:
+                continue
+            del self._stops[row]
+        is_over = torch.zeros(len(input_ids), dtype=torch.bool)
+        is_over[list(self.lengths)] = True
+        return is_over.to(input_ids.device)
+
+
 @contextmanager
 def _only_generation_config(model: Any, settings: GenerationConfig) -> Iterator[None]:
     """Replace the model's generation config, since transformers fills options that `settings` leaves unset from it."""
@@ -292,6 +302,83 @@ def _only_generation_config(model: Any, settings: GenerationConfig) -> Iterator[
 
 def _left_padded(rows: list[Tensor], value: int) -> Tensor:
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left")
+
+
+class InverseCDF(LogitsProcessor):
+    """A logits processor that samples each step's tokens and gives them the only finite scores.
+
+    It records the sampled tokens' log-probabilities under the raw and under the warped distribution.
+    """
+
+    def __init__(self, sampling: Sampling, uniform: Tensor, vocab_size: int) -> None:
+        """uniform: float64 [B, steps]. vocab_size: columns that are tokens."""
+        self._warpers: Any = _warpers_of(sampling)
+        self._is_greedy = sampling.temperature == 0
+        self._uniform, self._vocab_size = uniform, vocab_size
+        self._logprobs: list[Tensor] = []
+        self._behaviour_logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Sample tokens: [B, S], [B, V] fp32 → [B, V]."""
+        raw = scores[:, : self._vocab_size].float()
+        warped = self._warped(input_ids, raw)
+        tokens = inverse_cdf(warped.softmax(-1), self._uniform[:, len(self._logprobs)]).unsqueeze(-1)
+        self._logprobs.append(_log_probability(raw, tokens))
+        self._behaviour_logprobs.append(_log_probability(warped, tokens))
+        return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0.0)
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Log-probabilities under the raw distribution, fp32 [B, steps so far]."""
+        return torch.stack(self._logprobs, -1)
+
+    @property
+    def behaviour_logprobs(self) -> Tensor:
+        """Log-probabilities under the warped distribution, fp32 [B, steps so far]."""
+        return torch.stack(self._behaviour_logprobs, -1)
+
+    def _warped(self, input_ids: Tensor, raw: Tensor) -> Tensor:
+        """Return the scores to sample from; `raw` itself if sampling is not warped."""
+        if self._is_greedy:
+            return torch.full_like(raw, -torch.inf).scatter_(-1, raw.argmax(-1, keepdim=True), 0.0)
+        warped: Tensor = self._warpers(input_ids, raw)
+        return warped
+
+
+def _warpers_of(sampling: Sampling) -> LogitsProcessorList:
+    """Return the active warpers, in the order temperature, top-k, top-p."""
+    warpers = LogitsProcessorList()
+    if sampling.temperature not in (0, 1):
+        warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.top_k is not None:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    return warpers
+
+
+def _log_probability(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Return log-probabilities [B] of tokens [B, 1] under the softmax of scores [B, V]."""
+    return (scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)).squeeze(-1)
+
+
+def inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Sample tokens by inverse CDF: [B, V], [B] in [0, 1) → [B] int64.
+
+    Tokens are ordered by id, so rounding only moves the boundaries between them. A token of probability 0 is never
+    sampled, however sums are rounded.
+    """
+    # A 32-bit sum over a large vocabulary would lose rare tokens.
+    cumulative = probabilities.double().cumsum(-1).masked_fill(probabilities == 0, 0)
+    total = cumulative.amax(-1, keepdim=True)
+    target = torch.minimum(uniform.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # argmax returns the first maximum.
+    return (cumulative > target).int().argmax(-1)
+
+
+def uniforms(seeds: Sequence[int], steps: int) -> NDArray[np.float64]:
+    """Draw one number in [0, 1) per token, [B, steps], from the sequences' seeds; fewer steps give a prefix."""
+    return np.stack([np.random.Generator(np.random.Philox(seed)).random(steps) for seed in seeds])
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
@@ -312,53 +399,3 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationCon
         if isinstance(configured, int)
         else stop_ids(tokenizer).union(configured or ())
     )
-
-
-class _StudentWorkers:
-    """An engine that samples in the student's workers, with the current weights."""
-
-    retried = 0
-
-    def __init__(self, student: StudentModel, version: int) -> None:
-        self._student = student
-        self.version = version
-
-    def follow(self, version: int) -> None:
-        self.version = version
-
-    def rest(self) -> None:
-        """Do nothing: the memory of sampling is already free."""
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return self._student.generate(requests, sampling, self.version)
-
-
-@contextmanager
-def for_student(_: HFRollout, spec: EngineSpec, student: StudentModel, version: int) -> Iterator[Engine]:
-    """Open the engine of a run."""
-    yield _StudentWorkers(student, version)
-
-
-@contextmanager
-def for_model(settings: HFRollout, spec: EngineSpec, model: str, device: str) -> Iterator[Generator]:
-    """Open the engine of an evaluated model. Raises ModelError, and ConfigError if the GPU is missing."""
-    device = chosen_device(device)
-    is_bfloat16 = spec.dtype == "bfloat16" or (spec.dtype == "auto" and device == "cuda")
-    loaded = load_model(model, torch.bfloat16 if is_bfloat16 else torch.float32, key="model").eval().to(device)
-    with generating(loaded, None):
-        yield Sampler(
-            loaded,
-            end_ids=spec.end_ids,
-            vocab_size=spec.vocab_size,
-            batch_size=settings.batch_size,
-            device=device,
-            tokenizer=cache(partial(load_tokenizer, model, key="model")),
-        )
-
-
-def chosen_device(device: str) -> str:
-    """Resolve `auto` to a device. Raises ConfigError for cuda without a GPU."""
-    has_gpu = torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
-        raise ConfigError("device=cuda: PyTorch sees no GPU on this machine; write device=cpu")
-    return ("cuda" if has_gpu else "cpu") if device == "auto" else device

@@ -17,45 +17,9 @@ from typing import IO, Any, Self
 
 from nemo_opd.config.reward import Isolation, SandboxSettings
 
-_DEVICES = ("null", "zero", "full", "random", "urandom")
 PROGRAM = "bwrap"
-
-
-def arguments(readable: Sequence[str], links: Sequence[tuple[str, str]], scratch_bytes: int) -> list[str]:
-    """Return the prefix of the command: new namespaces of all kinds, a read-only file system, and a separate /tmp."""
-    return [
-        PROGRAM,
-        *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
-        *("--die-with-parent", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"),
-        *(word for path in readable for word in ("--ro-bind", path, path)),
-        *(word for path, target in links for word in ("--symlink", target, path)),
-        *(word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
-        # Read-only, since root on the machine could write to /proc/sys.
-        *("--proc", "/proc", "--remount-ro", "/proc"),
-        *("--size", str(scratch_bytes), "--tmpfs", "/tmp", "--remount-ro", "/", "--"),
-    ]
-
-
 INSIDE = Path(__file__).with_name("inside")
 """Scripts that run in a sandbox, with only the standard library."""
-_SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
-_LIBRARIES = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
-
-
-def readable() -> list[str]:
-    """Return the folders and files that programs can read."""
-    executable = os.path.realpath(sys.executable)
-    python = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(executable)), str(INSIDE)]
-    folders = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
-    paths = {*filter(os.path.exists, (*python, *_LIBRARIES)), *folders}
-    return sorted(path for path in paths if not any(path.startswith(f"{parent}/") for parent in paths))
-
-
-def links() -> list[tuple[str, str]]:
-    """Return the symbolic links at the root of the file system that programs need, each with its target."""
-    return [(path, os.readlink(path)) for path in _SYSTEM if os.path.islink(path)]
-
-
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
@@ -70,6 +34,9 @@ _GRACE_S = 30.0
 """Additional time for the sandbox to start and report."""
 _ENDING_S = 5.0
 _MESSAGE_BYTES = 1 << 16
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
+_LIBRARIES = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
 
 
 class SandboxError(Exception):
@@ -124,7 +91,7 @@ class SandboxedProcess:
 
     def _command(self, isolation: Isolation, script: str, report_to: int, inherited: Sequence[int]) -> list[str]:
         settings = self._settings
-        paths, symlinks, scratch_bytes = readable(), links(), settings.scratch_mb << 20
+        paths, symlinks, scratch_bytes = _readable_paths(), _root_links(), settings.scratch_mb << 20
         order = {
             "isolation": isolation,
             "parent": os.getpid(),
@@ -139,7 +106,7 @@ class SandboxedProcess:
             "report_to": report_to,
             "inherited": list(inherited),
         }
-        prefix = arguments(paths, symlinks, scratch_bytes) if isolation == "bubblewrap" else []
+        prefix = _bubblewrap_command(paths, symlinks, scratch_bytes) if isolation == "bubblewrap" else []
         # -P and -s: no imports from the working folder or the user's packages. -S: the supervisor needs no packages.
         supervisor = [sys.executable, "-P", "-s", "-S", str(INSIDE / "supervise.py"), json.dumps(order)]
         return [*prefix, *supervisor, sys.executable, "-P", "-s", "-B", str(INSIDE / script), *map(str, inherited)]
@@ -226,3 +193,32 @@ def _ending(output: bytes, state: bytes) -> Ending:
 def _last_line(problem: bytes) -> str:
     lines = problem.decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else ""
+
+
+def _bubblewrap_command(readable: Sequence[str], links: Sequence[tuple[str, str]], scratch_bytes: int) -> list[str]:
+    """Return the prefix of the command: new namespaces of all kinds, a read-only file system, and a separate /tmp."""
+    return [
+        PROGRAM,
+        *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
+        *("--die-with-parent", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"),
+        *(word for path in readable for word in ("--ro-bind", path, path)),
+        *(word for path, target in links for word in ("--symlink", target, path)),
+        *(word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
+        # Read-only, since root on the machine could write to /proc/sys.
+        *("--proc", "/proc", "--remount-ro", "/proc"),
+        *("--size", str(scratch_bytes), "--tmpfs", "/tmp", "--remount-ro", "/", "--"),
+    ]
+
+
+def _readable_paths() -> list[str]:
+    """Return the folders and files that programs can read."""
+    executable = os.path.realpath(sys.executable)
+    python = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(executable)), str(INSIDE)]
+    folders = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+    paths = {*filter(os.path.exists, (*python, *_LIBRARIES)), *folders}
+    return sorted(path for path in paths if not any(path.startswith(f"{parent}/") for parent in paths))
+
+
+def _root_links() -> list[tuple[str, str]]:
+    """Return the symbolic links at the root of the file system that programs need, each with its target."""
+    return [(path, os.readlink(path)) for path in _SYSTEM if os.path.islink(path)]

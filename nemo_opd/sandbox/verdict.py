@@ -1,4 +1,4 @@
-"""Verdicts on whether programs pass their tests."""
+"""Tests of programs in many forms, and verdicts on whether programs pass them in a sandbox."""
 
 import ast
 import hashlib
@@ -18,11 +18,33 @@ from typing import IO, Any, Self
 
 from nemo_opd.config.reward import Isolation, SandboxSettings
 from nemo_opd.errors import ConfigError, DataError, RolloutError
-from nemo_opd.sandbox.inside import landlock
+from nemo_opd.sandbox.inside.isolation import landlock_version
 from nemo_opd.sandbox.process import Ending, SandboxedProcess, SandboxError
 
+_log = logging.getLogger(__name__)
 _CHECK = "check"
 """Function of the tests that takes the program's function, as in HumanEval."""
+_DEFINITIONS = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom),
+    *(ast.Assign, ast.AnnAssign, ast.Pass),
+)
+_COMPARISON = f"""
+import json
+def _plain(value):
+    return json.loads(json.dumps(value))
+def {_CHECK}(candidate):
+    for arguments, expected in zip(json.loads(_inputs), json.loads(_outputs)):
+        result = _plain(candidate(*arguments))
+        assert result == expected or [result] == expected
+{_CHECK}(candidate)
+"""
+"""Calls with JSON arguments. APPS wraps each expected result in a list."""
+_PASSED = b"passed\n"
+_AUTO: tuple[Isolation, ...] = ("bubblewrap", "namespaces")
+"""Kinds that `auto` tries. `process` protects less, so it must be set explicitly."""
+_CACHE_SIZE = 1 << 16
+"""Number of cached verdicts."""
+_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +64,166 @@ class InputOutput:
 
 
 Tests = Assertions | InputOutput
+_TRIAL_PROGRAM, _TRIAL_TESTS = "def one():\n    return 1\n", Assertions("assert one() == 1")
 
-_DEFINITIONS = (
-    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom),
-    *(ast.Assign, ast.AnnAssign, ast.Pass),
-)
 
-_COMPARISON = f"""
-import json
-def _plain(value):
-    return json.loads(json.dumps(value))
-def {_CHECK}(candidate):
-    for arguments, expected in zip(json.loads(_inputs), json.loads(_outputs)):
-        result = _plain(candidate(*arguments))
-        assert result == expected or [result] == expected
-{_CHECK}(candidate)
-"""
-"""Calls with JSON arguments. APPS wraps each expected result in a list."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a program passes."""
+
+    passed: bool
+    reason: str = ""
+    """The limit that ended the program, or the exit status of its tests."""
+
+
+class Checker:
+    """A pool of workers that judge programs, with a cache of verdicts. The end of its `with` waits for running ones."""
+
+    def __init__(self, settings: SandboxSettings, key: str) -> None:
+        """Choose the isolation. key: the settings' key, for messages. Raises ConfigError if no sandbox works here."""
+        self._settings = settings
+        self._isolation = isolation_of(settings, key)
+        self._verdicts: OrderedDict[bytes, Future[Verdict]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(settings.workers or len(os.sched_getaffinity(0)), "sandbox")
+
+    def submit(self, program: str, tests: Tests) -> Future[Verdict]:
+        """Return the future verdict. Its `result` raises RolloutError if creating a sandbox failed three times."""
+        key = hashlib.sha256(repr((program, tests)).encode(errors="surrogatepass")).digest()
+        with self._lock:
+            if key not in self._verdicts:
+                self._verdicts[key] = self._pool.submit(self._judge, key, program, tests)
+                if len(self._verdicts) > _CACHE_SIZE:
+                    self._verdicts.popitem(last=False)
+            self._verdicts.move_to_end(key)
+            return self._verdicts[key]
+
+    def _judge(self, key: bytes, program: str, tests: Tests) -> Verdict:
+        for _ in range(_TRIES):
+            try:
+                return judge(self._isolation, self._settings, program, tests)
+            except SandboxError as error:
+                problem = error
+        with self._lock:  # the machine may recover
+            self._verdicts.pop(key, None)
+        raise RolloutError(
+            f"a sandbox for a program could not be created any more: {problem}; check whether the machine has memory "
+            "and processes left"
+        )
+
+    def close(self) -> None:
+        """Cancel programs that have not started, and wait for running ones, which end at their limits."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@cache
+def isolation_of(settings: SandboxSettings, key: str) -> Isolation:
+    """Return the first kind of sandbox that the settings allow and that works, tested with a correct program.
+
+    key: the settings' key, for messages. Raises ConfigError if no kind works.
+    """
+    kinds = _AUTO if settings.isolation == "auto" else (settings.isolation,)
+    problems = []
+    for kind in kinds:
+        problem = _problem_of(kind, settings)
+        if problem is None:
+            if kind == "process":
+                _log.warning("%s.isolation=process: %s", key, _missing_protection())
+            return kind
+        problems.append(f"{kind}: {problem}")
+    raise ConfigError(
+        f"{key}.isolation={settings.isolation}: no sandbox for untrusted programs works here "
+        f"({'; '.join(problems)}); install bubblewrap (apt install bubblewrap), allow unprivileged user namespaces, or "
+        f"accept less protection with {key}.isolation=process (docs/sandbox.md)"
+    )
+
+
+def _problem_of(kind: Isolation, settings: SandboxSettings) -> str | None:
+    """Return why a kind of sandbox does not work, or None if it does."""
+    try:
+        verdict = judge(kind, settings, _TRIAL_PROGRAM, _TRIAL_TESTS)
+    except SandboxError as error:
+        return str(error)
+    return None if verdict.passed else f"a correct program fails ({verdict.reason}); raise the limits"
+
+
+def _missing_protection() -> str:
+    if landlock_version():
+        return "programs share the machine's processes and memory with the run; files are protected by Landlock"
+    return (
+        "programs can read and write every file of this user, and end its processes; Landlock, which would protect "
+        "them, is not available"
+    )
+
+
+def judge(isolation: Isolation, settings: SandboxSettings, program: str, tests: Tests) -> Verdict:
+    """Run a program's tests. Raises SandboxError if a sandbox could not be created."""
+    if isinstance(tests, InputOutput):
+        return _compare_output(isolation, settings, program, tests)
+    return _run_assertions(isolation, settings, program, tests)
+
+
+def _compare_output(isolation: Isolation, settings: SandboxSettings, program: str, tests: InputOutput) -> Verdict:
+    """Run the program on each input, and compare its output in this process, which it cannot affect."""
+    for text, expected in tests.pairs:
+        with ExitStack() as stack:
+            source, stdin = (stack.enter_context(_file(content)) for content in (program, text))
+            run = SandboxedProcess(isolation, settings, "script.py", stdin=stdin, inherited=(source.fileno(),))
+            ending = stack.enter_context(run).wait()
+        if ending.reason != "itself" or ending.status != 0:
+            return Verdict(False, _described(ending))
+        if _lines(ending.output.decode(errors="replace")) != _lines(expected):
+            return Verdict(False, "another output")
+    return Verdict(True)
+
+
+def _run_assertions(isolation: Isolation, settings: SandboxSettings, program: str, tests: Assertions) -> Verdict:
+    """Run program and tests in separate sandboxes, connected by a socket that passes values but not code."""
+    with ExitStack() as stack:
+        ours, theirs = (stack.enter_context(end) for end in socketpair())
+        source = stack.enter_context(_file(json.dumps({"source": program})))
+        code = stack.enter_context(_file(json.dumps({"tests": tests.source, "entry_point": tests.entry_point})))
+        candidate = stack.enter_context(
+            SandboxedProcess(isolation, settings, "program.py", stdin=source, inherited=(theirs.fileno(),))
+        )
+        testing = stack.enter_context(
+            SandboxedProcess(isolation, settings, "judge.py", stdin=code, inherited=(ours.fileno(),))
+        )
+        ours.close()
+        theirs.close()
+        ending = testing.wait()
+        has_passed = ending.output == _PASSED and ending.status == 0
+        if not has_passed:
+            candidate.terminate()
+        candidate_ending = candidate.wait()
+    if has_passed and candidate_ending.status == 0:
+        return Verdict(True)
+    # If the program reached a limit, its tests failed for that reason.
+    has_hit_limit = candidate_ending.reason not in ("itself", "order", "killed")
+    return Verdict(False, _described(candidate_ending if has_hit_limit else ending))
+
+
+def _described(ending: Ending) -> str:
+    return f"status {ending.status}" if ending.reason == "itself" else ending.reason
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines without trailing white space, and without empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _file(text: str) -> IO[bytes]:
+    """Return an unnamed open file with this text, positioned at its start."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
+    file.write(text.encode(errors="surrogatepass"))
+    file.seek(0)
+    return file
 
 
 def read_tests(text: str, entry_point: str | None = None) -> Tests:
@@ -171,177 +336,3 @@ def _text(value: Any) -> str:
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:77]}...")
-
-
-_PASSED = b"passed\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a program passes."""
-
-    passed: bool
-    reason: str = ""
-    """The limit that ended the program, or the exit status of its tests."""
-
-
-def judge(isolation: Isolation, settings: SandboxSettings, program: str, tests: Tests) -> Verdict:
-    """Run a program's tests. Raises SandboxError if a sandbox could not be created."""
-    if isinstance(tests, InputOutput):
-        return _compare_output(isolation, settings, program, tests)
-    return _run_assertions(isolation, settings, program, tests)
-
-
-def _compare_output(isolation: Isolation, settings: SandboxSettings, program: str, tests: InputOutput) -> Verdict:
-    """Run the program on each input, and compare its output in this process, which it cannot affect."""
-    for text, expected in tests.pairs:
-        with ExitStack() as stack:
-            source, stdin = (stack.enter_context(_file(content)) for content in (program, text))
-            run = SandboxedProcess(isolation, settings, "script.py", stdin=stdin, inherited=(source.fileno(),))
-            ending = stack.enter_context(run).wait()
-        if ending.reason != "itself" or ending.status != 0:
-            return Verdict(False, _described(ending))
-        if _lines(ending.output.decode(errors="replace")) != _lines(expected):
-            return Verdict(False, "another output")
-    return Verdict(True)
-
-
-def _run_assertions(isolation: Isolation, settings: SandboxSettings, program: str, tests: Assertions) -> Verdict:
-    """Run program and tests in separate sandboxes, connected by a socket that passes values but not code."""
-    with ExitStack() as stack:
-        ours, theirs = (stack.enter_context(end) for end in socketpair())
-        source = stack.enter_context(_file(json.dumps({"source": program})))
-        code = stack.enter_context(_file(json.dumps({"tests": tests.source, "entry_point": tests.entry_point})))
-        candidate = stack.enter_context(
-            SandboxedProcess(isolation, settings, "program.py", stdin=source, inherited=(theirs.fileno(),))
-        )
-        testing = stack.enter_context(
-            SandboxedProcess(isolation, settings, "judge.py", stdin=code, inherited=(ours.fileno(),))
-        )
-        ours.close()
-        theirs.close()
-        ending = testing.wait()
-        has_passed = ending.output == _PASSED and ending.status == 0
-        if not has_passed:
-            candidate.terminate()
-        candidate_ending = candidate.wait()
-    if has_passed and candidate_ending.status == 0:
-        return Verdict(True)
-    # If the program reached a limit, its tests failed for that reason.
-    has_hit_limit = candidate_ending.reason not in ("itself", "order", "killed")
-    return Verdict(False, _described(candidate_ending if has_hit_limit else ending))
-
-
-def _described(ending: Ending) -> str:
-    return f"status {ending.status}" if ending.reason == "itself" else ending.reason
-
-
-def _lines(text: str) -> list[str]:
-    """Return the lines without trailing white space, and without empty lines at the end."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _file(text: str) -> IO[bytes]:
-    """Return an unnamed open file with this text, positioned at its start."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
-    file.write(text.encode(errors="surrogatepass"))
-    file.seek(0)
-    return file
-
-
-_AUTO: tuple[Isolation, ...] = ("bubblewrap", "namespaces")
-"""Kinds that `auto` tries. `process` protects less, so it must be set explicitly."""
-_PROGRAM, _TESTS = "def one():\n    return 1\n", Assertions("assert one() == 1")
-
-_log = logging.getLogger(__name__)
-
-
-@cache
-def isolation_of(settings: SandboxSettings, key: str) -> Isolation:
-    """Return the first kind of sandbox that the settings allow and that works, tested with a correct program.
-
-    key: the settings' key, for messages. Raises ConfigError if no kind works.
-    """
-    kinds = _AUTO if settings.isolation == "auto" else (settings.isolation,)
-    problems = []
-    for kind in kinds:
-        problem = _problem_of(kind, settings)
-        if problem is None:
-            if kind == "process":
-                _log.warning("%s.isolation=process: %s", key, _missing_protection())
-            return kind
-        problems.append(f"{kind}: {problem}")
-    raise ConfigError(
-        f"{key}.isolation={settings.isolation}: no sandbox for untrusted programs works here "
-        f"({'; '.join(problems)}); install bubblewrap (apt install bubblewrap), allow unprivileged user namespaces, or "
-        f"accept less protection with {key}.isolation=process (docs/sandbox.md)"
-    )
-
-
-def _problem_of(kind: Isolation, settings: SandboxSettings) -> str | None:
-    """Return why a kind of sandbox does not work, or None if it does."""
-    try:
-        verdict = judge(kind, settings, _PROGRAM, _TESTS)
-    except SandboxError as error:
-        return str(error)
-    return None if verdict.passed else f"a correct program fails ({verdict.reason}); raise the limits"
-
-
-def _missing_protection() -> str:
-    if landlock.version():
-        return "programs share the machine's processes and memory with the run; files are protected by Landlock"
-    return (
-        "programs can read and write every file of this user, and end its processes; Landlock, which would protect "
-        "them, is not available"
-    )
-
-
-_CACHE_SIZE = 1 << 16
-"""Number of cached verdicts."""
-_TRIES = 3
-
-
-class Checker:
-    """A pool of workers that judge programs, with a cache of verdicts. The end of its `with` waits for running ones."""
-
-    def __init__(self, settings: SandboxSettings, key: str) -> None:
-        """Choose the isolation. key: the settings' key, for messages. Raises ConfigError if no sandbox works here."""
-        self._settings = settings
-        self._isolation = isolation_of(settings, key)
-        self._verdicts: OrderedDict[bytes, Future[Verdict]] = OrderedDict()
-        self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(settings.workers or len(os.sched_getaffinity(0)), "sandbox")
-
-    def submit(self, program: str, tests: Tests) -> Future[Verdict]:
-        """Return the future verdict. Its `result` raises RolloutError if creating a sandbox failed three times."""
-        key = hashlib.sha256(repr((program, tests)).encode(errors="surrogatepass")).digest()
-        with self._lock:
-            if key not in self._verdicts:
-                self._verdicts[key] = self._pool.submit(self._judge, key, program, tests)
-                if len(self._verdicts) > _CACHE_SIZE:
-                    self._verdicts.popitem(last=False)
-            self._verdicts.move_to_end(key)
-            return self._verdicts[key]
-
-    def _judge(self, key: bytes, program: str, tests: Tests) -> Verdict:
-        for _ in range(_TRIES):
-            try:
-                return judge(self._isolation, self._settings, program, tests)
-            except SandboxError as error:
-                problem = error
-        with self._lock:  # the machine may recover
-            self._verdicts.pop(key, None)
-        raise RolloutError(
-            f"a sandbox for a program could not be created any more: {problem}; check whether the machine has memory "
-            "and processes left"
-        )
-
-    def close(self) -> None:
-        """Cancel programs that have not started, and wait for running ones, which end at their limits."""
-        self._pool.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -13,14 +13,22 @@ from numpy.typing import NDArray
 
 from nemo_opd.logits.rows import SparseLayout, SparseRows
 from nemo_opd.rollout.base import Sampling
-from nemo_opd.rollout.server.client import ROUNDING
-from nemo_opd.rollout.server.http import UnusableError
+from nemo_opd.rollout.server.client import ROUNDING, UnusableError
 from nemo_opd.rollout.server.sglang import UNUSED_POSITIONS, echoed_ids
 from nemo_opd.rollout.server.vllm import sampled_with
 from nemo_opd.users_code import shown
 
 _Json = dict[str, Any]
+_Floats = NDArray[np.float64]
 _MISSING: _Json = {"logprob": None}
+_LEAST = -9999.0
+"""Log-probability that servers write for −inf, which JSON lacks."""
+_NOISE = 2.0**-20
+"""Rounding error of a sum of 32-bit probabilities. A smaller remainder cannot be computed from the sum."""
+_EXCESS = 0.01
+"""Largest excess of a probability sum over 1 that counts as rounding."""
+_UNANSWERED = 0.01
+"""Largest share of unanswered positions that is accepted without a retry; one position is always accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,7 @@ class ServerProgram(ABC):
         """
 
 
-class VLLM(ServerProgram):
+class _VLLM(ServerProgram):
     """vLLM's completions with `prompt_logprobs`, which are the model's, whatever the sampling options are."""
 
     hint = "--max-logprobs"
@@ -100,7 +108,7 @@ class VLLM(ServerProgram):
         )
 
 
-class SGLang(ServerProgram):
+class _SGLang(ServerProgram):
     """SGLang with its native `/generate`."""
 
     path = "/generate"
@@ -139,7 +147,7 @@ class SGLang(ServerProgram):
         )
 
 
-class OpenAI(ServerProgram):
+class _OpenAI(ServerProgram):
     """OpenAI's completions with `echo`. Tokens are written as `token_id:NUMBER`, since texts can be ambiguous."""
 
     hint = "an endpoint that allows more"
@@ -170,7 +178,7 @@ class OpenAI(ServerProgram):
         )
 
 
-PROGRAMS: dict[str, type[ServerProgram]] = {"vllm": VLLM, "sglang": SGLang, "openai": OpenAI}
+PROGRAMS: dict[str, type[ServerProgram]] = {"vllm": _VLLM, "sglang": _SGLang, "openai": _OpenAI}
 """A served teacher's `program` → its requests."""
 
 
@@ -201,17 +209,6 @@ def _token_id(token: str) -> int:
             f"its tokens are texts ({shown(token)}) and not token_id:NUMBER, so that their ids are ambiguous"
         )
     return int(number)
-
-
-_LEAST = -9999.0
-"""Log-probability that servers write for −inf, which JSON lacks."""
-_NOISE = 2.0**-20
-"""Rounding error of a sum of 32-bit probabilities. A smaller remainder cannot be computed from the sum."""
-_EXCESS = 0.01
-"""Largest excess of a probability sum over 1 that counts as rounding."""
-_UNANSWERED = 0.01
-"""Largest share of unanswered positions that is accepted without a retry; one position is always accepted."""
-_Floats = NDArray[np.float64]
 
 
 def encoded_rows(answer: PromptLogprobs, ids: NDArray[np.integer[Any]], layout: SparseLayout) -> NDArray[np.uint8]:

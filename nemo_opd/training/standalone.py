@@ -40,7 +40,7 @@ from nemo_opd.models.token_trials import require_causal
 from nemo_opd.preflight.ranks import colocated, resolve_device, resolve_layout, resolve_ranks
 from nemo_opd.rewards import RewardFunction
 from nemo_opd.rollout.base import BatchLimit, Completion, EngineSpec, Generator, Request, Sampling
-from nemo_opd.rollout.collect import Kept, drop_long
+from nemo_opd.rollout.collect import FittingPrompts, drop_long
 from nemo_opd.rollout.conversation import build_renderer
 from nemo_opd.rollout.hf import end_ids, max_positions
 from nemo_opd.rollout.renderer import Renderer
@@ -186,7 +186,7 @@ def _ask(
     resolved: ResolvedSet,
     engine: Generator,
     renderer: Renderer,
-    questions: Kept,
+    questions: FittingPrompts,
     reward: RewardFunction,
     positions: int | None,
 ) -> EvaluationResult:
@@ -251,7 +251,7 @@ def _load_tokenizer(config: EvaluationConfig) -> PreTrainedTokenizerFast:
 
 def _drop_long_questions(
     resolved: ResolvedSet, prompts: list[Prompt], renderer: Renderer, config: EvaluationConfig, positions: int | None
-) -> Kept:
+) -> FittingPrompts:
     """Drop questions that leave no room for an answer in the model's positions (None: no limit).
 
     Raises DataError if no question remains.

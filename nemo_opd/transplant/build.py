@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from huggingface_hub import ModelCardData
 from rich.table import Table
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from nemo_opd.alignment import RoleOverrides, TokenAligner, fingerprint, pieces_of
@@ -46,10 +46,11 @@ from nemo_opd.transplant.matrices import (
 )
 from nemo_opd.types import Batch, TokenRows
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-_IDS = re.compile(r"(?:^|_)token_ids?$")
+Random = Literal["all", "unmatched"]
+_REPORT = "transplant.json"
+_MOST_NAMES = 5
+_TAGS = ["nemo-opd", "tokenizer-transfer"]
+_TOKEN_ID_KEY = re.compile(r"(?:^|_)token_ids?$")
 _OLD_TOKEN_KEYS = (
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -59,68 +60,6 @@ _OLD_TOKEN_KEYS = (
     "suppress_tokens",
 )
 """Generation config keys that list old tokens, and mean nothing in another vocabulary."""
-
-
-class NewIds:
-    """New token ids that replace old ones."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: RowMap) -> None:
-        self._tokenizer_ids = {role: getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
-        self._by_old_id: dict[int, list[int]] = {}
-        for new in np.flatnonzero(np.isin(rows.kinds, (EXACT, ROLE))).tolist():
-            self._by_old_id.setdefault(int(rows.columns[rows.starts[new]]), []).append(new)
-
-    def replaced(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return new values for all keys that name tokens.
-
-        The new tokenizer's bos, eos and pad take precedence; eos also includes all tokens with the role of an old eos.
-        An id without a counterpart becomes None.
-        """
-        new = {key: self._counterparts(key, old) for key, old in values.items() if _IDS.search(key)}
-        for role, tokenizer_id in self._tokenizer_ids.items():
-            key = f"{role}_token_id"
-            counterparts = new.get(key) or []
-            ids = [] if tokenizer_id is None else [tokenizer_id]
-            new[key] = list(dict.fromkeys([*ids, *counterparts] if role == "eos" else ids or counterparts))
-        return {key: _in_form_of(ids, values.get(key)) for key, ids in new.items()}
-
-    def _counterparts(self, key: str, old: object) -> list[int]:
-        """Return the new ids of an old id or a list of them: for eos all counterparts, otherwise the first of each."""
-        old_ids = old if isinstance(old, Iterable) else [old]
-        new_ids = [self._by_old_id.get(i, []) if isinstance(i, int) else [] for i in old_ids]
-        return [new for ids in new_ids for new in (ids if key == "eos_token_id" else ids[:1])]
-
-
-def _in_form_of(ids: list[int], old: object) -> int | list[int] | None:
-    """Return ids in the form of the old value, one id or a list; several ids are always a list."""
-    if isinstance(old, list):
-        return ids or None
-    return ids[0] if len(ids) == 1 else ids or None
-
-
-def set_ids(config: PretrainedConfig, new: NewIds) -> None:
-    """Write the new ids into a model's configuration."""
-    for key, value in new.replaced(config.to_dict()).items():
-        setattr(config, key, value)
-
-
-def write_generation_config(reference: str, folder: Path, new: NewIds) -> list[str]:
-    """Write the model's generation config with the new ids; return the omitted keys, which list old tokens.
-
-    All other values are copied. A model without a generation config gets one with ids only.
-    """
-    file = cached_file(resolve(reference), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
-    values = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
-    left_out = [key for key in _OLD_TOKEN_KEYS if values.pop(key, None) is not None]
-    values |= new.replaced(values)
-    values = {key: value for key, value in values.items() if value is not None}
-    (folder / GENERATION_CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    return left_out
-
-
-_REPORT = "transplant.json"
-_MOST_NAMES = 5
-_TAGS = ["nemo-opd", "tokenizer-transfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +114,7 @@ class Transplanted:
     """Rows of the old matrices."""
     rows: RowCounts
     weighting: Weighting
-    random: Literal["all", "unmatched"] | None
+    random: Random | None
     """The rows that were drawn at random."""
     seed: int
     is_tied: bool
@@ -251,35 +190,6 @@ def _summary(names: Sequence[str]) -> str:
     return f"{len(names):,} ({', '.join(names[:_MOST_NAMES])}{more})"
 
 
-Random = Literal["all", "unmatched"]
-
-
-@dataclass(frozen=True, slots=True)
-class _NewRows:
-    """Function from an old matrix or bias to the new one."""
-
-    rows: RowMap
-    num_rows: int
-    weights: VocabularyWeights
-    random: Random | None
-    seed: int
-
-    def __call__(self, parameter: str, old: Tensor) -> Tensor:
-        if self.random == "all":
-            return self._draw(parameter, old)
-        new = mapped(old, self.rows, self.num_rows)
-        if self.random == "unmatched":
-            is_unmatched = torch.ones(self.num_rows, dtype=torch.bool)
-            is_unmatched[: len(self.rows)] = torch.from_numpy(~np.isin(self.rows.kinds, (EXACT, ROLE)))
-            new[is_unmatched] = self._draw(parameter, old)[is_unmatched]
-        return new
-
-    def _draw(self, parameter: str, old: Tensor) -> Tensor:
-        """Draw with a separate seed for the embeddings; a stored copy of a tied head gets the same rows."""
-        is_embedding = parameter == self.weights.embeddings or (self.weights.is_tied and parameter == self.weights.head)
-        return drawn(old, self.rows, self.num_rows, 2 * self.seed + (not is_embedding))
-
-
 def transplant(
     model: str,
     tokenizer: str,
@@ -329,8 +239,8 @@ def transplant(
 
     with new_folder(target) as folder:
         left_out = rewrite(skeleton, model, folder, weights, _NewRows(rows, num_rows, weights, random, seed))
-        ids = NewIds(new, rows)
-        left_out += write_generation_config(model, folder, ids)
+        ids = _NewIds(new, rows)
+        left_out += _write_generation_config(model, folder, ids)
         _write_config(config, folder, num_rows, type(skeleton).__name__, ids)
         new.save_pretrained(folder)
         _check(folder)
@@ -353,8 +263,86 @@ def transplant(
     return result
 
 
-def _write_config(config: PretrainedConfig, folder: Path, num_rows: int, architecture: str, ids: NewIds) -> None:
-    set_ids(config, ids)
+@dataclass(frozen=True, slots=True)
+class _NewRows:
+    """Function from an old matrix or bias to the new one."""
+
+    rows: RowMap
+    num_rows: int
+    weights: VocabularyWeights
+    random: Random | None
+    seed: int
+
+    def __call__(self, parameter: str, old: Tensor) -> Tensor:
+        if self.random == "all":
+            return self._draw(parameter, old)
+        new = mapped(old, self.rows, self.num_rows)
+        if self.random == "unmatched":
+            is_unmatched = torch.ones(self.num_rows, dtype=torch.bool)
+            is_unmatched[: len(self.rows)] = torch.from_numpy(~np.isin(self.rows.kinds, (EXACT, ROLE)))
+            new[is_unmatched] = self._draw(parameter, old)[is_unmatched]
+        return new
+
+    def _draw(self, parameter: str, old: Tensor) -> Tensor:
+        """Draw with a separate seed for the embeddings; a stored copy of a tied head gets the same rows."""
+        is_embedding = parameter == self.weights.embeddings or (self.weights.is_tied and parameter == self.weights.head)
+        return drawn(old, self.rows, self.num_rows, 2 * self.seed + (not is_embedding))
+
+
+class _NewIds:
+    """New token ids that replace old ones."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: RowMap) -> None:
+        self._tokenizer_ids = {role: getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
+        self._by_old_id: dict[int, list[int]] = {}
+        for new in np.flatnonzero(np.isin(rows.kinds, (EXACT, ROLE))).tolist():
+            self._by_old_id.setdefault(int(rows.columns[rows.starts[new]]), []).append(new)
+
+    def replaced(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return new values for all keys that name tokens.
+
+        The new tokenizer's bos, eos and pad take precedence; eos also includes all tokens with the role of an old eos.
+        An id without a counterpart becomes None.
+        """
+        new = {key: self._counterparts(key, old) for key, old in values.items() if _TOKEN_ID_KEY.search(key)}
+        for role, tokenizer_id in self._tokenizer_ids.items():
+            key = f"{role}_token_id"
+            counterparts = new.get(key) or []
+            ids = [] if tokenizer_id is None else [tokenizer_id]
+            new[key] = list(dict.fromkeys([*ids, *counterparts] if role == "eos" else ids or counterparts))
+        return {key: _in_form_of(ids, values.get(key)) for key, ids in new.items()}
+
+    def _counterparts(self, key: str, old: object) -> list[int]:
+        """Return the new ids of an old id or a list of them: for eos all counterparts, otherwise the first of each."""
+        old_ids = old if isinstance(old, Iterable) else [old]
+        new_ids = [self._by_old_id.get(i, []) if isinstance(i, int) else [] for i in old_ids]
+        return [new for ids in new_ids for new in (ids if key == "eos_token_id" else ids[:1])]
+
+
+def _in_form_of(ids: list[int], old: object) -> int | list[int] | None:
+    """Return ids in the form of the old value, one id or a list; several ids are always a list."""
+    if isinstance(old, list):
+        return ids or None
+    return ids[0] if len(ids) == 1 else ids or None
+
+
+def _write_generation_config(reference: str, folder: Path, new: _NewIds) -> list[str]:
+    """Write the model's generation config with the new ids; return the omitted keys, which list old tokens.
+
+    All other values are copied. A model without a generation config gets one with ids only.
+    """
+    file = cached_file(resolve(reference), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    values = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    left_out = [key for key in _OLD_TOKEN_KEYS if values.pop(key, None) is not None]
+    values |= new.replaced(values)
+    values = {key: value for key, value in values.items() if value is not None}
+    (folder / GENERATION_CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return left_out
+
+
+def _write_config(config: PretrainedConfig, folder: Path, num_rows: int, architecture: str, ids: _NewIds) -> None:
+    for key, value in ids.replaced(config.to_dict()).items():
+        setattr(config, key, value)
     config.vocab_size = num_rows
     config.architectures = [architecture]  # the configuration of a multimodal model's text part has none
     config.save_pretrained(folder)

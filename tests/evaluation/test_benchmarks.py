@@ -268,7 +268,7 @@ def test_a_task_that_cannot_be_asked_is_one_message(
     folder: Path, task: str, kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: advice to fetch data where a file of the user is wrong; a traceback of lm-eval."""
-    monkeypatch.setattr("nemo_opd.evaluation.task_names.task_names", lambda: {"choices_2"})
+    monkeypatch.setattr("nemo_opd.evaluation.benchmark_tasks.task_names", lambda: {"choices_2"})
     with pytest.raises(kind) as caught:
         loaded(folder, task, shots=5 if task == "zero" else None)
 

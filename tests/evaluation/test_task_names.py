@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_opd.evaluation.task_names import task_names
+from nemo_opd.evaluation.benchmark_tasks import task_names
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
 

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from nemo_opd.errors import DataError
 from nemo_opd.logging import ClosingRow, ClosingTable, write_report
 from nemo_opd.logging.base import Score, ScoreRow
-from nemo_opd.logging.charts import LIGHT, Theme, draw_questions, smooth, write_chart
+from nemo_opd.logging.charts import LIGHT, Theme, smooth, write_chart
 from nemo_opd.logging.metrics import shares, step_parts
-from nemo_opd.logging.plots import draw_loss, draw_step_time, not_taken, parts_by_step
+from nemo_opd.logging.plots import draw_loss, draw_questions, draw_step_time, not_taken, parts_by_step
 from nemo_opd.logging.questions import ShownAnswer, write_samples
 from nemo_opd.logging.records import MovedRow, write_hardware, write_projections
 from tests.exit_status import exit_status

@@ -11,9 +11,8 @@ import torch
 from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.extras import HOW_TO_INSTALL
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server.client import RequestContext
+from nemo_opd.rollout.server.client import RequestContext, UnusableError
 from nemo_opd.rollout.server.engine import PROGRAMS
-from nemo_opd.rollout.server.http import UnusableError
 from nemo_opd.rollout.server.program import Program, default_share
 from nemo_opd.rollout.server.sglang import SGLang
 from nemo_opd.rollout.server.vllm import VLLM

@@ -13,9 +13,7 @@ import pytest
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, Request
-from nemo_opd.rollout.server import http
-from nemo_opd.rollout.server.client import Client, RequestContext
-from nemo_opd.rollout.server.http import Http
+from nemo_opd.rollout.server.client import Client, Http, RequestContext
 from nemo_opd.rollout.server.program import openai_models
 from nemo_opd.rollout.server.vllm import VLLM
 
@@ -104,7 +102,7 @@ def refusal(answer: Answers, timeout_s: float = LONG_S) -> str:
 
 @pytest.fixture
 def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("nemo_opd.rollout.server.client.MAX_BYTES", 1 << 20)
 
 
 def test_what_is_as_expected() -> None:
@@ -154,7 +152,7 @@ def test_a_packed_answer_is_measured_unpacked() -> None:
 def test_an_answer_that_trickles_in_has_a_limit_in_all(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a limit for each part of an answer is none for an answer of many parts."""
     assert "no answer in 0.2 s (rollout.request_timeout_s)" in refusal(drips(start), 0.2)
-    monkeypatch.setattr(http, "HEALTH_S", 0.2)
+    monkeypatch.setattr("nemo_opd.rollout.server.client.HEALTH_S", 0.2)
     with server(drips(start)) as url:
         calls = Http(url, timeout_s=0.2, trust_env=False)
         assert not calls.is_healthy()

@@ -16,9 +16,8 @@ from nemo_opd.errors import RolloutError
 from nemo_opd.handoff.shared_memory import HeldWeights
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server import client
-from nemo_opd.rollout.server.client import RequestContext
+from nemo_opd.rollout.server.client import RequestContext, UnusableError
 from nemo_opd.rollout.server.engine import ServerEngine
-from nemo_opd.rollout.server.http import UnusableError
 from nemo_opd.rollout.server.sglang import SGLang
 from tests.rollout.fake_server import LOGPROB, Json, Says, fake_server, fine
 from tests.tiny import Tiny

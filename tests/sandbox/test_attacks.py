@@ -15,7 +15,7 @@ from nemo_opd.cluster.ray.services import has_ended
 from nemo_opd.config.reward import Isolation, SandboxSettings
 from nemo_opd.errors import ConfigError
 from nemo_opd.sandbox import process
-from nemo_opd.sandbox.inside import landlock
+from nemo_opd.sandbox.inside.isolation import landlock_version
 from nemo_opd.sandbox.process import INSIDE, SandboxedProcess
 from nemo_opd.sandbox.verdict import Assertions, Checker, InputOutput, Tests, Verdict, isolation_of
 from tests.sandbox.attacks import BOMBS, CHEATS, PRINTS, REACHED, TESTS, WANTED, Attack, reaching
@@ -111,7 +111,7 @@ def test_memory_is_counted_over_processes(verdicts: dict[str, Verdict]) -> None:
 
 @pytest.mark.parametrize("name", REACHING)
 def test_what_is_outside_is_out_of_reach(verdicts: dict[str, Verdict], name: str) -> None:
-    if verdicts["isolation"].reason == "process" and landlock.version() < 6 and "connects" not in name:
+    if verdicts["isolation"].reason == "process" and landlock_version() < 6 and "connects" not in name:
         pytest.skip("isolation=process protects files and processes by Landlock alone")
     assert not verdicts[name].passed
 

@@ -27,8 +27,7 @@ from nemo_opd.rollout.base import (
     StudentModel,
     check_lengths,
 )
-from nemo_opd.rollout.server.client import ROUNDING, Client, RequestContext, checked_logprobs
-from nemo_opd.rollout.server.http import Http
+from nemo_opd.rollout.server.client import ROUNDING, Client, Http, RequestContext, checked_logprobs
 from nemo_opd.rollout.server.program import (
     HOST,
     NAME,
@@ -90,7 +89,7 @@ class ServerEngine(Generator):
             )
             name = self._first_name(model)
             head_size = max(spec.vocab_size, self._first.head_size if self._first else 0)
-            self._terms = RequestContext(name, spec.end_ids, spec.vocab_size, head_size)
+            self._context = RequestContext(name, spec.end_ids, spec.vocab_size, head_size)
             self._probe()
             undo.pop_all()
 
@@ -120,8 +119,8 @@ class ServerEngine(Generator):
             self._check_usable()
             self._wake()
             completions = self._client.complete(
-                [self._program.body(request, sampling, self._terms) for request in requests],
-                lambda i, reply: self._terms.completion(requests[i], self._program.answer(reply), self._version),
+                [self._program.body(request, sampling, self._context) for request in requests],
+                lambda i, reply: self._context.completion(requests[i], self._program.answer(reply), self._version),
                 self._check_process,
             )
             if sampling.is_warped and sampling.needs_raw:
@@ -130,7 +129,7 @@ class ServerEngine(Generator):
 
     def _add_raw_logprobs(self, requests: Sequence[Request], completions: list[Completion]) -> list[Completion]:
         pairs = zip(requests, completions, strict=True)
-        bodies = [self._program.raw_body(*pair, self._terms) for pair in pairs]
+        bodies = [self._program.raw_body(*pair, self._context) for pair in pairs]
 
         def read(i: int, reply: Any) -> Completion:
             raw = self._program.raw_logprobs(reply, completions[i])

@@ -1,4 +1,4 @@
-"""The interface of programs that serve a model, and their shared code."""
+"""The interface of programs that serve a model, the process of a server, and the folder of its model."""
 
 import json
 import os
@@ -20,15 +20,35 @@ from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server import guard
-from nemo_opd.rollout.server.client import Answer, RequestContext
-from nemo_opd.rollout.server.http import Http
+from nemo_opd.rollout.server.client import Answer, Http, RequestContext
 
 Json = dict[str, Any]
 HOST = "127.0.0.1"
 NAME = "student"
 """The model's name on a server that is started here."""
+OWN_SHARE, COMMON_SHARE = 0.9, 0.3
+"""Memory shares of a server: on separate GPUs, and at least on the training's GPUs or on CPUs."""
 _SEED_BITS = 31
 """Seed bits that all programs use; some programs' random generators drop higher ones."""
+_INDEX = "model.safetensors.index.json"
+_LAUNCHER_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+}
+"""Variables that launchers set to describe this process.
+
+torchrun sets one OpenMP thread per process, which does not suit a server.
+"""
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "RAY_", "SLURM_", "PMI_", "OMPI_")
+_CLOSE_S = guard.GRACE_S + 10.0
+"""Time for all of a server's processes to end."""
+_TAIL_LINES = 20
+_CAUSE = re.compile(r"(?:^|\s)([\w.]+(?:Error|Exception): .+)")
+_WARNING = re.compile(r"\bWARN(ING)?\b")
+_CAUSE_LENGTH = 400
+"""Characters of the cause in errors."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Tensor shapes by name."""
 
 
 class Program(ABC):
@@ -54,7 +74,7 @@ class Program(ABC):
         """
 
     @abstractmethod
-    def body(self, request: Request, sampling: Sampling, terms: RequestContext) -> Json:
+    def body(self, request: Request, sampling: Sampling, context: RequestContext) -> Json:
         """Return the body of a request for a completion."""
 
     @abstractmethod
@@ -62,7 +82,7 @@ class Program(ABC):
         """Read the reply to `body`. Raises KeyError, TypeError or IndexError if it has another form."""
 
     @abstractmethod
-    def raw_body(self, request: Request, completion: Completion, terms: RequestContext) -> Json:
+    def raw_body(self, request: Request, completion: Completion, context: RequestContext) -> Json:
         """Return the body of a request for the raw log-probabilities of a completion.
 
         The model reads the sampled sequence once, without sampling it again.
@@ -106,38 +126,6 @@ def openai_models(http: Http) -> dict[str, str]:
 def short_seed(seed: int) -> int:
     """Hash all bits of a seed to 31 bits."""
     return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> (32 - _SEED_BITS)
-
-
-_LAUNCHER_VARIABLES = {
-    *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
-    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
-}
-"""Variables that launchers set to describe this process.
-
-torchrun sets one OpenMP thread per process, which does not suit a server.
-"""
-_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "RAY_", "SLURM_", "PMI_", "OMPI_")
-_CLOSE_S = guard.GRACE_S + 10.0
-"""Time for all of a server's processes to end."""
-_TAIL_LINES = 20
-_CAUSE = re.compile(r"(?:^|\s)([\w.]+(?:Error|Exception): .+)")
-_WARNING = re.compile(r"\bWARN(ING)?\b")
-_CAUSE_LENGTH = 400
-"""Characters of the cause in errors."""
-
-
-def _server_environment(overrides: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment without launcher variables, updated with `overrides`."""
-    names = {name for name in os.environ.keys() - _LAUNCHER_VARIABLES if not name.startswith(_LAUNCHER_PREFIXES)}
-    return {name: os.environ[name] for name in names} | dict(overrides)
-
-
-def cause(log: Sequence[str]) -> str:
-    """Return the first error in a log, such as `ValueError: …`, else its last line."""
-    errors = (_CAUSE.search(line) for line in log if not _WARNING.search(line))
-    first = next((match.group(1) for match in errors if match is not None), None)
-    last = next((line.strip() for line in reversed(log) if line.strip()), "it logged nothing")
-    return without_secrets(first or last)[:_CAUSE_LENGTH]
 
 
 class ServerProcess:
@@ -190,8 +178,18 @@ class ServerProcess:
             self._guard.wait()
 
 
-OWN_SHARE, COMMON_SHARE = 0.9, 0.3
-"""Memory shares of a server: on separate GPUs, and at least on the training's GPUs or on CPUs."""
+def _server_environment(overrides: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment without launcher variables, updated with `overrides`."""
+    names = {name for name in os.environ.keys() - _LAUNCHER_VARIABLES if not name.startswith(_LAUNCHER_PREFIXES)}
+    return {name: os.environ[name] for name in names} | dict(overrides)
+
+
+def cause(log: Sequence[str]) -> str:
+    """Return the first error in a log, such as `ValueError: …`, else its last line."""
+    errors = (_CAUSE.search(line) for line in log if not _WARNING.search(line))
+    first = next((match.group(1) for match in errors if match is not None), None)
+    last = next((line.strip() for line in reversed(log) if line.strip()), "it logged nothing")
+    return without_secrets(first or last)[:_CAUSE_LENGTH]
 
 
 def default_share(settings: ServerRollout, spec: EngineSpec) -> float:
@@ -208,11 +206,6 @@ def server_gpus(rollout: RolloutBase) -> tuple[str, ...]:
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = names.split(",") if names else [str(i) for i in range(torch.cuda.device_count())]
     return tuple(visible[-rollout.gpus :])
-
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""Tensor shapes by name."""
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server.client import Answer, RequestContext
-from nemo_opd.rollout.server.http import Http, UnusableError
+from nemo_opd.rollout.server.client import Answer, Http, RequestContext, UnusableError
 from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed
 from nemo_opd.users_code import shown
 
@@ -48,7 +47,7 @@ class SGLang(Program):
             options.append("--enable-fp32-lm-head")
         return [*options, "--host", HOST, "--port", str(port), "--enable-deterministic-inference"]
 
-    def body(self, request: Request, sampling: Sampling, terms: RequestContext) -> Json:
+    def body(self, request: Request, sampling: Sampling, context: RequestContext) -> Json:
         return {
             "input_ids": request.prompt_ids.tolist(),
             "return_logprob": True,
@@ -61,10 +60,10 @@ class SGLang(Program):
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
                 # ignore_eos would ignore these as well.
-                "stop_token_ids": sorted(terms.end_ids),
+                "stop_token_ids": sorted(context.end_ids),
                 "stop": list(request.stop),
                 "skip_special_tokens": False,
-                **terms.bias,
+                **context.bias,
             },
         }
 
@@ -79,7 +78,7 @@ class SGLang(Program):
             model=None,
         )
 
-    def raw_body(self, request: Request, completion: Completion, terms: RequestContext) -> Json:
+    def raw_body(self, request: Request, completion: Completion, context: RequestContext) -> Json:
         # Without the last token, since a prompt of `max_length` would be rejected.
         *first, last = completion.ids.tolist()
         return {

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server.client import Answer, RequestContext
-from nemo_opd.rollout.server.http import Http
+from nemo_opd.rollout.server.client import Answer, Http, RequestContext
 from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed, weight_files
 
 _EXTENSION_FOLDER = Path(__file__).parent / "vllm_extension"
@@ -59,9 +58,9 @@ class VLLM(Program):
             options += ["--hf-overrides", _FP32_HEAD]
         return [model, "--host", HOST, "--port", str(port), "--served-model-name", NAME, *options]
 
-    def body(self, request: Request, sampling: Sampling, terms: RequestContext) -> Json:
+    def body(self, request: Request, sampling: Sampling, context: RequestContext) -> Json:
         return {
-            "model": terms.model,
+            "model": context.model,
             "prompt": request.prompt_ids.tolist(),
             "max_tokens": request.max_new_tokens,
             "seed": short_seed(request.seed),
@@ -70,9 +69,9 @@ class VLLM(Program):
             "return_token_ids": True,
             # Only the request's end tokens count, not the model folder's.
             "ignore_eos": True,
-            "stop_token_ids": sorted(terms.end_ids),
+            "stop_token_ids": sorted(context.end_ids),
             "stop": list(request.stop),
-            **terms.bias,
+            **context.bias,
         }
 
     def answer(self, reply: Json) -> Answer:
@@ -84,11 +83,11 @@ class VLLM(Program):
             model=reply.get("model"),
         )
 
-    def raw_body(self, request: Request, completion: Completion, terms: RequestContext) -> Json:
+    def raw_body(self, request: Request, completion: Completion, context: RequestContext) -> Json:
         # Without the last token, since a prompt of the model's full length would be rejected.
         *first, last = completion.ids.tolist()
         return {
-            "model": terms.model,
+            "model": context.model,
             "prompt": [*request.prompt_ids.tolist(), *first],
             "max_tokens": 1,
             **sampled_with(Sampling()),

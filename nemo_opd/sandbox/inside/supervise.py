@@ -16,9 +16,7 @@ from collections.abc import Iterator, Sequence
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-import landlock
-import namespaces
-import seccomp
+import isolation
 
 _INTERVAL_S = 0.02
 """Longest time between two checks of the program's processes."""
@@ -68,7 +66,7 @@ def main() -> None:
             os.set_inheritable(descriptor, False)
     os.set_inheritable(order.report_to, False)
     if order.isolation == "namespaces":
-        namespaces.enter(order.readable, order.links, order.scratch_bytes)
+        isolation.enter_namespaces(order.readable, order.links, order.scratch_bytes)
     else:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # The program, which has the same owner, must not read or trace this process.
@@ -104,9 +102,10 @@ def _exec_program(order: _Order, command: list[str]) -> None:
             _limit(limit, value)
         if order.isolation != "process":  # without a namespace, all of the user's processes would count
             _limit(resource.RLIMIT_NPROC, order.processes + 1)
-        if order.isolation == "process" and landlock.version():
-            landlock.restrict(order.readable, [order.scratch, "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"])
-        seccomp.restrict(keeps_session=order.isolation == "process")
+        if order.isolation == "process" and isolation.landlock_version():
+            devices = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
+            isolation.restrict_files(order.readable, [order.scratch, *devices])
+        isolation.filter_calls(keeps_session=order.isolation == "process")
         os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.execv(command[0], command)
