@@ -9,8 +9,8 @@ from typing import Any
 from nemo_opd.config.base import choices, require_lines
 from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts, ServerRollout
 from nemo_opd.handoff.shared_memory import FileDescriptor
-from nemo_opd.preflight.benchmark_plan import longest_question
 from nemo_opd.preflight.plan import Plan
+from nemo_opd.preflight.prompts import longest_question
 from nemo_opd.rollout import hf
 from nemo_opd.rollout.base import Completion, Engine, EngineSpec, Generator, Request, Sampling, StudentModel
 from nemo_opd.rollout.server.program import server_gpus

@@ -34,12 +34,11 @@ from nemo_opd.evaluation.validation import joined_losses, teachers_bits_per_byte
 from nemo_opd.files import replacing
 from nemo_opd.handoff.outputs import Window, windows
 from nemo_opd.handoff.shared_memory import FileDescriptor
-from nemo_opd.preflight.delivery import Links
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.training.groups import ModelGroup, OwnTeacher, separate, student_group, teacher_group
+from nemo_opd.training.groups import Links, ModelGroup, OwnTeacher, separate, student_group, teacher_group
 from nemo_opd.types import NO_CHUNK, Batch, Mean, Metric, Metrics, SequenceScores, TeacherRows
-from nemo_opd.workers.student import StudentStep
+from nemo_opd.workers.step import StudentStep
 from nemo_opd.workers.teacher import TeacherOutput
 
 

@@ -25,10 +25,10 @@ from nemo_opd.rewards import build_reward
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.collect import Collector, RolloutLog, rollout_metrics
 from nemo_opd.rollout.environment import build_environment
+from nemo_opd.training.batches import RolloutSource, RolloutSteps
 from nemo_opd.training.engines import open_engine
 from nemo_opd.training.evaluator import Evaluator
 from nemo_opd.training.off_policy import train
-from nemo_opd.training.rollout_source import RolloutSource, RolloutSteps
 from nemo_opd.training.session import Session
 from nemo_opd.types import Max, Mean, Metric
 

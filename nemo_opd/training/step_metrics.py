@@ -25,8 +25,7 @@ from nemo_opd.logging.metrics import OTHER, step_parts, values
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.training.models import ScoredBatch
 from nemo_opd.types import Mean, Metric, Metrics
-from nemo_opd.workers.phases import PREFIX as PHASE
-from nemo_opd.workers.student_model import IS_TAKEN, objective_terms
+from nemo_opd.workers.step import IS_TAKEN, PHASE, objective_terms
 
 
 def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase: str) -> dict[str, float]:

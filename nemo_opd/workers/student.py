@@ -51,35 +51,16 @@ from nemo_opd.workers.memory import (
 )
 from nemo_opd.workers.offload import DeviceOffload
 from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
-from nemo_opd.workers.phases import Phases, with_numbers
-from nemo_opd.workers.student_model import (
+from nemo_opd.workers.step import (
     IS_TAKEN,
-    Exports,
-    LearnedProjections,
+    POSITIONS,
+    Phases,
+    StudentStep,
     is_finite_everywhere,
-    load_student,
     objective_terms,
+    with_numbers,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StudentStep:
-    """This rank's part of a global batch."""
-
-    batch: Batch
-    windows: tuple[Window, ...]
-    """Each teacher's output for this batch."""
-    normalizers: Normalizers
-    micro_batches: tuple[slice, ...]
-    """Slices of consecutive sequences, one per forward and backward pass."""
-    kd_scale: float
-    """Extra factor of the distillation term, on top of `loss.kd_weight`."""
-    compare_gradients: bool = False
-    """Whether to compute the KD and CE gradients separately and log their comparison."""
-
-
-POSITIONS = "positions"
-"""Name of a step's metric: positions, including padding, that the student has read."""
+from nemo_opd.workers.student_model import Exports, LearnedProjections, load_student
 
 
 @dataclass(frozen=True, slots=True)

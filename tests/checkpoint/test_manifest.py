@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.checkpoint import manifest
-from nemo_opd.checkpoint.manager import CheckpointManager, Progress
-from nemo_opd.checkpoint.manifest import read_manifest, require_hashes, require_sizes, seal
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress, read_manifest, require_hashes, require_sizes, seal
 from nemo_opd.errors import DamagedError
 from nemo_opd.progress import Work, working
 

@@ -1,17 +1,87 @@
 """Timing of the phases of a rank's step."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from nemo_opd.types import Max, Metric
+from nemo_opd.aggregation import PART
+from nemo_opd.config.run import RunConfig
+from nemo_opd.handoff.outputs import Window
+from nemo_opd.types import Batch, Max, Mean, Metric, Metrics, Normalizers
 
-PREFIX = "phase/"
+
+@dataclass(frozen=True, slots=True)
+class StudentStep:
+    """This rank's part of a global batch."""
+
+    batch: Batch
+    windows: tuple[Window, ...]
+    """Each teacher's output for this batch."""
+    normalizers: Normalizers
+    micro_batches: tuple[slice, ...]
+    """Slices of consecutive sequences, one per forward and backward pass."""
+    kd_scale: float
+    """Extra factor of the distillation term, on top of `loss.kd_weight`."""
+    compare_gradients: bool = False
+    """Whether to compute the KD and CE gradients separately and log their comparison."""
+
+
+POSITIONS = "positions"
+"""Name of a step's metric: positions, including padding, that the student has read."""
+IS_TAKEN = "is_taken"
+"""Name of a step's metric: 1, or 0 if the step was not finite and changed nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ObjectiveTerm:
+    """A weighted term of the objective."""
+
+    name: str
+    """`CE`, `teacher <name>` or `policy`."""
+    weight: float
+    metric: Mean
+    """Unweighted value."""
+
+
+def objective_terms(config: RunConfig, metrics: Metrics) -> list[_ObjectiveTerm]:
+    """Collect the terms of the objective from metrics, which may be reduced over ranks or not."""
+    loss, terms = config.loss, []
+    if isinstance(ce := metrics.get("ce"), Mean):
+        terms.append(_ObjectiveTerm("CE", loss.ce_weight, ce))
+    for name, metric in metrics.items():
+        if name.startswith(PART) and isinstance(metric, Mean):
+            terms.append(_ObjectiveTerm(_teacher_name(config, int(name.removeprefix(PART))), loss.kd_weight, metric))
+    if isinstance(policy := metrics.get("policy/loss"), Mean):
+        terms.append(_ObjectiveTerm("policy", getattr(loss, "policy_weight", 0.0), policy))
+    return terms
+
+
+def _teacher_name(config: RunConfig, i: int) -> str:
+    if config.aggregation.type == "averaged_logits":  # a single term
+        return f"teachers {', '.join(config.active_names)} together"
+    return f"teacher {config.active_names[i]}"
+
+
+def is_finite_everywhere(terms: Sequence[_ObjectiveTerm], *grad_norms: Tensor) -> Tensor:
+    """Return whether the gradient norms and all weighted terms are finite on every rank: bool scalar on the device.
+
+    terms: this rank's terms. Communicates one all-reduce over all ranks; does not wait for the device.
+    """
+    device = grad_norms[0].device
+    values = (*grad_norms, *(term.metric.total for term in terms if term.weight))
+    wrong = [~torch.as_tensor(value, device=device).detach().isfinite() for value in values]
+    is_wrong = torch.stack(wrong).any().float()
+    dist.all_reduce(is_wrong)
+    return is_wrong == 0
+
+
+PHASE = "phase/"
 """Prefix of the metrics' names."""
 
 
@@ -54,7 +124,7 @@ class Phases:
         for (phase, start), (_, end) in pairwise(changes):
             if phase is not None:
                 seconds[phase] = seconds.get(phase, 0.0) + _seconds_between(start, end)
-        return {f"{PREFIX}{phase}": Max(duration) for phase, duration in seconds.items()}
+        return {f"{PHASE}{phase}": Max(duration) for phase, duration in seconds.items()}
 
     def _change(self) -> None:
         self._changes.append((self._open[-1] if self._open else None, self._now()))
