@@ -1,4 +1,8 @@
-"""A run directory's checkpoints, which are written completely or not at all, found again, and limited in number."""
+"""A run directory's checkpoints, which are written completely or not at all, found again, and limited in number.
+
+The driver writes a manifest with the size and SHA-256 of every file after all ranks have written, on their shared file
+system, so it reads the files as a resumed run will. The hashes equal the output of `sha256sum`.
+"""
 
 import hashlib
 import json
@@ -24,12 +28,23 @@ TEMPORARY = ".incomplete_"
 _DAMAGED = "damaged_"
 """Prefix of a damaged checkpoint that was set aside."""
 PROGRESS = "progress.json"
+"""File of the driver's part."""
+STATE = "state"
+"""Folder of the ranks' sharded training state."""
+STUDENT = "student"
+"""Folder of the student in Hugging Face format."""
+MANIFEST = "manifest.json"
 _WITH_MANIFEST = 2
 """Format number of checkpoints with a manifest."""
 INSTEAD = "choose another run.output_dir, or keep fewer checkpoints (train.keep_last)"
 """Advice for a full disk."""
 _NUM_SHOWN = 3
 """Largest number of damaged checkpoints that a message lists."""
+_CHUNK = 1 << 22
+"""Bytes read at a time."""
+_MAX_THREADS = 16
+_SHOWN_DIGITS = 16
+"""Digits of a hash in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,21 +208,10 @@ class CheckpointManager:
         return progress
 
 
-def _require_known_format(folder: Path) -> None:
-    """Raise CheckpointError if a newer version wrote the checkpoint, which is then not damaged."""
-    with suppress(OSError, ValueError, RecursionError):
-        record = json.loads((folder / PROGRESS).read_bytes())
-        if isinstance(record, dict) and isinstance(version := record.get("format"), int) and version > _WITH_MANIFEST:
-            raise CheckpointError(
-                f"{folder} was written by a newer version (format {version}; this one reads up to {_WITH_MANIFEST}); "
-                "update nemo_opd, or start anew with another run.output_dir"
-            )
-
-
 def read_whole(folder: Path, *, hashed: bool = True) -> Progress:
     """Check and read any folder as `CheckpointManager.read` does. Checkpoints without a manifest are not checked."""
     _require_known_format(folder)
-    progress = read_typed(folder / PROGRESS, Progress)
+    progress = _read_typed(folder / PROGRESS, Progress)
     if progress.format < _WITH_MANIFEST and not (folder / MANIFEST).exists():
         return progress
     manifest = read_manifest(folder)
@@ -222,16 +226,18 @@ def read_whole(folder: Path, *, hashed: bool = True) -> Progress:
     return progress
 
 
-_T = TypeVar("_T")
-MANIFEST = "manifest.json"
-_CHUNK = 1 << 22
-"""Bytes read at a time."""
-_MAX_THREADS = 16
-_SHOWN_DIGITS = 16
-"""Digits of a hash in a message."""
+def _require_known_format(folder: Path) -> None:
+    """Raise CheckpointError if a newer version wrote the checkpoint, which is then not damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        record = json.loads((folder / PROGRESS).read_bytes())
+        if isinstance(record, dict) and isinstance(version := record.get("format"), int) and version > _WITH_MANIFEST:
+            raise CheckpointError(
+                f"{folder} was written by a newer version (format {version}; this one reads up to {_WITH_MANIFEST}); "
+                "update nemo_opd, or start anew with another run.output_dir"
+            )
 
 
-class Entry(BaseModel):
+class _Entry(BaseModel):
     """Size and hash of a file when it was written."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -247,7 +253,7 @@ class _Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     version: Literal[1] = 1
-    files: dict[str, Entry]
+    files: dict[str, _Entry]
 
     @property
     def size(self) -> int:
@@ -262,32 +268,14 @@ def seal(folder: Path) -> None:
     files = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
     sizes = {name: path.stat().st_size for name, path in files.items()}
     hashes = _hashes_of(files, sum(sizes.values()), f"hashing {folder.name}")
-    manifest = _Manifest(files={name: Entry(size=sizes[name], sha256=hashes[name]) for name in files})
+    manifest = _Manifest(files={name: _Entry(size=sizes[name], sha256=hashes[name]) for name in files})
     write_synced(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1).encode())
     sync(folder)
 
 
-def read_typed(file: Path, kind: type[_T]) -> _T:
-    """Read and validate a JSON file of type `kind`.
-
-    Raises DamagedError, naming the file and the key, if it is missing or invalid, and CheckpointError if permissions
-    forbid reading it.
-    """
-    try:
-        return TypeAdapter(kind).validate_json(file.read_bytes())
-    except ValidationError as error:
-        raise DamagedError(f"{file} is damaged: {first_problem(error)}") from None
-    except (FileNotFoundError, NotADirectoryError):
-        raise DamagedError(f"{file} is missing") from None
-    except PermissionError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror}); change its permissions") from None
-    except OSError as error:
-        raise DamagedError(f"{file} cannot be read ({error.strerror})") from None
-
-
 def read_manifest(folder: Path) -> _Manifest:
-    """Read a checkpoint's manifest. Raises the errors of `read_typed`."""
-    return read_typed(folder / MANIFEST, _Manifest)
+    """Read a checkpoint's manifest. Raises the errors of `_read_typed`."""
+    return _read_typed(folder / MANIFEST, _Manifest)
 
 
 def require_sizes(folder: Path, manifest: _Manifest) -> None:
@@ -336,3 +324,24 @@ def _sha256(path: Path, work: Work, stop: Event) -> str:
             digest.update(chunk)
             work.advance(len(chunk))
     return digest.hexdigest()
+
+
+_T = TypeVar("_T")
+
+
+def _read_typed(file: Path, kind: type[_T]) -> _T:
+    """Read and validate a JSON file of type `kind`.
+
+    Raises DamagedError, naming the file and the key, if it is missing or invalid, and CheckpointError if permissions
+    forbid reading it.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise DamagedError(f"{file} is damaged: {first_problem(error)}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedError(f"{file} is missing") from None
+    except PermissionError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}); change its permissions") from None
+    except OSError as error:
+        raise DamagedError(f"{file} cannot be read ({error.strerror})") from None

@@ -1,4 +1,4 @@
-"""Training batches that the student samples (methods.md §10)."""
+"""Training batches: sampled by the student (methods.md §10), and read ahead by the teachers."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,19 +25,6 @@ from nemo_opd.training.models import InFlightBatch, Models, ScoredBatch
 from nemo_opd.types import Batch, SampledRows
 
 
-@dataclass(frozen=True, slots=True)
-class _RolloutBatch:
-    """Batch that the teachers have not read yet, with its rollouts."""
-
-    batch: Batch
-    rollouts: tuple[Rollout, ...]
-    """Rollouts in row order; further rows of the batch are responses of the dataset."""
-    rewards: tuple[float, ...]
-    """One per rollout; empty without a reward."""
-    version: int
-    """Version of the weights that sampled the batch."""
-
-
 @dataclass(frozen=True)
 class RolloutSteps:
     """Functions that make a batch."""
@@ -50,6 +37,19 @@ class RolloutSteps:
     make_sample: Callable[[Rollout], Sample]
     rewards: Callable[[Sequence[Rollout]], list[float]] | None
     """Rollouts of a batch → their rewards, if the run has a reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RolloutBatch:
+    """Batch that the teachers have not read yet, with its rollouts."""
+
+    batch: Batch
+    rollouts: tuple[Rollout, ...]
+    """Rollouts in row order; further rows of the batch are responses of the dataset."""
+    rewards: tuple[float, ...]
+    """One per rollout; empty without a reward."""
+    version: int
+    """Version of the weights that sampled the batch."""
 
 
 class RolloutSource:

@@ -1,4 +1,4 @@
-"""Process groups of a run's models."""
+"""Worker groups of a run's models: how they start, how texts are divided over them, and links between nodes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,11 +22,6 @@ from nemo_opd.workers.student import StudentWorker
 from nemo_opd.workers.teacher import CachedTeacherWorker, ServedTeacherWorker, TeacherWorker
 
 
-def separate(plan: Plan) -> list[int]:
-    """Return the indices of teachers in separate processes."""
-    return [i for i, settings in enumerate(plan.config.active_teachers) if not settings.is_student]
-
-
 def teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
     """Start the group of a teacher in separate processes."""
     settings = plan.config.active_teachers[i]
@@ -34,25 +29,6 @@ def teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
     if not settings.is_computed:
         worker = ServedTeacherWorker if settings.cache is None else CachedTeacherWorker
     return cluster.group(f"teacher {settings.name}", worker, _teacher_arguments(plan, i), plan.placement.teachers[i])
-
-
-def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:
-    """Return the arguments of a teacher's workers."""
-    settings = plan.config.active_teachers[i]
-    alpha = confidence_alphas(plan.config)[i]
-    return {
-        "settings": settings,
-        "key": "student.model" if settings.is_student else f"teachers.{i}.model",
-        "vocab_size": plan.teachers[i].vocab_size,
-        "device": plan.device,
-        "transport": plan.transport,
-        "handoff": plan.config.handoff.type,
-        "score": plan.config.aggregation.score if alpha is None else "log_probability",
-        "readers": plan.deliveries[i].readers,
-        "num_slots": 1 if settings.is_student else 1 + plan.lookahead,
-        "empties_cache": plan.empties_cache,
-        "shares_process": settings.is_student or plan.config.cluster.launcher == "local",
-    }
 
 
 def student_group(cluster: Cluster, plan: Plan) -> Group:
@@ -79,6 +55,30 @@ def student_group(cluster: Cluster, plan: Plan) -> Group:
         },
         plan.placement.student,
     )
+
+
+def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:
+    """Return the arguments of a teacher's workers."""
+    settings = plan.config.active_teachers[i]
+    alpha = confidence_alphas(plan.config)[i]
+    return {
+        "settings": settings,
+        "key": "student.model" if settings.is_student else f"teachers.{i}.model",
+        "vocab_size": plan.teachers[i].vocab_size,
+        "device": plan.device,
+        "transport": plan.transport,
+        "handoff": plan.config.handoff.type,
+        "score": plan.config.aggregation.score if alpha is None else "log_probability",
+        "readers": plan.deliveries[i].readers,
+        "num_slots": 1 if settings.is_student else 1 + plan.lookahead,
+        "empties_cache": plan.empties_cache,
+        "shares_process": settings.is_student or plan.config.cluster.launcher == "local",
+    }
+
+
+def separate_teachers(plan: Plan) -> list[int]:
+    """Return the indices of teachers in separate processes."""
+    return [i for i, settings in enumerate(plan.config.active_teachers) if not settings.is_student]
 
 
 _MICRO_BATCHES_A_CALL = 16

@@ -15,8 +15,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from nemo_opd.alignment.pieces import pieces_of
-from nemo_opd.checkpoint.background import STUDENT, require_whole
-from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.checkpoint.manager import STUDENT, CheckpointManager, Progress
+from nemo_opd.checkpoint.shards import require_whole
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
 from nemo_opd.errors import HubError
@@ -37,7 +37,7 @@ from nemo_opd.teacher_cache.shard import read_manifest
 from nemo_opd.training.closing import closing_at
 from nemo_opd.training.evaluator import BestSteps
 from nemo_opd.training.models import Models, export_whole
-from nemo_opd.workers.student_model import EXPORTS
+from nemo_opd.workers.student_model import PROJECTIONS
 
 
 class _GivenUpError(Exception):
@@ -193,7 +193,7 @@ def write_learned_rows(plan: Plan, exported: Path) -> None:
     rows = {}
     for i, (teacher, planned) in enumerate(zip(plan.config.active_teachers, plan.teachers, strict=True)):
         if isinstance(teacher, OwnIdsTeacher) and teacher.projection_lr and planned.projection is not None:
-            learned = ProjectionMatrix.load(exported / EXPORTS / f"{teacher.name}.safetensors")
+            learned = ProjectionMatrix.load(exported / PROJECTIONS / f"{teacher.name}.safetensors")
             tokenizers = tokenizer_of(plan.config.student, key="student"), tokenizer_of(teacher, key=f"teachers.{i}")
             rows[teacher.name] = list(_moved_rows(planned.projection, learned, *tokenizers))
     if rows:

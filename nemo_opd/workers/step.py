@@ -1,4 +1,4 @@
-"""Timing of the phases of a rank's step."""
+"""A step of the student on one rank: its part of the batch, the terms of the objective, metrics and timing."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +15,13 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.handoff.outputs import Window
 from nemo_opd.types import Batch, Max, Mean, Metric, Metrics, Normalizers
 
+POSITIONS = "positions"
+"""Name of a step's metric: positions, including padding, that the student has read."""
+IS_TAKEN = "is_taken"
+"""Name of a step's metric: 1, or 0 if the step was not finite and changed nothing."""
+PHASE = "phase/"
+"""Prefix of the names of metrics with the seconds of a phase."""
+
 
 @dataclass(frozen=True, slots=True)
 class StudentStep:
@@ -30,12 +37,6 @@ class StudentStep:
     """Extra factor of the distillation term, on top of `loss.kd_weight`."""
     compare_gradients: bool = False
     """Whether to compute the KD and CE gradients separately and log their comparison."""
-
-
-POSITIONS = "positions"
-"""Name of a step's metric: positions, including padding, that the student has read."""
-IS_TAKEN = "is_taken"
-"""Name of a step's metric: 1, or 0 if the step was not finite and changed nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,6 @@ def is_finite_everywhere(terms: Sequence[_ObjectiveTerm], *grad_norms: Tensor) -
     is_wrong = torch.stack(wrong).any().float()
     dist.all_reduce(is_wrong)
     return is_wrong == 0
-
-
-PHASE = "phase/"
-"""Prefix of the metrics' names."""
 
 
 class Phases:

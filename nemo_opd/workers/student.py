@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from nemo_opd.aggregation import TERMS, Divisor, ObjectiveTerms, TermName, build_parts
-from nemo_opd.checkpoint.background import BackgroundWriter
-from nemo_opd.checkpoint.state import load_state, read_state, save_state
+from nemo_opd.checkpoint.manager import STATE, STUDENT
+from nemo_opd.checkpoint.state import BackgroundWriter, load_state, read_state, save_state
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.collectives import gathered
 from nemo_opd.distributed.layout import Layout
@@ -322,17 +322,17 @@ class StudentWorker:
         Raises NotFiniteError for a value that is not finite, on all ranks or only on the rank that merges adapters.
         """
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
-            save_state(folder / "state", self.model, self.optimizer, self.scheduler, averages)
-        self.learned.save(folder / "state")
-        self.export(folder / "student")
+            save_state(folder / STATE, self.model, self.optimizer, self.scheduler, averages)
+        self.learned.save(folder / STATE)
+        self.export(folder / STUDENT)
 
     def begin_save(self, folder: Path) -> None:
         """Save like `save`, but write the sharded state in the background; `end_save` waits for it."""
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             state = read_state(self.model, self.optimizer, self.scheduler, averages)
-            self._background.begin(folder / "state", state)
-        self.learned.save(folder / "state")
-        self.export(folder / "student")
+            self._background.begin(folder / STATE, state)
+        self.learned.save(folder / STATE)
+        self.export(folder / STUDENT)
 
     def is_saved(self) -> bool:
         """Return whether this rank's background write has finished or failed."""
@@ -346,8 +346,8 @@ class StudentWorker:
         """Restore a saved checkpoint. Raises CheckpointError."""
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             tp = self.config.student.parallelism.tp
-            load_state(folder / "state", self.model, self.optimizer, self.scheduler, averages, tp=tp)
-        self.learned.load(folder / "state")
+            load_state(folder / STATE, self.model, self.optimizer, self.scheduler, averages, tp=tp)
+        self.learned.load(folder / STATE)
 
     def export(self, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
         """Call `Exports.write`, and write the learned projections unless `served_as` is set.

@@ -1,4 +1,4 @@
-"""The student's model on one rank."""
+"""The student's model and learned projections on one rank, and their export."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Last, Metric
 from nemo_opd.workers.memory import LOADING_STUDENT, needs_memory
+
+_STATE = "projections.pt"
+"""File of Δ and AdamW's moments in a checkpoint's state folder."""
+PROJECTIONS = "projections"
+"""Folder of the learned matrices in an exported model, with one file per teacher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +124,6 @@ class Exports:
             self._weights.close()
 
 
-_STATE = "projections.pt"
-"""File of Δ and AdamW's moments in a checkpoint's state folder."""
-EXPORTS = "projections"
-"""Folder of the learned matrices in an exported model, with one file per teacher."""
 _Projection = ProjectionMatrix | LearnedProjection
 
 
@@ -203,9 +204,9 @@ class LearnedProjections:
     def export(self, folder: Path) -> None:
         """Write the learned matrices into an exported model, on rank 0."""
         if self.by_teacher and dist.get_rank() == 0:
-            (folder / EXPORTS).mkdir()
+            (folder / PROJECTIONS).mkdir()
             for name, learned in self.by_teacher.items():
-                learned.matrix().save(folder / EXPORTS / f"{name}.safetensors")
+                learned.matrix().save(folder / PROJECTIONS / f"{name}.safetensors")
 
     def _deltas(self) -> Iterable[Tensor]:
         return (learned.delta for learned in self.by_teacher.values())

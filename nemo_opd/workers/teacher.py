@@ -1,4 +1,4 @@
-"""A teacher on one data-parallel rank."""
+"""A teacher on one data-parallel rank: with a model, from a cache or from servers (methods.md §9.1)."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,6 +35,12 @@ from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.types import SequenceScores, TokenRows
 from nemo_opd.workers.frozen import FrozenWorker, Handoff, TeacherSource
 from nemo_opd.workers.memory import handoff_buffer, needs_memory, teacher_tasks
+
+_NO_MODEL = "a cached or served teacher cannot answer questions; set evaluation.teachers=false"
+_BLOCK_BYTES = 2**28
+"""Memory budget of a block of log-probabilities."""
+_LIVE_COPIES = 5
+"""Peak number of live tensors the size of a block's log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +209,7 @@ class TeacherWorker(FrozenWorker):
         super().close()
 
 
-_NO_MODEL = "a cached or served teacher cannot answer questions; set evaluation.teachers=false"
-
-
-class StoredTeacherWorker(TeacherWorker):
+class _StoredTeacherWorker(TeacherWorker):
     """A teacher that hands over stored output instead of running a forward pass."""
 
     def __init__(
@@ -235,7 +238,7 @@ class StoredTeacherWorker(TeacherWorker):
         raise ConfigError(_NO_MODEL)
 
 
-class CachedTeacherWorker(StoredTeacherWorker):
+class CachedTeacherWorker(_StoredTeacherWorker):
     """A teacher with output from a cache."""
 
     def __init__(self, settings: TeacherBase, *, device: str, **arguments: Any) -> None:
@@ -244,7 +247,7 @@ class CachedTeacherWorker(StoredTeacherWorker):
         super().__init__(stored_output(CacheReader(settings.cache), device), settings, device=device, **arguments)
 
 
-class ServedTeacherWorker(StoredTeacherWorker):
+class ServedTeacherWorker(_StoredTeacherWorker):
     """A teacher that requests its output from servers, which preflight must have checked."""
 
     def __init__(self, settings: TeacherBase, *, key: str, vocab_size: int, device: str, **arguments: Any) -> None:
@@ -266,11 +269,6 @@ class ServedTeacherWorker(StoredTeacherWorker):
                 f"{self._key}.urls if the server stays down"
             ) from error
         return replace(output, retried=self._answers.retried - earlier_retries)
-
-
-_BLOCK_BYTES = 2**28
-_LIVE_COPIES = 5
-"""Peak number of live tensors the size of a block's log-probabilities."""
 
 
 class CachingTeacher(TeacherWorker):

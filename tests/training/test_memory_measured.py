@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from nemo_opd.checkpoint.background import HostCopies
-from nemo_opd.checkpoint.state import read_state
+from nemo_opd.checkpoint.state import HostCopies, read_state
 from nemo_opd.cluster.batch_grid import micro_batches
 from nemo_opd.preflight.memory_parts import STUDENT_PHASES, Phase
 from nemo_opd.preflight.plan import Plan
