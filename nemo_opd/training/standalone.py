@@ -56,64 +56,8 @@ if TYPE_CHECKING:
 
 _MICRO_BATCH_TOKENS = 16_384
 """Benchmark tokens per microbatch of a rank."""
-
-
-class EvaluatedModel(Generator):
-    """A frozen model on the ranks of a cluster."""
-
-    def __init__(self, group: ModelGroup, end_ids: Collection[int], limit: BatchLimit) -> None:
-        """Store the arguments. end_ids: tokens that end a sequence. limit: batch size limit of a rank's sampling."""
-        self._group, self._end_ids, self._limit = group, end_ids, limit
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return self._group.continued(requests, sampling, self._end_ids, self._limit, about="questions")
-
-    def likelihoods(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Return the sequences' likelihoods, in order (see `Scorer`)."""
-        return self._group.likelihoods(rows)
-
-
-@contextmanager
-def open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[int]) -> Iterator[EvaluatedModel]:
-    """Start the workers and load the model.
-
-    Raises ConfigError if the ranks are not available, and the workers' ModelError and ClusterError.
-    """
-    assert isinstance(config.rollout, HFRollout)
-    cluster = config.cluster.on(config.device)
-    device = resolve_device(cluster, "device")
-    placement = colocated(resolve_ranks(cluster, device), cluster.num_nodes)
-    require_processes(cluster, placement, device)
-    layout = resolve_layout("parallelism", len(placement.student), config.parallelism)
-    check_parallelism(load_config(config.model, key="model"), config.parallelism, device, key="parallelism")
-    settings = SameTokenizerTeacher(
-        type="same_tokenizer",
-        name="model",
-        model=config.model,
-        tokenizer=config.tokenizer,
-        parallelism=config.parallelism,
-        dtype=config.dtype,
-    )
-    arguments = {
-        "settings": settings,
-        "tasks": EVALUATED_TASKS,
-        "key": "model",
-        "vocab_size": vocab_size,
-        "device": device,
-    }
-    with (
-        open_cluster(cluster, device, placement) as running,
-        running.group("model", FrozenWorker, arguments, placement.student) as group,
-    ):
-        running.gather([group.ready])
-        yield EvaluatedModel(
-            ModelGroup(group, layout, _MICRO_BATCH_TOKENS), end_ids, BatchLimit(config.rollout.batch_size)
-        )
-
-
 _NO_LIMIT = 1 << 30
 """Sequence length in tokens if the model's configuration has no limit."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -149,7 +93,7 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
         engine: Generator
         with busy(f"loading {config.model}"):
             if isinstance(config.rollout, HFRollout):
-                engine = stack.enter_context(open_model(config, len(tokenizer), ends))
+                engine = stack.enter_context(_open_model(config, len(tokenizer), ends))
             else:
                 gpus = server_gpus(config.rollout)
                 spec = EngineSpec(len(tokenizer), ends, config.dtype, output_dir, positions, gpus=gpus)
@@ -179,6 +123,59 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
     written = "results.json and samples.jsonl" if sets else "results.json"
     console.print(f"wrote {output_dir}/{written}", soft_wrap=True)
     return results
+
+
+class _EvaluatedModel(Generator):
+    """A frozen model on the ranks of a cluster."""
+
+    def __init__(self, group: ModelGroup, end_ids: Collection[int], limit: BatchLimit) -> None:
+        """Store the arguments. end_ids: tokens that end a sequence. limit: batch size limit of a rank's sampling."""
+        self._group, self._end_ids, self._limit = group, end_ids, limit
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return self._group.continued(requests, sampling, self._end_ids, self._limit, about="questions")
+
+    def likelihoods(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
+        """Return the sequences' likelihoods, in order (see `Scorer`)."""
+        return self._group.likelihoods(rows)
+
+
+@contextmanager
+def _open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[int]) -> Iterator[_EvaluatedModel]:
+    """Start the workers and load the model.
+
+    Raises ConfigError if the ranks are not available, and the workers' ModelError and ClusterError.
+    """
+    assert isinstance(config.rollout, HFRollout)
+    cluster = config.cluster.on(config.device)
+    device = resolve_device(cluster, "device")
+    placement = colocated(resolve_ranks(cluster, device), cluster.num_nodes)
+    require_processes(cluster, placement, device)
+    layout = resolve_layout("parallelism", len(placement.student), config.parallelism)
+    check_parallelism(load_config(config.model, key="model"), config.parallelism, device, key="parallelism")
+    settings = SameTokenizerTeacher(
+        type="same_tokenizer",
+        name="model",
+        model=config.model,
+        tokenizer=config.tokenizer,
+        parallelism=config.parallelism,
+        dtype=config.dtype,
+    )
+    arguments = {
+        "settings": settings,
+        "tasks": EVALUATED_TASKS,
+        "key": "model",
+        "vocab_size": vocab_size,
+        "device": device,
+    }
+    with (
+        open_cluster(cluster, device, placement) as running,
+        running.group("model", FrozenWorker, arguments, placement.student) as group,
+    ):
+        running.gather([group.ready])
+        yield _EvaluatedModel(
+            ModelGroup(group, layout, _MICRO_BATCH_TOKENS), end_ids, BatchLimit(config.rollout.batch_size)
+        )
 
 
 def _ask(
@@ -230,7 +227,7 @@ def _run_benchmarks(
 ) -> Iterator[BenchmarkResult]:
     from nemo_opd.evaluation.benchmarks import LanguageModel, TextModel, run_benchmark
 
-    assert isinstance(engine, EvaluatedModel)
+    assert isinstance(engine, _EvaluatedModel)
     text = TextModel(tokenizer, longest_request(config, positions), config.chat_template_kwargs, config.seed)
     model = LanguageModel(text, engine.likelihoods, engine)
     allows = config.confirm_run_unsafe_code
