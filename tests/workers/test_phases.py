@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from nemo_opd.workers import phases as module
+from nemo_opd.workers import step as module
 from nemo_opd.workers.step import Phases
 
 
