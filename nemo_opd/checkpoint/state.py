@@ -1,4 +1,7 @@
-"""The student's training state: master weights, optimizer, schedule and random generators; also in the background."""
+"""The student's training state: master weights, optimizer, schedule and random generators.
+
+It is written while all ranks wait, or in the background.
+"""
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -53,7 +56,7 @@ def read_state(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, a
     )
 
 
-def write_state(folder: Path, state: State, *, group: dist.ProcessGroup | None = None) -> None:
+def _write_state(folder: Path, state: State, *, group: dist.ProcessGroup | None = None) -> None:
     """Write this rank's shards. The state can be read with another number of ranks. Collective.
 
     group: process group of all ranks, by default the default group. Raises CheckpointError if the disk fails.
@@ -66,8 +69,8 @@ def write_state(folder: Path, state: State, *, group: dist.ProcessGroup | None =
 def save_state(
     folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, averages: _Averages | None = None
 ) -> None:
-    """Call `read_state` and `write_state`, and wait for the other ranks."""
-    write_state(folder, read_state(model, optimizer, scheduler, averages))
+    """Call `read_state` and `_write_state`, and wait for the other ranks."""
+    _write_state(folder, read_state(model, optimizer, scheduler, averages))
     dist.barrier()
 
 
@@ -142,7 +145,7 @@ class BackgroundWriter:
             self._group = dist.new_group(backend="gloo")
         folder.mkdir(parents=True, exist_ok=True)
         copied = State(tree_map_only(torch.Tensor, HostCopies(), state.shared), state.per_rank)
-        self._written = self._thread.submit(write_state, folder, copied, group=self._group)
+        self._written = self._thread.submit(_write_state, folder, copied, group=self._group)
 
     def is_done(self) -> bool:
         """Return whether writing has finished or failed."""

@@ -1,5 +1,5 @@
-"""What happens from a run's first step on: batches, optimizer steps, evaluation, checkpoints and exports.
+"""A run from its first step to its last: batches, optimizer steps, evaluation, checkpoints and exports.
 
-The driver calls the workers as the `Plan` of `preflight` says, and holds no model. Builds of teacher caches and
-evaluations of finished models, which also start workers, are here as well.
+The driver calls the workers, as the `Plan` of `preflight` says. Two other tasks that need workers are here as well:
+teacher caches are built and finished models are evaluated.
 """

@@ -1,4 +1,4 @@
-"""Evaluation of a run's student and teachers on question sets and benchmarks, and what its results decide."""
+"""Evaluation of a run's student and teachers on question sets and benchmarks, the best steps and early stopping."""
 
 from __future__ import annotations
 

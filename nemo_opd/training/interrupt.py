@@ -1,4 +1,4 @@
-"""Ends of a run before its last step: signals, and a time limit."""
+"""Early end of a run: by signals, or before a time limit."""
 
 import math
 import os

@@ -258,16 +258,12 @@ def _teacher_origin(settings: Teacher, summary: TeacherSummary, vocab_size: int)
         model=_public_name(model),
         tokenizer=_public_name(settings.tokenizer_source[1]),
         vocab_size=vocab_size,
-        card=_card(settings, model),
+        # The name of a served teacher need not be one on the hub.
+        card=OwnCard() if settings.served is not None else read_own_card(model),
         weight=summary.weight,
         loss=summary.loss,
         audit=(*summary.coverage, *summary.warnings),
     )
-
-
-def _card(settings: Teacher, model: str) -> OwnCard:
-    """Return the teacher's model card; empty for a served teacher, whose name need not be one on the hub."""
-    return OwnCard() if settings.served is not None else read_own_card(model)
 
 
 def _public_name(reference: str) -> str:

@@ -75,7 +75,9 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
     environment and reward.
     """
     require_installed(config.rollout)
-    output_dir = config.output_dir or _default_output_dir()
+    output_dir = config.output_dir
+    if output_dir is None:
+        output_dir = Path("outputs") / "evaluation" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     sets = list(resolved_sets(config, config.data, config.reward, ""))
     benchmarks = _load_benchmarks(config)
     with ExitStack() as stack:
@@ -317,10 +319,6 @@ def _by_level(result: EvaluationResult) -> dict[str, Any]:
         for level, level_rows in rows.items()
     }
     return {"by_level": means} if means else {}
-
-
-def _default_output_dir() -> Path:
-    return Path("outputs") / "evaluation" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def _estimates_table(result: EvaluationResult, settings: Questions) -> Table:

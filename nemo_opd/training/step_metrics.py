@@ -1,4 +1,4 @@
-"""Logged values of a step: the objective (methods.md §7.3), the scale of KD, and times."""
+"""Logged values of a step: the objective (methods.md §7.3), the scale of KD, times, skipped steps and warnings."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -194,12 +194,9 @@ def step_times(spans: Mapping[str, float], student: Metrics, teachers: Mapping[s
     times |= {f"perf/teacher_s/{name}": seconds for name, seconds in teachers.items()}
     for name, metric in student.items():
         if name.startswith(PHASE):
-            times[_metric_name(name.removeprefix(PHASE))] = metric.value()
+            phase = name.removeprefix(PHASE)
+            times[f"perf/student_{phase}_s" if phase in _SHARED_PHASES else f"perf/{phase}_s"] = metric.value()
     return {**times, "perf/other_s": step_parts(times)[OTHER]}
-
-
-def _metric_name(phase: str) -> str:
-    return f"perf/student_{phase}_s" if phase in _SHARED_PHASES else f"perf/{phase}_s"
 
 
 def useful_positions(scored: ScoredBatch, by_student: float, names: Sequence[str]) -> dict[str, float]:
@@ -222,7 +219,8 @@ def first_kd_warnings(config: RunConfig, vocab_size: int, device: str, record: M
     for i, teacher in enumerate(config.active_teachers):
         name, term = f"train/kd/{teacher.name}", config.term(i)
         kd = record.get(name, math.nan) / getattr(term, "temperature", 1.0) ** 2
-        if _is_about_0(kd, term, _noise(config, i, device)) and _differs(config, i):
+        is_other_model = not teacher.is_student and teacher.model != config.student.model
+        if is_other_model and _is_about_0(kd, term, _noise(config, i, device)):
             yield (
                 f"{name} is {kd:.1g}: {teacher.name} and the student agree up to rounding, although "
                 f"teachers.{i}.model={teacher.model} and student.model={config.student.model} differ. Either one is a "
@@ -247,11 +245,6 @@ def _noise(config: RunConfig, i: int, device: str) -> float:
     names = (config.student.dtype, teacher.dtype if teacher.is_computed else "bfloat16")
     eps = max(torch.finfo(compute_dtype(name, device)).eps for name in names)
     return max(_ROUNDING, (_LOGIT * eps) ** 2 / 24)
-
-
-def _differs(config: RunConfig, i: int) -> bool:
-    teacher = config.active_teachers[i]
-    return not teacher.is_student and teacher.model != config.student.model
 
 
 def _is_about_0(kd: float, term: LossTerm, noise: float) -> bool:

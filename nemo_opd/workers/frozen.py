@@ -1,4 +1,4 @@
-"""A frozen model on one data-parallel rank."""
+"""A frozen model on one data-parallel rank, and the sampler of a sharded model."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager

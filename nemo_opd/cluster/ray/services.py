@@ -1,4 +1,7 @@
-"""Ray's own processes, which end this process a minute after they end, and the variables that workers get."""
+"""Ray's own processes, and the environment variables that workers get.
+
+If Ray's processes end, Ray ends this process after a minute without a message.
+"""
 
 from __future__ import annotations
 
