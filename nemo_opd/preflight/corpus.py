@@ -298,9 +298,6 @@ def _same_tokenizer(config: RunConfig, i: int, student: ModelInfo, teachers: Seq
     return SameTokenizer(tuple(sorted(missing)), next(readable, 0))
 
 
-# `RoutedLayout` has rejected data with unknown teachers.
-
-
 class _RoutedSampleMaker:
     """Routed document → Sample with its teacher; samples that `make` caches do not depend on the teacher."""
 
@@ -311,6 +308,7 @@ class _RoutedSampleMaker:
     def __call__(self, document: Document) -> Sample:
         """Make the sample. Raises whatever `make` raises."""
         assert isinstance(document, Routed)
+        # `RoutedLayout` has rejected data with unknown teachers.
         return replace(self._make(document.content), route=self._teachers.index(document.teacher))
 
 

@@ -82,7 +82,7 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
         plan.sampled_end_ids,
         "bfloat16" if plan.device == "cuda" else "float32",
         plan.output_dir,
-        # Of a rollout, or of a benchmark's question with its answer.
+        # The longest rollout, or a benchmark's longest question with its answer.
         max_length=max(config.train.max_length, longest_question(plan.benchmarks)),
         rounds_logits=config.handoff.type == "logits",
         is_training=True,
