@@ -30,7 +30,8 @@ from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
 from nemo_opd.workers.frozen import TeacherModel
 from nemo_opd.workers.memory import FORWARD, FrozenTasks
 from nemo_opd.workers.offload import DeviceOffload
-from nemo_opd.workers.student import StudentStep, StudentWorker
+from nemo_opd.workers.step import StudentStep
+from nemo_opd.workers.student import StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.losses.real_sizes import projection
 from tests.pretend_gpu import DEVICE, OnDevice, Work, counted

@@ -21,7 +21,7 @@ from nemo_opd.losses.arguments import chunk_units
 from nemo_opd.preflight.flops import Flops
 from nemo_opd.preflight.memory_parts import Memory
 from nemo_opd.preflight.plan import Plan, preflight
-from nemo_opd.training.lookahead import Lookahead
+from nemo_opd.training.batches import Lookahead
 from nemo_opd.training.models import ScoredBatch
 from nemo_opd.training.off_policy import train_step
 from nemo_opd.training.session import Session

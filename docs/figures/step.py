@@ -24,7 +24,7 @@ from nemo_opd.config.load import compose
 from nemo_opd.training import groups
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import Max, TokenRows
-from nemo_opd.workers.phases import Phases
+from nemo_opd.workers.step import Phases
 from nemo_opd.workers.student import StudentWorker
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 

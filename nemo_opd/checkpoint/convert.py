@@ -18,16 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from nemo_opd.checkpoint.background import STATE
-from nemo_opd.checkpoint.manager import PROGRESS, TEMPORARY, Progress, read_whole
-from nemo_opd.checkpoint.state import (
-    MetadataError,
-    read_metadata,
-    read_sharded,
-    sharded_state,
-    write_rank_file,
-    write_sharded,
-)
+from nemo_opd.checkpoint.manager import PROGRESS, STATE, TEMPORARY, Progress, read_whole
+from nemo_opd.checkpoint.shards import MetadataError, read_metadata, read_sharded, write_rank_file, write_sharded
+from nemo_opd.checkpoint.state import sharded_state
 from nemo_opd.config.model import Lora, Student
 from nemo_opd.distributed.collectives import find_not_finite_here
 from nemo_opd.errors import CheckpointError

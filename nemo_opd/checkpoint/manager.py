@@ -1,31 +1,50 @@
-"""A run directory's checkpoints, which are written completely or not at all, found again, and limited in number."""
+"""A run directory's checkpoints, which are written completely or not at all, found again, and limited in number.
 
+The driver writes a manifest with the size and SHA-256 of every file after all ranks have written, on their shared file
+system, so it reads the files as a resumed run will. The hashes equal the output of `sha256sum`.
+"""
+
+import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Container, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from threading import Event
+from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from nemo_opd.checkpoint.manifest import MANIFEST, read_manifest, read_typed, require_hashes, require_sizes, seal
-from nemo_opd.errors import CheckpointError, DamagedError
-from nemo_opd.files import require_room, storage_errors, sync
+from nemo_opd.errors import CheckpointError, DamagedError, first_problem
+from nemo_opd.files import files_below, require_room, settle, storage_errors, sync, write_synced
+from nemo_opd.progress import Work, working
 
 _NAME = re.compile(r"^step_(\d{6,})$")
 TEMPORARY = ".incomplete_"
 _DAMAGED = "damaged_"
 """Prefix of a damaged checkpoint that was set aside."""
 PROGRESS = "progress.json"
+"""File of the driver's part."""
+STATE = "state"
+"""Folder of the ranks' sharded training state."""
+STUDENT = "student"
+"""Folder of the student in Hugging Face format."""
+MANIFEST = "manifest.json"
 _WITH_MANIFEST = 2
 """Format number of checkpoints with a manifest."""
 INSTEAD = "choose another run.output_dir, or keep fewer checkpoints (train.keep_last)"
 """Advice for a full disk."""
 _NUM_SHOWN = 3
 """Largest number of damaged checkpoints that a message lists."""
+_CHUNK = 1 << 22
+"""Bytes read at a time."""
+_MAX_THREADS = 16
+_SHOWN_DIGITS = 16
+"""Digits of a hash in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,21 +208,10 @@ class CheckpointManager:
         return progress
 
 
-def _require_known_format(folder: Path) -> None:
-    """Raise CheckpointError if a newer version wrote the checkpoint, which is then not damaged."""
-    with suppress(OSError, ValueError, RecursionError):
-        record = json.loads((folder / PROGRESS).read_bytes())
-        if isinstance(record, dict) and isinstance(version := record.get("format"), int) and version > _WITH_MANIFEST:
-            raise CheckpointError(
-                f"{folder} was written by a newer version (format {version}; this one reads up to {_WITH_MANIFEST}); "
-                "update nemo_opd, or start anew with another run.output_dir"
-            )
-
-
 def read_whole(folder: Path, *, hashed: bool = True) -> Progress:
     """Check and read any folder as `CheckpointManager.read` does. Checkpoints without a manifest are not checked."""
     _require_known_format(folder)
-    progress = read_typed(folder / PROGRESS, Progress)
+    progress = _read_typed(folder / PROGRESS, Progress)
     if progress.format < _WITH_MANIFEST and not (folder / MANIFEST).exists():
         return progress
     manifest = read_manifest(folder)
@@ -216,3 +224,124 @@ def read_whole(folder: Path, *, hashed: bool = True) -> Progress:
     except OSError as error:
         raise DamagedError(f"{folder} is damaged: a file cannot be read ({error})") from error
     return progress
+
+
+def _require_known_format(folder: Path) -> None:
+    """Raise CheckpointError if a newer version wrote the checkpoint, which is then not damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        record = json.loads((folder / PROGRESS).read_bytes())
+        if isinstance(record, dict) and isinstance(version := record.get("format"), int) and version > _WITH_MANIFEST:
+            raise CheckpointError(
+                f"{folder} was written by a newer version (format {version}; this one reads up to {_WITH_MANIFEST}); "
+                "update nemo_opd, or start anew with another run.output_dir"
+            )
+
+
+class _Entry(BaseModel):
+    """Size and hash of a file when it was written."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    size: Annotated[int, Field(ge=0)]
+    """Bytes of the file."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _Manifest(BaseModel):
+    """The files of a checkpoint, keyed by their paths in it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    version: Literal[1] = 1
+    files: dict[str, _Entry]
+
+    @property
+    def size(self) -> int:
+        """Total bytes of all files."""
+        return sum(entry.size for entry in self.files.values())
+
+
+def seal(folder: Path) -> None:
+    """Wait until the files below `folder` are on disk, and write the manifest. Raises OSError."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    settle(folder)
+    files = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    hashes = _hashes_of(files, sum(sizes.values()), f"hashing {folder.name}")
+    manifest = _Manifest(files={name: _Entry(size=sizes[name], sha256=hashes[name]) for name in files})
+    write_synced(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1).encode())
+    sync(folder)
+
+
+def read_manifest(folder: Path) -> _Manifest:
+    """Read a checkpoint's manifest. Raises the errors of `_read_typed`."""
+    return _read_typed(folder / MANIFEST, _Manifest)
+
+
+def require_sizes(folder: Path, manifest: _Manifest) -> None:
+    """Raise DamagedError, naming the file, if one is missing or its size has changed."""
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedError(f"{folder} is damaged: {name} is missing ({entry.size:,} bytes were written)")
+        if (size := path.stat().st_size) != entry.size:
+            raise DamagedError(f"{folder} is damaged: {name} has {size:,} bytes, but {entry.size:,} were written")
+
+
+def require_hashes(folder: Path, manifest: _Manifest) -> None:
+    """Raise DamagedError, naming the file, if the content of one has changed."""
+    paths = {name: folder / name for name in manifest.files}
+    hashes = _hashes_of(paths, manifest.size, f"checking {folder.name}")
+    for name, entry in manifest.files.items():
+        if hashes[name] != entry.sha256:
+            raise DamagedError(
+                f"{folder} is damaged: {name} ({entry.size:,} bytes) has the SHA-256 {hashes[name][:_SHOWN_DIGITS]}…, "
+                f"but {entry.sha256[:_SHOWN_DIGITS]}… was written"
+            )
+
+
+def _hashes_of(paths: Mapping[str, Path], total: int, what: str) -> dict[str, str]:
+    """Return the SHA-256 of each file, keyed by name; several files are read at a time."""
+    stop = Event()
+    threads = min(_MAX_THREADS, os.cpu_count() or 1)
+    with working(what, total, "B") as work, ThreadPoolExecutor(threads) as pool:
+        try:
+            # Largest first, so that no large file is read alone at the end.
+            order = sorted(paths, key=lambda name: -paths[name].stat().st_size)
+            digests = pool.map(lambda name: _sha256(paths[name], work, stop), order)
+            return dict(zip(order, digests, strict=True))
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _sha256(path: Path, work: Work, stop: Event) -> str:
+    """Return a file's digest. hashlib releases the GIL, so threads run in parallel."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while not stop.is_set() and (chunk := file.read(_CHUNK)):
+            digest.update(chunk)
+            work.advance(len(chunk))
+    return digest.hexdigest()
+
+
+_T = TypeVar("_T")
+
+
+def _read_typed(file: Path, kind: type[_T]) -> _T:
+    """Read and validate a JSON file of type `kind`.
+
+    Raises DamagedError, naming the file and the key, if it is missing or invalid, and CheckpointError if permissions
+    forbid reading it.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise DamagedError(f"{file} is damaged: {first_problem(error)}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedError(f"{file} is missing") from None
+    except PermissionError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}); change its permissions") from None
+    except OSError as error:
+        raise DamagedError(f"{file} cannot be read ({error.strerror})") from None

@@ -1,4 +1,4 @@
-"""The driver's interface to a cluster: groups of ranks and calls to them, with Ray or without."""
+"""Groups of ranks and calls to them, with Ray or without: the driver's interface, and the side of a rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from nemo_opd.cluster.placement import Places
 from nemo_opd.errors import OPDError, SenderGoneError, WorkerError
 from nemo_opd.workers.memory import Task, needs_memory
 
+CONTINUE = "run.resume=auto continues from the last checkpoint"
 _ACTIVITIES = {
     "start": "loading its model",
     "load": "reading the checkpoint",
@@ -35,26 +36,10 @@ _ACTIVITIES = {
     "close": "releasing its memory",
 }
 """Descriptions of worker methods, for messages to users."""
-
-
-def activity(method: str, about: str = "") -> str:
-    """Describe a method for a message: `training on a batch (step 12)` if `about` is `step 12`."""
-    doing = _ACTIVITIES.get(method, f"in {method!r}")
-    return f"{doing} ({about})" if about else doing
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call on every rank of a group, which may not have returned yet."""
-
-    group: str
-    method: str
-    about: str
-    """The batch or step, for messages; may be empty."""
-
-    @property
-    def doing(self) -> str:
-        return activity(self.method, self.about)
+_KNOBS = ("lower train.micro_batch_size or train.max_length", "use more ranks")
+"""Default advice if memory runs out."""
+_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+"""Phrases in gloo's errors, plain RuntimeErrors, that indicate a broken connection."""
 
 
 class Cluster(ABC):
@@ -118,6 +103,26 @@ class Group(ABC):
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call on every rank of a group, which may not have returned yet."""
+
+    group: str
+    method: str
+    about: str
+    """The batch or step, for messages; may be empty."""
+
+    @property
+    def doing(self) -> str:
+        return activity(self.method, self.about)
+
+
+def activity(method: str, about: str = "") -> str:
+    """Describe a method for a message: `training on a batch (step 12)` if `about` is `step 12`."""
+    doing = _ACTIVITIES.get(method, f"in {method!r}")
+    return f"{doing} ({about})" if about else doing
+
+
 def submit_sequentially(calls: Sequence[tuple[Group, Callable[[], Call]]]) -> list[Call]:
     """Start calls in order, each after earlier calls on the same devices have returned; return all calls.
 
@@ -132,13 +137,6 @@ def submit_sequentially(calls: Sequence[tuple[Group, Callable[[], Call]]]) -> li
         started.append(start())
         pending = [*((busy, call) for busy, call in pending if call not in blocking), (group, started[-1])]
     return started
-
-
-CONTINUE = "run.resume=auto continues from the last checkpoint"
-_KNOBS = ("lower train.micro_batch_size or train.max_length", "use more ranks")
-"""Default advice if memory runs out."""
-_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
-"""Phrases in gloo's errors, plain RuntimeErrors, that indicate a broken connection."""
 
 
 class Rank:

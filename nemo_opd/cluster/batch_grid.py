@@ -24,6 +24,65 @@ _EQUAL_COST = 24_576
 """Length in tokens at which attention costs as much as all other work: 12 × hidden size, here of 2,048."""
 _MOST_POSITIONS = 16
 """Limit on sequences × longest sequence in a packed microbatch, as a multiple of the token budget."""
+_Item = TypeVar("_Item")
+_Rows = TypeVar("_Rows", bound=Rows)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGrid:
+    """A split of the same padded sequences for all groups into equal consecutive parts, one per data-parallel index."""
+
+    student: Layout
+    teachers: tuple[Layout, ...]
+
+    @property
+    def unit(self) -> int:
+        """Smallest number of parts that divides equally among the data-parallel ranks of every group."""
+        return lcm(self.student.dp, *(teacher.dp for teacher in self.teachers))
+
+    def balanced(self, batch: Batch) -> Batch:
+        """Reorder the batch so that all ranks of a group get about the same work; rows stay together."""
+        counts = _row_of(batch).bincount().tolist()
+        size = -(-len(counts) // self.unit)
+        sizes = [max(0, min(size, len(counts) - part * size)) for part in range(self.unit)]
+        lengths = [part.tolist() for part in batch.student.lengths.clamp(min=1).split(counts)]
+        order = dealt(lengths, sizes)
+        members = torch.arange(len(batch)).split(counts)
+        reordered = gather_rows(batch, torch.cat([members[row] for row in order]))
+        if batch.row is None:
+            return reordered
+        return replace(reordered, row=row_ids([counts[row] for row in order]))
+
+    def padded(self, batch: Batch) -> Batch:
+        """Add empty sequences of one position each, so that all ranks of a group get the same number."""
+        return gather_rows(batch, self._places(batch))
+
+    def is_given(self, batch: Batch) -> Tensor:
+        """Return a mask of the padded batch that is false for padding sequences: bool [padded B]."""
+        return self._places(batch) >= 0
+
+    def unpad(self, rows: _Rows, batch: Batch) -> _Rows:
+        """Drop padding rows and restore the batch's width."""
+        is_given, width = self.is_given(batch), batch.student.ids.shape[1]
+        return rows.map(lambda tensor, fill: F.pad(tensor[is_given], (0, width - tensor.shape[1]), value=fill))
+
+    def _places(self, batch: Batch) -> Tensor:
+        """Return the index in the batch of each sequence in the padded batch, −1 for padding: int64 [padded B]."""
+        row = _row_of(batch)
+        part = row // -(-int(row[-1] + 1) // self.unit)
+        counts = part.bincount(minlength=self.unit).tolist()
+        parts = torch.arange(len(batch)).split(counts)
+        return pad_sequence(list(parts), batch_first=True, padding_value=-1).flatten()
+
+    def by_rank(self, batch: Batch, layout: Layout) -> list[Batch]:
+        """Return each rank's sequences; ranks that differ only in cp or tp get the same ones."""
+        parts = shards(self.padded(batch), layout.dp)
+        return [parts[layout.coordinates(rank)[0]] for rank in range(layout.size)]
+
+
+def _row_of(batch: Batch) -> Tensor:
+    """Return the row of each sequence: int64 [B]."""
+    return torch.arange(len(batch)) if batch.row is None else batch.row
 
 
 def dealt(rows: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
@@ -84,67 +143,6 @@ def _halve_largest(cuts: list[slice]) -> None:
     start, stop = cuts[index].start, cuts[index].stop
     middle = (start + stop) // 2
     cuts[index : index + 1] = [slice(start, middle), slice(middle, stop)]
-
-
-_Item = TypeVar("_Item")
-_Rows = TypeVar("_Rows", bound=Rows)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchGrid:
-    """A split of the same padded sequences for all groups into equal consecutive parts, one per data-parallel index."""
-
-    student: Layout
-    teachers: tuple[Layout, ...]
-
-    @property
-    def unit(self) -> int:
-        """Smallest number of parts that divides equally among the data-parallel ranks of every group."""
-        return lcm(self.student.dp, *(teacher.dp for teacher in self.teachers))
-
-    def balanced(self, batch: Batch) -> Batch:
-        """Reorder the batch so that all ranks of a group get about the same work; rows stay together."""
-        counts = _row_of(batch).bincount().tolist()
-        size = -(-len(counts) // self.unit)
-        sizes = [max(0, min(size, len(counts) - part * size)) for part in range(self.unit)]
-        lengths = [part.tolist() for part in batch.student.lengths.clamp(min=1).split(counts)]
-        order = dealt(lengths, sizes)
-        members = torch.arange(len(batch)).split(counts)
-        reordered = gather_rows(batch, torch.cat([members[row] for row in order]))
-        if batch.row is None:
-            return reordered
-        return replace(reordered, row=row_ids([counts[row] for row in order]))
-
-    def padded(self, batch: Batch) -> Batch:
-        """Add empty sequences of one position each, so that all ranks of a group get the same number."""
-        return gather_rows(batch, self._places(batch))
-
-    def is_given(self, batch: Batch) -> Tensor:
-        """Return a mask of the padded batch that is false for padding sequences: bool [padded B]."""
-        return self._places(batch) >= 0
-
-    def unpad(self, rows: _Rows, batch: Batch) -> _Rows:
-        """Drop padding rows and restore the batch's width."""
-        is_given, width = self.is_given(batch), batch.student.ids.shape[1]
-        return rows.map(lambda tensor, fill: F.pad(tensor[is_given], (0, width - tensor.shape[1]), value=fill))
-
-    def _places(self, batch: Batch) -> Tensor:
-        """Return the index in the batch of each sequence in the padded batch, −1 for padding: int64 [padded B]."""
-        row = _row_of(batch)
-        part = row // -(-int(row[-1] + 1) // self.unit)
-        counts = part.bincount(minlength=self.unit).tolist()
-        parts = torch.arange(len(batch)).split(counts)
-        return pad_sequence(list(parts), batch_first=True, padding_value=-1).flatten()
-
-    def by_rank(self, batch: Batch, layout: Layout) -> list[Batch]:
-        """Return each rank's sequences; ranks that differ only in cp or tp get the same ones."""
-        parts = shards(self.padded(batch), layout.dp)
-        return [parts[layout.coordinates(rank)[0]] for rank in range(layout.size)]
-
-
-def _row_of(batch: Batch) -> Tensor:
-    """Return the row of each sequence: int64 [B]."""
-    return torch.arange(len(batch)) if batch.row is None else batch.row
 
 
 def shared_out(items: Sequence[_Item], layout: Layout) -> list[list[_Item]]:

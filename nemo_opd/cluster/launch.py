@@ -1,4 +1,4 @@
-"""Startup of a run's processes with Ray or torchrun."""
+"""Startup of a run's processes with Ray or torchrun, and checks before it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,15 @@ def driving(cluster: Settings) -> Iterator[bool]:
         yield True
     finally:
         release()
+
+
+def open_cluster(settings: Settings, device: str, placement: Placement) -> Cluster:
+    """Open the cluster of a run. Raises ClusterError if its resources are not free."""
+    if settings.launcher == "local":
+        return LocalCluster(settings, device=device, placement=placement)
+    from nemo_opd.cluster.ray.cluster import RayCluster  # Ray takes seconds to import
+
+    return RayCluster(settings, device=device, placement=placement)
 
 
 def require_processes(cluster: Settings, placement: Placement, device: str) -> None:
@@ -106,12 +115,3 @@ def _compute_modes() -> list[str]:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
-
-
-def open_cluster(settings: Settings, device: str, placement: Placement) -> Cluster:
-    """Open the cluster of a run. Raises ClusterError if its resources are not free."""
-    if settings.launcher == "local":
-        return LocalCluster(settings, device=device, placement=placement)
-    from nemo_opd.cluster.ray.cluster import RayCluster  # Ray takes seconds to import
-
-    return RayCluster(settings, device=device, placement=placement)

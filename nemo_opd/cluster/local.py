@@ -32,79 +32,6 @@ _DEVICE, _FAILURE, _REPORTED = "device", "failure", "reported"
 _world_numbers = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """A call with one rank's arguments."""
-
-    call: Call
-    arguments: tuple[Any, ...]
-
-
-class _World:
-    """This process's rank of every group, all in one torch.distributed world.
-
-    Communicates each call by a scatter from rank 0 and its results by a gather to rank 0, over gloo.
-    """
-
-    def __init__(self, processes: Processes, store: dist.Store, device: str, timeout_s: float) -> None:
-        """Join the world; collective. timeout_s: limit of the workers' collectives."""
-        self.processes, self.store = processes, store
-        if device == "cuda":
-            torch.cuda.set_device(processes.local_rank)
-        else:
-            torch.set_num_threads(num_threads(num_cores(), processes.size))
-        process_group.stay_on_this_machine()
-        process_group.join(store, processes.rank, processes.size, device, timeout_s)
-        self._calls = dist.new_group(backend="gloo", timeout=_IDLE)
-        self.ranks: dict[str, Rank] = {}
-        """This process's rank of each group, keyed by the group's name."""
-
-    def scatter(self, orders: Sequence[_Order | None] | None) -> _Order | None:
-        """Return this rank's order, or None to end the world. orders: one per rank, on rank 0 only."""
-        if self.processes.size == 1:
-            assert orders is not None
-            return orders[0]
-        received: list[_Order | None] = [None]
-        dist.scatter_object_list(received, None if orders is None else list(orders), group=self._calls)
-        return received[0]
-
-    def gather(self, result: Any) -> list[Any]:
-        """Return the results of all ranks on rank 0, and an empty list elsewhere."""
-        if self.processes.size == 1:
-            return [result]
-        results = [None] * self.processes.size if self.processes.rank == 0 else None
-        dist.gather_object(result, results, group=self._calls)
-        return results or []
-
-    def execute(self, order: _Order) -> Any:
-        """Execute an order on this rank and return the result. Raises the worker's errors."""
-        group, method = order.call.group, order.call.method
-        if method == "start":
-            self.ranks[group] = Rank(*order.arguments)
-            return None
-        if method == "close":
-            self.ranks.pop(group).close()
-            return None
-        return self.ranks[group].call(method, order.arguments)
-
-    def leave(self) -> None:
-        """Close the remaining workers in reverse order, and leave the process group."""
-        while self.ranks:
-            with suppress(Exception):
-                self.ranks.popitem()[1].close()
-        process_group.leave()
-
-
-@cache
-def _shared_store(processes: Processes) -> dist.Store:
-    return dist.HashStore() if processes.size == 1 else next(iter(dist.rendezvous("env://")))[0]
-
-
-def _next_store(processes: Processes) -> dist.Store:
-    """Return the store of the next world. All processes must call it equally often."""
-    return dist.PrefixStore(f"opd/{next(_world_numbers)}", _shared_store(processes))
-
-
 class LocalCluster(Cluster):
     """The existing processes, each with a rank of every group.
 
@@ -258,3 +185,76 @@ def release() -> None:
     """End the ranks that wait in `serve` for another world."""
     if (processes := Processes.started()).size > 1:
         _next_store(processes).set(_DEVICE, "")
+
+
+class _World:
+    """This process's rank of every group, all in one torch.distributed world.
+
+    Communicates each call by a scatter from rank 0 and its results by a gather to rank 0, over gloo.
+    """
+
+    def __init__(self, processes: Processes, store: dist.Store, device: str, timeout_s: float) -> None:
+        """Join the world; collective. timeout_s: limit of the workers' collectives."""
+        self.processes, self.store = processes, store
+        if device == "cuda":
+            torch.cuda.set_device(processes.local_rank)
+        else:
+            torch.set_num_threads(num_threads(num_cores(), processes.size))
+        process_group.stay_on_this_machine()
+        process_group.join(store, processes.rank, processes.size, device, timeout_s)
+        self._calls = dist.new_group(backend="gloo", timeout=_IDLE)
+        self.ranks: dict[str, Rank] = {}
+        """This process's rank of each group, keyed by the group's name."""
+
+    def scatter(self, orders: Sequence[_Order | None] | None) -> _Order | None:
+        """Return this rank's order, or None to end the world. orders: one per rank, on rank 0 only."""
+        if self.processes.size == 1:
+            assert orders is not None
+            return orders[0]
+        received: list[_Order | None] = [None]
+        dist.scatter_object_list(received, None if orders is None else list(orders), group=self._calls)
+        return received[0]
+
+    def gather(self, result: Any) -> list[Any]:
+        """Return the results of all ranks on rank 0, and an empty list elsewhere."""
+        if self.processes.size == 1:
+            return [result]
+        results = [None] * self.processes.size if self.processes.rank == 0 else None
+        dist.gather_object(result, results, group=self._calls)
+        return results or []
+
+    def execute(self, order: _Order) -> Any:
+        """Execute an order on this rank and return the result. Raises the worker's errors."""
+        group, method = order.call.group, order.call.method
+        if method == "start":
+            self.ranks[group] = Rank(*order.arguments)
+            return None
+        if method == "close":
+            self.ranks.pop(group).close()
+            return None
+        return self.ranks[group].call(method, order.arguments)
+
+    def leave(self) -> None:
+        """Close the remaining workers in reverse order, and leave the process group."""
+        while self.ranks:
+            with suppress(Exception):
+                self.ranks.popitem()[1].close()
+        process_group.leave()
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A call with one rank's arguments."""
+
+    call: Call
+    arguments: tuple[Any, ...]
+
+
+@cache
+def _shared_store(processes: Processes) -> dist.Store:
+    return dist.HashStore() if processes.size == 1 else next(iter(dist.rendezvous("env://")))[0]
+
+
+def _next_store(processes: Processes) -> dist.Store:
+    """Return the store of the next world. All processes must call it equally often."""
+    return dist.PrefixStore(f"opd/{next(_world_numbers)}", _shared_store(processes))

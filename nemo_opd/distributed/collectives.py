@@ -88,7 +88,7 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def num_copies(tensor: Tensor) -> int:
+def _num_copies(tensor: Tensor) -> int:
     """Return the number of ranks that hold the same shard: all ranks for a plain tensor."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if not isinstance(tensor, DTensor):
@@ -133,7 +133,7 @@ def find_not_finite(
     if not (wrong := _names(tensors, is_wrong)):
         return None
     first = tensors[wrong[0]]
-    count = (_count(local(first), dtype) / num_copies(first)).to(device)
+    count = (_count(local(first), dtype) / _num_copies(first)).to(device)
     dist.all_reduce(count)
     return NotFinite(wrong[0], round(float(count)), first.numel(), len(wrong) - 1)
 

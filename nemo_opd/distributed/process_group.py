@@ -11,6 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from nemo_opd.distributed.layout import Layout
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_FSDP_AXIS = "fsdp"
+"""Data-parallel and context-parallel axes joined: parameters are sharded and gradients averaged over it."""
+_REPLICATE_AXIS = "replicate"
 
 
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
@@ -71,11 +74,6 @@ def reachable_host() -> str:
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
-
-
-_FSDP_AXIS = "fsdp"
-"""Data-parallel and context-parallel axes joined: parameters are sharded and gradients averaged over it."""
-_REPLICATE_AXIS = "replicate"
 
 
 def build_mesh(layout: Layout, device: str) -> DeviceMesh:

@@ -15,7 +15,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.integrations.distillation import Distillation
 from nemo_opd.logging.metrics import merge
 from nemo_opd.types import Batch, Metric, Normalizers
-from nemo_opd.workers.phases import with_numbers
+from nemo_opd.workers.step import with_numbers
 
 _BY_LENGTH = ("group_by_length", "batch_rebalance")
 """Values of `train_sampling_strategy` whose sampler needs the length of each row."""

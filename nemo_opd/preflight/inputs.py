@@ -1,4 +1,4 @@
-"""Columns of a run's data, and checks of its paths before the slow import of PyTorch."""
+"""Checks of a run's paths before the slow import of PyTorch, and the columns of its data."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Estimate of each rank's memory from the models' configurations, and the offloading and resharding it decides."""
+"""Estimate of each rank's memory, the offloading and resharding that it decides, advice, and its report."""
 
 from __future__ import annotations
 
@@ -42,9 +42,21 @@ from nemo_opd.rollout.server.program import COMMON_SHARE, OWN_SHARE
 
 CONTEXT_BYTES = 512 * 2**20
 """GPU memory of CUDA and its libraries per process."""
-ASLEEP_BYTES = 2 * 2**30
+_ASLEEP_BYTES = 2 * 2**30
 """GPU memory of a sleeping server: CUDA, its libraries, captured graphs. Assumed, not measured."""
 SERVER = "rollout server"
+_SERVER_NOT_COUNTED = (
+    "not counted: the server that samples (rollout.type=server), a separate process on this machine; "
+    "rollout.memory_share limits what it takes"
+)
+_NUM_LARGEST = 3
+_SMALLEST_SAVING = 0.01
+"""Smallest saving worth advising, as a share of the peak."""
+_STUDENT_INDEX = -1
+"""Stands for the student among indices of teachers."""
+_Item = int | Literal["student", "gradients"]
+"""Item that may stay unsharded: a teacher's weights (its index), the student's weights, or its gradients."""
+_Model = TypeVar("_Model", Student, Teacher)
 
 
 def estimate(config: RunConfig, situation: MemoryInputs) -> MemoryEstimate:
@@ -121,7 +133,7 @@ def _server_parts(config: RunConfig, machine: Machine) -> list[Part]:
     if (server := _sharing_server(config, machine)) is None:
         return []
     awake = int((server.memory_share or COMMON_SHARE) * (machine.device_bytes or 0))
-    asleep = ASLEEP_BYTES if server.sleeps_on_gpus else awake
+    asleep = _ASLEEP_BYTES if server.sleeps_on_gpus else awake
     return [Part(SERVER, "its share", dict.fromkeys(LOADED, asleep) | {Phase.ROLLOUT: awake})]
 
 
@@ -138,132 +150,6 @@ def server_share(config: RunConfig, estimated: MemoryEstimate, machine: Machine)
     return min(OWN_SHARE, COMMON_SHARE + free)
 
 
-_NUM_LARGEST = 3
-_SERVER = (
-    "not counted: the server that samples (rollout.type=server), a separate process on this machine; "
-    "rollout.memory_share limits what it takes"
-)
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f}" if num_bytes else ""
-
-
-def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table | Text]:
-    """Yield each memory's peak and largest parts, the offloaded models, uncounted processes, and advice.
-
-    With `logging.console.memory_table`, also a table of parts and phases. config: settings with every `offload`
-    decided, as `settle_memory` returns them.
-    """
-    for memory in estimate.memories:
-        if memory.peak:
-            if config.logging.console.memory_table:
-                yield _table(memory)
-            yield _verdict(memory)
-            yield Text(f"  most of it: {largest_parts(memory)}", "dim")
-    names = [teacher.name for teacher in config.active_teachers if teacher.offload in (True, "layers")]
-    names += ["student"] if config.student.offload is True else []
-    yield Text(f"in main memory while others use the device: {', '.join(names) or 'none'}")
-    is_counted = any(part.owner == SERVER for memory in estimate.memories for part in memory.parts)
-    if isinstance(config.rollout, ServerRollout) and config.rollout.shares_devices and not is_counted:
-        yield Text(_SERVER)
-    for change in estimate.advice:
-        yield Text(f"  {change.setting} would save {gib(change.saved_bytes)}", "yellow")
-
-
-def largest_parts(memory: Memory) -> str:
-    """Return the largest parts at the peak, such as `student: activations 40 MiB, …`."""
-    phase = memory.peak_phase
-    parts = sorted(memory.parts, key=lambda part: -part.at(phase))[:_NUM_LARGEST]
-    return ", ".join(f"{part} {_mib(part.at(phase))} MiB" for part in parts if part.at(phase))
-
-
-def _table(memory: Memory) -> Table:
-    """Return a table of parts by phase in MiB, with the peak phase in bold."""
-    title = f"Memory estimate, {memory.name} (MiB)"
-    table = Table("part", title=title, title_justify="left")
-    for phase in memory.phases:
-        table.add_column(phase.value, justify="right", style="bold" if phase is memory.peak_phase else "")
-    for part in memory.parts:
-        if any(part.num_bytes.values()):
-            table.add_row(str(part), *(_mib(part.at(phase)) for phase in memory.phases))
-    table.add_section()
-    table.add_row("all", *(_mib(memory.total(phase)) for phase in memory.phases))
-    return table
-
-
-def _verdict(memory: Memory) -> Text:
-    peak = f"{memory.name}: {gib(memory.peak)} at the peak ({memory.peak_phase.value})"
-    if memory.capacity is None:
-        return Text(f"{peak}; the available memory is unknown here")
-    usage = f"{peak}, of {gib(memory.capacity)}"
-    if not memory.shortage:
-        return Text(usage)
-    over = f"{gib(memory.shortage)} more than the usable {USABLE:.0%}"
-    return Text(f"warning: {usage}: {over}", "yellow")
-
-
-_Item = int | Literal["student", "gradients"]
-"""Item that may stay unsharded: a teacher's weights (its index), the student's weights, or its gradients."""
-
-
-def resolve_resharding(config: RunConfig, situation: MemoryInputs) -> RunConfig:
-    """Resolve every `reshard_after_forward: auto` and `sync_each_micro_batch: auto` in the settings.
-
-    They become false if the unsharded item fits easily without more offloading. Items are tried in this order: the
-    teachers' weights, smallest first, the student's weights, its gradients. They become true on CPU, with unknown GPU
-    memory, and for offloaded models.
-    """
-    unsharded: list[_Item] = []
-    for item in _undecided(config, situation) if situation.machine.device_bytes is not None else ():
-        if estimate(_resolved(config, [*unsharded, item]), situation).fits_easily:
-            unsharded.append(item)
-    return _resolved(config, unsharded)
-
-
-def _undecided(config: RunConfig, situation: MemoryInputs) -> Iterator[_Item]:
-    """Yield the items with `auto` in the order of trial."""
-    sizes = [setup.size.parameters for setup in situation.teachers]
-    for i in sorted(range(len(sizes)), key=sizes.__getitem__):
-        if config.teachers[i].has_model and _may_stay_gathered(config.teachers[i]):
-            yield i
-    if _may_stay_gathered(config.student):
-        yield "student"
-    if config.student.sync_each_micro_batch == "auto" and config.student.offload is not True:
-        yield "gradients"
-
-
-def _may_stay_gathered(model: Student | Teacher) -> bool:
-    return model.parallelism.reshard_after_forward == "auto" and model.offload in (False, "auto")
-
-
-def _resolved(config: RunConfig, unsharded: Collection[_Item]) -> RunConfig:
-    teachers = tuple(
-        _with_resharding(teacher, reshards=i not in unsharded) for i, teacher in enumerate(config.teachers)
-    )
-    student = _with_resharding(config.student, reshards="student" not in unsharded)
-    if student.sync_each_micro_batch == "auto":
-        student = student.model_copy(update={"sync_each_micro_batch": "gradients" not in unsharded})
-    return config.model_copy(update={"teachers": teachers, "student": student})
-
-
-def _with_resharding(model: _Model, *, reshards: bool) -> _Model:
-    if model.parallelism.reshard_after_forward != "auto":
-        return model
-    return model.with_parallelism(reshard_after_forward=reshards)
-
-
-_Model = TypeVar("_Model", Student, Teacher)
-_STUDENT = -1
-"""Stands for the student among indices of teachers."""
-_SMALLEST_SAVING = 0.01
-"""Smallest saving worth advising, as a share of the peak."""
-
-
 def settle_memory(config: RunConfig, situation: MemoryInputs) -> tuple[RunConfig, MemoryEstimate]:
     """Return the settings with every `offload: auto` decided, and their estimate.
 
@@ -272,9 +158,9 @@ def settle_memory(config: RunConfig, situation: MemoryInputs) -> tuple[RunConfig
     GPU's memory is unknown, nothing is offloaded. Raises ConfigError if nothing fits, an `auto` had to be decided and
     the run is not a dry run; explicit settings are not overruled.
     """
-    undecided = [i for i, teacher in enumerate(config.active_teachers) if _is_undecided(teacher)]
+    undecided = [i for i, teacher in enumerate(config.active_teachers) if _has_auto_offload(teacher)]
     undecided.sort(key=lambda i: -situation.teachers[i].size.parameters)
-    undecided += [_STUDENT] if _is_undecided(config.student) else []
+    undecided += [_STUDENT_INDEX] if _has_auto_offload(config.student) else []
     small_blocks = replace(situation, small_blocks=True)
     is_shared = situation.device == "cuda" and config.cluster.placement == "colocated"
     for number in range(1 + (len(undecided) if is_shared else 0)):
@@ -293,13 +179,13 @@ def _decide_offload(config: RunConfig, offloaded: frozenset[int]) -> RunConfig:
     """Set `offload: auto` to true for these models and to false for any other, also for inactive teachers."""
 
     def decide(model: _Model, index: int) -> _Model:
-        return model.model_copy(update={"offload": index in offloaded}) if _is_undecided(model) else model
+        return model.model_copy(update={"offload": index in offloaded}) if _has_auto_offload(model) else model
 
     teachers = tuple(decide(teacher, i) for i, teacher in enumerate(config.teachers))
-    return config.model_copy(update={"teachers": teachers, "student": decide(config.student, _STUDENT)})
+    return config.model_copy(update={"teachers": teachers, "student": decide(config.student, _STUDENT_INDEX)})
 
 
-def _is_undecided(model: Student | Teacher) -> bool:
+def _has_auto_offload(model: Student | Teacher) -> bool:
     """Return whether the model has weights and `offload: auto`."""
     has_weights = isinstance(model, Student) or (model.weights != "student" and model.is_computed)
     return model.offload == "auto" and has_weights
@@ -320,6 +206,52 @@ def _does_not_fit(estimated: MemoryEstimate, condition: str) -> str:
     )
 
 
+def resolve_resharding(config: RunConfig, situation: MemoryInputs) -> RunConfig:
+    """Resolve every `reshard_after_forward: auto` and `sync_each_micro_batch: auto` in the settings.
+
+    They become false if the unsharded item fits easily without more offloading. Items are tried in this order: the
+    teachers' weights, smallest first, the student's weights, its gradients. They become true on CPU, with unknown GPU
+    memory, and for offloaded models.
+    """
+    unsharded: list[_Item] = []
+    for item in _auto_items(config, situation) if situation.machine.device_bytes is not None else ():
+        if estimate(_with_unsharded(config, [*unsharded, item]), situation).fits_easily:
+            unsharded.append(item)
+    return _with_unsharded(config, unsharded)
+
+
+def _auto_items(config: RunConfig, situation: MemoryInputs) -> Iterator[_Item]:
+    """Yield the items with `auto` in the order of trial."""
+    sizes = [setup.size.parameters for setup in situation.teachers]
+    for i in sorted(range(len(sizes)), key=sizes.__getitem__):
+        if config.teachers[i].has_model and _may_stay_gathered(config.teachers[i]):
+            yield i
+    if _may_stay_gathered(config.student):
+        yield "student"
+    if config.student.sync_each_micro_batch == "auto" and config.student.offload is not True:
+        yield "gradients"
+
+
+def _may_stay_gathered(model: Student | Teacher) -> bool:
+    return model.parallelism.reshard_after_forward == "auto" and model.offload in (False, "auto")
+
+
+def _with_unsharded(config: RunConfig, unsharded: Collection[_Item]) -> RunConfig:
+    teachers = tuple(
+        _with_resharding(teacher, reshards=i not in unsharded) for i, teacher in enumerate(config.teachers)
+    )
+    student = _with_resharding(config.student, reshards="student" not in unsharded)
+    if student.sync_each_micro_batch == "auto":
+        student = student.model_copy(update={"sync_each_micro_batch": "gradients" not in unsharded})
+    return config.model_copy(update={"teachers": teachers, "student": student})
+
+
+def _with_resharding(model: _Model, *, reshards: bool) -> _Model:
+    if model.parallelism.reshard_after_forward != "auto":
+        return model
+    return model.with_parallelism(reshard_after_forward=reshards)
+
+
 def advice(config: RunConfig, situation: MemoryInputs) -> list[Advice]:
     """Return single changes that lower the peak of the memory that is short, largest saving first."""
     short, changes = estimate(config, situation).shortest, []
@@ -334,7 +266,7 @@ def variants(config: RunConfig, situation: MemoryInputs) -> Iterator[tuple[str, 
     """Yield single changes as `key=value`, each with the settings and the inputs of the estimate it leads to."""
     same_layouts = ((key, value, situation) for key, value in _changes(config, situation))
     for key, value, inputs in chain(same_layouts, _other_layouts(config, situation)):
-        if (changed := _change(config, key, value)) not in (None, config):
+        if (changed := _with_setting(config, key, value)) not in (None, config):
             yield f"{key}={'null' if value is None else str(value).lower()}", changed, inputs
 
 
@@ -367,7 +299,7 @@ def _changes(config: RunConfig, situation: MemoryInputs) -> Iterator[tuple[str, 
         yield f"teachers.{i}.dtype", "bfloat16"
 
 
-def _change(config: RunConfig, key: str, value: object) -> RunConfig | None:
+def _with_setting(config: RunConfig, key: str, value: object) -> RunConfig | None:
     """Return the settings with another value of one key; None if a validation rule rejects it."""
     *path, name = key.split(".")
     section: Any = (settings := config.model_dump(exclude_unset=True))
@@ -393,3 +325,65 @@ def _other_layouts(config: RunConfig, situation: MemoryInputs) -> Iterator[tuple
         for name, new_layout in changed.items():
             key = f"{f'teachers.{i - 1}' if i else 'student'}.parallelism.{name}"
             yield key, getattr(new_layout, name), situation.with_layouts({i: new_layout}, config)
+
+
+def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table | Text]:
+    """Yield each memory's peak and largest parts, the offloaded models, uncounted processes, and advice.
+
+    With `logging.console.memory_table`, also a table of parts and phases. config: settings with every `offload`
+    decided, as `settle_memory` returns them.
+    """
+    for memory in estimate.memories:
+        if memory.peak:
+            if config.logging.console.memory_table:
+                yield _parts_table(memory)
+            yield _peak_line(memory)
+            yield Text(f"  most of it: {largest_parts(memory)}", "dim")
+    names = [teacher.name for teacher in config.active_teachers if teacher.offload in (True, "layers")]
+    names += ["student"] if config.student.offload is True else []
+    yield Text(f"in main memory while others use the device: {', '.join(names) or 'none'}")
+    is_counted = any(part.owner == SERVER for memory in estimate.memories for part in memory.parts)
+    if isinstance(config.rollout, ServerRollout) and config.rollout.shares_devices and not is_counted:
+        yield Text(_SERVER_NOT_COUNTED)
+    for change in estimate.advice:
+        yield Text(f"  {change.setting} would save {gib(change.saved_bytes)}", "yellow")
+
+
+def largest_parts(memory: Memory) -> str:
+    """Return the largest parts at the peak, such as `student: activations 40 MiB, …`."""
+    phase = memory.peak_phase
+    parts = sorted(memory.parts, key=lambda part: -part.at(phase))[:_NUM_LARGEST]
+    return ", ".join(f"{part} {_mib(part.at(phase))} MiB" for part in parts if part.at(phase))
+
+
+def _parts_table(memory: Memory) -> Table:
+    """Return a table of parts by phase in MiB, with the peak phase in bold."""
+    title = f"Memory estimate, {memory.name} (MiB)"
+    table = Table("part", title=title, title_justify="left")
+    for phase in memory.phases:
+        table.add_column(phase.value, justify="right", style="bold" if phase is memory.peak_phase else "")
+    for part in memory.parts:
+        if any(part.num_bytes.values()):
+            table.add_row(str(part), *(_mib(part.at(phase)) for phase in memory.phases))
+    table.add_section()
+    table.add_row("all", *(_mib(memory.total(phase)) for phase in memory.phases))
+    return table
+
+
+def _peak_line(memory: Memory) -> Text:
+    peak = f"{memory.name}: {gib(memory.peak)} at the peak ({memory.peak_phase.value})"
+    if memory.capacity is None:
+        return Text(f"{peak}; the available memory is unknown here")
+    usage = f"{peak}, of {gib(memory.capacity)}"
+    if not memory.shortage:
+        return Text(usage)
+    over = f"{gib(memory.shortage)} more than the usable {USABLE:.0%}"
+    return Text(f"warning: {usage}: {over}", "yellow")
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f}" if num_bytes else ""

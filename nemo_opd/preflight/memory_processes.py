@@ -1,4 +1,4 @@
-"""Memory parts of a rank's processes: the student's and each teacher's."""
+"""Memory parts of a rank's processes, the student's and each teacher's, and the batches that they sample."""
 
 from __future__ import annotations
 
@@ -28,73 +28,6 @@ from nemo_opd.preflight.memory_parts import (
 from nemo_opd.preflight.model_info import cut_numel, shard_numel
 from nemo_opd.preflight.teachers import output_columns
 from nemo_opd.rollout.base import BatchLimit
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """Batch of sequences that are sampled together."""
-
-    rows: int
-    """Number of sequences."""
-    prompt: int
-    """Tokens of the longest prompt; all prompts are padded to it."""
-    new: int
-    """Tokens of the longest continuation."""
-
-    @property
-    def limit(self) -> BatchLimit:
-        """The same number of sequences and tokens as a limit; longer sequences get smaller batches."""
-        return BatchLimit(self.rows, self.rows * (self.prompt + self.new))
-
-
-def student_samples(config: RunConfig) -> bool:
-    """Return whether the student's workers sample: rollouts, or answers in an off-policy run."""
-    if config.rollout is None:
-        return config.evaluation is not None
-    return isinstance(config.rollout, HFRollout)
-
-
-def teachers_answer(config: RunConfig) -> bool:
-    """Return whether teachers answer evaluation questions."""
-    return config.evaluation is not None and config.evaluation.teachers and bool(config.active_teachers)
-
-
-def student_batch(config: RunConfig, dp: int) -> SamplingBatch:
-    """Return the student's largest batch of rollouts or answers on one of `dp` data-parallel ranks."""
-    rollout, questions, longest = config.rollout, config.evaluation, config.train.max_length
-    if questions is None:
-        assert isinstance(rollout, HFRollout)
-        rows = min(rollout.batch_size, -(-config.train.global_batch_size // dp))
-        return _batch(config, rows, rollout.max_new_tokens, longest)
-    rows, new = questions.batch_size, 1
-    if isinstance(rollout, HFRollout):
-        rows, new = rollout.batch_size, rollout.max_new_tokens
-    return _batch(config, rows, max(new, _longest_answer(config)), longest)
-
-
-def teacher_batch(config: RunConfig, settings: Teacher) -> SamplingBatch:
-    """Return a teacher's largest batch of answers."""
-    assert config.evaluation is not None
-    max_length = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
-    longest = max_length or config.train.max_length
-    return _batch(config, config.evaluation.teacher_batch_size, _longest_answer(config), longest)
-
-
-def _longest_answer(config: RunConfig) -> int:
-    assert config.evaluation is not None
-    return max(map(config.new_tokens, config.evaluation.all_sets or [""]))
-
-
-def _batch(config: RunConfig, rows: int, new: int, longest: int) -> SamplingBatch:
-    """Return a batch of `rows` sequences with at most `longest` of the model's tokens.
-
-    The prompt's length is the student's times longest / `train.max_length`; with an environment, all but one token:
-    a later turn's prompt may leave room for just one.
-    """
-    scaled = -(-longest_prompt(config) * longest // config.train.max_length)
-    prompt = longest - 1 if config.environment is not None else min(longest - 1, scaled)
-    return SamplingBatch(rows, prompt, min(new, longest - 1))
-
 
 _STUDENT = "student"
 _TURN = (Phase.TEACHERS, Phase.ANSWERS)
@@ -368,3 +301,69 @@ def _sampling_parts(
         constant_part(owner, name, num_bytes, phase, in_turn=True)
         for name, num_bytes in zip(SAMPLING, largest, strict=True)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Batch of sequences that are sampled together."""
+
+    rows: int
+    """Number of sequences."""
+    prompt: int
+    """Tokens of the longest prompt; all prompts are padded to it."""
+    new: int
+    """Tokens of the longest continuation."""
+
+    @property
+    def limit(self) -> BatchLimit:
+        """The same number of sequences and tokens as a limit; longer sequences get smaller batches."""
+        return BatchLimit(self.rows, self.rows * (self.prompt + self.new))
+
+
+def student_samples(config: RunConfig) -> bool:
+    """Return whether the student's workers sample: rollouts, or answers in an off-policy run."""
+    if config.rollout is None:
+        return config.evaluation is not None
+    return isinstance(config.rollout, HFRollout)
+
+
+def teachers_answer(config: RunConfig) -> bool:
+    """Return whether teachers answer evaluation questions."""
+    return config.evaluation is not None and config.evaluation.teachers and bool(config.active_teachers)
+
+
+def student_batch(config: RunConfig, dp: int) -> SamplingBatch:
+    """Return the student's largest batch of rollouts or answers on one of `dp` data-parallel ranks."""
+    rollout, questions, longest = config.rollout, config.evaluation, config.train.max_length
+    if questions is None:
+        assert isinstance(rollout, HFRollout)
+        rows = min(rollout.batch_size, -(-config.train.global_batch_size // dp))
+        return _batch(config, rows, rollout.max_new_tokens, longest)
+    rows, new = questions.batch_size, 1
+    if isinstance(rollout, HFRollout):
+        rows, new = rollout.batch_size, rollout.max_new_tokens
+    return _batch(config, rows, max(new, _longest_answer(config)), longest)
+
+
+def teacher_batch(config: RunConfig, settings: Teacher) -> SamplingBatch:
+    """Return a teacher's largest batch of answers."""
+    assert config.evaluation is not None
+    max_length = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
+    longest = max_length or config.train.max_length
+    return _batch(config, config.evaluation.teacher_batch_size, _longest_answer(config), longest)
+
+
+def _longest_answer(config: RunConfig) -> int:
+    assert config.evaluation is not None
+    return max(map(config.new_tokens, config.evaluation.all_sets or [""]))
+
+
+def _batch(config: RunConfig, rows: int, new: int, longest: int) -> SamplingBatch:
+    """Return a batch of `rows` sequences with at most `longest` of the model's tokens.
+
+    The prompt's length is the student's times longest / `train.max_length`; with an environment, all but one token:
+    a later turn's prompt may leave room for just one.
+    """
+    scaled = -(-longest_prompt(config) * longest // config.train.max_length)
+    prompt = longest - 1 if config.environment is not None else min(longest - 1, scaled)
+    return SamplingBatch(rows, prompt, min(new, longest - 1))

@@ -21,7 +21,6 @@ from nemo_opd.evaluation.validation import TokenGroups, token_classes
 from nemo_opd.files import require_room
 from nemo_opd.models.head import check_head_precision
 from nemo_opd.models.load import compute_dtype, load_config
-from nemo_opd.preflight.benchmark_plan import Benchmarks, load_tasks, longest_question, plan_benchmarks
 from nemo_opd.preflight.corpus import Corpus, load_corpus
 from nemo_opd.preflight.delivery import Delivery, arriving_bytes, check_deliveries, plan_deliveries, settle_transport
 from nemo_opd.preflight.flops import Utilization, device_name, peak_flops
@@ -29,7 +28,17 @@ from nemo_opd.preflight.memory import resolve_resharding, server_share, settle_m
 from nemo_opd.preflight.memory_parts import Machine, MemoryEstimate, MemoryInputs, ModelSetup, state_bytes
 from nemo_opd.preflight.memory_processes import student_batch, student_samples, teacher_batch, teachers_answer
 from nemo_opd.preflight.model_info import ModelInfo, ModelSize, has_configuration, read_model_info
-from nemo_opd.preflight.prompts import LoadedSet, Prompts, check_users_code, load_prompts, load_sets
+from nemo_opd.preflight.prompts import (
+    Benchmarks,
+    LoadedSet,
+    Prompts,
+    check_users_code,
+    load_prompts,
+    load_sets,
+    load_tasks,
+    longest_question,
+    plan_benchmarks,
+)
 from nemo_opd.preflight.ranks import (
     require_batch_divides,
     resolve_device,

@@ -1,9 +1,12 @@
-"""Prompts and evaluation questions of a run, and the models that answer them."""
+"""Prompts, evaluation questions and benchmarks of a run, and the models that answer them."""
 
+from __future__ import annotations
+
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from datasets import Dataset
 from transformers import GenerationConfig
@@ -22,8 +25,9 @@ from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.rollouts import RolloutSampleMaker, read_prompts
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.sources import load_documents
-from nemo_opd.errors import AlignmentError, DataError
-from nemo_opd.evaluation.inputs import ResolvedSet, build_set_reward
+from nemo_opd.errors import AlignmentError, ConfigError, DataError
+from nemo_opd.evaluation.inputs import ResolvedSet, build_set_reward, is_left_out
+from nemo_opd.evaluation.likelihoods import longest_request
 from nemo_opd.evaluation.questions import read_questions
 from nemo_opd.models.load import load_config
 from nemo_opd.preflight.corpus import build_rollout_sample_maker
@@ -39,6 +43,12 @@ from nemo_opd.rollout.renderer import Renderer
 from nemo_opd.types import Batch
 from nemo_opd.users_code import import_callbacks
 
+if TYPE_CHECKING:
+    from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark
+    from nemo_opd.evaluation.benchmarks import TextModel
+
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledModel:
@@ -49,82 +59,6 @@ class SampledModel:
     """Tokens that end a response."""
     max_length: int
     """Most tokens of prompt and response together."""
-
-
-def sampled_model(
-    settings: Student | Teacher, info: ModelInfo, key: str, max_length: int, *, is_chat: bool
-) -> SampledModel:
-    """Return a model's renderer and limits. key: its section in the settings, such as `student` or `teachers.0`.
-
-    Raises AlignmentError if prompts are conversations and the model has no chat template.
-    """
-    renderer = build_renderer(info.tokenizer, is_chat, settings.chat_template_kwargs, info.vocab_size, key=key)
-    model = load_config(settings.reference, key=f"{key}.model")
-    return SampledModel(renderer, end_ids(info.tokenizer, GenerationConfig.from_model_config(model)), max_length)
-
-
-def evaluated_teachers(
-    config: RunConfig, teachers: Sequence[ModelInfo], resolved: ResolvedSet, questions: Sequence[Prompt]
-) -> tuple[SampledModel, ...]:
-    """Return every active teacher's renderer and limits for a question set.
-
-    Raises AlignmentError as `sampled_model` does, and DataError, with the row, if a question leaves a teacher no room
-    for an answer.
-    """
-    return tuple(
-        _evaluated_teacher(config, i, settings, info, resolved, questions)
-        for i, (settings, info) in enumerate(zip(config.active_teachers, teachers, strict=True))
-    )
-
-
-def _evaluated_teacher(
-    config: RunConfig, i: int, settings: Teacher, info: ModelInfo, resolved: ResolvedSet, questions: Sequence[Prompt]
-) -> SampledModel:
-    max_length = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
-    max_length = max_length or config.train.max_length
-    try:
-        limit = min(max_length, info.positions or max_length)
-        model = sampled_model(settings, info, f"teachers.{i}", limit, is_chat=resolved.is_chat)
-        _require_answer_room(model, questions)
-    except (AlignmentError, DataError) as error:
-        raise type(error)(
-            f"teachers.{i} ({settings.name}) cannot be asked the questions of {resolved.key}: {error}; or ask only the "
-            "student, with evaluation.teachers=false"
-        ) from error
-    return model
-
-
-def _require_answer_room(model: SampledModel, questions: Sequence[Prompt]) -> None:
-    """Raise DataError, with the row, if a question leaves no room for an answer."""
-    for question in questions:
-        if (length := len(model.renderer.prompt_ids(question))) >= model.max_length:
-            raise DataError(
-                f"prompt {question.index} (row, counted from 0) has {length} of the teacher's tokens and leaves no "
-                f"room for an answer in {model.max_length}; leave the row out, or raise train.max_length up to the "
-                "model's limit"
-            )
-
-
-@dataclass(frozen=True)
-class _PromptSet:
-    """Prompts that leave room for a response."""
-
-    documents: Dataset
-    names: Mapping[str, str]
-    """Column name in the user's data → name used here."""
-    rows: tuple[int, ...]
-    """Rows of `documents` that leave room for a response."""
-    num_dropped: int
-    """Number of prompts that are too long."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def read(self, indices: Sequence[int]) -> list[Prompt]:
-        return read_prompts(self.documents, [self.rows[i] for i in indices], self.names)
-
-    def all(self) -> list[Prompt]:
-        return self.read(range(len(self)))
 
 
 @dataclass(frozen=True)
@@ -180,17 +114,6 @@ class Prompts:
             yield in_domains(batch, self.domains, start)
 
 
-def check_users_code(config: RunConfig) -> None:
-    """Raise ConfigError if a callback, reward or environment of the user cannot be imported or is not one."""
-    import_callbacks(config.run.callbacks)
-    if config.reward is not None:
-        build_reward(config.reward).close()
-    for question_set in sets_of(config):
-        build_set_reward(question_set).close()
-    if config.environment is not None:
-        build_environment(config.environment)
-
-
 def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Prompts:
     """Load all prompts.
 
@@ -198,7 +121,7 @@ def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[Model
     """
     assert config.rollout is not None
     is_chat = config.data.messages_key is not None
-    sampled = sampled_model(config.student, student, "student", config.train.max_length, is_chat=is_chat)
+    sampled = _sampled_model(config.student, student, "student", config.train.max_length, is_chat=is_chat)
     renderer = sampled.renderer
     train = _prompt_set(config, renderer, config.data.train, "data.train")
     if config.rollout.on_policy_share < 1:
@@ -219,6 +142,28 @@ def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[Model
         teachers=config.active_names if config.routing is not None else (),
         domains=domains,
     )
+
+
+@dataclass(frozen=True)
+class _PromptSet:
+    """Prompts that leave room for a response."""
+
+    documents: Dataset
+    names: Mapping[str, str]
+    """Column name in the user's data → name used here."""
+    rows: tuple[int, ...]
+    """Rows of `documents` that leave room for a response."""
+    num_dropped: int
+    """Number of prompts that are too long."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, indices: Sequence[int]) -> list[Prompt]:
+        return read_prompts(self.documents, [self.rows[i] for i in indices], self.names)
+
+    def all(self) -> list[Prompt]:
+        return self.read(range(len(self)))
 
 
 def _prompt_set(
@@ -280,15 +225,16 @@ class LoadedSet:
 def load_sets(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> tuple[LoadedSet, ...]:
     """Load all question sets.
 
-    Raises DataError if questions cannot be read or do not fit the reward, or if all are too long; also the errors of
-    `evaluated_teachers`.
+    Raises DataError if questions cannot be read or do not fit the reward, if all are too long, or, with the row, if one
+    leaves a teacher no room for an answer. Raises AlignmentError if questions are conversations and a model has no chat
+    template.
     """
-    return tuple(_load(config, resolved, student, teachers) for resolved in sets_of(config))
+    return tuple(_load_set(config, resolved, student, teachers) for resolved in sets_of(config))
 
 
-def _load(config: RunConfig, resolved: ResolvedSet, student: ModelInfo, teachers: Sequence[ModelInfo]) -> LoadedSet:
+def _load_set(config: RunConfig, resolved: ResolvedSet, student: ModelInfo, teachers: Sequence[ModelInfo]) -> LoadedSet:
     limit = min(config.train.max_length, student.positions or config.train.max_length)
-    model = sampled_model(config.student, student, "student", limit, is_chat=resolved.is_chat)
+    model = _sampled_model(config.student, student, "student", limit, is_chat=resolved.is_chat)
     prompts = read_questions(resolved)
     longest = longest_prompt(config) if config.rollout is not None else limit - config.new_tokens(resolved.name)
     keys = "rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
@@ -296,5 +242,157 @@ def _load(config: RunConfig, resolved: ResolvedSet, student: ModelInfo, teachers
         keys = f"train.max_length, or lower {resolved.prefix}max_new_tokens"
     fitting = drop_long(prompts, model.renderer, longest, key=resolved.key, way_out=f"raise {keys}")
     assert config.evaluation is not None
-    answering = evaluated_teachers(config, teachers, resolved, fitting.prompts) if config.evaluation.teachers else ()
+    answering: tuple[SampledModel, ...] = ()
+    if config.evaluation.teachers:
+        answering = tuple(
+            _evaluated_teacher(config, i, settings, info, resolved, fitting.prompts)
+            for i, (settings, info) in enumerate(zip(config.active_teachers, teachers, strict=True))
+        )
     return LoadedSet(resolved, fitting.prompts, fitting.num_dropped, model, answering)
+
+
+def _evaluated_teacher(
+    config: RunConfig, i: int, settings: Teacher, info: ModelInfo, resolved: ResolvedSet, questions: Sequence[Prompt]
+) -> SampledModel:
+    max_length = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
+    max_length = max_length or config.train.max_length
+    try:
+        limit = min(max_length, info.positions or max_length)
+        model = _sampled_model(settings, info, f"teachers.{i}", limit, is_chat=resolved.is_chat)
+        _require_answer_room(model, questions)
+    except (AlignmentError, DataError) as error:
+        raise type(error)(
+            f"teachers.{i} ({settings.name}) cannot be asked the questions of {resolved.key}: {error}; or ask only the "
+            "student, with evaluation.teachers=false"
+        ) from error
+    return model
+
+
+def _require_answer_room(model: SampledModel, questions: Sequence[Prompt]) -> None:
+    """Raise DataError, with the row, if a question leaves no room for an answer."""
+    for question in questions:
+        if (length := len(model.renderer.prompt_ids(question))) >= model.max_length:
+            raise DataError(
+                f"prompt {question.index} (row, counted from 0) has {length} of the teacher's tokens and leaves no "
+                f"room for an answer in {model.max_length}; leave the row out, or raise train.max_length up to the "
+                "model's limit"
+            )
+
+
+def _sampled_model(
+    settings: Student | Teacher, info: ModelInfo, key: str, max_length: int, *, is_chat: bool
+) -> SampledModel:
+    """Return a model's renderer and limits. key: its section in the settings, such as `student` or `teachers.0`.
+
+    Raises AlignmentError if prompts are conversations and the model has no chat template.
+    """
+    renderer = build_renderer(info.tokenizer, is_chat, settings.chat_template_kwargs, info.vocab_size, key=key)
+    model = load_config(settings.reference, key=f"{key}.model")
+    return SampledModel(renderer, end_ids(info.tokenizer, GenerationConfig.from_model_config(model)), max_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmarks:
+    """Benchmarks of an evaluation and the models that answer them."""
+
+    loaded: tuple[LoadedBenchmark, ...]
+    student: _BenchmarkedModel
+    teachers: tuple[_BenchmarkedModel, ...]
+    """The active teachers, or none with evaluation.teachers=false."""
+
+
+@dataclass(frozen=True, slots=True)
+class _BenchmarkedModel:
+    """A model that answers benchmarks."""
+
+    text: TextModel
+    end_ids: frozenset[int]
+    """Tokens that end an answer."""
+
+
+def load_tasks(config: RunConfig) -> tuple[LoadedBenchmark, ...]:
+    """Load the tasks of all benchmarks; none if the demo runs without lm-eval.
+
+    Raises the errors of `load_benchmarks`, and ConfigError if `train.keep_best` or `early_stopping` names a metric that
+    its benchmark lacks.
+    """
+    evaluation = config.evaluation
+    if evaluation is None or not evaluation.benchmarks:
+        return ()
+    if is_left_out(evaluation):
+        _log.warning("skipping the demo's benchmark, since lm-eval is not installed (`pip install 'nemo-opd[eval]'`)")
+        return ()
+    from nemo_opd.evaluation.benchmark_tasks import load_benchmarks  # needs an optional library
+
+    loaded = load_benchmarks(evaluation, "evaluation.")
+    for key, settings in (("keep_best", config.train.keep_best), ("early_stopping", config.train.early_stopping)):
+        if settings is not None:
+            _check_metric(settings.metric, f"train.{key}.metric", loaded)
+    return loaded
+
+
+def _check_metric(metric: str, key: str, loaded: Sequence[LoadedBenchmark]) -> None:
+    """Raise ConfigError if the metric names a benchmark that lacks it."""
+    from nemo_opd.evaluation.benchmark_tasks import figure_names
+
+    for benchmark in loaded:
+        prefix, figures = f"eval/{benchmark.settings.label}/", figure_names(benchmark)
+        name = metric.removeprefix(prefix)
+        if metric.startswith(prefix) and not any(name == figure or name.endswith(f".{figure}") for figure in figures):
+            choices = ", ".join(prefix + figure for figure in sorted(figures))
+            raise ConfigError(f"{key}={metric}: the benchmark has no such metric; choose from {choices}")
+
+
+def plan_benchmarks(
+    config: RunConfig, loaded: tuple[LoadedBenchmark, ...], student: ModelInfo, teachers: Sequence[ModelInfo]
+) -> Benchmarks | None:
+    """Return the benchmarks with the models that answer them, or None without benchmarks.
+
+    Raises ConfigError if a benchmark uses chat and a model has no chat template.
+    """
+    if not loaded:
+        return None
+    assert config.evaluation is not None
+    pairs = zip(config.active_teachers, teachers, strict=True) if config.evaluation.teachers else ()
+    return Benchmarks(
+        loaded,
+        _benchmarked(config, config.student, student, "student"),
+        tuple(_benchmarked(config, settings, info, f"teachers.{i}") for i, (settings, info) in enumerate(pairs)),
+    )
+
+
+def _benchmarked(config: RunConfig, settings: Student | Teacher, info: ModelInfo, key: str) -> _BenchmarkedModel:
+    from nemo_opd.evaluation.benchmarks import TextModel
+
+    assert config.evaluation is not None
+    chats = [benchmark.task for benchmark in config.evaluation.benchmarks if benchmark.chat]
+    if chats and info.tokenizer.chat_template is None:
+        raise ConfigError(
+            f"{key}: the tokenizer has no chat template, but the benchmark {chats[0]} has chat=true; set chat: false, "
+            f"or name a template in {key}.chat_template"
+        )
+    model = load_config(settings.reference, key=f"{key}.model")
+    longest = longest_request(config.evaluation, info.positions)
+    return _BenchmarkedModel(
+        TextModel(info.tokenizer, longest, settings.chat_template_kwargs, config.run.seed),
+        end_ids(info.tokenizer, GenerationConfig.from_model_config(model)),
+    )
+
+
+def longest_question(benchmarks: Benchmarks | None, teacher: int | None = None) -> int:
+    """Return the token limit of a question with its answer for the student or a teacher; 0 if it answers none."""
+    if benchmarks is None:
+        return 0
+    models = (benchmarks.student,) if teacher is None else benchmarks.teachers[teacher : teacher + 1]
+    return max((model.text.max_length for model in models), default=0)
+
+
+def check_users_code(config: RunConfig) -> None:
+    """Raise ConfigError if a callback, reward or environment of the user cannot be imported or is not one."""
+    import_callbacks(config.run.callbacks)
+    if config.reward is not None:
+        build_reward(config.reward).close()
+    for question_set in sets_of(config):
+        build_set_reward(question_set).close()
+    if config.environment is not None:
+        build_environment(config.environment)

@@ -20,6 +20,9 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.preflight.memory import estimate
 from nemo_opd.preflight.memory_parts import MemoryInputs
 
+_STUDENT = 0
+"""Index of the student among the models, before the teachers."""
+
 
 def resolve_device(cluster: Cluster, key: str = "cluster.device") -> str:
     """Return `cuda` or `cpu`. key: setting of the device. Raises ConfigError for `cuda` without a GPU."""
@@ -243,10 +246,6 @@ def require_batch_divides(config: RunConfig, num_ranks: int, teacher_ranks: Sequ
         f"train.global_batch_size={size} is not a multiple of {reason}; "
         f"write train.global_batch_size={nearest_size}, or change the number of ranks"
     )
-
-
-_STUDENT = 0
-"""Index of the student among the models, before the teachers."""
 
 
 def resolve_replicas(

@@ -53,6 +53,55 @@ def run_summary(plan: Plan) -> RunSummary:
     )
 
 
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print the projections' audits, warnings, the batch grid, the memory estimate and the result of the dry run."""
+    for i, teacher in enumerate(plan.teachers):
+        if teacher.audit is not None:
+            console.print(audit_table(teacher.audit))
+            for warning in fit_warnings(teacher.audit, plan.config.term(i).type):
+                console.print(Text(f"warning: {warning}", "yellow"))
+    for warning in plan.warnings:
+        console.print(Text(f"warning: {warning}", "yellow"))
+    console.print(batch_grid(plan))
+    for lines in memory_report(plan.memory, plan.config):
+        console.print(lines)
+    if not plan.config.logging.console.memory_table:
+        console.print(Text("  table of parts and phases: logging.console.memory_table=true", "dim"))
+    for line in _dry_run_result(plan):
+        console.print(line)
+
+
+def batch_grid(plan: Plan) -> Table:
+    train = plan.config.train
+    table = Table("batch", "", title="Batch grid", title_justify="left")
+    data, names = plan.data, plan.config.active_names
+    noun = "packed rows" if plan.config.packs_documents else "sequences"
+    about = "about " if plan.config.packs_documents and train.epochs is None else ""
+    rows = {
+        **_data_rows(data),
+        **_question_rows(plan),
+        f"{noun} per step": str(train.global_batch_size),
+        "device": plan.device,
+        "student": _describe_layout(plan.student_layout),
+        **{
+            f"teacher {name}": "in the student's processes" if i in plan.placement.inside else _describe_layout(layout)
+            for i, (name, layout) in enumerate(zip(names, plan.teacher_layouts, strict=True))
+        },
+        "placement of teachers": _describe_placement(plan),
+        f"{noun} per rank": str(plan.rows_per_rank),
+        "tokens at a time": f"{train.tokens_at_a_time:,} per rank",
+        "longest sequence": f"{train.max_length:,} tokens",
+        "steps per epoch": f"{about}{plan.steps_per_epoch:,}",
+        "steps": f"{plan.total_steps:,}",
+        "aggregation": plan.config.aggregation.type,
+        "handoff": f"{plan.config.handoff.type} by {plan.transport}",
+    }
+    rows |= _traffic_rows(plan) | _coverage_rows(plan)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
 def _origin(teacher: Teacher) -> str:
     """Describe the teacher's model and its cache or servers, or its relation to the student's weights."""
     if teacher.weights == "ema":
@@ -85,24 +134,6 @@ def _layout_of(plan: Plan) -> str:
     return f"{student}; teachers {_describe_placement(plan)}: {named}"
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Print the projections' audits, warnings, the batch grid, the memory estimate and the result of the dry run."""
-    for i, teacher in enumerate(plan.teachers):
-        if teacher.audit is not None:
-            console.print(audit_table(teacher.audit))
-            for warning in fit_warnings(teacher.audit, plan.config.term(i).type):
-                console.print(Text(f"warning: {warning}", "yellow"))
-    for warning in plan.warnings:
-        console.print(Text(f"warning: {warning}", "yellow"))
-    console.print(batch_grid(plan))
-    for lines in memory_report(plan.memory, plan.config):
-        console.print(lines)
-    if not plan.config.logging.console.memory_table:
-        console.print(Text("  table of parts and phases: logging.console.memory_table=true", "dim"))
-    for line in _dry_run_result(plan):
-        console.print(line)
-
-
 def _dry_run_result(plan: Plan) -> Iterator[Text]:
     """Yield the result, and the data that the checks did not read."""
     yield Text.assemble(
@@ -117,37 +148,6 @@ def _dry_run_result(plan: Plan) -> Iterator[Text]:
     yield Text(f"not read: {'; '.join(unread)}", "dim")
     if plan.progress is not None:
         yield Text(f"checked against its hashes, not loaded: the checkpoint of step {plan.progress.step}", "dim")
-
-
-def batch_grid(plan: Plan) -> Table:
-    train = plan.config.train
-    table = Table("batch", "", title="Batch grid", title_justify="left")
-    data, names = plan.data, plan.config.active_names
-    noun = "packed rows" if plan.config.packs_documents else "sequences"
-    about = "about " if plan.config.packs_documents and train.epochs is None else ""
-    rows = {
-        **_data_rows(data),
-        **_question_rows(plan),
-        f"{noun} per step": str(train.global_batch_size),
-        "device": plan.device,
-        "student": _describe_layout(plan.student_layout),
-        **{
-            f"teacher {name}": "in the student's processes" if i in plan.placement.inside else _describe_layout(layout)
-            for i, (name, layout) in enumerate(zip(names, plan.teacher_layouts, strict=True))
-        },
-        "placement of teachers": _describe_placement(plan),
-        f"{noun} per rank": str(plan.rows_per_rank),
-        "tokens at a time": f"{train.tokens_at_a_time:,} per rank",
-        "longest sequence": f"{train.max_length:,} tokens",
-        "steps per epoch": f"{about}{plan.steps_per_epoch:,}",
-        "steps": f"{plan.total_steps:,}",
-        "aggregation": plan.config.aggregation.type,
-        "handoff": f"{plan.config.handoff.type} by {plan.transport}",
-    }
-    rows |= _traffic_rows(plan) | _coverage_rows(plan)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
 
 
 def _traffic_rows(plan: Plan) -> dict[str, str]:

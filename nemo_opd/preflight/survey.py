@@ -34,10 +34,203 @@ from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.renderer import num_tokens
 from nemo_opd.types import Batch, SampledRows
 
+GOOD_COVERAGE = 0.9
+"""Coverage below which a warning is given.
+
+Llama-3.1, Qwen3 and Gemma-3 reach at least 0.95 with each other on prose, code, numbers, CJK text and runs of white
+space; a teacher with truncated texts stays far below.
+"""
 _GOOD_SHARE = 0.5
 """Share below which a loss is called unfit."""
 _FIRST_POSITION_LOSSES = ("p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "uld")
 """Compare the first token of each chunk. `alm` and `sampled_kl` compare all tokens of a chunk together."""
+_NUM_TEXTS = 64
+"""Number of texts, at equal distances over the training data."""
+_TEXTS_PER_DOMAIN = 8
+_WINDOWS = 4
+"""Windows that are looked at of a text that is packed in several."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataStatistics:
+    """Statistics of a few training texts."""
+
+    num_texts: int
+    """Number of texts; 0 if the student samples them all."""
+    num_without_label: int
+    """Number of texts without a token to learn."""
+    is_complete: bool
+    """Whether these are all texts."""
+    coverage: tuple[float | None, ...]
+    """Share of the scored tokens with KD from each active teacher; None if unknown."""
+    widths: tuple[int, ...]
+    """Estimated tokens of each active teacher's longest sequence."""
+    targets: tuple[TargetShares | None, ...]
+    """Tokens that each active teacher's loss can compare; None with the student's tokenizer or without texts."""
+    tokens_per_byte: tuple[float, ...]
+    """Tokens per byte of text, for the student and each active teacher; 0 if unknown."""
+
+
+def survey(
+    config: RunConfig,
+    data: Corpus | Prompts,
+    student: ModelInfo,
+    teachers: Sequence[ModelInfo],
+    objective: TrainingObjective,
+    projections: Sequence[ProjectionMatrix | None],
+) -> DataStatistics:
+    """Survey the data. projections: one per active teacher, None for a teacher with the student's tokenizer.
+
+    Raises DataError, with the row, for a text that cannot be used or that a cache lacks.
+    """
+    rows = sampled_rows(len(data.train))
+    prompts = data.train.read(rows) if isinstance(data, Prompts) else []
+    texts = list(_responses(data, prompts) if isinstance(data, Prompts) else _documents(data, rows))
+    samples = [sample for text in texts for sample in text]
+    require_stored(config, samples)
+    batches = [_batch_of(sample, config) for sample in samples]
+    covered = merge(
+        coverage_metrics(objective, batch, config.active_names)
+        for batch in tracked(batches, "looking at what the teachers cover", "texts")
+    )
+    validation_batches = _domain_batches(config, data) if any(matrix is not None for matrix in projections) else {}
+    if samples:
+        lengths = [len(sample.student) for sample in samples]
+        by_teacher = [[len(sample.teachers[i].tokens) for sample in samples] for i in range(len(teachers))]
+    else:
+        prompt_texts = [prompt_text(prompt.content) for prompt in prompts]
+        lengths, *by_teacher = (
+            [num_tokens(info.tokenizer, text) for text in prompt_texts] for info in (student, *teachers)
+        )
+    ratios = [_token_ratio(i, samples, teacher_lengths, lengths) for i, teacher_lengths in enumerate(by_teacher)]
+    if isinstance(data, Prompts) and not samples:
+        by_teacher = [
+            [
+                length + _added_by_context(reader, teachers[i], prompt)
+                for length, prompt in zip(teacher_lengths, prompts, strict=True)
+            ]
+            for i, (teacher_lengths, reader) in enumerate(zip(by_teacher, data.sample_maker.teachers, strict=True))
+        ]
+    names = [f"kd_coverage/{name}" for name in config.active_names]
+    return DataStatistics(
+        num_texts=len(texts),
+        num_without_label=sum(not any(sample.student.loss_mask.any() for sample in text) for text in texts),
+        is_complete=len(texts) == len(data.train),
+        coverage=tuple(covered[name].value() if name in covered else None for name in names),
+        targets=tuple(
+            None if matrix is None else TargetShares.of(batches, i, matrix, validation_batches, config.term(i).type)
+            for i, matrix in enumerate(projections)
+        ),
+        tokens_per_byte=_tokens_per_byte(samples, lengths, by_teacher),
+        widths=tuple(
+            _longest_sequence(config, i, teachers[i], teacher_lengths, lengths, ratios[i])
+            for i, teacher_lengths in enumerate(by_teacher)
+        ),
+    )
+
+
+def sampled_rows(number: int, most: int = _NUM_TEXTS) -> range:
+    """Return at most `most` of `number` rows, at equal distances."""
+    return range(0, number, max(1, ceil(number / most)))
+
+
+def _documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sequence[Sample]]:
+    """Yield the samples of each text: one, or the first windows of a packed document."""
+    for row in tracked(rows, "aligning some of the texts", "texts"):
+        document = read_documents(data.train, [row])[0]
+        with _naming_row("data.train", row):
+            samples = [data.make_sample(document)] if data.packed is None else data.packed.make(document)[:_WINDOWS]
+        yield samples
+
+
+@contextmanager
+def _naming_row(key: str, row: int) -> Iterator[None]:
+    """Raise DataError with the row for a text that cannot be used."""
+    try:
+        yield
+    except (AlignmentError, DataError) as error:
+        raise DataError(f"{key}: row {row} (counted from 0 over all files) cannot be used: {error}") from error
+
+
+def _domain_batches(config: RunConfig, data: Corpus | Prompts) -> dict[str, list[Batch]]:
+    """Return batches of some validation documents by their domain."""
+    if isinstance(data, Prompts) or data.validation is None or data.domains is None:
+        return {}
+    batches: dict[str, list[Batch]] = {name: [] for name in data.domains.names}
+    for number, name in enumerate(data.domains.names):
+        rows = np.flatnonzero(data.domains.numbers.numpy() == number)
+        for row in rows[list(sampled_rows(len(rows), _TEXTS_PER_DOMAIN))].tolist():
+            document = read_documents(data.validation, [row])[0]
+            with _naming_row("data.validation", row):
+                batches[name].append(_batch_of(data.make_sample(document), config))
+    return batches
+
+
+def _responses(data: Prompts, prompts: Sequence[Prompt]) -> Iterator[Sequence[Sample]]:
+    """Yield the samples of the dataset's responses, which stand for the student's."""
+    for prompt in tracked(prompts, "aligning some of the prompts", "prompts"):
+        if prompt.response is not None:
+            yield [data.sample_maker(data.from_dataset(prompt))]
+
+
+def _batch_of(sample: Sample, config: RunConfig) -> Batch:
+    """Return a batch of one sample, marked as sampled if the run samples."""
+    batch = collate([sample])
+    if config.rollout is None:
+        return batch
+    logprobs, advantage = torch.zeros(batch.student.ids.shape), torch.zeros(1)
+    is_sampled, prompt = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.long)
+    return replace(batch, sampled=SampledRows(is_sampled, logprobs, logprobs, advantage, prompt))
+
+
+def _added_by_context(reader: object, teacher: ModelInfo, prompt: Prompt) -> int:
+    """Return the tokens of the teacher's prompt in excess of the student's."""
+    if not isinstance(reader, PrivilegedPrompt):
+        return 0
+    contents = prompt.content, reader.context.content(prompt.content, prompt.fields)
+    without, with_context = (num_tokens(teacher.tokenizer, prompt_text(content)) for content in contents)
+    return with_context - without
+
+
+def _tokens_per_byte(
+    samples: Sequence[Sample], lengths: Sequence[int], by_teacher: Sequence[Sequence[int]]
+) -> tuple[float, ...]:
+    num_bytes = sum(int(sample.student.num_bytes.sum()) for sample in samples)
+    return tuple(sum(model) / num_bytes if num_bytes else 0.0 for model in (lengths, *by_teacher))
+
+
+def _token_ratio(
+    i: int, samples: Sequence[Sample], teacher_lengths: Sequence[int], student_lengths: Sequence[int]
+) -> float:
+    """Return the teacher's tokens per token of the student; with a context, only learned tokens count."""
+    sides = [(sample.teachers[i].tokens, sample.student) for sample in samples]
+    if sides and samples[0].teachers[i].leakage is not None:
+        teacher, student = (sum(int(tokens.loss_mask.sum()) for tokens in side) for side in zip(*sides, strict=True))
+    else:
+        teacher, student = sum(teacher_lengths), sum(student_lengths)
+    return teacher / (student or 1) or 1.0
+
+
+def _longest_sequence(
+    config: RunConfig,
+    i: int,
+    teacher: ModelInfo,
+    teacher_lengths: Sequence[int],
+    student_lengths: Sequence[int],
+    ratio: float,
+) -> int:
+    """Estimate the tokens of a teacher's longest sequence.
+
+    Extrapolates each text to `train.max_length` by a ratio of teacher to student tokens.
+    """
+    settings, max_length = config.active_teachers[i], config.train.max_length
+    if not isinstance(settings, CrossTokenizerTeacher):
+        if settings.context is None:
+            return max_length
+        ratio = 1.0
+    pairs = zip(teacher_lengths, student_lengths, strict=True)
+    longest = max((length + (max_length - student) * ratio for length, student in pairs), default=max_length)
+    return min(teacher.longest_text(settings), max(2, ceil(longest)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +271,10 @@ class TargetShares:
         realised = np.concatenate(ids)
         images = {name: teacher_images(name, projection) for name in (loss, "byte_prefix")}
         return TargetShares(
-            *_positions(batches, teacher, projection),
+            *_position_shares(batches, teacher, projection),
             {kind: number / num_chunks for kind, number in kinds.most_common()},
             {name: float(image[realised].mean()) for name, image in images.items() if image is not None},
-            {name: _positions(some, teacher, projection) for name, some in domains.items()},
+            {name: _position_shares(some, teacher, projection) for name, some in domains.items()},
         )
 
     def warnings(self, term: LossTerm) -> list[str]:
@@ -105,13 +298,13 @@ class TargetShares:
     def lines(self) -> dict[str, str]:
         """Return rows of a table: label and value."""
         parts = [f"{kind} {share:.0%}" for kind, share in self.kinds.items()]
-        rows = {"aligned tokens with a target": _shares(self.starts, self.every), "chunks": ", ".join(parts)}
+        rows = {"aligned tokens with a target": _share_text(self.starts, self.every), "chunks": ", ".join(parts)}
         for name, shares in self.domains.items():
-            rows[f"aligned tokens with a target, {name}"] = _shares(*shares)
+            rows[f"aligned tokens with a target, {name}"] = _share_text(*shares)
         return rows
 
 
-def _shares(starts: float, every: float | None) -> str:
+def _share_text(starts: float, every: float | None) -> str:
     return f"{starts:.0%} at starts of chunks" + ("" if every is None else f", {every:.0%} with positions=all")
 
 
@@ -122,7 +315,9 @@ def _kind(m: int, n: int) -> str:
     return "n:1" if m > 1 else "1:n" if n > 1 else "1:1"
 
 
-def _positions(batches: Sequence[Batch], teacher: int, projection: ProjectionMatrix) -> tuple[float, float | None]:
+def _position_shares(
+    batches: Sequence[Batch], teacher: int, projection: ProjectionMatrix
+) -> tuple[float, float | None]:
     """Return `starts` and `every` of texts."""
     has_pieces = projection.teacher_spellings is not None
     aligned = starts = every = 0
@@ -137,182 +332,3 @@ def _positions(batches: Sequence[Batch], teacher: int, projection: ProjectionMat
             every += int(count_positions(*ids, *chunks, projection, "spelling").sum())
     aligned = max(1, aligned)
     return starts / aligned, every / aligned if has_pieces else None
-
-
-_NUM_TEXTS = 64
-"""Number of texts, at equal distances over the training data."""
-_TEXTS_PER_DOMAIN = 8
-_WINDOWS = 4
-"""Windows that are looked at of a text that is packed in several."""
-GOOD_COVERAGE = 0.9
-"""Coverage below which a warning is given.
-
-Llama-3.1, Qwen3 and Gemma-3 reach at least 0.95 with each other on prose, code, numbers, CJK text and runs of white
-space; a teacher with truncated texts stays far below.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class DataStatistics:
-    """Statistics of a few training texts."""
-
-    num_texts: int
-    """Number of texts; 0 where the student will sample them all."""
-    num_without_label: int
-    """Number of texts without a token to learn."""
-    is_complete: bool
-    """Whether these are all texts."""
-    coverage: tuple[float | None, ...]
-    """Share of the scored tokens with KD from each active teacher; None where unknown."""
-    widths: tuple[int, ...]
-    """Estimated tokens of each active teacher's longest sequence."""
-    targets: tuple[TargetShares | None, ...]
-    """Tokens that each active teacher's loss can compare, or None with the student's tokenizer or without texts."""
-    tokens_per_byte: tuple[float, ...]
-    """Tokens of the student and of each active teacher for a byte of text; 0 where unknown."""
-
-
-def survey(
-    config: RunConfig,
-    data: Corpus | Prompts,
-    student: ModelInfo,
-    teachers: Sequence[ModelInfo],
-    objective: TrainingObjective,
-    projections: Sequence[ProjectionMatrix | None],
-) -> DataStatistics:
-    """Survey the data. projections: of the active teachers, None for the student's tokenizer.
-
-    Raises DataError, with the row, for a text that cannot be used, or that a cache lacks.
-    """
-    rows = sampled_rows(len(data.train))
-    prompts = data.train.read(rows) if isinstance(data, Prompts) else []
-    texts = list(_responses(data, prompts) if isinstance(data, Prompts) else _documents(data, rows))
-    samples = [sample for text in texts for sample in text]
-    require_stored(config, samples)
-    batches = [_batch_of(sample, config) for sample in samples]
-    covered = merge(
-        coverage_metrics(objective, batch, config.active_names)
-        for batch in tracked(batches, "looking at what the teachers cover", "texts")
-    )
-    of_domains = _domains(config, data) if any(matrix is not None for matrix in projections) else {}
-    if samples:
-        lengths = [len(sample.student) for sample in samples]
-        by_teacher = [[len(sample.teachers[i].tokens) for sample in samples] for i in range(len(teachers))]
-    else:
-        said = [prompt_text(prompt.content) for prompt in prompts]
-        lengths, *by_teacher = ([num_tokens(info.tokenizer, text) for text in said] for info in (student, *teachers))
-    rates = [_rate(i, samples, own, lengths) for i, own in enumerate(by_teacher)]
-    if isinstance(data, Prompts) and not samples:
-        by_teacher = [
-            [length + _added(reader, teachers[i], prompt) for length, prompt in zip(own, prompts, strict=True)]
-            for i, (own, reader) in enumerate(zip(by_teacher, data.sample_maker.teachers, strict=True))
-        ]
-    names = [f"kd_coverage/{name}" for name in config.active_names]
-    return DataStatistics(
-        num_texts=len(texts),
-        num_without_label=sum(not any(sample.student.loss_mask.any() for sample in text) for text in texts),
-        is_complete=len(texts) == len(data.train),
-        coverage=tuple(covered[name].value() if name in covered else None for name in names),
-        targets=tuple(
-            None if matrix is None else TargetShares.of(batches, i, matrix, of_domains, config.term(i).type)
-            for i, matrix in enumerate(projections)
-        ),
-        tokens_per_byte=_tokens_per_byte(samples, lengths, by_teacher),
-        widths=tuple(_width(config, i, teachers[i], own, lengths, rates[i]) for i, own in enumerate(by_teacher)),
-    )
-
-
-def sampled_rows(number: int, most: int = _NUM_TEXTS) -> range:
-    """Return `most` rows or fewer at equal distances, of this number of rows."""
-    return range(0, number, max(1, ceil(number / most)))
-
-
-def _documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sequence[Sample]]:
-    """Yield the samples of each text: one, or the first windows where documents are packed."""
-    for row in tracked(rows, "aligning some of the texts", "texts"):
-        document = read_documents(data.train, [row])[0]
-        with _naming_row("data.train", row):
-            samples = [data.make_sample(document)] if data.packed is None else data.packed.make(document)[:_WINDOWS]
-        yield samples
-
-
-@contextmanager
-def _naming_row(key: str, row: int) -> Iterator[None]:
-    """Raise DataError with the row for a text that cannot be used."""
-    try:
-        yield
-    except (AlignmentError, DataError) as error:
-        raise DataError(f"{key}: row {row} (counted from 0 over all files) cannot be used: {error}") from error
-
-
-def _domains(config: RunConfig, data: Corpus | Prompts) -> dict[str, list[Batch]]:
-    """Return batches of some validation documents by their domain."""
-    if isinstance(data, Prompts) or data.validation is None or data.domains is None:
-        return {}
-    batches: dict[str, list[Batch]] = {name: [] for name in data.domains.names}
-    for number, name in enumerate(data.domains.names):
-        rows = np.flatnonzero(data.domains.numbers.numpy() == number)
-        for row in rows[list(sampled_rows(len(rows), _TEXTS_PER_DOMAIN))].tolist():
-            document = read_documents(data.validation, [row])[0]
-            with _naming_row("data.validation", row):
-                batches[name].append(_batch_of(data.make_sample(document), config))
-    return batches
-
-
-def _responses(data: Prompts, prompts: Sequence[Prompt]) -> Iterator[Sequence[Sample]]:
-    """Yield samples of the dataset's responses, in place of the student's."""
-    for prompt in tracked(prompts, "aligning some of the prompts", "prompts"):
-        if prompt.response is not None:
-            yield [data.sample_maker(data.from_dataset(prompt))]
-
-
-def _batch_of(sample: Sample, config: RunConfig) -> Batch:
-    """Return a batch of one sample, marked as sampled where the student samples."""
-    batch = collate([sample])
-    if config.rollout is None:
-        return batch
-    nothing = torch.zeros(batch.student.ids.shape)
-    everything, first = torch.ones(1, dtype=torch.bool), torch.zeros(1)
-    return replace(batch, sampled=SampledRows(everything, nothing, nothing, first, first.long()))
-
-
-def _added(reader: object, teacher: ModelInfo, prompt: Prompt) -> int:
-    """Return the tokens of the teacher's prompt in excess of the student's."""
-    if not isinstance(reader, PrivilegedPrompt):
-        return 0
-    contents = prompt.content, reader.context.content(prompt.content, prompt.fields)
-    before, own = (num_tokens(teacher.tokenizer, prompt_text(content)) for content in contents)
-    return own - before
-
-
-def _tokens_per_byte(
-    samples: Sequence[Sample], lengths: Sequence[int], by_teacher: Sequence[Sequence[int]]
-) -> tuple[float, ...]:
-    num_bytes = sum(int(sample.student.num_bytes.sum()) for sample in samples)
-    return tuple(sum(own) / num_bytes if num_bytes else 0.0 for own in (lengths, *by_teacher))
-
-
-def _rate(i: int, samples: Sequence[Sample], own: Sequence[int], lengths: Sequence[int]) -> float:
-    """Return the teacher's tokens for one of the student; with a context, of the learned part."""
-    sides = [(sample.teachers[i].tokens, sample.student) for sample in samples]
-    if sides and samples[0].teachers[i].leakage is not None:
-        theirs, ours = (sum(int(side.loss_mask.sum()) for side in each) for each in zip(*sides, strict=True))
-    else:
-        theirs, ours = sum(own), sum(lengths)
-    return theirs / (ours or 1) or 1.0
-
-
-def _width(
-    config: RunConfig, i: int, teacher: ModelInfo, own: Sequence[int], lengths: Sequence[int], rate: float
-) -> int:
-    """Extrapolate each text to `train.max_length` by a ratio of teacher to student tokens.
-
-    own, lengths: number of the teacher's and of the student's tokens of each text.
-    """
-    settings, whole = config.active_teachers[i], config.train.max_length
-    if not isinstance(settings, CrossTokenizerTeacher):
-        if settings.context is None:
-            return whole
-        rate = 1.0
-    widest = max((mine + (whole - length) * rate for mine, length in zip(own, lengths, strict=True)), default=whole)
-    return min(teacher.longest_text(settings), max(2, ceil(widest)))

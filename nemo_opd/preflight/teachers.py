@@ -62,7 +62,7 @@ def plan_teacher(config: RunConfig, i: int, student: ModelInfo, teacher: ModelIn
     settings = config.active_teachers[i]
     if not isinstance(settings, CrossTokenizerTeacher):
         require_same_tokenizer(i, settings, student.tokenizer, teacher.tokenizer)
-        require_common_text(i, settings, student, teacher)
+        _require_common_text(i, settings, student, teacher)
         return TeacherPlan(teacher.vocab_size, None, None)
     _require_other_text(config, i, student, teacher)
     matrix = _load_projection(i, settings, student.tokenizer, teacher.tokenizer)
@@ -120,7 +120,7 @@ def require_same_tokenizer(
         )
 
 
-def require_common_text(i: int, settings: Teacher, student: ModelInfo, teacher: ModelInfo) -> None:
+def _require_common_text(i: int, settings: Teacher, student: ModelInfo, teacher: ModelInfo) -> None:
     """Raise ModelError if one tokenizer has tokens of ordinary text that the other lacks: they split texts differently.
 
     Special and added tokens may be missing: they occur in few texts.
@@ -278,7 +278,7 @@ def _reads_students_ids(
             return False
     try:
         require_same_tokenizer(i, settings, student.tokenizer, teacher.tokenizer)
-        require_common_text(i, settings, student, teacher)
+        _require_common_text(i, settings, student, teacher)
     except ModelError:
         return False
     return True

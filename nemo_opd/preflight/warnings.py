@@ -33,6 +33,13 @@ _CHECKED_CHARACTERS = 100_000
 """Number of leading characters of a text that are searched for special tokens."""
 _SHORT_ROW = 0.75
 """Warning threshold: share of `train.max_length` that packed rows can fill."""
+_TOOLS = "the tools that can be called"
+_LEARNED = {
+    "tool calls": "learn to end its turn in place of a call",
+    "what the assistant says": "learn to say nothing",
+}
+"""Piece that a learned message needs → wrong behaviour that the student would learn without it."""
+_PlainConversation = tuple[Sequence[Message], Tools]
 
 
 def check_positions(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> list[str]:
@@ -285,21 +292,12 @@ def _low_coverage_advice(config: RunConfig, i: int) -> str:
     return "nemo-opd projection inspect shows how the tokenizers differ"
 
 
-PlainConversation = tuple[Sequence[Message], Tools]
-_TOOLS = "the tools that can be called"
-_LEARNED = {
-    "tool calls": "learn to end its turn in place of a call",
-    "what the assistant says": "learn to say nothing",
-}
-"""Piece that a learned message needs → wrong behaviour that the student would learn without it."""
-
-
 def check_templates(
     config: RunConfig, data: Corpus | Prompts, student: ModelInfo, teachers: Sequence[ModelInfo]
 ) -> Iterator[str]:
     """Check some rows of data.train; yields and raises as `check_conversations`."""
     rows = sampled_rows(len(data.train))
-    conversations: list[PlainConversation]
+    conversations: list[_PlainConversation]
     if isinstance(data, Prompts):
         prompts = data.train.read(rows)
         conversations = [(prompt.content, prompt.tools) for prompt in prompts if not isinstance(prompt.content, str)]
@@ -309,7 +307,7 @@ def check_templates(
     return check_conversations(config, conversations, student, teachers, key="data.train", are_learned=are_learned)
 
 
-def conversations_of(documents: Sequence[Document]) -> list[PlainConversation]:
+def conversations_of(documents: Sequence[Document]) -> list[_PlainConversation]:
     """Return the plain messages and the tools of the documents that are conversations."""
     contents = (document.content if isinstance(document, Routed) else document for document in documents)
     conversations = (content for content in contents if isinstance(content, Conversation))
@@ -318,7 +316,7 @@ def conversations_of(documents: Sequence[Document]) -> list[PlainConversation]:
 
 def check_conversations(
     config: RunConfig,
-    conversations: Sequence[PlainConversation],
+    conversations: Sequence[_PlainConversation],
     student: ModelInfo,
     teachers: Sequence[ModelInfo],
     *,
@@ -351,7 +349,7 @@ def check_conversations(
 
 
 def _require_learned_pieces(
-    conversations: Sequence[PlainConversation],
+    conversations: Sequence[_PlainConversation],
     omitted: Sequence[Sequence[Collection[Piece]]],
     turns: LearnedTurns,
     key: str,
@@ -378,7 +376,7 @@ def _shows_no_tools(template: ChatTemplate, messages: Sequence[Message], tools: 
 
 
 def _warn_of_opening_tags(
-    template: ChatTemplate, conversations: Sequence[PlainConversation], key: str
+    template: ChatTemplate, conversations: Sequence[_PlainConversation], key: str
 ) -> Iterator[str]:
     tags = (missing_opening_tag(template, messages, tools) for messages, tools in conversations)
     for tag, number in Counter(tag for tag in tags if tag is not None).items():
@@ -392,7 +390,7 @@ def _warn_of_opening_tags(
 
 
 def _warn_of_missing_ends(
-    renderer: ChatRenderer, conversations: Sequence[PlainConversation], key: str, eos: str
+    renderer: ChatRenderer, conversations: Sequence[_PlainConversation], key: str, eos: str
 ) -> Iterator[str]:
     """Yield a warning if no token ends the assistant's last turn: the student would not learn to stop."""
     number = sum(_lacks_end(renderer, messages, tools) for messages, tools in conversations)

@@ -1,4 +1,4 @@
-"""Build of a teacher cache from the texts of a run (methods.md §9.1)."""
+"""Build of a teacher cache from the texts of a run, and completion of a run's caches (methods.md §9.1)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class CacheShard:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheBuilt:
+class _CacheBuilt:
     """Result of one build worker."""
 
     segments: int
@@ -97,7 +97,7 @@ def build_cache(
     *,
     part: CacheShard = CacheShard(),
     shard_bytes: int = SHARD_BYTES,
-) -> CacheBuilt:
+) -> _CacheBuilt:
     """Compute and store active teacher i's output for all texts of a run that the cache in `folder` lacks.
 
     A missing or damaged head of hidden states is rewritten. A killed worker loses only segments that were not in a
@@ -130,12 +130,12 @@ def build_cache(
     corpus = load_corpus(config, student, teachers)
     _describe(folder, manifest, config, i, student, teachers[i])
     reader = CacheReader(folder)
-    missing, tokens = MissingSegments(corpus, config, i, reader, part), 0
+    missing, tokens = _MissingSegments(corpus, config, i, reader, part), 0
     groups = _group_segments(missing, _batch_tokens(settings), reader.rotary)
     needs_head = lacks_head(reader)
     first = next(groups, None)
     if first is None and not needs_head:
-        return CacheBuilt(0, 0, missing.num_present)
+        return _CacheBuilt(0, 0, missing.num_present)
     groups = chain([first] if first else [], groups)
     with CacheWriter(folder, manifest.vocab_size, shard_bytes) as writer, ExitStack() as stack:
         ask: Ask
@@ -150,7 +150,7 @@ def build_cache(
             for ids, rows in ask(rank_groups):
                 tokens += len(ids)
                 writer.add(ids, rows)
-    return CacheBuilt(missing.number, tokens, missing.num_present)
+    return _CacheBuilt(missing.number, tokens, missing.num_present)
 
 
 def _parallelism(config: RunConfig, i: int) -> Parallelism:
@@ -265,7 +265,7 @@ def _require_no_other_files(folder: Path, described: Path) -> None:
         )
 
 
-class MissingSegments:
+class _MissingSegments:
     """Distinct segments of a run's texts that a cache lacks or holds damaged."""
 
     def __init__(
@@ -302,7 +302,7 @@ class MissingSegments:
 
 
 def _group_segments(
-    segments: Iterator[_Ids] | MissingSegments, budget: int, rotary: RotaryLimit | None
+    segments: Iterator[_Ids] | _MissingSegments, budget: int, rotary: RotaryLimit | None
 ) -> Iterator[list[_Ids]]:
     """Group consecutive segments up to `budget` tokens (or one longer segment), all on the same side of the limit."""
     group: list[_Ids] = []
@@ -327,7 +327,7 @@ def fill_caches(plan: Plan) -> None:
             continue
         assert isinstance(plan.data, Corpus), "a student that samples has no cached teachers"
         reader = CacheReader(teacher.cache)
-        if lacks_head(reader) or next(iter(MissingSegments(plan.data, plan.config, i, reader)), None) is not None:
+        if lacks_head(reader) or next(iter(_MissingSegments(plan.data, plan.config, i, reader)), None) is not None:
             manifest = reader.manifest
             if manifest.is_served:
                 raise ConfigError(

@@ -24,7 +24,7 @@ from nemo_opd.models.stored_output import save_head, sparse_layout
 from nemo_opd.served.answers import EndpointAnswers
 from nemo_opd.teacher_cache.shard import Bytes, CacheManifest
 from nemo_opd.types import TokenRows
-from nemo_opd.workers.stored_teacher import CachingTeacher
+from nemo_opd.workers.teacher import CachingTeacher
 
 _Ids = NDArray[np.int32]
 Ask = Callable[[Sequence[Sequence[_Ids]]], Iterator[tuple[_Ids, Bytes]]]

@@ -1,4 +1,4 @@
-"""The closing table of a run."""
+"""The closing table of a run, and differences between models that answered the same questions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,60 @@ from nemo_opd.logging.questions import QuestionValues, read_values
 from nemo_opd.logging.records import NOTHING, TextTable, number_of_set, read_config
 
 _Record = Mapping[str, float]
+
+
+def closing_table(
+    config: RunConfig,
+    folder: Path,
+    bits_per_byte: Mapping[str, float],
+    student_after: float | None,
+    steps: int,
+    *,
+    is_end: bool = True,
+) -> ClosingTable:
+    """Build the closing table: bits per byte and scores of student and teachers.
+
+    folder: the run's directory. bits_per_byte: keyed by name, for the student before training and the teachers.
+    is_end: report the trained student's last scores; otherwise only scores measured at exactly `steps`.
+    """
+
+    def row(name: str, bits: float | None, note: str = "") -> ClosingRow | None:
+        return None if bits is None else ClosingRow(name, bits, note)
+
+    teachers = [
+        row(f"teacher {teacher.name}", bits_per_byte.get(teacher.name), teacher.type.replace("_", " "))
+        for teacher in config.active_teachers
+    ]
+    return ClosingTable(
+        before=row(STUDENT_BEFORE, bits_per_byte.get(STUDENT_BEFORE)),
+        after=row(STUDENT_AFTER, student_after, f"{steps} steps"),
+        teachers=tuple(teacher for teacher in teachers if teacher is not None),
+        scores=_scores_at(config, folder, None if is_end else steps),
+    )
+
+
+def closing_at(config: RunConfig, folder: Path, bits_per_byte: Mapping[str, float], step: int) -> ClosingTable:
+    """Build the closing table as if the run had ended at a step."""
+    measured = _measured_at(read(folder / "metrics.jsonl"), step)
+    return closing_table(config, folder, bits_per_byte, measured.get("val/bits_per_byte"), step, is_end=False)
+
+
+def _scores_at(config: RunConfig, folder: Path, step: int | None) -> tuple[ScoreRow, ...]:
+    if config.evaluation is None:
+        return ()
+    records, values = read(folder / "metrics.jsonl"), read_values(folder / "evaluation.jsonl")
+    if step is not None:
+        records = [record for record in records if record["step"] <= step]
+    settings = config.evaluation
+    rows = scores(records, config.active_names, values, lambda name: settings.all_sets.get(name, settings).confidence)
+    if step is None:
+        return rows
+    measured = _measured_at(records, step)
+    return tuple(row for row in rows if f"{PREFIX}{row.measure}" in measured)
+
+
+def _measured_at(records: Sequence[Mapping[str, float]], step: int) -> Mapping[str, float]:
+    return next((record for record in records if record["step"] == step), {})
 
 
 def scores(
@@ -78,12 +132,12 @@ def _differences(
     if steps[0] < steps[1] and steps[0] in student_by_step:
         baselines[STUDENT_BEFORE] = student_by_step[steps[0]]
     differences = {
-        name: difference_between(after, baseline, measure, confidence) for name, baseline in baselines.items()
+        name: _difference_between(after, baseline, measure, confidence) for name, baseline in baselines.items()
     }
     return {name: difference for name, difference in differences.items() if difference is not None}
 
 
-def difference_between(
+def _difference_between(
     after: QuestionValues, baseline: QuestionValues, measure: str, confidence: float
 ) -> Score | None:
     """Return how much better `after` is on the questions that both answered; None if these are too few."""
@@ -101,60 +155,6 @@ def difference_between(
     return Score(difference.value, difference.low, difference.high)
 
 
-def closing_table(
-    config: RunConfig,
-    folder: Path,
-    bits_per_byte: Mapping[str, float],
-    student_after: float | None,
-    steps: int,
-    *,
-    is_end: bool = True,
-) -> ClosingTable:
-    """Build the closing table: bits per byte and scores of student and teachers.
-
-    folder: the run's directory. bits_per_byte: keyed by name, for the student before training and the teachers.
-    is_end: report the trained student's last scores; otherwise only scores measured at exactly `steps`.
-    """
-
-    def row(name: str, bits: float | None, note: str = "") -> ClosingRow | None:
-        return None if bits is None else ClosingRow(name, bits, note)
-
-    teachers = [
-        row(f"teacher {teacher.name}", bits_per_byte.get(teacher.name), teacher.type.replace("_", " "))
-        for teacher in config.active_teachers
-    ]
-    return ClosingTable(
-        before=row(STUDENT_BEFORE, bits_per_byte.get(STUDENT_BEFORE)),
-        after=row(STUDENT_AFTER, student_after, f"{steps} steps"),
-        teachers=tuple(teacher for teacher in teachers if teacher is not None),
-        scores=_scores(config, folder, None if is_end else steps),
-    )
-
-
-def closing_at(config: RunConfig, folder: Path, bits_per_byte: Mapping[str, float], step: int) -> ClosingTable:
-    """Build the closing table as if the run had ended at a step."""
-    measured = _measured_at(read(folder / "metrics.jsonl"), step)
-    return closing_table(config, folder, bits_per_byte, measured.get("val/bits_per_byte"), step, is_end=False)
-
-
-def _scores(config: RunConfig, folder: Path, step: int | None) -> tuple[ScoreRow, ...]:
-    if config.evaluation is None:
-        return ()
-    records, values = read(folder / "metrics.jsonl"), read_values(folder / "evaluation.jsonl")
-    if step is not None:
-        records = [record for record in records if record["step"] <= step]
-    settings = config.evaluation
-    rows = scores(records, config.active_names, values, lambda name: settings.all_sets.get(name, settings).confidence)
-    if step is None:
-        return rows
-    measured = _measured_at(records, step)
-    return tuple(row for row in rows if f"{PREFIX}{row.measure}" in measured)
-
-
-def _measured_at(records: Sequence[Mapping[str, float]], step: int) -> Mapping[str, float]:
-    return next((record for record in records if record["step"] == step), {})
-
-
 def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     """Tabulate how much better each run's last evaluation is than the first run's, per measure.
 
@@ -169,7 +169,7 @@ def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
         cells = []
         for run_values in values_of_runs:
             values = run_values.get((name, measure))
-            gain = None if values is None else difference_between(values, reference, measure, confidence)
+            gain = None if values is None else _difference_between(values, reference, measure, confidence)
             is_fraction = is_share(measure, *reference.values[measure])
             cells.append(NOTHING if gain is None else difference(*gain, is_share=is_fraction))
         rows.append([f"{name}/{measure}" if name else measure, *cells])

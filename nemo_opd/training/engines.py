@@ -1,6 +1,6 @@
-"""Generation engines by `rollout.type`: the student's and a teacher's workers, and servers."""
+"""Generation engines, keyed by the settings of `rollout`: the student's workers, and servers."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +9,8 @@ from typing import Any
 from nemo_opd.config.base import choices, require_lines
 from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts, ServerRollout
 from nemo_opd.handoff.shared_memory import FileDescriptor
-from nemo_opd.preflight.benchmark_plan import longest_question
 from nemo_opd.preflight.plan import Plan
+from nemo_opd.preflight.prompts import longest_question
 from nemo_opd.rollout import hf
 from nemo_opd.rollout.base import Completion, Engine, EngineSpec, Generator, Request, Sampling, StudentModel
 from nemo_opd.rollout.server.program import server_gpus
@@ -82,7 +82,8 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
         plan.sampled_end_ids,
         "bfloat16" if plan.device == "cuda" else "float32",
         plan.output_dir,
-        max_length=_max_length(plan),
+        # The longest rollout, or a benchmark's longest question with its answer.
+        max_length=max(config.train.max_length, longest_question(plan.benchmarks)),
         rounds_logits=config.handoff.type == "logits",
         is_training=True,
         memory_share=plan.server_share,
@@ -90,19 +91,3 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
         gpus=server_gpus(settings),
     )
     return ENGINES[type(settings)].for_student(settings, spec, _Student(models), version)
-
-
-def _max_length(plan: Plan) -> int:
-    """Return the maximum tokens of a rollout or of a benchmark's question with its answer."""
-    return max(plan.config.train.max_length, longest_question(plan.benchmarks))
-
-
-class TeacherWorkers(Generator):
-    """Generator over an active teacher's workers, used before the first step."""
-
-    def __init__(self, models: Models, teacher: int, end_ids: Collection[int]) -> None:
-        """Store the arguments. end_ids: tokens that end a sequence."""
-        self._models, self._teacher, self._end_ids = models, teacher, end_ids
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return self._models.generate_by_teacher(self._teacher, requests, sampling, self._end_ids)

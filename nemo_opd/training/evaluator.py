@@ -1,11 +1,11 @@
-"""Evaluation of a run's student and teachers on question sets and benchmarks."""
+"""Evaluation of a run's student and teachers on question sets and benchmarks, the best steps and early stopping."""
 
 from __future__ import annotations
 
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
@@ -22,12 +22,13 @@ from nemo_opd.logging.questions import QuestionValues, SampleLog, ValueLog
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import LoadedSet, SampledModel
 from nemo_opd.rewards import RewardFunction
-from nemo_opd.rollout.base import Generator
-from nemo_opd.training.engines import TeacherWorkers
+from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
 from nemo_opd.training.models import Models
 
 if TYPE_CHECKING:
     from nemo_opd.evaluation.benchmarks import TextModel
+
+_BEST, _WAITED = "best", "waited"
 
 
 class Evaluator:
@@ -62,11 +63,11 @@ class Evaluator:
         figures: dict[str, float] = {}
         for loaded, reward in zip(self._plan.questions, self._rewards, strict=True):
             model = loaded.teachers[i]
-            engine = TeacherWorkers(self._models, i, model.end_ids)
+            engine = _TeacherWorkers(self._models, i, model.end_ids)
             figures |= self._ask(engine, loaded, model, reward, 0, name)
         if (benchmarks := self._plan.benchmarks) is not None:
             teacher = benchmarks.teachers[i]
-            engine = TeacherWorkers(self._models, i, teacher.end_ids)
+            engine = _TeacherWorkers(self._models, i, teacher.end_ids)
             scorer = partial(self._models.likelihoods, teacher=i)
             figures |= self._run_benchmarks(teacher.text, scorer, engine, 0, name)
         return {f"{figure}/{name}": value for figure, value in figures.items()}
@@ -113,7 +114,7 @@ class Evaluator:
         if result.failures:
             self._warn(result.failure_text(f"{resolved.label}, {who}"))
         self._samples.write(shown_answers(result, step, self._settings.num_samples_shown, teacher))
-        questions = tuple(_name(question.prompt) for question in result.questions)
+        questions = tuple(_question_name(question.prompt) for question in result.questions)
         self._values.write(QuestionValues(step, resolved.name, teacher, questions, result.values, levels=result.levels))
         return result.metrics
 
@@ -147,17 +148,25 @@ class Evaluator:
         )
 
 
+class _TeacherWorkers(Generator):
+    """Generator over an active teacher's workers, used before the first step."""
+
+    def __init__(self, models: Models, teacher: int, end_ids: Collection[int]) -> None:
+        """Store the arguments. end_ids: tokens that end a sequence."""
+        self._models, self._teacher, self._end_ids = models, teacher, end_ids
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return self._models.generate_by_teacher(self._teacher, requests, sampling, self._end_ids)
+
+
 def _who(teacher: str | None) -> str:
     return "the student" if teacher is None else f"the teacher {teacher}"
 
 
-def _name(question: Prompt) -> str:
+def _question_name(question: Prompt) -> str:
     """Return a question's row and content hash, so that another question in the same row gets another name."""
     content = json.dumps([question.content, question.answer], ensure_ascii=False, default=str)
     return f"{question.index}:{zlib.crc32(content.encode()):08x}"
-
-
-_BEST, _WAITED = "best", "waited"
 
 
 def _criterion(settings: ChosenMetric) -> str:

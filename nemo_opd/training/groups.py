@@ -1,4 +1,4 @@
-"""Process groups of a run's models."""
+"""Worker groups of a run's models: how they start, how texts are divided over them, and links between nodes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,19 +10,16 @@ from nemo_opd.cluster.batch_grid import dp_leader_ranks, micro_batches, shared_o
 from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.evaluation.likelihoods import Scored, answers, batches, token_rows
+from nemo_opd.handoff.link import ExchangePlanner, Rendezvous
+from nemo_opd.handoff.outputs import Window
+from nemo_opd.preflight.delivery import Delivery
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.progress import working
 from nemo_opd.rollout.base import Completion, Request
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import TokenRows
-from nemo_opd.workers.stored_teacher import CachedTeacherWorker, ServedTeacherWorker
 from nemo_opd.workers.student import StudentWorker
-from nemo_opd.workers.teacher import TeacherWorker
-
-
-def separate(plan: Plan) -> list[int]:
-    """Return the indices of teachers in separate processes."""
-    return [i for i, settings in enumerate(plan.config.active_teachers) if not settings.is_student]
+from nemo_opd.workers.teacher import CachedTeacherWorker, ServedTeacherWorker, TeacherWorker
 
 
 def teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
@@ -32,25 +29,6 @@ def teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
     if not settings.is_computed:
         worker = ServedTeacherWorker if settings.cache is None else CachedTeacherWorker
     return cluster.group(f"teacher {settings.name}", worker, _teacher_arguments(plan, i), plan.placement.teachers[i])
-
-
-def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:
-    """Return the arguments of a teacher's workers."""
-    settings = plan.config.active_teachers[i]
-    alpha = confidence_alphas(plan.config)[i]
-    return {
-        "settings": settings,
-        "key": "student.model" if settings.is_student else f"teachers.{i}.model",
-        "vocab_size": plan.teachers[i].vocab_size,
-        "device": plan.device,
-        "transport": plan.transport,
-        "handoff": plan.config.handoff.type,
-        "score": plan.config.aggregation.score if alpha is None else "log_probability",
-        "readers": plan.deliveries[i].readers,
-        "num_slots": 1 if settings.is_student else 1 + plan.lookahead,
-        "empties_cache": plan.empties_cache,
-        "shares_process": settings.is_student or plan.config.cluster.launcher == "local",
-    }
 
 
 def student_group(cluster: Cluster, plan: Plan) -> Group:
@@ -77,6 +55,30 @@ def student_group(cluster: Cluster, plan: Plan) -> Group:
         },
         plan.placement.student,
     )
+
+
+def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:
+    """Return the arguments of a teacher's workers."""
+    settings = plan.config.active_teachers[i]
+    alpha = confidence_alphas(plan.config)[i]
+    return {
+        "settings": settings,
+        "key": "student.model" if settings.is_student else f"teachers.{i}.model",
+        "vocab_size": plan.teachers[i].vocab_size,
+        "device": plan.device,
+        "transport": plan.transport,
+        "handoff": plan.config.handoff.type,
+        "score": plan.config.aggregation.score if alpha is None else "log_probability",
+        "readers": plan.deliveries[i].readers,
+        "num_slots": 1 if settings.is_student else 1 + plan.lookahead,
+        "empties_cache": plan.empties_cache,
+        "shares_process": settings.is_student or plan.config.cluster.launcher == "local",
+    }
+
+
+def separate_teachers(plan: Plan) -> list[int]:
+    """Return the indices of teachers in separate processes."""
+    return [i for i, settings in enumerate(plan.config.active_teachers) if not settings.is_student]
 
 
 _MICRO_BATCHES_A_CALL = 16
@@ -138,3 +140,57 @@ class OwnTeacher(Group):
 
     def close(self) -> None:
         """Do nothing: the student's workers release the teacher."""
+
+
+class Links:
+    """Links between the student and each teacher whose output crosses nodes.
+
+    Sends and receives are submitted and gathered together while neither group computes. So a dead rank is reported by
+    its own group, and no send waits for a receive further back in a queue.
+    """
+
+    def __init__(self, student: Group, teachers: Sequence[Group], deliveries: Sequence[Delivery]) -> None:
+        """Join the links; all groups must be ready. Raises WorkerError or ClusterError."""
+        self._student, self._teachers = student, teachers
+        self._planners = [
+            ExchangePlanner(group.size) if delivery.crosses_nodes else None
+            for group, delivery in zip(teachers, deliveries, strict=True)
+        ]
+        if any(self._planners):
+            self._join()
+
+    def _join(self) -> None:
+        rendezvous = [
+            None if planner is None else self._rendezvous(group)
+            for planner, group in zip(self._planners, self._teachers, strict=True)
+        ]
+        calls = [self._student.submit("join_links", [(rendezvous,)] * self._student.size)]
+        for group, meeting in zip(self._teachers, rendezvous, strict=True):
+            if meeting is not None:
+                calls.append(group.submit("join_link", [(meeting,)] * group.size))
+        self._student.cluster.gather(calls)
+
+    def _rendezvous(self, teacher: Group) -> Rendezvous:
+        return Rendezvous(*teacher.address(), self._student.size, teacher.size, self._student.cluster.timeout_s)
+
+    def transfer(self, by_teacher: Sequence[Sequence[Window]], about: str) -> None:
+        """Send the student the rows that these windows read from other nodes, and wait.
+
+        by_teacher: windows of each teacher, one per student rank. about: the batch, for messages. Raises WorkerError or
+        ClusterError.
+        """
+        exchanges = [
+            None if planner is None else planner.plan(windows)
+            for planner, windows in zip(self._planners, by_teacher, strict=True)
+        ]
+        if all(exchange is None or exchange.is_empty for exchange in exchanges):
+            return
+        receives = [
+            (tuple(() if exchange is None else exchange.receives[rank] for exchange in exchanges),)
+            for rank in range(self._student.size)
+        ]
+        calls = [self._student.submit("receive", receives, about=about)]
+        for group, exchange in zip(self._teachers, exchanges, strict=True):
+            if exchange is not None:
+                calls.append(group.submit("send", [(messages,) for messages in exchange.sends], about=about))
+        self._student.cluster.gather(calls)

@@ -1,4 +1,4 @@
-"""Graceful interruption of a run by signals."""
+"""Early end of a run: by signals, or before a time limit."""
 
 import math
 import os
@@ -18,6 +18,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ANSWER = "ending after this step; interrupt again to end now"
 ECHO_S = 1.0
 """Window of duplicate signals: timeout(1) signals a process and its group, and `uv run` forwards signals."""
+_BYTES_PER_S = 2e8
+"""Assumed write speed of the first checkpoint; later estimates are the longest time measured."""
+_MARGIN = 1.5
+"""Factor on the expected time of a checkpoint: file systems are shared."""
+_SLURM = "SLURM_JOB_START_TIME"
+"""Environment variable with the start of a Slurm job, in seconds since 1970."""
 
 
 class SignalDebouncer:
@@ -62,7 +68,7 @@ class Interrupt:
         threading.Thread(target=self._answer, args=(_ANSWER,), daemon=True).start()
 
     def __enter__(self) -> Self:
-        self._previous = _handle(self._handle)
+        self._previous = _install(self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,14 +83,14 @@ def interruptible() -> Iterator[None]:
         if not _echoes.is_one():
             raise KeyboardInterrupt
 
-    previous = _handle(interrupt)
+    previous = _install(interrupt)
     try:
         yield
     finally:
         _restore(previous)
 
 
-def _handle(handler: Callable[[int, FrameType | None], Any]) -> dict[signal.Signals, Any]:
+def _install(handler: Callable[[int, FrameType | None], Any]) -> dict[signal.Signals, Any]:
     """Install a handler, except for signals that are ignored (nohup), and return the previous handlers."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     previous = {number: installed for number, installed in handlers.items() if installed is not signal.SIG_IGN}
@@ -96,14 +102,6 @@ def _handle(handler: Callable[[int, FrameType | None], Any]) -> dict[signal.Sign
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-_BYTES_PER_S = 2e8
-"""Assumed write speed of the first checkpoint; later estimates are the longest time measured."""
-_MARGIN = 1.5
-"""Factor on the expected time of a checkpoint: file systems are shared."""
-_SLURM = "SLURM_JOB_START_TIME"
-"""Environment variable with the start of a Slurm job, in seconds since 1970."""
 
 
 class TimeLimit:

@@ -1,4 +1,4 @@
-"""Driver-side interface to the student and its teachers."""
+"""The driver's interface to the worker groups of the student and its teachers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nemo_opd.aggregation import (
     share_metrics,
     weighted_by_confidence,
 )
-from nemo_opd.checkpoint.background import require_whole_export
+from nemo_opd.checkpoint.shards import require_whole_export
 from nemo_opd.cluster.base import Call, Cluster, Group, submit_sequentially
 from nemo_opd.cluster.batch_grid import BatchGrid, dp_leader_ranks, reduced
 from nemo_opd.config.on_policy import confidence_alphas
@@ -34,64 +34,12 @@ from nemo_opd.evaluation.validation import joined_losses, teachers_bits_per_byte
 from nemo_opd.files import replacing
 from nemo_opd.handoff.outputs import Window, windows
 from nemo_opd.handoff.shared_memory import FileDescriptor
-from nemo_opd.preflight.delivery import Links
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.training.groups import ModelGroup, OwnTeacher, separate, student_group, teacher_group
+from nemo_opd.training.groups import Links, ModelGroup, OwnTeacher, separate_teachers, student_group, teacher_group
 from nemo_opd.types import NO_CHUNK, Batch, Mean, Metric, Metrics, SequenceScores, TeacherRows
-from nemo_opd.workers.student import StudentStep
+from nemo_opd.workers.step import StudentStep
 from nemo_opd.workers.teacher import TeacherOutput
-
-
-def only_answered(
-    batch: Batch, by_teacher: Sequence[Sequence[TeacherOutput]], grid: BatchGrid
-) -> tuple[Batch, list[int | None]]:
-    """Remove unanswered targets from the batch; also return each teacher's number of unanswered tokens.
-
-    by_teacher: output of each teacher, indexed by rank, for the padded batch. A target is a token or an aligned chunk,
-    which needs all of its tokens. The number is None for a teacher that answers every token by construction. Call
-    before units are counted, so that normalizers count only compared units.
-    """
-    teachers = list(batch.teachers)
-    numbers: list[int | None] = []
-    for i, (by_rank, layout) in enumerate(zip(by_teacher, grid.teachers, strict=True)):
-        is_answered = _join_ranks(batch, i, by_rank, layout, grid)
-        numbers.append(None if is_answered is None else int((~is_answered).sum()))
-        if is_answered is not None and not is_answered.all():
-            teachers[i] = _drop_unanswered(batch.teachers[i], is_answered)
-    return replace(batch, teachers=tuple(teachers)), numbers
-
-
-def _join_ranks(
-    batch: Batch, i: int, by_rank: Sequence[TeacherOutput], layout: Layout, grid: BatchGrid
-) -> Tensor | None:
-    """Join the ranks' `is_answered` for the batch: bool [B, T]; None if the teacher always answers every token."""
-    parts = [by_rank[rank].is_answered for rank in dp_leader_ranks(layout)]
-    width = batch.teachers[i].tokens.ids.shape[1]
-    padded = [F.pad(part, (0, width - part.shape[1]), value=True) for part in parts if part is not None]
-    return torch.cat(padded)[grid.is_given(batch)] if padded else None
-
-
-def _drop_unanswered(rows: TeacherRows, is_answered: Tensor) -> TeacherRows:
-    """Return a teacher's rows without unanswered targets. is_answered: bool [B, T]."""
-    if rows.chunks is not None:
-        # Per sequence, as each numbers its chunks from 0.
-        lost = [chunks[~answered] for chunks, answered in zip(rows.chunks.teacher, is_answered, strict=True)]
-        student, teacher = (_drop_chunks(side, lost) for side in (rows.chunks.student, rows.chunks.teacher))
-        return replace(rows, chunks=replace(rows.chunks, student=student, teacher=teacher))
-    if rows.moved is not None:
-        width = rows.moved.loss_mask.shape[1]
-        places = (torch.arange(width) + rows.moved.by.unsqueeze(1)).clamp(0, is_answered.shape[1] - 1)
-        mask = rows.moved.loss_mask & is_answered.gather(1, places)
-        return replace(rows, moved=replace(rows.moved, loss_mask=mask))
-    return replace(rows, tokens=replace(rows.tokens, loss_mask=rows.tokens.loss_mask & is_answered))
-
-
-def _drop_chunks(chunk_ids: Tensor, lost: Sequence[Tensor]) -> Tensor:
-    """Return chunk ids [B, S] with NO_CHUNK for those in `lost`, one tensor of ids per sequence."""
-    is_lost = torch.stack([torch.isin(ids, lost_ids) for ids, lost_ids in zip(chunk_ids, lost, strict=True)])
-    return chunk_ids.masked_fill(is_lost, NO_CHUNK)
-
 
 _RankWindows = tuple[Window, ...]
 
@@ -156,7 +104,7 @@ class Models:
         self._free_slots = deque(range(1 + plan.lookahead))
         with ExitStack() as stack:
             # Closed in reverse: the student unmaps the teachers' buffers before they are freed.
-            ahead = {i: stack.enter_context(teacher_group(cluster, plan, i)) for i in separate(plan)}
+            ahead = {i: stack.enter_context(teacher_group(cluster, plan, i)) for i in separate_teachers(plan)}
             self.student = stack.enter_context(student_group(cluster, plan))
             cluster.gather([group.ready for group in (self.student, *ahead.values())])
             self.teachers: list[Group] = [
@@ -382,6 +330,63 @@ class Models:
         self.close()
 
 
+def export_whole(models: Models, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
+    """Replace an exported Hugging Face folder atomically. served_as, average_of: as for `Models.export`."""
+    with replacing(folder) as temporary:
+        models.export(temporary, served_as, average_of)
+        require_whole_export(temporary)
+
+
+def only_answered(
+    batch: Batch, by_teacher: Sequence[Sequence[TeacherOutput]], grid: BatchGrid
+) -> tuple[Batch, list[int | None]]:
+    """Remove unanswered targets from the batch; also return each teacher's number of unanswered tokens.
+
+    by_teacher: output of each teacher, indexed by rank, for the padded batch. A target is a token or an aligned chunk,
+    which needs all of its tokens. The number is None for a teacher that answers every token by construction. Call
+    before units are counted, so that normalizers count only compared units.
+    """
+    teachers = list(batch.teachers)
+    numbers: list[int | None] = []
+    for i, (by_rank, layout) in enumerate(zip(by_teacher, grid.teachers, strict=True)):
+        is_answered = _join_ranks(batch, i, by_rank, layout, grid)
+        numbers.append(None if is_answered is None else int((~is_answered).sum()))
+        if is_answered is not None and not is_answered.all():
+            teachers[i] = _drop_unanswered(batch.teachers[i], is_answered)
+    return replace(batch, teachers=tuple(teachers)), numbers
+
+
+def _join_ranks(
+    batch: Batch, i: int, by_rank: Sequence[TeacherOutput], layout: Layout, grid: BatchGrid
+) -> Tensor | None:
+    """Join the ranks' `is_answered` for the batch: bool [B, T]; None if the teacher always answers every token."""
+    parts = [by_rank[rank].is_answered for rank in dp_leader_ranks(layout)]
+    width = batch.teachers[i].tokens.ids.shape[1]
+    padded = [F.pad(part, (0, width - part.shape[1]), value=True) for part in parts if part is not None]
+    return torch.cat(padded)[grid.is_given(batch)] if padded else None
+
+
+def _drop_unanswered(rows: TeacherRows, is_answered: Tensor) -> TeacherRows:
+    """Return a teacher's rows without unanswered targets. is_answered: bool [B, T]."""
+    if rows.chunks is not None:
+        # Per sequence, as each numbers its chunks from 0.
+        lost = [chunks[~answered] for chunks, answered in zip(rows.chunks.teacher, is_answered, strict=True)]
+        student, teacher = (_drop_chunks(side, lost) for side in (rows.chunks.student, rows.chunks.teacher))
+        return replace(rows, chunks=replace(rows.chunks, student=student, teacher=teacher))
+    if rows.moved is not None:
+        width = rows.moved.loss_mask.shape[1]
+        places = (torch.arange(width) + rows.moved.by.unsqueeze(1)).clamp(0, is_answered.shape[1] - 1)
+        mask = rows.moved.loss_mask & is_answered.gather(1, places)
+        return replace(rows, moved=replace(rows.moved, loss_mask=mask))
+    return replace(rows, tokens=replace(rows.tokens, loss_mask=rows.tokens.loss_mask & is_answered))
+
+
+def _drop_chunks(chunk_ids: Tensor, lost: Sequence[Tensor]) -> Tensor:
+    """Return chunk ids [B, S] with NO_CHUNK for those in `lost`, one tensor of ids per sequence."""
+    is_lost = torch.stack([torch.isin(ids, lost_ids) for ids, lost_ids in zip(chunk_ids, lost, strict=True)])
+    return chunk_ids.masked_fill(is_lost, NO_CHUNK)
+
+
 def _retried(by_teacher: Mapping[str, Sequence[TeacherOutput]]) -> dict[str, int]:
     """Sum the requests sent again over the ranks of each served teacher."""
     counts = {name: [output.retried for output in by_rank] for name, by_rank in by_teacher.items()}
@@ -395,10 +400,3 @@ def _variant(batch: Batch, k: int) -> Batch:
         for rows in batch.teachers
     )
     return replace(batch, teachers=tuple(teachers))
-
-
-def export_whole(models: Models, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
-    """Replace an exported Hugging Face folder atomically. served_as, average_of: as for `Models.export`."""
-    with replacing(folder) as temporary:
-        models.export(temporary, served_as, average_of)
-        require_whole_export(temporary)

@@ -17,7 +17,7 @@ from nemo_opd.preflight.summary import print_plan
 from nemo_opd.training.cache_build import fill_caches
 from nemo_opd.training.session import Session
 from nemo_opd.training.step_metrics import objective_values, step_times, useful_positions
-from nemo_opd.workers.student import POSITIONS
+from nemo_opd.workers.step import POSITIONS
 
 
 def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path | None:

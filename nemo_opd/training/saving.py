@@ -1,4 +1,4 @@
-"""Writing of a run's checkpoints, synchronously or in the background."""
+"""Writing of a run's checkpoints, synchronously or in the background, and export of its models with their cards."""
 
 import platform
 import shlex
@@ -15,8 +15,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from nemo_opd.alignment.pieces import pieces_of
-from nemo_opd.checkpoint.background import STUDENT, require_whole
-from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.checkpoint.manager import STUDENT, CheckpointManager, Progress
+from nemo_opd.checkpoint.shards import require_whole
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
 from nemo_opd.errors import HubError
@@ -37,24 +37,11 @@ from nemo_opd.teacher_cache.shard import read_manifest
 from nemo_opd.training.closing import closing_at
 from nemo_opd.training.evaluator import BestSteps
 from nemo_opd.training.models import Models, export_whole
-from nemo_opd.workers.student_model import EXPORTS
+from nemo_opd.workers.student_model import PROJECTIONS
 
-
-class _GivenUpError(Exception):
-    """Abandonment of an incomplete checkpoint; its context removes the files."""
-
-
-@dataclass(frozen=True)
-class _UnfinishedCheckpoint:
-    """Checkpoint that is being written."""
-
-    step: int
-    models: Models
-    folder: Path
-    start: float
-    """Value of `time.monotonic`."""
-    stack: ExitStack
-    """Completes the checkpoint if closed without an error."""
+_LIBRARIES = ("torch", "transformers", "tokenizers", "peft")
+_NUM_ROWS = 20
+"""Number of rows per projection in the report."""
 
 
 class Saving:
@@ -122,7 +109,113 @@ class Saving:
                 raise _GivenUpError
 
 
-_LIBRARIES = ("torch", "transformers", "tokenizers", "peft")
+@dataclass(frozen=True)
+class _UnfinishedCheckpoint:
+    """Checkpoint that is being written."""
+
+    step: int
+    models: Models
+    folder: Path
+    start: float
+    """Value of `time.monotonic`."""
+    stack: ExitStack
+    """Completes the checkpoint if closed without an error."""
+
+
+class _GivenUpError(Exception):
+    """Abandonment of an incomplete checkpoint; its context removes the files."""
+
+
+def export_models(plan: Plan, models: Models) -> None:
+    """Write the student to final/ and each average of its weights to final_<teacher>/."""
+    final = plan.output_dir / "final"
+    export_whole(models, final)
+    _write_learned_rows(plan, final)
+    for i, teacher in enumerate(plan.config.active_teachers):
+        if teacher.weights == "ema":
+            export_whole(models, plan.output_dir / f"final_{teacher.name}", average_of=i)
+
+
+def _write_learned_rows(plan: Plan, exported: Path) -> None:
+    """Write the rows that moved furthest in each learned projection to the run's directory.
+
+    exported: folder of the exported student.
+    """
+    rows = {}
+    for i, (teacher, planned) in enumerate(zip(plan.config.active_teachers, plan.teachers, strict=True)):
+        if isinstance(teacher, OwnIdsTeacher) and teacher.projection_lr and planned.projection is not None:
+            learned = ProjectionMatrix.load(exported / PROJECTIONS / f"{teacher.name}.safetensors")
+            tokenizers = tokenizer_of(plan.config.student, key="student"), tokenizer_of(teacher, key=f"teachers.{i}")
+            rows[teacher.name] = list(_moved_rows(planned.projection, learned, *tokenizers))
+    if rows:
+        write_projections(plan.output_dir, rows)
+
+
+def _moved_rows(
+    start: ProjectionMatrix,
+    learned: ProjectionMatrix,
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+) -> Iterator[MovedRow]:
+    """Yield the rows whose weights moved furthest. Both matrices must have the same entries."""
+    moved = np.abs(learned.weights - start.weights).sum(axis=1) / 2
+    student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
+    for i in np.argsort(-moved, kind="stable")[:_NUM_ROWS].tolist():
+        entries_before, entries_after = (
+            tuple((entry.token, entry.weight) for entry in entries_of(matrix, i, teacher_tokenizer, teacher))
+            for matrix in (start, learned)
+        )
+        if moved[i] > 0:
+            yield MovedRow(shown_token(student_tokenizer, student, i), float(moved[i]), entries_before, entries_after)
+
+
+def export_best(plan: Plan, best: BestSteps, checkpoints: CheckpointManager) -> Best | None:
+    """Copy the student of the best existing checkpoint to best/ and return its step, or None without one."""
+    settings, saved_steps = plan.config.train.keep_best, set(checkpoints.steps())
+    if settings is None:
+        return None
+    for step, value in best.ranked:
+        if step in saved_steps:
+            copy_whole(checkpoints.path(step) / STUDENT, plan.output_dir / "best")
+            return Best(settings.metric, step, value)
+    return None
+
+
+def push_export(plan: Plan) -> None:
+    """Push the model that `run.push_to_hub` names, if set. Raises HubError on failure."""
+    settings = plan.config.run.push_to_hub
+    if settings is None:
+        return
+    folder = plan.output_dir / settings.model
+    if not folder.is_dir():
+        raise HubError(f"run.push_to_hub.model={settings.model}: the run has no {folder}, so nothing was pushed")
+    with working(f"pushing {settings.model} to {settings.repo}"):
+        url = push(folder, settings.repo, private=settings.private)
+    print_line(f"pushed  {url}")
+
+
+def write_cards(plan: Plan, closing: ClosingTable, bits_per_byte: Mapping[str, float], step: int) -> None:
+    """Write README.md into final/, best/ and final_<teacher>/.
+
+    closing: closing table of the student after `step`, the last. bits_per_byte: see `closing_table`.
+    """
+    for exported in _exported_folders(plan, closing, bits_per_byte, step):
+        write_card(plan.output_dir, exported)
+
+
+def _exported_folders(
+    plan: Plan, closing: ClosingTable, bits_per_byte: Mapping[str, float], step: int
+) -> Iterator[Exported]:
+    config, folder, best = plan.config, plan.output_dir, closing.best
+    yield Exported(folder / "final", f"The student after {step:,} steps", step, closing)
+    if best is not None:
+        description = f"The student after {best.step:,} of {step:,} steps, at its best {best.metric}: {best.value:.4g}"
+        at_best = closing_at(config, folder, bits_per_byte, best.step)
+        yield Exported(folder / "best", description, best.step, at_best, " (best)")
+    for teacher in config.active_teachers:
+        if teacher.weights == "ema":
+            description = f"An average of the student's weights over {step:,} steps with decay {teacher.ema_decay:g}"
+            yield Exported(folder / f"final_{teacher.name}", description, step, suffix=f" ({teacher.name})")
 
 
 def provenance(plan: Plan, summary: RunSummary) -> Provenance:
@@ -165,111 +258,13 @@ def _teacher_origin(settings: Teacher, summary: TeacherSummary, vocab_size: int)
         model=_public_name(model),
         tokenizer=_public_name(settings.tokenizer_source[1]),
         vocab_size=vocab_size,
-        card=_card(settings, model),
+        # The name of a served teacher need not be one on the hub.
+        card=OwnCard() if settings.served is not None else read_own_card(model),
         weight=summary.weight,
         loss=summary.loss,
         audit=(*summary.coverage, *summary.warnings),
     )
 
 
-def _card(settings: Teacher, model: str) -> OwnCard:
-    """Return the teacher's model card; empty for a served teacher, whose name need not be one on the hub."""
-    return OwnCard() if settings.served is not None else read_own_card(model)
-
-
 def _public_name(reference: str) -> str:
     return short_name(without_secrets(reference))
-
-
-_ROWS = 20
-"""Number of rows per projection in the report."""
-
-
-def write_learned_rows(plan: Plan, exported: Path) -> None:
-    """Write the rows that moved furthest in each learned projection to the run's directory.
-
-    exported: folder of the exported student.
-    """
-    rows = {}
-    for i, (teacher, planned) in enumerate(zip(plan.config.active_teachers, plan.teachers, strict=True)):
-        if isinstance(teacher, OwnIdsTeacher) and teacher.projection_lr and planned.projection is not None:
-            learned = ProjectionMatrix.load(exported / EXPORTS / f"{teacher.name}.safetensors")
-            tokenizers = tokenizer_of(plan.config.student, key="student"), tokenizer_of(teacher, key=f"teachers.{i}")
-            rows[teacher.name] = list(_moved_rows(planned.projection, learned, *tokenizers))
-    if rows:
-        write_projections(plan.output_dir, rows)
-
-
-def _moved_rows(
-    start: ProjectionMatrix,
-    learned: ProjectionMatrix,
-    student_tokenizer: PreTrainedTokenizerBase,
-    teacher_tokenizer: PreTrainedTokenizerBase,
-) -> Iterator[MovedRow]:
-    """Yield the rows whose weights moved furthest. Both matrices must have the same entries."""
-    moved = np.abs(learned.weights - start.weights).sum(axis=1) / 2
-    student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
-    for i in np.argsort(-moved, kind="stable")[:_ROWS].tolist():
-        entries_before, entries_after = (
-            tuple((entry.token, entry.weight) for entry in entries_of(matrix, i, teacher_tokenizer, teacher))
-            for matrix in (start, learned)
-        )
-        if moved[i] > 0:
-            yield MovedRow(shown_token(student_tokenizer, student, i), float(moved[i]), entries_before, entries_after)
-
-
-def export_models(plan: Plan, models: Models) -> None:
-    """Write the student to final/ and each average of its weights to final_<teacher>/."""
-    final = plan.output_dir / "final"
-    export_whole(models, final)
-    write_learned_rows(plan, final)
-    for i, teacher in enumerate(plan.config.active_teachers):
-        if teacher.weights == "ema":
-            export_whole(models, plan.output_dir / f"final_{teacher.name}", average_of=i)
-
-
-def export_best(plan: Plan, best: BestSteps, checkpoints: CheckpointManager) -> Best | None:
-    """Copy the student of the best existing checkpoint to best/ and return its step, or None without one."""
-    settings, saved_steps = plan.config.train.keep_best, set(checkpoints.steps())
-    if settings is None:
-        return None
-    for step, value in best.ranked:
-        if step in saved_steps:
-            copy_whole(checkpoints.path(step) / STUDENT, plan.output_dir / "best")
-            return Best(settings.metric, step, value)
-    return None
-
-
-def push_export(plan: Plan) -> None:
-    """Push the model that `run.push_to_hub` names, if set. Raises HubError on failure."""
-    settings = plan.config.run.push_to_hub
-    if settings is None:
-        return
-    folder = plan.output_dir / settings.model
-    if not folder.is_dir():
-        raise HubError(f"run.push_to_hub.model={settings.model}: the run has no {folder}, so nothing was pushed")
-    with working(f"pushing {settings.model} to {settings.repo}"):
-        url = push(folder, settings.repo, private=settings.private)
-    print_line(f"pushed  {url}")
-
-
-def write_cards(plan: Plan, closing: ClosingTable, bits_per_byte: Mapping[str, float], step: int) -> None:
-    """Write README.md into final/, best/ and final_<teacher>/.
-
-    closing: closing table of the student after `step`, the last. bits_per_byte: see `closing_table`.
-    """
-    for exported in _exported(plan, closing, bits_per_byte, step):
-        write_card(plan.output_dir, exported)
-
-
-def _exported(plan: Plan, closing: ClosingTable, bits_per_byte: Mapping[str, float], step: int) -> Iterator[Exported]:
-    config, folder, best = plan.config, plan.output_dir, closing.best
-    yield Exported(folder / "final", f"The student after {step:,} steps", step, closing)
-    if best is not None:
-        description = f"The student after {best.step:,} of {step:,} steps, at its best {best.metric}: {best.value:.4g}"
-        at_best = closing_at(config, folder, bits_per_byte, best.step)
-        yield Exported(folder / "best", description, best.step, at_best, " (best)")
-    for teacher in config.active_teachers:
-        if teacher.weights == "ema":
-            description = f"An average of the student's weights over {step:,} steps with decay {teacher.ema_decay:g}"
-            yield Exported(folder / f"final_{teacher.name}", description, step, suffix=f" ({teacher.name})")

@@ -25,11 +25,11 @@ from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.summary import run_summary
 from nemo_opd.progress import tracked, working
 from nemo_opd.rollout.base import Engine
+from nemo_opd.training.batches import BatchSource, Lookahead
 from nemo_opd.training.closing import closing_table
 from nemo_opd.training.engines import open_engine
 from nemo_opd.training.evaluator import BestSteps, Evaluator, Patience
 from nemo_opd.training.interrupt import Interrupt, TimeLimit
-from nemo_opd.training.lookahead import BatchSource, Lookahead
 from nemo_opd.training.models import Models
 from nemo_opd.training.saving import Saving, export_best, export_models, provenance, push_export, write_cards
 from nemo_opd.training.step_metrics import KDScale, SkippedSteps, first_kd_warnings, objective_values

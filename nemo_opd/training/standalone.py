@@ -56,9 +56,78 @@ if TYPE_CHECKING:
 
 _MICRO_BATCH_TOKENS = 16_384
 """Benchmark tokens per microbatch of a rank."""
+_NO_LIMIT = 1 << 30
+"""Sequence length in tokens if the model's configuration has no limit."""
+_log = logging.getLogger(__name__)
 
 
-class EvaluatedModel(Generator):
+def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[str, EvaluationResult]:
+    """Evaluate as `drive` does; return an empty dict on torchrun ranks other than the driver."""
+    with driving(config.cluster.on(config.device)) as is_driver:
+        return drive(config, console or Console()) if is_driver else {}
+
+
+def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationResult]:
+    """Evaluate, print a table per set and benchmark, and return the results keyed by name of the set.
+
+    Writes config.yaml, results.json and, if there are sets, samples.jsonl into `output_dir`. Results so far are
+    written after each set and benchmark. Raises the errors of reading the model and the questions, and of engine,
+    environment and reward.
+    """
+    require_installed(config.rollout)
+    output_dir = config.output_dir
+    if output_dir is None:
+        output_dir = Path("outputs") / "evaluation" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    sets = list(resolved_sets(config, config.data, config.reward, ""))
+    benchmarks = _load_benchmarks(config)
+    with ExitStack() as stack:
+        rewards = [stack.enter_context(build_set_reward(resolved)) for resolved in sets]
+        questions = [read_questions(resolved) for resolved in sets]
+        model, tokenizer = load_config(config.model, key="model"), _load_tokenizer(config)
+        require_causal(model, config.model, key="model")
+        positions = max_positions(model)
+        renderers = [build_renderer(tokenizer, resolved.is_chat, config.chat_template_kwargs) for resolved in sets]
+        fitting = [
+            _drop_long_questions(resolved, prompts, renderer, config, positions)
+            for resolved, prompts, renderer in zip(sets, questions, renderers, strict=True)
+        ]
+        ends = end_ids(tokenizer, GenerationConfig.from_model_config(model))
+        engine: Generator
+        with busy(f"loading {config.model}"):
+            if isinstance(config.rollout, HFRollout):
+                engine = stack.enter_context(_open_model(config, len(tokenizer), ends))
+            else:
+                gpus = server_gpus(config.rollout)
+                spec = EngineSpec(len(tokenizer), ends, config.dtype, output_dir, positions, gpus=gpus)
+                opened = ENGINES[type(config.rollout)].for_model(config.rollout, spec, config.model, config.device)
+                engine = stack.enter_context(opened)
+        write_atomically(output_dir / "config.yaml", to_yaml(config).encode())
+        dropped = {resolved.name: prompts.num_dropped for resolved, prompts in zip(sets, fitting, strict=True)}
+        results: dict[str, EvaluationResult] = {}
+        seconds: dict[str, float] = {}
+        scored: list[BenchmarkResult] = []
+        for resolved, prompts, renderer, reward in zip(sets, fitting, renderers, rewards, strict=True):
+            start = time.monotonic()
+            with busy(f"{resolved.label}: asking {len(prompts.prompts):,} questions"):
+                results[resolved.name] = _ask(config, resolved, engine, renderer, prompts, reward, positions)
+            seconds[resolved.name] = time.monotonic() - start
+            samples = (answer for result in results.values() for answer in all_answers(result))
+            write_samples(output_dir / "samples.jsonl", samples)
+            _write_results(output_dir, config, results, dropped, seconds, scored)
+        for benchmark in _run_benchmarks(config, benchmarks, tokenizer, positions, engine) if benchmarks else ():
+            scored.append(benchmark)
+            _write_results(output_dir, config, results, dropped, seconds, scored)
+    for resolved in sets:
+        console.print(_estimates_table(results[resolved.name], resolved.settings))
+    for benchmark in scored:
+        title = f"{benchmark.name}: {benchmark.num_questions:,} questions"
+        console.print(_table(title, benchmark.estimates, config.confidence))
+    written = "results.json and samples.jsonl" if sets else "results.json"
+    console.print(f"wrote {output_dir}/{written}", soft_wrap=True)
+    return results
+
+
+class _EvaluatedModel(Generator):
     """A frozen model on the ranks of a cluster."""
 
     def __init__(self, group: ModelGroup, end_ids: Collection[int], limit: BatchLimit) -> None:
@@ -74,7 +143,7 @@ class EvaluatedModel(Generator):
 
 
 @contextmanager
-def open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[int]) -> Iterator[EvaluatedModel]:
+def _open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[int]) -> Iterator[_EvaluatedModel]:
     """Start the workers and load the model.
 
     Raises ConfigError if the ranks are not available, and the workers' ModelError and ClusterError.
@@ -106,79 +175,9 @@ def open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[in
         running.group("model", FrozenWorker, arguments, placement.student) as group,
     ):
         running.gather([group.ready])
-        yield EvaluatedModel(
+        yield _EvaluatedModel(
             ModelGroup(group, layout, _MICRO_BATCH_TOKENS), end_ids, BatchLimit(config.rollout.batch_size)
         )
-
-
-_NO_LIMIT = 1 << 30
-"""Sequence length in tokens if the model's configuration has no limit."""
-
-_log = logging.getLogger(__name__)
-
-
-def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[str, EvaluationResult]:
-    """Evaluate as `drive` does; return an empty dict on torchrun ranks other than the driver."""
-    with driving(config.cluster.on(config.device)) as is_driver:
-        return drive(config, console or Console()) if is_driver else {}
-
-
-def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationResult]:
-    """Evaluate, print a table per set and benchmark, and return the results keyed by name of the set.
-
-    Writes config.yaml, results.json and, if there are sets, samples.jsonl into `output_dir`. Results so far are
-    written after each set and benchmark. Raises the errors of reading the model and the questions, and of engine,
-    environment and reward.
-    """
-    require_installed(config.rollout)
-    output_dir = config.output_dir or _default_output_dir()
-    sets = list(resolved_sets(config, config.data, config.reward, ""))
-    benchmarks = _load_benchmarks(config)
-    with ExitStack() as stack:
-        rewards = [stack.enter_context(build_set_reward(resolved)) for resolved in sets]
-        questions = [read_questions(resolved) for resolved in sets]
-        model, tokenizer = load_config(config.model, key="model"), _load_tokenizer(config)
-        require_causal(model, config.model, key="model")
-        positions = max_positions(model)
-        renderers = [build_renderer(tokenizer, resolved.is_chat, config.chat_template_kwargs) for resolved in sets]
-        fitting = [
-            _drop_long_questions(resolved, prompts, renderer, config, positions)
-            for resolved, prompts, renderer in zip(sets, questions, renderers, strict=True)
-        ]
-        ends = end_ids(tokenizer, GenerationConfig.from_model_config(model))
-        engine: Generator
-        with busy(f"loading {config.model}"):
-            if isinstance(config.rollout, HFRollout):
-                engine = stack.enter_context(open_model(config, len(tokenizer), ends))
-            else:
-                gpus = server_gpus(config.rollout)
-                spec = EngineSpec(len(tokenizer), ends, config.dtype, output_dir, positions, gpus=gpus)
-                opened = ENGINES[type(config.rollout)].for_model(config.rollout, spec, config.model, config.device)
-                engine = stack.enter_context(opened)
-        write_atomically(output_dir / "config.yaml", to_yaml(config).encode())
-        dropped = {resolved.name: prompts.num_dropped for resolved, prompts in zip(sets, fitting, strict=True)}
-        results: dict[str, EvaluationResult] = {}
-        seconds: dict[str, float] = {}
-        scored: list[BenchmarkResult] = []
-        for resolved, prompts, renderer, reward in zip(sets, fitting, renderers, rewards, strict=True):
-            start = time.monotonic()
-            with busy(f"{resolved.label}: asking {len(prompts.prompts):,} questions"):
-                results[resolved.name] = _ask(config, resolved, engine, renderer, prompts, reward, positions)
-            seconds[resolved.name] = time.monotonic() - start
-            samples = (answer for result in results.values() for answer in all_answers(result))
-            write_samples(output_dir / "samples.jsonl", samples)
-            _write_results(output_dir, config, results, dropped, seconds, scored)
-        for benchmark in _run_benchmarks(config, benchmarks, tokenizer, positions, engine) if benchmarks else ():
-            scored.append(benchmark)
-            _write_results(output_dir, config, results, dropped, seconds, scored)
-    for resolved in sets:
-        console.print(_estimates_table(results[resolved.name], resolved.settings))
-    for benchmark in scored:
-        title = f"{benchmark.name}: {benchmark.num_questions:,} questions"
-        console.print(_table(title, benchmark.estimates, config.confidence))
-    written = "results.json and samples.jsonl" if sets else "results.json"
-    console.print(f"wrote {output_dir}/{written}", soft_wrap=True)
-    return results
 
 
 def _ask(
@@ -230,7 +229,7 @@ def _run_benchmarks(
 ) -> Iterator[BenchmarkResult]:
     from nemo_opd.evaluation.benchmarks import LanguageModel, TextModel, run_benchmark
 
-    assert isinstance(engine, EvaluatedModel)
+    assert isinstance(engine, _EvaluatedModel)
     text = TextModel(tokenizer, longest_request(config, positions), config.chat_template_kwargs, config.seed)
     model = LanguageModel(text, engine.likelihoods, engine)
     allows = config.confirm_run_unsafe_code
@@ -320,10 +319,6 @@ def _by_level(result: EvaluationResult) -> dict[str, Any]:
         for level, level_rows in rows.items()
     }
     return {"by_level": means} if means else {}
-
-
-def _default_output_dir() -> Path:
-    return Path("outputs") / "evaluation" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def _estimates_table(result: EvaluationResult, settings: Questions) -> Table:

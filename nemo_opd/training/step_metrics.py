@@ -1,4 +1,4 @@
-"""Logged values of a step: the objective (methods.md §7.3), the scale of KD, and times."""
+"""Logged values of a step: the objective (methods.md §7.3), the scale of KD, times, skipped steps and warnings."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,8 +25,18 @@ from nemo_opd.logging.metrics import OTHER, step_parts, values
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.training.models import ScoredBatch
 from nemo_opd.types import Mean, Metric, Metrics
-from nemo_opd.workers.phases import PREFIX as PHASE
-from nemo_opd.workers.student_model import IS_TAKEN, objective_terms
+from nemo_opd.workers.step import IS_TAKEN, PHASE, objective_terms
+
+_SHARED_PHASES = ("forward", "backward")
+"""Phases that teachers have too, so their metric names get the prefix `student_`."""
+_LOGIT = 16.0
+"""Assumed magnitude of a logit; rounding it makes equal models differ."""
+_ROUNDING = 1e-6
+"""Error of computing a divergence in fp32, in nats."""
+_FORWARD_KLS = (SameVocabTerm, TCADTerm, PKLTerm, StrictTerm, BytePrefixTerm, SharedPrefixTerm)
+"""Terms whose forward KL is a KL(teacher ‖ student) on cells: at most log(vocab_size) for a student with equal
+probabilities for all tokens.
+"""
 
 
 def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase: str) -> dict[str, float]:
@@ -89,110 +99,6 @@ class KDScale:
 
 def _has_units(metrics: Iterable[Metric]) -> bool:
     return any(metric.count > 0 for metric in metrics if isinstance(metric, Mean))
-
-
-def useful_positions(scored: ScoredBatch, by_student: float, names: Sequence[str]) -> dict[str, float]:
-    """Return the shares of positions that are not padding: `perf/useful_positions` and the same for each teacher.
-
-    by_student: positions that the student has read. names: names of the teachers.
-    """
-    shares = {"perf/useful_positions": int(scored.batch.student.lengths.sum()) / by_student}
-    for name, rows, positions in zip(names, scored.batch.teachers, scored.positions, strict=True):
-        shares[f"perf/useful_positions/{name}"] = int(rows.tokens.lengths.sum()) / positions
-    return shares
-
-
-_STUDENT = ("forward", "backward")
-"""Phases that teachers have too, so their metric names get the prefix `student_`."""
-
-
-def step_times(spans: Mapping[str, float], student: Metrics, teachers: Mapping[str, float]) -> dict[str, float]:
-    """Return `perf/step_s` and its parts, in seconds.
-
-    spans: the driver's timer spans, with `step_s`. student: metrics with the phases of its workers, maxima over ranks.
-    teachers: seconds keyed by name. If teachers read ahead, perf/teacher_s is the time of the slowest, and only
-    perf/teacher_wait_s is part of the step. perf/other_s is the remainder: calls between processes, merging metrics,
-    offloading.
-    """
-    # If teachers read ahead, the last steps of a run read no batch.
-    times = {"perf/data_wait_s": 0.0} | {f"perf/{span}": seconds for span, seconds in spans.items()}
-    if teachers:
-        times.setdefault("perf/teacher_s", max(teachers.values()))
-    times |= {f"perf/teacher_s/{name}": seconds for name, seconds in teachers.items()}
-    for name, metric in student.items():
-        if name.startswith(PHASE):
-            times[_metric_name(name.removeprefix(PHASE))] = metric.value()
-    return {**times, "perf/other_s": step_parts(times)[OTHER]}
-
-
-def _metric_name(phase: str) -> str:
-    return f"perf/student_{phase}_s" if phase in _STUDENT else f"perf/{phase}_s"
-
-
-_LOGIT = 16.0
-"""Assumed magnitude of a logit; rounding it makes equal models differ."""
-_ROUNDING = 1e-6
-"""Error of computing a divergence in fp32, in nats."""
-_FORWARD_KLS = (SameVocabTerm, TCADTerm, PKLTerm, StrictTerm, BytePrefixTerm, SharedPrefixTerm)
-"""Terms whose forward KL is a KL(teacher ‖ student) on cells: at most log(vocab_size) for a student with equal
-probabilities for all tokens.
-"""
-
-
-def first_kd_warnings(config: RunConfig, vocab_size: int, device: str, record: Mapping[str, float]) -> Iterator[str]:
-    """Yield a warning for each teacher whose KD at the first step is about 0 or above log(vocab_size) nats per unit.
-
-    record: metrics of the step, computed before its update. No warning about agreement for a teacher with the student's
-    weights or model.
-    """
-    for i, teacher in enumerate(config.active_teachers):
-        name, term = f"train/kd/{teacher.name}", config.term(i)
-        kd = record.get(name, math.nan) / getattr(term, "temperature", 1.0) ** 2
-        if _is_about_0(kd, term, _noise(config, i, device)) and _differs(config, i):
-            yield (
-                f"{name} is {kd:.1g}: {teacher.name} and the student agree up to rounding, although "
-                f"teachers.{i}.model={teacher.model} and student.model={config.student.model} differ. Either one is a "
-                "copy of the other, so the student cannot learn from it, or the loss compares very few tokens: see "
-                f"train/kd_coverage/{teacher.name} and the settings that restrict the comparison"
-            )
-        if math.log(vocab_size) < kd < math.inf and _is_forward_kl(term):
-            yield (
-                f"{name} is {kd:.3g} nats, but a student with equal probabilities for all {vocab_size} tokens has at "
-                f"most {math.log(vocab_size):.3g}. Likely causes: {teacher.name} reads texts in another format than in "
-                f"its training (teachers.{i}.chat_template, special tokens at the beginning), its tokenizer does not "
-                f"match its model (teachers.{i}.tokenizer), or its weights are damaged or overflow in their dtype"
-            )
-
-
-def _noise(config: RunConfig, i: int, device: str) -> float:
-    """Return the KL in nats between two roundings of the same logits, in the coarser dtype of student and teacher.
-
-    It is half the variance of a logit's error, ulp² / 12. A cached or served teacher counts as bfloat16.
-    """
-    teacher = config.active_teachers[i]
-    names = (config.student.dtype, teacher.dtype if teacher.is_computed else "bfloat16")
-    eps = max(torch.finfo(compute_dtype(name, device)).eps for name in names)
-    return max(_ROUNDING, (_LOGIT * eps) ** 2 / 24)
-
-
-def _differs(config: RunConfig, i: int) -> bool:
-    teacher = config.active_teachers[i]
-    return not teacher.is_student and teacher.model != config.student.model
-
-
-def _is_about_0(kd: float, term: LossTerm, noise: float) -> bool:
-    """Return whether the models agree. Only a divergence in nats is compared with the noise; others must be 0."""
-    if isinstance(term, ALMTerm | FunctionTerm):  # not 0 for equal models
-        return False
-    return abs(kd) <= (noise if isinstance(term, _FORWARD_KLS) else 0)
-
-
-def _is_forward_kl(term: LossTerm) -> bool:
-    if not isinstance(term, _FORWARD_KLS) or term.divergence != "forward_kl":
-        return False
-    has_coin = isinstance(term, ChunkTerm) and term.continuation_weight > 0  # spans several tokens, so unbounded
-    weighs_coverage = isinstance(term, TCADTerm | PKLTerm) and (term.coverage_coef or 0) > 1
-    return not has_coin and not weighs_coverage
 
 
 class SkippedSteps:
@@ -271,3 +177,86 @@ def cause(config: RunConfig, metrics: Metrics) -> str:
         logits = ", so the student's own logits are not" if "CE" in values and not math.isfinite(values["CE"]) else ""
         return f"{', '.join(not_finite)} {'is' if len(not_finite) == 1 else 'are'} not finite{logits}"
     return f"the gradient's norm is {metrics['grad_norm'].value()}, although all terms of the loss are finite"
+
+
+def step_times(spans: Mapping[str, float], student: Metrics, teachers: Mapping[str, float]) -> dict[str, float]:
+    """Return `perf/step_s` and its parts, in seconds.
+
+    spans: the driver's timer spans, with `step_s`. student: metrics with the phases of its workers, maxima over ranks.
+    teachers: seconds keyed by name. If teachers read ahead, perf/teacher_s is the time of the slowest, and only
+    perf/teacher_wait_s is part of the step. perf/other_s is the remainder: calls between processes, merging metrics,
+    offloading.
+    """
+    # If teachers read ahead, the last steps of a run read no batch.
+    times = {"perf/data_wait_s": 0.0} | {f"perf/{span}": seconds for span, seconds in spans.items()}
+    if teachers:
+        times.setdefault("perf/teacher_s", max(teachers.values()))
+    times |= {f"perf/teacher_s/{name}": seconds for name, seconds in teachers.items()}
+    for name, metric in student.items():
+        if name.startswith(PHASE):
+            phase = name.removeprefix(PHASE)
+            times[f"perf/student_{phase}_s" if phase in _SHARED_PHASES else f"perf/{phase}_s"] = metric.value()
+    return {**times, "perf/other_s": step_parts(times)[OTHER]}
+
+
+def useful_positions(scored: ScoredBatch, by_student: float, names: Sequence[str]) -> dict[str, float]:
+    """Return the shares of positions that are not padding: `perf/useful_positions` and the same for each teacher.
+
+    by_student: positions that the student has read. names: names of the teachers.
+    """
+    shares = {"perf/useful_positions": int(scored.batch.student.lengths.sum()) / by_student}
+    for name, rows, positions in zip(names, scored.batch.teachers, scored.positions, strict=True):
+        shares[f"perf/useful_positions/{name}"] = int(rows.tokens.lengths.sum()) / positions
+    return shares
+
+
+def first_kd_warnings(config: RunConfig, vocab_size: int, device: str, record: Mapping[str, float]) -> Iterator[str]:
+    """Yield a warning for each teacher whose KD at the first step is about 0 or above log(vocab_size) nats per unit.
+
+    record: metrics of the step, computed before its update. No warning about agreement for a teacher with the student's
+    weights or model.
+    """
+    for i, teacher in enumerate(config.active_teachers):
+        name, term = f"train/kd/{teacher.name}", config.term(i)
+        kd = record.get(name, math.nan) / getattr(term, "temperature", 1.0) ** 2
+        is_other_model = not teacher.is_student and teacher.model != config.student.model
+        if is_other_model and _is_about_0(kd, term, _noise(config, i, device)):
+            yield (
+                f"{name} is {kd:.1g}: {teacher.name} and the student agree up to rounding, although "
+                f"teachers.{i}.model={teacher.model} and student.model={config.student.model} differ. Either one is a "
+                "copy of the other, so the student cannot learn from it, or the loss compares very few tokens: see "
+                f"train/kd_coverage/{teacher.name} and the settings that restrict the comparison"
+            )
+        if math.log(vocab_size) < kd < math.inf and _is_forward_kl(term):
+            yield (
+                f"{name} is {kd:.3g} nats, but a student with equal probabilities for all {vocab_size} tokens has at "
+                f"most {math.log(vocab_size):.3g}. Likely causes: {teacher.name} reads texts in another format than in "
+                f"its training (teachers.{i}.chat_template, special tokens at the beginning), its tokenizer does not "
+                f"match its model (teachers.{i}.tokenizer), or its weights are damaged or overflow in their dtype"
+            )
+
+
+def _noise(config: RunConfig, i: int, device: str) -> float:
+    """Return the KL in nats between two roundings of the same logits, in the coarser dtype of student and teacher.
+
+    It is half the variance of a logit's error, ulp² / 12. A cached or served teacher counts as bfloat16.
+    """
+    teacher = config.active_teachers[i]
+    names = (config.student.dtype, teacher.dtype if teacher.is_computed else "bfloat16")
+    eps = max(torch.finfo(compute_dtype(name, device)).eps for name in names)
+    return max(_ROUNDING, (_LOGIT * eps) ** 2 / 24)
+
+
+def _is_about_0(kd: float, term: LossTerm, noise: float) -> bool:
+    """Return whether the models agree. Only a divergence in nats is compared with the noise; others must be 0."""
+    if isinstance(term, ALMTerm | FunctionTerm):  # not 0 for equal models
+        return False
+    return abs(kd) <= (noise if isinstance(term, _FORWARD_KLS) else 0)
+
+
+def _is_forward_kl(term: LossTerm) -> bool:
+    if not isinstance(term, _FORWARD_KLS) or term.divergence != "forward_kl":
+        return False
+    has_coin = isinstance(term, ChunkTerm) and term.continuation_weight > 0  # spans several tokens, so unbounded
+    weighs_coverage = isinstance(term, TCADTerm | PKLTerm) and (term.coverage_coef or 0) > 1
+    return not has_coin and not weighs_coverage

@@ -1,4 +1,4 @@
-"""Exponential moving average of the trained weights (methods.md §13)."""
+"""Teachers with the student's weights, and the exponential moving average of these weights (methods.md §13)."""
 
 from __future__ import annotations
 

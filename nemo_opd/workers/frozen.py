@@ -1,4 +1,4 @@
-"""A frozen model on one data-parallel rank."""
+"""A frozen model on one data-parallel rank, and the sampler of a sharded model."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +27,29 @@ from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.memory import FrozenTasks, Task, needs_memory
 from nemo_opd.workers.offload import DeviceOffload, LayerStream
+
+Handoff = Literal["hidden_states", "logits"]
+"""Form of a teacher's output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSource:
+    """Source of a teacher's output on this rank."""
+
+    logit_rows: ReadingModel
+    use: Callable[[], AbstractContextManager[None]]
+    """Context that calls of `logit_rows` need."""
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherModel(TeacherSource):
+    """A teacher's model on this rank; inside `use` it is on the device and has the teacher's weights."""
+
+    model: PreTrainedModel
+    mesh: DeviceMesh
+    is_fixed: bool = True
+    """Whether the weights never change."""
 
 
 class WorkerSampler:
@@ -80,57 +103,6 @@ class WorkerSampler:
             reshard_after_forward=self._frees_gathered,
         ):
             return sampler.generate(requests, sampling, version)
-
-
-Handoff = Literal["hidden_states", "logits"]
-"""Form of a teacher's output."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherSource:
-    """Source of a teacher's output on this rank."""
-
-    logit_rows: ReadingModel
-    use: Callable[[], AbstractContextManager[None]]
-    """Context that calls of `logit_rows` need."""
-    close: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherModel(TeacherSource):
-    """A teacher's model on this rank; inside `use` it is on the device and has the teacher's weights."""
-
-    model: PreTrainedModel
-    mesh: DeviceMesh
-    is_fixed: bool = True
-    """Whether the weights never change."""
-
-
-def _load(
-    settings: TeacherBase, task: Task, *, key: str, device: str, handoff: Handoff, empties_cache: bool
-) -> TeacherModel:
-    """Load the model. Raises ModelError and ClusterError like `FrozenWorker`."""
-    dtype, parallelism = compute_dtype(settings.dtype, device), settings.parallelism
-    offload = settings.offload in (True, "layers")
-    mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
-    with needs_memory(task):
-        model = load_sharded(
-            settings.reference,
-            dtype,
-            mesh,
-            key=key,
-            parallelism=parallelism,
-            compute_dtype=dtype,
-            device="cpu" if offload else device,
-            trainable=False,
-            compile_layers=settings.compile,
-            fused_layers=settings.fused_layers,
-            attn_implementation=settings.attn_implementation,
-        )
-    stream = LayerStream(model, device) if settings.offload == "layers" and device == "cuda" else None
-    residence = DeviceOffload(model, device, offload=offload, empties_cache=empties_cache, stream=stream)
-    logit_rows = reading_model(model, handoff, key=key, mesh=mesh, parallelism=parallelism)
-    return TeacherModel(model=model, mesh=mesh, logit_rows=logit_rows, use=residence.use, close=residence.close)
 
 
 class FrozenWorker:
@@ -207,3 +179,30 @@ class FrozenWorker:
     def close(self) -> None:
         """Free the model's memory."""
         self._source.close()
+
+
+def _load(
+    settings: TeacherBase, task: Task, *, key: str, device: str, handoff: Handoff, empties_cache: bool
+) -> TeacherModel:
+    """Load the model. Raises ModelError and ClusterError like `FrozenWorker`."""
+    dtype, parallelism = compute_dtype(settings.dtype, device), settings.parallelism
+    offload = settings.offload in (True, "layers")
+    mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
+    with needs_memory(task):
+        model = load_sharded(
+            settings.reference,
+            dtype,
+            mesh,
+            key=key,
+            parallelism=parallelism,
+            compute_dtype=dtype,
+            device="cpu" if offload else device,
+            trainable=False,
+            compile_layers=settings.compile,
+            fused_layers=settings.fused_layers,
+            attn_implementation=settings.attn_implementation,
+        )
+    stream = LayerStream(model, device) if settings.offload == "layers" and device == "cuda" else None
+    residence = DeviceOffload(model, device, offload=offload, empties_cache=empties_cache, stream=stream)
+    logit_rows = reading_model(model, handoff, key=key, mesh=mesh, parallelism=parallelism)
+    return TeacherModel(model=model, mesh=mesh, logit_rows=logit_rows, use=residence.use, close=residence.close)

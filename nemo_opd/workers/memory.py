@@ -29,63 +29,6 @@ class Task:
     """Settings changes that lower its memory, cheapest first."""
 
 
-_SHORTER = "lower train.micro_batch_size or train.max_length"
-_CHECKPOINTING = "set student.activation_checkpointing=true"
-_OFFLOAD_TEACHERS = "set offload=true for the teachers"
-_OFFLOAD_STUDENT = "set student.offload=true"
-_TP_OF_STUDENT = "raise student.parallelism.tp, or use more ranks"
-_SMALLER_BATCH = "lower train.global_batch_size"
-
-LOADING_STUDENT = Task("loading the student", (_OFFLOAD_TEACHERS, _TP_OF_STUDENT))
-FORWARD = Task("the student's forward pass", (_SHORTER, _CHECKPOINTING, _OFFLOAD_TEACHERS, _TP_OF_STUDENT))
-LOSS = Task("a chunk of a loss", (_SHORTER, _OFFLOAD_TEACHERS, _CHECKPOINTING, _TP_OF_STUDENT))
-BACKWARD = Task("the student's backward pass", (_SHORTER, _CHECKPOINTING, _OFFLOAD_TEACHERS, _TP_OF_STUDENT))
-ARRIVALS = Task(
-    "allocating buffers for the output of teachers on other nodes",
-    (f"{_SMALLER_BATCH} or train.max_length", "lower cluster.prefetch", _OFFLOAD_STUDENT),
-)
-ROLLOUT = Task(
-    "the student's rollouts",
-    ("lower rollout.batch_size", "lower rollout.max_new_tokens", _OFFLOAD_TEACHERS, "rollout=server"),
-)
-OPTIMIZER = Task("the optimizer's step", (_OFFLOAD_TEACHERS, _TP_OF_STUDENT))
-
-
-def loading_teacher(key: str, name: str) -> Task:
-    """Return the task of loading a teacher; key: its key in the settings, such as `teachers.0`."""
-    return Task(
-        f"loading the teacher {name}",
-        (f"set {key}.offload=true", _OFFLOAD_STUDENT, f"raise {key}.parallelism.tp, or use more ranks"),
-    )
-
-
-def averaging(key: str, name: str) -> Task:
-    """Return the task of creating a teacher's average; key: its key in the settings, such as `teachers.0`."""
-    return Task(
-        f"creating the average of the teacher {name} ({key}.weights=ema)",
-        (f"set {key}.offload=true", _OFFLOAD_TEACHERS, _OFFLOAD_STUDENT, _TP_OF_STUDENT),
-    )
-
-
-def teacher_forward(key: str, name: str) -> Task:
-    return Task(
-        f"the forward pass of the teacher {name}",
-        (_SHORTER, _OFFLOAD_STUDENT, f"raise {key}.parallelism.tp, or use more ranks"),
-    )
-
-
-def _teacher_answers(key: str, name: str) -> Task:
-    return Task(
-        f"the answers of the teacher {name} to the questions",
-        (
-            "lower evaluation.teacher_batch_size or evaluation.max_new_tokens",
-            _OFFLOAD_STUDENT,
-            f"raise {key}.parallelism.tp, the only way to shard weights during generation",
-            "set evaluation.teachers=false",
-        ),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class FrozenTasks:
     """Tasks of a frozen model."""
@@ -93,26 +36,6 @@ class FrozenTasks:
     loading: Task
     reading: Task
     answers: Task
-
-
-def teacher_tasks(key: str, name: str) -> FrozenTasks:
-    return FrozenTasks(loading_teacher(key, name), teacher_forward(key, name), _teacher_answers(key, name))
-
-
-_TP_OF_MODEL = "raise parallelism.tp, or use more ranks"
-EVALUATED_TASKS = FrozenTasks(
-    Task("loading the model", (_TP_OF_MODEL,)),
-    Task("reading the questions of a benchmark", ("lower benchmark_length", _TP_OF_MODEL)),
-    Task("the answers to the questions", ("lower rollout.batch_size or max_new_tokens", _TP_OF_MODEL)),
-)
-"""Tasks of a model that is evaluated outside a run."""
-
-
-def handoff_buffer(name: str) -> Task:
-    return Task(
-        f"allocating the buffer for the output of the teacher {name}",
-        ("use handoff.type=hidden_states", f"{_SMALLER_BATCH} or train.max_length", _OFFLOAD_STUDENT),
-    )
 
 
 @contextmanager
@@ -170,3 +93,77 @@ def peak_memory_gb(device: str) -> float:
         torch.cuda.reset_peak_memory_stats()
         return peak
     return psutil.Process().memory_info().rss / 2**30
+
+
+_SHORTER = "lower train.micro_batch_size or train.max_length"
+_CHECKPOINTING = "set student.activation_checkpointing=true"
+_OFFLOAD_TEACHERS = "set offload=true for the teachers"
+_OFFLOAD_STUDENT = "set student.offload=true"
+_TP_OF_STUDENT = "raise student.parallelism.tp, or use more ranks"
+_TP_OF_MODEL = "raise parallelism.tp, or use more ranks"
+_SMALLER_BATCH = "lower train.global_batch_size"
+LOADING_STUDENT = Task("loading the student", (_OFFLOAD_TEACHERS, _TP_OF_STUDENT))
+FORWARD = Task("the student's forward pass", (_SHORTER, _CHECKPOINTING, _OFFLOAD_TEACHERS, _TP_OF_STUDENT))
+LOSS = Task("a chunk of a loss", (_SHORTER, _OFFLOAD_TEACHERS, _CHECKPOINTING, _TP_OF_STUDENT))
+BACKWARD = Task("the student's backward pass", (_SHORTER, _CHECKPOINTING, _OFFLOAD_TEACHERS, _TP_OF_STUDENT))
+ARRIVALS = Task(
+    "allocating buffers for the output of teachers on other nodes",
+    (f"{_SMALLER_BATCH} or train.max_length", "lower cluster.prefetch", _OFFLOAD_STUDENT),
+)
+ROLLOUT = Task(
+    "the student's rollouts",
+    ("lower rollout.batch_size", "lower rollout.max_new_tokens", _OFFLOAD_TEACHERS, "rollout=server"),
+)
+OPTIMIZER = Task("the optimizer's step", (_OFFLOAD_TEACHERS, _TP_OF_STUDENT))
+EVALUATED_TASKS = FrozenTasks(
+    Task("loading the model", (_TP_OF_MODEL,)),
+    Task("reading the questions of a benchmark", ("lower benchmark_length", _TP_OF_MODEL)),
+    Task("the answers to the questions", ("lower rollout.batch_size or max_new_tokens", _TP_OF_MODEL)),
+)
+"""Tasks of a model that is evaluated outside a run."""
+
+
+def teacher_tasks(key: str, name: str) -> FrozenTasks:
+    return FrozenTasks(loading_teacher(key, name), teacher_forward(key, name), _teacher_answers(key, name))
+
+
+def loading_teacher(key: str, name: str) -> Task:
+    """Return the task of loading a teacher; key: its key in the settings, such as `teachers.0`."""
+    return Task(
+        f"loading the teacher {name}",
+        (f"set {key}.offload=true", _OFFLOAD_STUDENT, f"raise {key}.parallelism.tp, or use more ranks"),
+    )
+
+
+def teacher_forward(key: str, name: str) -> Task:
+    return Task(
+        f"the forward pass of the teacher {name}",
+        (_SHORTER, _OFFLOAD_STUDENT, f"raise {key}.parallelism.tp, or use more ranks"),
+    )
+
+
+def _teacher_answers(key: str, name: str) -> Task:
+    return Task(
+        f"the answers of the teacher {name} to the questions",
+        (
+            "lower evaluation.teacher_batch_size or evaluation.max_new_tokens",
+            _OFFLOAD_STUDENT,
+            f"raise {key}.parallelism.tp, the only way to shard weights during generation",
+            "set evaluation.teachers=false",
+        ),
+    )
+
+
+def averaging(key: str, name: str) -> Task:
+    """Return the task of creating a teacher's average; key: its key in the settings, such as `teachers.0`."""
+    return Task(
+        f"creating the average of the teacher {name} ({key}.weights=ema)",
+        (f"set {key}.offload=true", _OFFLOAD_TEACHERS, _OFFLOAD_STUDENT, _TP_OF_STUDENT),
+    )
+
+
+def handoff_buffer(name: str) -> Task:
+    return Task(
+        f"allocating the buffer for the output of the teacher {name}",
+        ("use handoff.type=hidden_states", f"{_SMALLER_BATCH} or train.max_length", _OFFLOAD_STUDENT),
+    )

@@ -24,66 +24,6 @@ from nemo_opd.models.tensor_plan import decoder_layers
 from nemo_opd.types import Last
 from nemo_opd.users_code import imported
 
-
-class ChainedOptimizer(Optimizer):
-    """Several optimizers as one, with their groups in order and a joint state."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-        # The groups are shared dicts, so that a scheduler of this optimizer also schedules the wrapped ones.
-        super().__init__(chain.from_iterable(optimizer.param_groups for optimizer in optimizers), {})
-        self._share()
-
-    def _share(self) -> None:
-        groups = iter(self.param_groups)
-        for optimizer in self._optimizers:
-            optimizer.state = self.state
-            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._share()
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for optimizer in self._optimizers:
-            optimizer.step()
-
-
-class PlainTensorOptimizer(Optimizer):
-    """A wrapper for a student on one rank that hides FSDP2's DTensors: the wrapped optimizer gets plain tensors."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-        self._parameters = parameters
-        self._plain = [nn.Parameter(local(parameter.detach())) for parameter in parameters]
-        self._optimizer = build(self._plain)
-        super().__init__(parameters, self._optimizer.defaults)
-        self.state = self._optimizer.state
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for parameter, plain in zip(self._parameters, self._plain, strict=True):
-            plain.data = local(parameter.detach())  # every step: the model may have changed device
-            plain.grad = None if parameter.grad is None else local(parameter.grad)
-        self._optimizer.param_groups[0] |= _options(self)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        self._optimizer.param_groups[0] |= _options(self)
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state_dict)
-        self.state = self._optimizer.state
-        self.param_groups[0] |= _options(self._optimizer)
-
-
-def _options(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the options of the single parameter group."""
-    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-
-
 _Gradients = list[Tensor | None]
 """Gradients in parameter order, sharded like the parameters."""
 
@@ -96,7 +36,7 @@ def build_optimizer(settings: train.Optimizer, model: PreTrainedModel) -> Optimi
     build = partial(_single_optimizer, settings)
     if _takes_shards(settings) or not any(isinstance(parameter, DTensor) for parameter in trainable):
         return build(trainable)
-    return PlainTensorOptimizer(trainable, build)
+    return _PlainTensorOptimizer(trainable, build)
 
 
 def check_optimizer(settings: train.Optimizer, num_ranks: int) -> None:
@@ -139,7 +79,7 @@ def _single_optimizer(settings: train.Optimizer, parameters: list[nn.Parameter])
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=decay, fused=fused)
 
 
-def _muon(settings: train.Muon, model: PreTrainedModel, trainable: list[nn.Parameter]) -> ChainedOptimizer:
+def _muon(settings: train.Muon, model: PreTrainedModel, trainable: list[nn.Parameter]) -> _ChainedOptimizer:
     """Build Muon for the matrices of the decoder layers, followed by AdamW for the remaining parameters.
 
     Communicates in each step the product of each row-sharded matrix with its transpose.
@@ -162,7 +102,7 @@ def _muon(settings: train.Muon, model: PreTrainedModel, trainable: list[nn.Param
         ns_steps=settings.ns_steps,
         adjust_lr_fn=settings.adjust_lr,
     )
-    return ChainedOptimizer([muon, *([_single_optimizer(settings, remaining)] if remaining else [])])
+    return _ChainedOptimizer([muon, *([_single_optimizer(settings, remaining)] if remaining else [])])
 
 
 def _class_optimizer(settings: train.ClassOptimizer, parameters: list[nn.Parameter]) -> Optimizer:
@@ -184,6 +124,65 @@ def _class_optimizer(settings: train.ClassOptimizer, parameters: list[nn.Paramet
             f"student.optimizer.arguments={settings.arguments}: {settings.name} rejects them with lr={settings.lr:g} "
             f"({error}); correct them"
         ) from error
+
+
+class _ChainedOptimizer(Optimizer):
+    """Several optimizers as one, with their groups in order and a joint state."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        # The groups are shared dicts, so that a scheduler of this optimizer also schedules the wrapped ones.
+        super().__init__(chain.from_iterable(optimizer.param_groups for optimizer in optimizers), {})
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for optimizer in self._optimizers:
+            optimizer.state = self.state
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+class _PlainTensorOptimizer(Optimizer):
+    """A wrapper for a student on one rank that hides FSDP2's DTensors: the wrapped optimizer gets plain tensors."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        self._parameters = parameters
+        self._plain = [nn.Parameter(local(parameter.detach())) for parameter in parameters]
+        self._optimizer = build(self._plain)
+        super().__init__(parameters, self._optimizer.defaults)
+        self.state = self._optimizer.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter, plain in zip(self._parameters, self._plain, strict=True):
+            plain.data = local(parameter.detach())  # every step: the model may have changed device
+            plain.grad = None if parameter.grad is None else local(parameter.grad)
+        self._optimizer.param_groups[0] |= _options(self)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._optimizer.param_groups[0] |= _options(self)
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)
+        self.state = self._optimizer.state
+        self.param_groups[0] |= _options(self._optimizer)
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the options of the single parameter group."""
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
 
 
 def build_scheduler(

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from nemo_opd.aggregation import TERMS, Divisor, TermName, build_objective
-from nemo_opd.checkpoint.background import BackgroundWriter
-from nemo_opd.checkpoint.state import load_state, read_state, save_state
+from nemo_opd.checkpoint.manager import STATE, STUDENT
+from nemo_opd.checkpoint.state import BackgroundWriter, load_state, read_state, save_state
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.collectives import gathered
 from nemo_opd.distributed.layout import Layout
@@ -51,35 +51,16 @@ from nemo_opd.workers.memory import (
 )
 from nemo_opd.workers.offload import DeviceOffload
 from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
-from nemo_opd.workers.phases import Phases, with_numbers
-from nemo_opd.workers.student_model import (
+from nemo_opd.workers.step import (
     IS_TAKEN,
-    Exports,
-    LearnedProjections,
+    POSITIONS,
+    Phases,
+    StudentStep,
     is_finite_everywhere,
-    load_student,
     objective_terms,
+    with_numbers,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StudentStep:
-    """This rank's part of a global batch."""
-
-    batch: Batch
-    windows: tuple[Window, ...]
-    """Each teacher's output for this batch."""
-    normalizers: Normalizers
-    micro_batches: tuple[slice, ...]
-    """Slices of consecutive sequences, one per forward and backward pass."""
-    kd_scale: float
-    """Extra factor of the distillation term, on top of `loss.kd_weight`."""
-    compare_gradients: bool = False
-    """Whether to compute the KD and CE gradients separately and log their comparison."""
-
-
-POSITIONS = "positions"
-"""Name of a step's metric: positions, including padding, that the student has read."""
+from nemo_opd.workers.student_model import Exports, LearnedProjections, load_student
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,17 +321,17 @@ class StudentWorker:
         Raises NotFiniteError for a value that is not finite, on all ranks or only on the rank that merges adapters.
         """
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
-            save_state(folder / "state", self.model, self.optimizer, self.scheduler, averages)
-        self.learned.save(folder / "state")
-        self.export(folder / "student")
+            save_state(folder / STATE, self.model, self.optimizer, self.scheduler, averages)
+        self.learned.save(folder / STATE)
+        self.export(folder / STUDENT)
 
     def begin_save(self, folder: Path) -> None:
         """Save like `save`, but write the sharded state in the background; `end_save` waits for it."""
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             state = read_state(self.model, self.optimizer, self.scheduler, averages)
-            self._background.begin(folder / "state", state)
-        self.learned.save(folder / "state")
-        self.export(folder / "student")
+            self._background.begin(folder / STATE, state)
+        self.learned.save(folder / STATE)
+        self.export(folder / STUDENT)
 
     def is_saved(self) -> bool:
         """Return whether this rank's background write has finished or failed."""
@@ -364,8 +345,8 @@ class StudentWorker:
         """Restore a saved checkpoint. Raises CheckpointError."""
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             tp = self.config.student.parallelism.tp
-            load_state(folder / "state", self.model, self.optimizer, self.scheduler, averages, tp=tp)
-        self.learned.load(folder / "state")
+            load_state(folder / STATE, self.model, self.optimizer, self.scheduler, averages, tp=tp)
+        self.learned.load(folder / STATE)
 
     def export(self, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
         """Call `Exports.write`, and write the learned projections unless `served_as` is set.

@@ -1,4 +1,4 @@
-"""The student's model on one rank."""
+"""The student's model and learned projections on one rank, and their export."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from nemo_opd.aggregation import PART
 from nemo_opd.checkpoint.manager import INSTEAD
 from nemo_opd.config.model import Student
 from nemo_opd.config.run import RunConfig
@@ -31,8 +30,13 @@ from nemo_opd.models.load import compute_dtype, stored_dtype, tokenizer_of
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.types import Last, Mean, Metric, Metrics
+from nemo_opd.types import Last, Metric
 from nemo_opd.workers.memory import LOADING_STUDENT, needs_memory
+
+_STATE = "projections.pt"
+"""File of Δ and AdamW's moments in a checkpoint's state folder."""
+PROJECTIONS = "projections"
+"""Folder of the learned matrices in an exported model, with one file per teacher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,57 +124,6 @@ class Exports:
             self._weights.close()
 
 
-IS_TAKEN = "is_taken"
-"""Name of a step's metric: 1, or 0 if the step was not finite and changed nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ObjectiveTerm:
-    """A weighted term of the objective."""
-
-    name: str
-    """`CE`, `teacher <name>` or `policy`."""
-    weight: float
-    metric: Mean
-    """Unweighted value."""
-
-
-def objective_terms(config: RunConfig, metrics: Metrics) -> list[_ObjectiveTerm]:
-    """Collect the terms of the objective from metrics, which may be reduced over ranks or not."""
-    loss, terms = config.loss, []
-    if isinstance(ce := metrics.get("ce"), Mean):
-        terms.append(_ObjectiveTerm("CE", loss.ce_weight, ce))
-    for name, metric in metrics.items():
-        if name.startswith(PART) and isinstance(metric, Mean):
-            terms.append(_ObjectiveTerm(_teacher_name(config, int(name.removeprefix(PART))), loss.kd_weight, metric))
-    if isinstance(policy := metrics.get("policy/loss"), Mean):
-        terms.append(_ObjectiveTerm("policy", getattr(loss, "policy_weight", 0.0), policy))
-    return terms
-
-
-def _teacher_name(config: RunConfig, i: int) -> str:
-    if config.aggregation.type == "averaged_logits":  # a single term
-        return f"teachers {', '.join(config.active_names)} together"
-    return f"teacher {config.active_names[i]}"
-
-
-def is_finite_everywhere(terms: Sequence[_ObjectiveTerm], *grad_norms: Tensor) -> Tensor:
-    """Return whether the gradient norms and all weighted terms are finite on every rank: bool scalar on the device.
-
-    terms: this rank's terms. Communicates one all-reduce over all ranks; does not wait for the device.
-    """
-    device = grad_norms[0].device
-    values = (*grad_norms, *(term.metric.total for term in terms if term.weight))
-    wrong = [~torch.as_tensor(value, device=device).detach().isfinite() for value in values]
-    is_wrong = torch.stack(wrong).any().float()
-    dist.all_reduce(is_wrong)
-    return is_wrong == 0
-
-
-_STATE = "projections.pt"
-"""File of Δ and AdamW's moments in a checkpoint's state folder."""
-EXPORTS = "projections"
-"""Folder of the learned matrices in an exported model, with one file per teacher."""
 _Projection = ProjectionMatrix | LearnedProjection
 
 
@@ -251,9 +204,9 @@ class LearnedProjections:
     def export(self, folder: Path) -> None:
         """Write the learned matrices into an exported model, on rank 0."""
         if self.by_teacher and dist.get_rank() == 0:
-            (folder / EXPORTS).mkdir()
+            (folder / PROJECTIONS).mkdir()
             for name, learned in self.by_teacher.items():
-                learned.matrix().save(folder / EXPORTS / f"{name}.safetensors")
+                learned.matrix().save(folder / PROJECTIONS / f"{name}.safetensors")
 
     def _deltas(self) -> Iterable[Tensor]:
         return (learned.delta for learned in self.by_teacher.values())

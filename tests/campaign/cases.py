@@ -18,7 +18,7 @@ from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import OPDError
 from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.preflight.prompts import Prompts
-from nemo_opd.training.rollout_source import with_rollouts
+from nemo_opd.training.batches import with_rollouts
 from nemo_opd.training.step_metrics import objective_values
 from nemo_opd.types import Batch, Last
 from tests.campaign.draws import BATCH, STEPS, Draw, with_models

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim.lr_scheduler import ConstantLR
 
 import nemo_opd
-from nemo_opd.checkpoint.background import wrong_shards
 from nemo_opd.checkpoint.convert import shapes_in
-from nemo_opd.checkpoint.state import MetadataError, load_state, read_metadata, save_state
+from nemo_opd.checkpoint.shards import MetadataError, read_metadata, wrong_shards
+from nemo_opd.checkpoint.state import load_state, save_state
 from nemo_opd.errors import CheckpointError
 
 

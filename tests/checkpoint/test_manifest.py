@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd.checkpoint import manifest
-from nemo_opd.checkpoint.manager import CheckpointManager, Progress
-from nemo_opd.checkpoint.manifest import read_manifest, require_hashes, require_sizes, seal
+from nemo_opd.checkpoint import manager
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress, read_manifest, require_hashes, require_sizes, seal
 from nemo_opd.errors import DamagedError
 from nemo_opd.progress import Work, working
 
@@ -127,7 +126,7 @@ def test_what_is_read_is_counted(sealed: Path, monkeypatch: pytest.MonkeyPatch) 
             seen.append(work)
             yield work
 
-    monkeypatch.setattr(manifest, "working", noted)
+    monkeypatch.setattr(manager, "working", noted)
     require_hashes(sealed, read_manifest(sealed))
     (work,) = seen
     assert (work.name, work.unit) == ("checking step_000001", "B")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from nemo_opd.checkpoint.background import require_whole, require_whole_export
+from nemo_opd.checkpoint.shards import require_whole, require_whole_export
 from nemo_opd.errors import CheckpointError
 
 

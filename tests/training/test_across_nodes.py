@@ -18,8 +18,8 @@ from nemo_opd.errors import ClusterError
 from nemo_opd.handoff.outputs import windows
 from nemo_opd.handoff.plan import LayoutPair, Readers, Traffic
 from nemo_opd.logging.loggers import read
-from nemo_opd.preflight.delivery import Links
 from nemo_opd.preflight.plan import Delivery
+from nemo_opd.training.groups import Links
 from tests.cluster.toy import Toy
 from tests.tiny import Tiny
 from tests.training.launch import Run, run_here, start

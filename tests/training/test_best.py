@@ -13,9 +13,8 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from nemo_opd.checkpoint import state
-from nemo_opd.checkpoint.manager import PROGRESS
-from nemo_opd.checkpoint.manifest import read_manifest
-from nemo_opd.checkpoint.state import write_sharded
+from nemo_opd.checkpoint.manager import PROGRESS, read_manifest
+from nemo_opd.checkpoint.shards import write_sharded
 from nemo_opd.config.train import EarlyStopping, KeepBest
 from nemo_opd.errors import ConfigError, OPDError
 from nemo_opd.logging.loggers import read

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from nemo_opd.checkpoint.background import HostCopies
-from nemo_opd.checkpoint.state import read_state
+from nemo_opd.checkpoint.state import HostCopies, read_state
 from nemo_opd.cluster.batch_grid import micro_batches
 from nemo_opd.preflight.memory_parts import STUDENT_PHASES, Phase
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import TokenRows
-from nemo_opd.workers.student import StudentStep, StudentWorker
+from nemo_opd.workers.step import StudentStep
+from nemo_opd.workers.student import StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.tiny import SENTENCES, Tiny
 from tests.training.live_bytes import LiveBytes

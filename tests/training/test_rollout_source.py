@@ -15,7 +15,7 @@ from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 from nemo_opd.errors import CheckpointError, RolloutError
 from nemo_opd.losses.arguments import label_mask, sampled_mask
-from nemo_opd.training.rollout_source import RolloutSource, RolloutSteps
+from nemo_opd.training.batches import RolloutSource, RolloutSteps
 from tests.config.settings import on_policy
 
 NUM_PROMPTS, N = 10, 2

@@ -9,7 +9,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import NotFiniteError
 from nemo_opd.training.step_metrics import SkippedSteps
 from nemo_opd.types import Last, Mean, Metric
-from nemo_opd.workers.student_model import IS_TAKEN
+from nemo_opd.workers.step import IS_TAKEN
 from tests.composition import compose
 
 

@@ -27,8 +27,8 @@ from nemo_opd.training import groups
 from nemo_opd.training.models import Models
 from nemo_opd.training.step_metrics import KDScale
 from nemo_opd.types import Batch, Metric
-from nemo_opd.workers.phases import PREFIX
-from nemo_opd.workers.student import POSITIONS, StudentStep, StudentWorker
+from nemo_opd.workers.step import PHASE, POSITIONS, StudentStep
+from nemo_opd.workers.student import StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
 from tests import costs, processes
 from tests.composition import DEMO, compose
@@ -93,7 +93,7 @@ def step_metrics(
     asked = [i for i, rows in enumerate(scored.batch.teachers) if rows.variants]
     gaps = models.privilege_gaps(scored.batch, asked) if asked else {}
     metrics = {**gaps, **models.train_step(scored, kd_scale, compare_gradients=compare_gradients)}
-    return {name: metric for name, metric in metrics.items() if not name.startswith((PREFIX, "peak_memory", POSITIONS))}
+    return {name: metric for name, metric in metrics.items() if not name.startswith((PHASE, "peak_memory", POSITIONS))}
 
 
 def train_step(models: Models, batch: Batch, *, compare_gradients: bool = False) -> dict[str, float]:

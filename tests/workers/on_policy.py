@@ -14,7 +14,7 @@ from nemo_opd.preflight.prompts import Prompts
 from nemo_opd.rollout import hf
 from nemo_opd.rollout.base import EngineSpec, Sampling
 from nemo_opd.rollout.collect import Collector
-from nemo_opd.training.rollout_source import with_rollouts
+from nemo_opd.training.batches import with_rollouts
 from nemo_opd.types import Batch
 from tests.tiny import Tiny
 from tests.workers.local import plan_of

@@ -73,7 +73,7 @@ def test_the_host_knows_what_was_sampled(on_samples: dict[str, Any], loss: str) 
 def assert_waits_once(found: dict[str, Any]) -> None:
     assert found["microbatches"] > 1
     ((place, number),) = found["student"]["waits"].items()
-    assert "workers/phases.py" in place
+    assert "workers/step.py" in place
     assert number == 1
 
 

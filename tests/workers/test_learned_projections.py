@@ -16,7 +16,7 @@ from nemo_opd.errors import ConfigError, ProjectionError, WorkerError
 from nemo_opd.losses.learned_projection import learnable_rows
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.workers.student import StudentWorker
-from nemo_opd.workers.student_model import EXPORTS
+from nemo_opd.workers.student_model import PROJECTIONS
 from tests.composition import compose
 from tests.tiny import Tiny
 from tests.workers.local import (
@@ -174,14 +174,19 @@ def test_what_is_exported_is_what_validation_has_used(
     tiny: Tiny, loss: list[str], learned: Learned, exported: Path
 ) -> None:
     """An export of the start or of another step; validation that reads the fixed matrix."""
-    matrix = ProjectionMatrix.load(exported / EXPORTS / "cross.safetensors")
+    matrix = ProjectionMatrix.load(exported / PROJECTIONS / "cross.safetensors")
     run = job(tiny, *loss)
     start = run.plan.teachers[0].projection
     assert start is not None
     np.testing.assert_array_equal(matrix.indices, start.indices)
     assert np.abs(matrix.weights - start.weights).max() > 5e-3
     after = learn(
-        job(tiny, *loss, f"student.model={exported}", f"teachers.0.projection={exported / EXPORTS}/cross.safetensors")
+        job(
+            tiny,
+            *loss,
+            f"student.model={exported}",
+            f"teachers.0.projection={exported / PROJECTIONS}/cross.safetensors",
+        )
     )
     assert after.curve[0]["kd/cross"] == pytest.approx(learned.validation["kd/cross"], rel=RTOL)
 

@@ -22,7 +22,7 @@ from nemo_opd.preflight.plan import Plan
 from nemo_opd.training.models import Models
 from nemo_opd.training.step_metrics import cause
 from nemo_opd.types import Batch, Mean, Metric
-from nemo_opd.workers.student_model import IS_TAKEN
+from nemo_opd.workers.step import IS_TAKEN
 from tests.tiny import Tiny
 from tests.workers.local import (
     OpenedStudent,

@@ -6,8 +6,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from nemo_opd.workers import phases as module
-from nemo_opd.workers.phases import Phases
+from nemo_opd.workers import step as module
+from nemo_opd.workers.step import Phases
 
 
 class Clock:

@@ -1,4 +1,7 @@
-"""Ray's own processes. If they end, Ray ends this process after a minute without a message."""
+"""Ray's own processes, and the environment variables that workers get.
+
+If Ray's processes end, Ray ends this process after a minute without a message.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,9 @@ _NAMES = ("gcs_server", "raylet")
 _CONNECT_S = 5.0
 _GONE_S = 30.0
 """Limit of the wait for killed processes, whose memory the kernel frees first."""
+_PREFIXES = ("HF_", "HUGGING_FACE_", "TRANSFORMERS_", "NCCL_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_")
+_SECRET = re.compile(secrets.NAME, re.IGNORECASE)
+"""Names of secrets such as HF_TOKEN, which are first read when a file is fetched."""
 
 
 @contextmanager
@@ -126,11 +132,6 @@ def _free_shared_memory() -> str:
         return f"{psutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free"
     except OSError:
         return "which cannot be read"
-
-
-_PREFIXES = ("HF_", "HUGGING_FACE_", "TRANSFORMERS_", "NCCL_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_")
-_SECRET = re.compile(secrets.NAME, re.IGNORECASE)
-"""Names of secrets such as HF_TOKEN, which are first read when a file is fetched."""
 
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
