@@ -1,4 +1,4 @@
-"""Losses that are planned first and computed together, and values that are read or recorded while they are computed."""
+"""Losses that are planned first and computed together, and values that are read off the logits meanwhile."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.logits.blockwise import blockwise_sum, compute_dtype
-from nemo_opd.logits.head import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows
-from nemo_opd.logits.term import Term
+from nemo_opd.logits.term import ReadAhead, Term
 from nemo_opd.types import LossOutput, Mean, Metric
 
 _Parameters = ParamSpec("_Parameters")
@@ -104,6 +103,50 @@ _Read = Callable[[Tensor, slice], Tensor]
 """(logits [u, X] in the compute dtype, slice of units) → values of each unit, [u, k]."""
 
 
+def plan_readings(
+    source: TrainableRows,
+    rows: Tensor,
+    read: _Read,
+    metrics_of: Callable[[Tensor], _Metrics],
+    *,
+    num_values: int,
+    cells: Sequence[int],
+    width: int,
+    chunk_size: int | None = None,
+    ahead: ReadAhead | None = None,
+) -> PlannedLoss:
+    """Plan metrics of values read off rows [U] of the student's [B·S, V], with a loss and gradient of 0.
+
+    metrics_of: function of the values, float64 [k, U]. cells, width, chunk_size, ahead: as in `Term`.
+    """
+    readings = Readings.of(source, len(rows), num_values)
+
+    def read_values(logits: Tensor, part: slice) -> Tensor:
+        with torch.no_grad():
+            readings.put(part, read(logits, part))
+        return _Zero.apply(logits)
+
+    def metrics_of_sums(weighted: Tensor, unweighted: Tensor) -> _Metrics:
+        return metrics_of(readings.found())
+
+    term = Term(rows, read_values, cells, width, chunk_size=chunk_size, ahead=ahead)
+    return PlannedLoss(source, [term], 0.0, metrics_of_sums)
+
+
+class _Zero(torch.autograd.Function):
+    """Zero loss of each row [R, X] → [R], with a zero gradient that takes no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.shape = logits.shape
+        return logits.new_zeros(len(logits))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output.new_zeros(1).expand(ctx.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Readings:
     """Values of each unit, stored by unit so that results do not depend on how units are cut or ordered."""
@@ -123,50 +166,6 @@ class Readings:
     def found(self) -> Tensor:
         """Gather the values from all processes of a share, float64 [k, U]. Collective; call when all units are done."""
         return self.source.reduce(self.places.to(torch.float64, copy=True)).t()
-
-
-def plan_readings(
-    source: TrainableRows,
-    rows: Tensor,
-    read: _Read,
-    metrics_of: Callable[[Tensor], dict[str, Metric]],
-    *,
-    num_values: int,
-    cells: Sequence[int],
-    width: int,
-    chunk_size: int | None = None,
-    ahead: ReadAhead | None = None,
-) -> PlannedLoss:
-    """Plan metrics of values read off rows [U] of the student's [B·S, V], with a loss and gradient of 0.
-
-    metrics_of: function of the values, float64 [k, U]. cells, width, chunk_size, ahead: as in `Term`.
-    """
-    readings = Readings.of(source, len(rows), num_values)
-
-    def read_values(logits: Tensor, part: slice) -> Tensor:
-        with torch.no_grad():
-            readings.put(part, read(logits, part))
-        return _Zero.apply(logits)
-
-    def metrics_of_sums(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
-        return metrics_of(readings.found())
-
-    term = Term(rows, read_values, cells, width, chunk_size=chunk_size, ahead=ahead)
-    return PlannedLoss(source, [term], 0.0, metrics_of_sums)
-
-
-class _Zero(torch.autograd.Function):
-    """Zero loss of each row [R, X] → [R], with a zero gradient that takes no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.shape = logits.shape
-        return logits.new_zeros(len(logits))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        return grad_output.new_zeros(1).expand(ctx.shape)
 
 
 @dataclass(frozen=True, slots=True)

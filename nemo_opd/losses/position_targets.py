@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.logits.head import ReadAhead
 from nemo_opd.logits.planned import PlannedLoss
-from nemo_opd.logits.term import unit_cells
+from nemo_opd.logits.term import ReadAhead, unit_cells
 from nemo_opd.losses.arguments import next_tokens, over
 from nemo_opd.losses.cells import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkInputs

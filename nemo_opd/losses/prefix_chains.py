@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_opd.distributed.transfer import compute_on_host, to_device_batched
 from nemo_opd.errors import ProjectionError
-from nemo_opd.logits.head import ReadAhead
+from nemo_opd.logits.term import ReadAhead
 from nemo_opd.losses.alm import log1mexp, log_surprise
 from nemo_opd.losses.arguments import next_tokens, over
 from nemo_opd.losses.chunk_loss import ChunkInputs, ChunkPositions

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.logits.head import ReadAhead
 from nemo_opd.logits.planned import Loss, PlannedLoss, Readings
 from nemo_opd.logits.rows import LogitRows, TrainableRows
-from nemo_opd.logits.term import Term, unit_cells
+from nemo_opd.logits.term import ReadAhead, Term, unit_cells
 from nemo_opd.losses.arguments import LabelPositions, TokenArguments, check_positions, without_none
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, ChunkPositions, RealisedChunks
 from nemo_opd.losses.cross_entropy import LIVE_COPIES

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.errors import ConfigError, EndpointError
-from nemo_opd.handoff.outputs import HiddenStatesWriter, SparseWriter
+from nemo_opd.handoff.outputs import HiddenStatesWriter, NewSender, SparseWriter
 from nemo_opd.handoff.plan import Readers
-from nemo_opd.handoff.region import NewSender
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import LogitRows, SparseLayout
 from nemo_opd.logits.sources import Packing

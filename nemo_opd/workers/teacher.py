@@ -17,9 +17,8 @@ from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.transfer import to_device
 from nemo_opd.handoff.base import Message
 from nemo_opd.handoff.link import Link, Rendezvous
-from nemo_opd.handoff.outputs import HiddenStatesWriter, LogitsWriter, OutputHandle
+from nemo_opd.handoff.outputs import HiddenStatesWriter, LogitsWriter, NewSender, OutputHandle
 from nemo_opd.handoff.plan import ONE_READER, Readers
-from nemo_opd.handoff.region import NewSender
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.logits.rows import LogitRows, SparseLogits
 from nemo_opd.logits.sources import Packing
