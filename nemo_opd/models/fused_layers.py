@@ -1,7 +1,7 @@
 """Fused kernels for the elementwise parts of decoder layers: norms, rotary embeddings, gated activations.
 
 A module is replaced if its code in transformers equals Llama's or Phi-3's, whatever the model family. Only the given
-model's modules change, not their classes.
+model's modules change, not their classes. A trial compares the kernels with PyTorch before they are used.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from types import FunctionType, MethodType
 from typing import Any, Literal
 
@@ -301,9 +302,7 @@ class _Trial:
 
     def run(self, dtype: torch.dtype, device: str) -> None:
         """Compare results and gradients. Raises KernelError if they differ by more than rounding errors."""
-        x, weights = (
-            torch.linspace(begin, 2, torch.Size(self.shape).numel(), device=device).sin() for begin in (-30, -50)
-        )
+        x, weights = (torch.linspace(begin, 2, prod(self.shape), device=device).sin() for begin in (-30, -50))
         x = x.view(self.shape).to(dtype)
         results, expected = (_results(function, x, weights) for function in (self.by_kernels, self.by_pytorch))
         allowed = _ROUNDINGS[dtype] * torch.finfo(dtype).eps
