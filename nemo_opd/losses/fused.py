@@ -1,4 +1,4 @@
-"""Functions compiled into a few kernels that read their arguments about once (methods.md §8.1), and the softmax of losses."""
+"""Functions compiled into a few kernels that read their arguments about once (methods.md §8.1), and a softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of the student's logits: accuracy, calibration, bits per byte, statistics of rollouts, overlap with a teacher."""
+"""Metrics of the student's logits: accuracy, calibration, bits per byte, rollout statistics, overlap with a teacher."""
 
 from __future__ import annotations
 

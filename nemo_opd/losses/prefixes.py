@@ -1,4 +1,4 @@
-"""Prefixes of tokens (methods.md §5.7): the tree of the pieces of teacher tokens, and teacher mass that moves along chains.
+"""The tree of teacher tokens' pieces, and the teacher mass that moves along chains of tokens (methods.md §5.7).
 
 Each teacher token is written as student tokens, its pieces. A chain is a chunk of one student token and several teacher
 tokens.
