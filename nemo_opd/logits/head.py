@@ -76,7 +76,7 @@ class HeadLogits(TrainableRows):
         self.leaves = (hidden, head.weight) if head.bias is None else (hidden, head.weight, head.bias)
         self.shape = (hidden.shape[0], hidden.shape[1], len(head.weight))
         self.device, self.is_product = hidden.device, True
-        self.dtype = product_dtype(hidden.dtype, head.weight.dtype)
+        self.dtype = _product_dtype(hidden.dtype, head.weight.dtype)
 
     @torch.no_grad()
     def read(self, rows: Tensor, width: int) -> Tensor:
@@ -106,7 +106,7 @@ class _HeadGradients(Gradients):
         self.pulls_back = head.soft_cap is not None or head.scale != 1
         self._shape = hidden.shape
         is_same_dtype = hidden.dtype == head.weight.dtype
-        self._operand_dtype = hidden.dtype if is_same_dtype else product_dtype(hidden.dtype, head.weight.dtype)
+        self._operand_dtype = hidden.dtype if is_same_dtype else _product_dtype(hidden.dtype, head.weight.dtype)
         self.dtype = kept_dtype(self._operand_dtype)
         self._hidden_gradient = (
             torch.zeros_like(self._hidden, dtype=kept_dtype(hidden.dtype)) if hidden.requires_grad else None
@@ -152,7 +152,7 @@ class _HeadGradients(Gradients):
             self._weight_gradient = _fp32_zeros(self._head.weight)
         total = None if self._weight_gradient is None else self._weight_gradient[:width]
         if factor is None:
-            total = add_product(total, gradient, hidden)
+            total = _add_product(total, gradient, hidden)
         else:
             added = _scaled_product(gradient, hidden, factor)
             total = added if total is None else total.add_(added)
@@ -196,8 +196,8 @@ def _fp32_zeros(leaf: Tensor) -> Tensor:
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute W h + bias, aligned rows [R, X] in the `product_dtype`, from rows [R, D], weight [X, D] and bias [X]."""
-    dtype = product_dtype(hidden.dtype, weight.dtype)
+    """Compute W h + bias, aligned rows [R, X] in the `_product_dtype`, from rows [R, D], weight [X, D] and bias [X]."""
+    dtype = _product_dtype(hidden.dtype, weight.dtype)
     logits = empty_rows(len(hidden), len(weight), dtype, hidden.device)
     if bias is not None and hidden.dtype == weight.dtype == dtype:
         return torch.addmm(bias, hidden, weight.t(), out=logits)
@@ -206,12 +206,12 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute a @ b, [R, D] and [D, X] → [R, X] in the `product_dtype`, without a graph.
+    """Compute a @ b, [R, D] and [D, X] → [R, X] in the `_product_dtype`, without a graph.
 
     Exact except for the rounding of fp32 sums: the product of two bf16 or two fp16 numbers is an fp32 number. Operands
     may have different dtypes. out: rows for the result, with any stride.
     """
-    dtype = product_dtype(a.dtype, b.dtype)
+    dtype = _product_dtype(a.dtype, b.dtype)
     if a.dtype == b.dtype == dtype:
         return torch.mm(a, b, out=out)
     if a.dtype == b.dtype and _is_native(a.device.type, a.dtype):
@@ -219,13 +219,13 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return _upcast_product(a.to(dtype), b, out)
 
 
-def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """Compute total + a @ b, in place if there is a total, which is at least fp32; without one it is 0.
 
     Sums are accumulated in fp32. On devices without such products of bf16 or fp16, a @ b is rounded to that
     dtype first.
     """
-    dtype = product_dtype(a.dtype, b.dtype)
+    dtype = _product_dtype(a.dtype, b.dtype)
     if a.dtype != b.dtype or _is_native(a.device.type, a.dtype):
         if total is None:
             return product(a, b)
@@ -237,7 +237,7 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return total.addmm_(a, b) if a.dtype == dtype else total.add_(a @ b)
 
 
-def product_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+def _product_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     """Return the dtype of `product`: the promoted dtype of the operands, at least fp32."""
     return torch.promote_types(torch.promote_types(a, b), torch.float32)
 
