@@ -127,7 +127,7 @@ def plan_readings(
         return _Zero.apply(logits)
 
     def metrics_of_sums(weighted: Tensor, unweighted: Tensor) -> _Metrics:
-        return metrics_of(readings.found())
+        return metrics_of(readings.gather())
 
     term = Term(rows, read_values, cells, width, chunk_size=chunk_size, ahead=ahead)
     return PlannedLoss(source, [term], 0.0, metrics_of_sums)
@@ -163,7 +163,7 @@ class Readings:
         """Store the values [u, k] of a slice of units."""
         self.places[part] = values.detach()
 
-    def found(self) -> Tensor:
+    def gather(self) -> Tensor:
         """Gather the values from all processes of a share, float64 [k, U]. Collective; call when all units are done."""
         return self.source.reduce(self.places.to(torch.float64, copy=True)).t()
 
@@ -187,10 +187,10 @@ class UnitLossRecorder:
         return UnitLossRecorder(replace(plan, terms=terms), readings)
 
     def losses(self) -> Tensor:
-        """Return Σ factor · loss of the units at each token, float64 [B, S]. Collective, like `Readings.found`."""
+        """Return Σ factor · loss of the units at each token, float64 [B, S]. Collective, like `Readings.gather`."""
         total = self._token_zeros(torch.float64)
         for term, readings in zip(self.plan.terms, self.readings, strict=True):
-            total.index_add_(0, _first_tokens(term), term.factor * readings.found()[0])
+            total.index_add_(0, _first_tokens(term), term.factor * readings.gather()[0])
         return total.view(self.plan.source.shape[:2])
 
     def is_unit(self) -> Tensor:

@@ -209,7 +209,7 @@ class _KLEstimate:
             return weights.used * estimate if self.update == "direct" else weights.factor * surrogate.loss
 
         def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
-            (kd, ratio, is_clipped), weight_readings = readings.found().tensor_split([3])
+            (kd, ratio, is_clipped), weight_readings = readings.gather().tensor_split([3])
             kd_metric: dict[str, Metric] = {"kd": Mean(kd.sum(), num_units)}
             ratio_metrics = clip_metrics(ratio, is_clipped) if self.update == "policy_gradient" else {}
             return kd_metric | ratio_metrics | self.importance.metrics(weight_readings, chunks.importance)
