@@ -1,4 +1,4 @@
-"""Links between nodes, which send tensors from a teacher's ranks to the student's by torch.distributed.
+"""Links between nodes, which send tensors from a teacher's ranks to the student's by torch.distributed, and their plan.
 
 Communicates point to point, over NCCL on GPUs and gloo on CPUs, in a separate world for each teacher: the student's
 ranks first, then the teacher's. NCCL gets all tensors of a call as one batch over that world's communicator; sending
@@ -114,48 +114,6 @@ class StudentLinks:
                 link.close()
 
 
-class _Start(Protocol):
-    """`send` or `recv` of a backend."""
-
-    def __call__(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work: ...
-
-
-class _Backend(Protocol):
-    """Methods of torch.distributed's backends that are missing from its stubs."""
-
-    supports_coalescing: bool
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
-
-    def eager_connect_single_device(self, device: torch.device, /) -> None: ...
-
-    def _start_coalescing(self) -> None: ...
-
-    def _end_coalescing(self) -> dist.Work | None: ...
-
-    def abort(self) -> None: ...
-
-
-def _new_backend(store: dist.Store, rank: int, size: int, device: str, timeout_s: float) -> _Backend:
-    """Create a backend apart from the default world, which torch.distributed's functions use."""
-    timeout = timedelta(seconds=timeout_s)
-    if BACKENDS[device] == "gloo":
-        return cast("_Backend", dist.ProcessGroupGloo(store, rank, size, timeout))
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    backend = cast("_Backend", dist.ProcessGroupNCCL(store, rank, size, options))
-    # All ranks must take part in creating the communicator, but not in each transfer.
-    backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-    return backend
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    """Return a view as bytes, because backends do not support every dtype."""
-    return tensor.view(-1).view(torch.uint8)
-
-
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """Messages of one batch from one teacher, in the same order on both sides for each pair of ranks."""
@@ -199,9 +157,9 @@ class ExchangePlanner:
 
 
 def _output_handles(window: Window) -> Iterator[Handle]:
-    regions = (window.hidden,) if isinstance(window, HiddenStatesWindow) else window.shards
-    for region in regions:
-        for part in region.parts:
+    views = (window.hidden,) if isinstance(window, HiddenStatesWindow) else window.shards
+    for view in views:
+        for part in view.parts:
             yield part.handle
 
 
@@ -211,3 +169,45 @@ def _head_handles(window: Window) -> Iterator[Handle]:
             yield shard.weight
             if shard.bias is not None:
                 yield shard.bias
+
+
+class _Start(Protocol):
+    """`send` or `recv` of a backend."""
+
+    def __call__(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work: ...
+
+
+class _Backend(Protocol):
+    """Methods of torch.distributed's backends that are missing from its stubs."""
+
+    supports_coalescing: bool
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
+
+    def eager_connect_single_device(self, device: torch.device, /) -> None: ...
+
+    def _start_coalescing(self) -> None: ...
+
+    def _end_coalescing(self) -> dist.Work | None: ...
+
+    def abort(self) -> None: ...
+
+
+def _new_backend(store: dist.Store, rank: int, size: int, device: str, timeout_s: float) -> _Backend:
+    """Create a backend apart from the default world, which torch.distributed's functions use."""
+    timeout = timedelta(seconds=timeout_s)
+    if BACKENDS[device] == "gloo":
+        return cast("_Backend", dist.ProcessGroupGloo(store, rank, size, timeout))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    backend = cast("_Backend", dist.ProcessGroupNCCL(store, rank, size, options))
+    # All ranks must take part in creating the communicator, but not in each transfer.
+    backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    return backend
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    """Return a view as bytes, because backends do not support every dtype."""
+    return tensor.view(-1).view(torch.uint8)

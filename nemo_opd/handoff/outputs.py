@@ -1,4 +1,8 @@
-"""The outputs that a teacher can hand over: hidden states, logits, or its likeliest tokens (methods.md §9)."""
+"""The outputs that a teacher can hand over: hidden states, logits, or its likeliest tokens (methods.md §9).
+
+A teacher rank's writer fills buffers and gives a handle to them; a student rank's window reads the buffers of several
+teacher ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,97 @@ from nemo_opd.handoff.plan import (
     head_pieces,
     output_pieces,
     output_shards,
+    overlap,
     within_vocabulary,
 )
-from nemo_opd.handoff.region import BufferView, NewSender, OutputWriter, RegionPart
 from nemo_opd.logits.head import Head, HeadLogits
-from nemo_opd.logits.rows import LogitRows, SparseLayout, SparseLogits, TensorLogits
-from nemo_opd.logits.sources import SideBySideLogits, places_in_row
+from nemo_opd.logits.rows import LogitRows, SparseLayout, SparseLogits, TensorLogits, TrainableRows
+from nemo_opd.logits.sources import PackedLogits, SideBySideLogits, places_in_row, token_bounds
+
+
+@dataclass(frozen=True, slots=True)
+class BufferView:
+    """A tensor [tokens, columns] of consecutive sequences, split by rows into parts."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+    parts: tuple[_ViewPart, ...]
+
+    def read(self, receiver: Receiver, sequences: slice) -> Tensor:
+        """Return the tokens of some sequences: [n, columns].
+
+        The result is a view if one buffer holds all of them and the device can read it, else a copy. Raises
+        HandoffError if a buffer cannot be mapped.
+        """
+        # Map every buffer, needed now or not: each export is a reference that only its receiver can release.
+        mapped = [receiver.tensor(part.handle) for part in self.parts]
+        start, stop, _ = sequences.indices(len(self.lengths))
+        bounds = token_bounds(self.lengths)
+        requested = range(bounds[start], bounds[stop])
+        sources: list[Tensor] = []
+        for part, buffer in zip(self.parts, mapped, strict=True):
+            if shared := overlap(part.rows, requested):
+                begin = part.first_row + shared.start - part.rows.start
+                sources.append(receiver.near(buffer[begin : begin + len(shared)]))
+        if len(sources) == 1:
+            return sources[0]
+        receiver.copied_bytes += sum(source.nbytes for source in sources)
+        return torch.cat(sources)
+
+    def logits(
+        self, tokens: TrainableRows, sequences: slice, width: int, moved_by: Tensor | None = None
+    ) -> PackedLogits:
+        """Arrange packed logits [1, n, X] of some sequences as [b, width, X].
+
+        moved_by: int64 [b] on the host; position i of a sequence gets the logits of its token i + moved_by.
+        """
+        (places,) = to_device_batched([places_in_row(self.lengths[sequences], width, moved_by)], tokens.device)
+        return PackedLogits(tokens, places)
+
+
+@dataclass(frozen=True, slots=True)
+class _ViewPart:
+    """Rows of a view, and the buffer that holds them."""
+
+    handle: Handle
+    first_row: int
+    """First row of the part in the buffer."""
+    rows: range
+    """Rows of the view."""
+
+
+NewSender = Callable[[Sequence[int]], Sender]
+"""Function that creates a sender for the receivers with these numbers."""
+
+
+class _OutputWriter:
+    """Output buffers [tokens, columns], one per batch in flight, filled microbatch by microbatch."""
+
+    def __init__(
+        self, new_sender: NewSender, num_columns: int, dtype: torch.dtype, readers: Readers, num_slots: int
+    ) -> None:
+        self._slots = [new_sender(readers.output) for _ in range(num_slots)]
+        self._output = self._slots[0]
+        """The slot that is being written."""
+        self._num_columns, self._dtype = num_columns, dtype
+
+    def begin(self, num_tokens: int, slot: int = 0) -> None:
+        """Start a batch, which overwrites the slot's previous batch."""
+        self._output = self._slots[slot]
+        self._output.tensor((num_tokens, self._num_columns), self._dtype)
+
+    def _put(self, start: int, output: Tensor) -> None:
+        """Start copying a microbatch's output [1, n, columns] to the rows from `start` on; `handle` waits for it."""
+        self._output.last[start : start + output.shape[1]].copy_(output.squeeze(0), non_blocking=True)
+
+    @property
+    def senders(self) -> tuple[Sender, ...]:
+        return tuple(self._slots)
+
+    def close(self) -> None:
+        """Release the buffers; may be called again."""
+        for sender in self.senders:
+            sender.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +161,9 @@ class HiddenStatesWindow:
     def rows(self, receiver: Receiver, sequences: slice, width: int, moved_by: Tensor | None = None) -> LogitRows:
         """Return the logits [b, width, W] of some sequences, computed when a loss reads them.
 
-        moved_by: as for `Region.logits`. Hidden states are a view if they are in one buffer, else a concatenated copy.
-        Shards of the head stay separate; their columns are read side by side. Raises HandoffError if a buffer cannot be
-        mapped.
+        moved_by: as for `BufferView.logits`. Hidden states are a view if they are in one buffer, else a concatenated
+        copy. Shards of the head stay separate; their columns are read side by side. Raises HandoffError if a buffer
+        cannot be mapped.
         """
         hidden = self.hidden.read(receiver, sequences).unsqueeze(0)
         heads = (shard.head(receiver) for shard in self.head)
@@ -82,7 +171,7 @@ class HiddenStatesWindow:
         return shards[0] if len(shards) == 1 else SideBySideLogits(shards)
 
 
-class HiddenStatesWriter(OutputWriter):
+class HiddenStatesWriter(_OutputWriter):
     """Writer of a teacher rank's hidden states; the head has separate buffers."""
 
     def __init__(
@@ -163,8 +252,8 @@ class LogitsWindow:
     def rows(self, receiver: Receiver, sequences: slice, width: int, moved_by: Tensor | None = None) -> LogitRows:
         """Return the logits [b, width, W] of some sequences.
 
-        moved_by: as for `Region.logits`. Rows in one buffer are a view, rows of several buffers a concatenated copy;
-        column shards are read side by side without a copy. Raises HandoffError if a buffer cannot be mapped.
+        moved_by: as for `BufferView.logits`. Rows in one buffer are a view, rows of several buffers a concatenated
+        copy; column shards are read side by side without a copy. Raises HandoffError if a buffer cannot be mapped.
         """
         shards = [
             shard.logits(TensorLogits(shard.read(receiver, sequences).unsqueeze(0)), sequences, width, moved_by)
@@ -173,7 +262,7 @@ class LogitsWindow:
         return shards[0] if len(shards) == 1 else SideBySideLogits(shards)
 
 
-class LogitsWriter(OutputWriter):
+class LogitsWriter(_OutputWriter):
     """Writer of a teacher rank's logits."""
 
     def __init__(
@@ -222,21 +311,21 @@ class SparseWindow:
     """Encoded rows for a student rank's sequences."""
 
     shards: tuple[BufferView, ...]
-    """One region, because rows are not split over teacher ranks."""
+    """One view, because rows are not split over teacher ranks."""
     layout: SparseLayout
 
     def rows(self, receiver: Receiver, sequences: slice, width: int, moved_by: Tensor | None = None) -> LogitRows:
         """Return the logits [b, width, W] of some sequences.
 
-        moved_by: as for `Region.logits`. Raises HandoffError if a buffer cannot be mapped.
+        moved_by: as for `BufferView.logits`. Raises HandoffError if a buffer cannot be mapped.
         """
-        (region,) = self.shards
-        rows = region.read(receiver, sequences)
-        (places,) = to_device_batched([places_in_row(region.lengths[sequences], width, moved_by)], rows.device)
+        (view,) = self.shards
+        rows = view.read(receiver, sequences)
+        (places,) = to_device_batched([places_in_row(view.lengths[sequences], width, moved_by)], rows.device)
         return SparseLogits(rows, self.layout, places)
 
 
-class SparseWriter(OutputWriter):
+class SparseWriter(_OutputWriter):
     """Writer of a teacher rank's encoded rows."""
 
     def __init__(
@@ -281,7 +370,7 @@ def windows(handles: Sequence[OutputHandle], sides: LayoutPair, lengths: Sequenc
             return list(logits)
         return [SparseWindow(window.shards, first.layout) for window in logits]
     return [
-        HiddenStatesWindow(reader.region(outputs, rank_pieces), reader.head(heads, shards))
+        HiddenStatesWindow(reader.view(outputs, rank_pieces), reader.head(heads, shards))
         for reader, rank_pieces, shards in zip(readers, pieces, head_pieces(sides, columns), strict=True)
     ]
 
@@ -297,15 +386,15 @@ class _Reader:
 
     def logits(self, outputs: Sequence[Handle], pieces: Sequence[BufferSlice]) -> LogitsWindow:
         by_column = groupby(sorted(pieces, key=_first_column), _first_column)
-        return LogitsWindow(tuple(self.region(outputs, list(shard)) for _, shard in by_column))
+        return LogitsWindow(tuple(self.view(outputs, list(shard)) for _, shard in by_column))
 
-    def region(self, outputs: Sequence[Handle], pieces: Sequence[BufferSlice]) -> BufferView:
+    def view(self, outputs: Sequence[Handle], pieces: Sequence[BufferSlice]) -> BufferView:
         parts = []
         for piece in pieces:
             handle = self._reachable(outputs[piece.rank], piece.rank, piece.buffer_rows)
             # A message contains only these rows.
             first_row = 0 if self.sides.crosses(self.rank, piece.rank) else piece.buffer_rows.start
-            parts.append(RegionPart(handle, first_row, piece.window_rows))
+            parts.append(_ViewPart(handle, first_row, piece.window_rows))
         return BufferView(self.lengths, tuple(parts))
 
     def head(self, heads: Sequence[HeadHandle | None], shards: Sequence[BufferSlice]) -> tuple[HeadHandle, ...]:

@@ -2,7 +2,8 @@
 
 A teacher's output has a row for each token of the global batch, sequence after sequence. Each teacher rank holds a
 range of columns for the tokens of some sequences; a student rank's window has all columns for the tokens of its own
-sequences. The head is planned as an output of one row, which every data- and context-parallel rank holds.
+sequences. The head is planned as an output of one row, which every data- and context-parallel rank holds. From the same
+plan follow who maps a buffer, and what crosses nodes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from math import lcm
 
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.errors import ConfigError
+
+_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,37 @@ ONE_READER = Readers()
 """Readers with receiver 0 only."""
 
 
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """The largest output of a teacher for a batch."""
+
+    num_sequences: int
+    """Sequences per global batch."""
+    length: int
+    """Tokens per sequence."""
+    vocab_size: int
+    hidden_size: int | None
+    """None if logits are handed over."""
+    itemsize: int
+    """Bytes per element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one student rank, or all of them together, read from teachers on other nodes."""
+
+    output: int = 0
+    """Bytes of output per batch."""
+    head: int = 0
+    """Bytes of heads per run."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.output + other.output, self.head + other.head)
+
+    def __bool__(self) -> bool:
+        return bool(self.output or self.head)
+
+
 def output_shards(teacher: Layout, lengths: Sequence[int], columns: Sequence[range]) -> list[BufferShard]:
     """Return each teacher rank's shard of a batch's output.
 
@@ -110,6 +144,87 @@ def head_pieces(sides: LayoutPair, columns: Sequence[range]) -> list[list[Buffer
     teacher = sides.teacher
     shards = [BufferShard(rank, range(1), columns[teacher.coordinates(rank)[2]]) for rank in range(teacher.size)]
     return _pieces(sides, shards, [range(1)] * sides.student.size)
+
+
+def planned_readers(sides: LayoutPair, payload: Payload) -> tuple[Readers, ...]:
+    """Return the readers of each teacher rank's buffers, which are the same in every batch."""
+    output, head = (reading_ranks(pieces, sides.teacher.size) for pieces in _plan_pieces(sides, payload))
+
+    def readers(rank: int) -> Readers:
+        on_node, head_on_node = (
+            tuple(reader for reader in readers[rank] if not sides.crosses(reader, rank)) for readers in (output, head)
+        )
+        return Readers(on_node, head_on_node, sends_head=len(head_on_node) < len(head[rank]))
+
+    return tuple(map(readers, range(sides.teacher.size)))
+
+
+def planned_traffic(sides: LayoutPair, payload: Payload) -> tuple[Traffic, ...]:
+    """Return the bytes that each student rank receives from other nodes, for a full batch and for the head."""
+
+    def num_bytes(rank: int, pieces: Sequence[BufferSlice], cell_bytes: int) -> int:
+        return sum(_num_cells(piece) for piece in pieces if sides.crosses(rank, piece.rank)) * cell_bytes
+
+    column_bytes = (payload.hidden_size or 0) * payload.itemsize
+    return tuple(
+        Traffic(num_bytes(rank, output, payload.itemsize), num_bytes(rank, head, column_bytes))
+        for rank, (output, head) in enumerate(zip(*_plan_pieces(sides, payload), strict=True))
+    )
+
+
+def check_stays_on_node(teacher: str, sides: LayoutPair, payload: Payload) -> None:
+    """Raise ConfigError, naming the ranks, their nodes and the bytes, if logits would be sent between nodes.
+
+    Logits are too large for a network; hidden states are not.
+    """
+    if payload.hidden_size is not None:
+        return
+    crossing = list(_crossings(sides, payload))
+    if not crossing:
+        return
+    examples = "; ".join(crossing[:3]) + (f"; and {len(crossing) - 3} more" if len(crossing) > 3 else "")
+    raise ConfigError(
+        f"handoff.type=logits stays on a node, but with dp={sides.student.dp}, cp={sides.student.cp}, "
+        f"tp={sides.student.tp} for the student and dp={sides.teacher.dp}, cp={sides.teacher.cp}, "
+        f"tp={sides.teacher.tp} for teacher {teacher!r}, in each batch {examples}; write "
+        "handoff.type=hidden_states, which are sent between nodes, or cluster.placement=colocated with the same "
+        f"parallelism.tp and parallelism.cp for the student and teacher {teacher!r}, where tp · cp divides the ranks "
+        "of a node"
+    )
+
+
+def _crossings(sides: LayoutPair, payload: Payload) -> Iterator[str]:
+    output, _ = _plan_pieces(sides, payload)
+    for rank, pieces in enumerate(output):
+        num_bytes: Counter[int] = Counter()
+        for piece in pieces:
+            if sides.crosses(rank, piece.rank):
+                num_bytes[piece.rank] += _num_cells(piece) * payload.itemsize
+        for teacher_rank, size in sorted(num_bytes.items()):
+            yield (
+                f"student rank {rank} on node {sides.student_places[rank].node} reads {size / _GIB:.2f} GiB of teacher "
+                f"rank {teacher_rank} on node {sides.teacher_places[teacher_rank].node}"
+            )
+
+
+def _plan_pieces(sides: LayoutPair, payload: Payload) -> tuple[list[list[BufferSlice]], list[list[BufferSlice]]]:
+    """Return each student rank's pieces of a full batch's output, and of the head.
+
+    The pairs of ranks that they connect do not depend on the batch size.
+    """
+    teacher = sides.teacher
+    unit = lcm(sides.student.dp, teacher.dp)
+    lengths = [payload.length] * (-(-payload.num_sequences // unit) * unit)
+    columns = vocabulary_columns(payload.vocab_size, teacher.tp)
+    if payload.hidden_size is None:
+        no_heads: list[list[BufferSlice]] = [[] for _ in range(sides.student.size)]
+        return output_pieces(sides, output_shards(teacher, lengths, columns), lengths), no_heads
+    shards = output_shards(teacher, lengths, [range(payload.hidden_size)] * teacher.tp)
+    return output_pieces(sides, shards, lengths), head_pieces(sides, columns)
+
+
+def _num_cells(piece: BufferSlice) -> int:
+    return len(piece.window_rows) * len(piece.columns)
 
 
 def _pieces(sides: LayoutPair, shards: Sequence[BufferShard], windows: Sequence[range]) -> list[list[BufferSlice]]:
@@ -212,118 +327,3 @@ def vocabulary_columns(vocab_size: int, tp: int) -> list[range]:
 def within_vocabulary(columns: range, vocab_size: int) -> range:
     """Drop a padded head's columns beyond the tokenizer's vocabulary."""
     return range(vocab_size)[columns.start : columns.stop]
-
-
-_GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """The largest output of a teacher for a batch."""
-
-    num_sequences: int
-    """Sequences per global batch."""
-    length: int
-    """Tokens per sequence."""
-    vocab_size: int
-    hidden_size: int | None
-    """None if logits are handed over."""
-    itemsize: int
-    """Bytes per element."""
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that one student rank, or all of them together, read from teachers on other nodes."""
-
-    output: int = 0
-    """Bytes of output per batch."""
-    head: int = 0
-    """Bytes of heads per run."""
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.output + other.output, self.head + other.head)
-
-    def __bool__(self) -> bool:
-        return bool(self.output or self.head)
-
-
-def planned_readers(sides: LayoutPair, payload: Payload) -> tuple[Readers, ...]:
-    """Return the readers of each teacher rank's buffers, which are the same in every batch."""
-    output, head = (reading_ranks(pieces, sides.teacher.size) for pieces in _plan_pieces(sides, payload))
-
-    def readers(rank: int) -> Readers:
-        on_node, head_on_node = (
-            tuple(reader for reader in readers[rank] if not sides.crosses(reader, rank)) for readers in (output, head)
-        )
-        return Readers(on_node, head_on_node, sends_head=len(head_on_node) < len(head[rank]))
-
-    return tuple(map(readers, range(sides.teacher.size)))
-
-
-def planned_traffic(sides: LayoutPair, payload: Payload) -> tuple[Traffic, ...]:
-    """Return the bytes that each student rank receives from other nodes, for a full batch and for the head."""
-
-    def num_bytes(rank: int, pieces: Sequence[BufferSlice], cell_bytes: int) -> int:
-        return sum(_num_cells(piece) for piece in pieces if sides.crosses(rank, piece.rank)) * cell_bytes
-
-    column_bytes = (payload.hidden_size or 0) * payload.itemsize
-    return tuple(
-        Traffic(num_bytes(rank, output, payload.itemsize), num_bytes(rank, head, column_bytes))
-        for rank, (output, head) in enumerate(zip(*_plan_pieces(sides, payload), strict=True))
-    )
-
-
-def check_stays_on_node(teacher: str, sides: LayoutPair, payload: Payload) -> None:
-    """Raise ConfigError, naming the ranks, their nodes and the bytes, if logits would be sent between nodes.
-
-    Logits are too large for a network; hidden states are not.
-    """
-    if payload.hidden_size is not None:
-        return
-    crossing = list(_crossings(sides, payload))
-    if not crossing:
-        return
-    examples = "; ".join(crossing[:3]) + (f"; and {len(crossing) - 3} more" if len(crossing) > 3 else "")
-    raise ConfigError(
-        f"handoff.type=logits stays on a node, but with dp={sides.student.dp}, cp={sides.student.cp}, "
-        f"tp={sides.student.tp} for the student and dp={sides.teacher.dp}, cp={sides.teacher.cp}, "
-        f"tp={sides.teacher.tp} for teacher {teacher!r}, in each batch {examples}; write "
-        "handoff.type=hidden_states, which are sent between nodes, or cluster.placement=colocated with the same "
-        f"parallelism.tp and parallelism.cp for the student and teacher {teacher!r}, where tp · cp divides the ranks "
-        "of a node"
-    )
-
-
-def _crossings(sides: LayoutPair, payload: Payload) -> Iterator[str]:
-    output, _ = _plan_pieces(sides, payload)
-    for rank, pieces in enumerate(output):
-        num_bytes: Counter[int] = Counter()
-        for piece in pieces:
-            if sides.crosses(rank, piece.rank):
-                num_bytes[piece.rank] += _num_cells(piece) * payload.itemsize
-        for teacher_rank, size in sorted(num_bytes.items()):
-            yield (
-                f"student rank {rank} on node {sides.student_places[rank].node} reads {size / _GIB:.2f} GiB of teacher "
-                f"rank {teacher_rank} on node {sides.teacher_places[teacher_rank].node}"
-            )
-
-
-def _plan_pieces(sides: LayoutPair, payload: Payload) -> tuple[list[list[BufferSlice]], list[list[BufferSlice]]]:
-    """Return each student rank's pieces of a full batch's output, and of the head.
-
-    The pairs of ranks that they connect do not depend on the batch size.
-    """
-    teacher = sides.teacher
-    unit = lcm(sides.student.dp, teacher.dp)
-    lengths = [payload.length] * (-(-payload.num_sequences // unit) * unit)
-    columns = vocabulary_columns(payload.vocab_size, teacher.tp)
-    if payload.hidden_size is None:
-        no_heads: list[list[BufferSlice]] = [[] for _ in range(sides.student.size)]
-        return output_pieces(sides, output_shards(teacher, lengths, columns), lengths), no_heads
-    shards = output_shards(teacher, lengths, [range(payload.hidden_size)] * teacher.tp)
-    return output_pieces(sides, shards, lengths), head_pieces(sides, columns)
-
-
-def _num_cells(piece: BufferSlice) -> int:
-    return len(piece.window_rows) * len(piece.columns)

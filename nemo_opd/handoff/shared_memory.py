@@ -1,4 +1,4 @@
-"""Shared memory between processes of one machine.
+"""Shared memory between processes of one machine: teachers' outputs, plain or pinned for a GPU, and a model's weights.
 
 Any number of processes may map a buffer, any number of times. The memory is anonymous (memfd) and is opened through the
 owner's file descriptor in /proc, so a killed process leaves nothing behind: the kernel frees the pages with the last
@@ -21,6 +21,21 @@ from torch import Tensor
 
 from nemo_opd.errors import HandoffError, SenderGoneError
 from nemo_opd.handoff.base import Handle, Message, Receiver, Sender
+
+_logger = logging.getLogger(__name__)
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Safetensors names of dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +74,7 @@ class SharedMemorySender(Sender):
         return buffer, (FileDescriptor(os.getpid(), number, name),) * len(self.receivers)
 
     def _map_file(self, number: int, num_bytes: int) -> Tensor:
-        return map_file(number, num_bytes)
+        return _map_shared(number, num_bytes)
 
     def _release(self) -> None:
         os.close(self._number)
@@ -89,28 +104,13 @@ class SharedMemoryReceiver(Receiver):
             os.close(number)
 
     def _map_file(self, number: int, num_bytes: int) -> Tensor:
-        return map_file(number, num_bytes)
+        return _map_shared(number, num_bytes)
 
     def _is_near(self, handle: Handle) -> bool:
         return True
 
     def _collect(self) -> None:
         """Do nothing: a mapping ends with its tensor."""
-
-
-def _allocation_error(num_bytes: int, reason: str) -> HandoffError:
-    return HandoffError(
-        f"cannot allocate {num_bytes / 2**30:.2f} GiB of shared memory for a teacher's output ({reason}); lower "
-        "train.global_batch_size or train.max_length, or free memory"
-    )
-
-
-def map_file(number: int, num_bytes: int) -> Tensor:
-    """Map a file as a flat uint8 tensor; freeing the tensor unmaps it."""
-    return torch.frombuffer(mmap.mmap(number, num_bytes), dtype=torch.uint8)
-
-
-_logger = logging.getLogger(__name__)
 
 
 class PinnedMemorySender(SharedMemorySender):
@@ -134,57 +134,6 @@ class PinnedMemoryReceiver(SharedMemoryReceiver):
 
     def _is_near(self, handle: Handle) -> bool:
         return isinstance(handle.token(self.number), Message)
-
-
-class _Mapping(mmap.mmap):
-    """A mapped file that is unregistered with CUDA before it is unmapped."""
-
-    address: int | None = None
-    """Address registered with CUDA, or None."""
-
-    def __del__(self) -> None:
-        if self.address is not None:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-
-
-def _map_pinned(number: int, num_bytes: int) -> Tensor:
-    """Map a file as a flat uint8 tensor, pinned if CUDA allows it; freeing the tensor undoes both."""
-    mapping = _Mapping(number, num_bytes)
-    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
-    try:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0))
-    except RuntimeError as error:
-        _warn_of_pageable_memory(str(error))
-        with suppress(RuntimeError, AssertionError):
-            # CUDA reports the error again at the next call, which would be some kernel of the model.
-            torch.ones(1, device="cuda")
-    else:
-        mapping.address = tensor.data_ptr()
-    return tensor
-
-
-@cache
-def _warn_of_pageable_memory(reason: str) -> None:
-    _logger.warning(
-        "handoff: main memory cannot be pinned (%s), so copies to and from the GPU are slower; raise the limit of "
-        "locked memory (`ulimit -l unlimited`, in Docker `--ulimit memlock=-1`)",
-        reason,
-    )
-
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Safetensors names of dtypes."""
 
 
 class HeldWeights:
@@ -219,3 +168,51 @@ def _header(tensors: dict[str, Tensor]) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _allocation_error(num_bytes: int, reason: str) -> HandoffError:
+    return HandoffError(
+        f"cannot allocate {num_bytes / 2**30:.2f} GiB of shared memory for a teacher's output ({reason}); lower "
+        "train.global_batch_size or train.max_length, or free memory"
+    )
+
+
+def _map_shared(number: int, num_bytes: int) -> Tensor:
+    """Map a file as a flat uint8 tensor; freeing the tensor unmaps it."""
+    return torch.frombuffer(mmap.mmap(number, num_bytes), dtype=torch.uint8)
+
+
+def _map_pinned(number: int, num_bytes: int) -> Tensor:
+    """Map a file as a flat uint8 tensor, pinned if CUDA allows it; freeing the tensor undoes both."""
+    mapping = _Mapping(number, num_bytes)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0))
+    except RuntimeError as error:
+        _warn_of_pageable_memory(str(error))
+        with suppress(RuntimeError, AssertionError):
+            # CUDA reports the error again at the next call, which would be some kernel of the model.
+            torch.ones(1, device="cuda")
+    else:
+        mapping.address = tensor.data_ptr()
+    return tensor
+
+
+class _Mapping(mmap.mmap):
+    """A mapped file that is unregistered with CUDA before it is unmapped."""
+
+    address: int | None = None
+    """Address registered with CUDA, or None."""
+
+    def __del__(self) -> None:
+        if self.address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+@cache
+def _warn_of_pageable_memory(reason: str) -> None:
+    _logger.warning(
+        "handoff: main memory cannot be pinned (%s), so copies to and from the GPU are slower; raise the limit of "
+        "locked memory (`ulimit -l unlimited`, in Docker `--ulimit memlock=-1`)",
+        reason,
+    )

@@ -1,4 +1,4 @@
-"""The transports, keyed by name, and the choice of one."""
+"""The transports, keyed by name, the choice of one, and its trial, which runs as a program of its own."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ TRANSPORTS: dict[str, tuple[type[Sender], type[Receiver]]] = {
     "shared_memory": (SharedMemorySender, SharedMemoryReceiver),
 }
 """Sender and receiver types; on GPUs `handoff.transport=shared_memory` means `pinned_memory`."""
+_Pairs = Sequence[tuple[int, int]]
+_LIMIT_S = 120.0
+"""Time limit of a trial. PyTorch and CUDA start in seconds, on a slow file system in a minute."""
+_SIZES = (1_000, 1_000_000)
+"""Sizes of the tensors that are handed over; the second needs a larger buffer."""
 
 
 def choose_transport(handoff: HandoffBase, device: str, obstacle: Callable[[], str | None]) -> tuple[str, list[str]]:
@@ -58,13 +63,6 @@ def choose_transport(handoff: HandoffBase, device: str, obstacle: Callable[[], s
         "handoff.transport=auto: teachers' output goes through pinned main memory, because processes on this machine "
         f"cannot read each other's GPU memory ({reason}); write handoff.transport=shared_memory to skip this check"
     ]
-
-
-_Pairs = Sequence[tuple[int, int]]
-_LIMIT_S = 120.0
-"""Time limit of a trial. PyTorch and CUDA start in seconds, on a slow file system in a minute."""
-_SIZES = (1_000, 1_000_000)
-"""Sizes of the tensors that are handed over; the second needs a larger buffer."""
 
 
 def probe_transport(transport: str, pairs: _Pairs, limit_s: float = _LIMIT_S) -> str | None:

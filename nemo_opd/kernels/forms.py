@@ -1,4 +1,4 @@
-"""Losses of units with one row each, in the form that kernels take."""
+"""Losses of units with one row each, in the form that kernels take, and the map of two vocabularies to common cells."""
 
 from __future__ import annotations
 

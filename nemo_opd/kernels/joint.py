@@ -192,7 +192,7 @@ def _launch_rows(
 
 
 def _surprise_arguments(prepared: _Prepared | None, unused: Tensor) -> tuple[Any, ...]:
-    """Return the kernel's arguments for a `Surprise`. unused: any tensor, passed for arguments that are not read."""
+    """Return the kernel's arguments for a `NegLogProb`. unused: any tensor, passed for arguments that are not read."""
     if prepared is None:
         return (unused, unused, unused, unused, unused, 0)
     part = prepared.part

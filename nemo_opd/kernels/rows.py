@@ -1,4 +1,4 @@
-"""Kernel that computes the losses of rows of logits, or the sum of their gradients, in one pass."""
+"""Kernels that compute the losses of rows of logits, or the sum of their gradients, in one pass, and the rows' sums."""
 
 from __future__ import annotations
 

@@ -16,85 +16,8 @@ from nemo_opd.kernels import launch
 from nemo_opd.kernels.joint import Placed, add_losses
 from nemo_opd.kernels.launch import KernelError, give_up
 from nemo_opd.logits.blocks import Block, Step, blocks, rows_at_once
-from nemo_opd.logits.product import empty_rows
-from nemo_opd.logits.rows import Gradients, LogitRows, TrainableRows
+from nemo_opd.logits.rows import Gradients, LogitRows, TrainableRows, empty_rows
 from nemo_opd.logits.term import Term, UnitRows, width_of
-
-
-class JointTerms:
-    """Terms that kernels can compute, in groups with at most one term of each form."""
-
-    def __init__(self, source: LogitRows, terms: Sequence[Term], gradients: Gradients) -> None:
-        self._terms = terms
-        are_used = launch.are_used(source.device, source.dtype) and not gradients.pulls_back
-        self._groups = _groups(terms) if are_used else []
-        self.are_all = len(self._groups) == 1 and len(self._groups[0]) == len(terms)
-        """One group holds all terms, so that each row of a block is computed once, in a single step."""
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
-
-    def __contains__(self, term: int) -> bool:
-        return any(term in group for group in self._groups)
-
-    def add(
-        self, coefficients: Sequence[float], step: Step, logits: Tensor, total: Tensor
-    ) -> Iterable[tuple[int, Tensor]]:
-        """Yield each joint term's index and sums [2] over a step; add the gradients to `total`, the block's [R, X].
-
-        Raises KernelError.
-        """
-        for group in self._groups:
-            placed = {i: self._placed(i, coefficients[i], *step[i]) for i in group}
-            placed = {i: form for i, form in placed.items() if len(form)}
-            losses = add_losses(logits, list(placed.values()), total, is_first=self.are_all) if placed else []
-            for i, unit_losses in zip(placed, losses, strict=True):
-                yield i, self._terms[i].sums_of(unit_losses, step[i][0])
-
-    def _placed(self, i: int, coefficient: float, units: slice, places: slice | Tensor) -> Placed:
-        term = self._terms[i]
-        assert term.row_loss is not None
-        return Placed(term.row_loss.of(units), places, term.factors(units, coefficient, torch.float32), term.width)
-
-
-def _groups(terms: Sequence[Term]) -> list[list[int]]:
-    groups: list[dict[type, int]] = []
-    """Index of the term, keyed by kind."""
-    for i, term in enumerate(terms):
-        if term.row_loss is None:
-            continue
-        kind = term.row_loss.kind
-        group = next((group for group in groups if kind not in group), None)
-        if group is None:
-            groups.append(group := {})
-        group[kind] = i
-    return [list(group.values()) for group in groups]
-
-
-def backward(loss: Tensor) -> None:
-    """Run backward from a scalar with a 1 whose value the host knows, so that `scaled` need not multiply."""
-    loss.backward(_one(loss.device, loss.dtype))
-
-
-def scaled(saved: Tensor, factor: Tensor) -> Tensor:
-    """Compute saved · factor in backward, in place unless the graph is retained."""
-    # PyTorch's own compiled functions check the same before they donate buffers.
-    is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
-    if is_retained:
-        return saved * factor
-    return saved if _is_one(factor) else saved.mul_(factor)
-
-
-@cache
-def _one(device: torch.device, dtype: torch.dtype) -> Tensor:
-    (one,) = to_device_batched([torch.ones((), dtype=dtype)], device)
-    return one
-
-
-def _is_one(factor: Tensor) -> bool:
-    """Return whether the host knows, without waiting for the device, that a factor is 1."""
-    host_factor = on_host(factor)
-    return host_factor is not None and host_factor.numel() == 1 and host_factor.item() == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +60,6 @@ def _share_readings(terms: Sequence[Term]) -> None:
     for i, ahead in enumerate(aheads):
         for earlier in aheads[:i]:
             ahead.share_with(earlier)
-
-
-def compute_dtype(source: LogitRows) -> torch.dtype:
-    """Return fp32, or fp64 for fp64 logits."""
-    return torch.promote_types(source.dtype, torch.float32)
 
 
 class _BlockwiseSum(torch.autograd.Function):
@@ -195,7 +113,7 @@ def _sums_and_gradients(
     source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float]
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     sums, gradients = _zeros(source, terms), source.gradients()
-    joint = JointTerms(source, terms, gradients)
+    joint = _JointTerms(source, terms, gradients)
     learned = {i: torch.zeros_like(term.learned) for i, term in enumerate(terms) if term.learned is not None}
     for block in blocks(source, terms):
         block_gradient = _BlockGradient(terms, block, gradients, compute_dtype(source), joint, learned)
@@ -216,7 +134,7 @@ class _BlockGradient:
         block: Block,
         gradients: Gradients,
         dtype: torch.dtype,
-        joint: JointTerms,
+        joint: _JointTerms,
         learned: Mapping[int, Tensor],
     ) -> None:
         """Start empty.
@@ -312,3 +230,84 @@ def _totals(source: LogitRows, sums: Tensor, coefficients: Sequence[float]) -> t
     for weighted, coefficient in zip(sums[:, 0], coefficients, strict=True):
         total = total + coefficient * weighted
     return total, sums
+
+
+class _JointTerms:
+    """Terms that kernels can compute, in groups with at most one term of each form."""
+
+    def __init__(self, source: LogitRows, terms: Sequence[Term], gradients: Gradients) -> None:
+        self._terms = terms
+        are_used = launch.are_used(source.device, source.dtype) and not gradients.pulls_back
+        self._groups = _groups(terms) if are_used else []
+        self.are_all = len(self._groups) == 1 and len(self._groups[0]) == len(terms)
+        """One group holds all terms, so that each row of a block is computed once, in a single step."""
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def __contains__(self, term: int) -> bool:
+        return any(term in group for group in self._groups)
+
+    def add(
+        self, coefficients: Sequence[float], step: Step, logits: Tensor, total: Tensor
+    ) -> Iterable[tuple[int, Tensor]]:
+        """Yield each joint term's index and sums [2] over a step; add the gradients to `total`, the block's [R, X].
+
+        Raises KernelError.
+        """
+        for group in self._groups:
+            placed = {i: self._placed(i, coefficients[i], *step[i]) for i in group}
+            placed = {i: form for i, form in placed.items() if len(form)}
+            losses = add_losses(logits, list(placed.values()), total, is_first=self.are_all) if placed else []
+            for i, unit_losses in zip(placed, losses, strict=True):
+                yield i, self._terms[i].sums_of(unit_losses, step[i][0])
+
+    def _placed(self, i: int, coefficient: float, units: slice, places: slice | Tensor) -> Placed:
+        term = self._terms[i]
+        assert term.row_loss is not None
+        return Placed(term.row_loss.of(units), places, term.factors(units, coefficient, torch.float32), term.width)
+
+
+def _groups(terms: Sequence[Term]) -> list[list[int]]:
+    groups: list[dict[type, int]] = []
+    """Index of the term, keyed by kind."""
+    for i, term in enumerate(terms):
+        if term.row_loss is None:
+            continue
+        kind = term.row_loss.kind
+        group = next((group for group in groups if kind not in group), None)
+        if group is None:
+            groups.append(group := {})
+        group[kind] = i
+    return [list(group.values()) for group in groups]
+
+
+def compute_dtype(source: LogitRows) -> torch.dtype:
+    """Return fp32, or fp64 for fp64 logits."""
+    return torch.promote_types(source.dtype, torch.float32)
+
+
+def backward(loss: Tensor) -> None:
+    """Run backward from a scalar with a 1 whose value the host knows, so that `scaled` need not multiply."""
+    loss.backward(_one(loss.device, loss.dtype))
+
+
+def scaled(saved: Tensor, factor: Tensor) -> Tensor:
+    """Compute saved · factor in backward, in place unless the graph is retained."""
+    # PyTorch's own compiled functions check the same before they donate buffers.
+    is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
+    if is_retained:
+        return saved * factor
+    return saved if _is_one(factor) else saved.mul_(factor)
+
+
+@cache
+def _one(device: torch.device, dtype: torch.dtype) -> Tensor:
+    (one,) = to_device_batched([torch.ones((), dtype=dtype)], device)
+    return one
+
+
+def _is_one(factor: Tensor) -> bool:
+    """Return whether the host knows, without waiting for the device, that a factor is 1."""
+    host_factor = on_host(factor)
+    return host_factor is not None and host_factor.numel() == 1 and host_factor.item() == 1

@@ -1,22 +1,29 @@
-"""Logits computed from hidden states and a head (methods.md §8.2, §9)."""
+"""Logits computed from hidden states and a head (methods.md §8.2, §9), by products with fp32 results (§8.3).
+
+The logits of a student and a teacher that nearly agree differ by less than bf16 resolves: between 16 and 32 its numbers
+are 0.125 apart, which alone makes a KL of up to 0.125²/12 nats a token. The sums are accumulated in fp32 anyway; the
+precision is lost when they are stored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import on_host
 from nemo_opd.errors import ConfigError
-from nemo_opd.logits.product import add_product, empty_rows, linear, product, product_dtype, row_distance
-from nemo_opd.logits.rows import Gradients, LogitRows, TrainableRows, kept_dtype, new_leaf
+from nemo_opd.logits.rows import Gradients, TrainableRows, empty_rows, kept_dtype, new_leaf, row_distance
 
 _LARGEST_FP16_EXPONENT = 14
 """Exponent of a gradient's largest entry after scaling, before it is rounded to fp16."""
 _SMALLEST_EXPONENT = -100
 """Exponent below which a gradient is not scaled up in full: the factor must stay a normal fp32 number."""
+_UPCAST_BYTES = 2 * 2**20
+"""Bytes of the head that are cast to fp32 at a time on devices without such a product: they fit a cache, so that
+128 rows take as long as with an fp32 head; with 4 MiB they take a third longer.
+"""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -69,7 +76,7 @@ class HeadLogits(TrainableRows):
         self.leaves = (hidden, head.weight) if head.bias is None else (hidden, head.weight, head.bias)
         self.shape = (hidden.shape[0], hidden.shape[1], len(head.weight))
         self.device, self.is_product = hidden.device, True
-        self.dtype = product_dtype(hidden.dtype, head.weight.dtype)
+        self.dtype = _product_dtype(hidden.dtype, head.weight.dtype)
 
     @torch.no_grad()
     def read(self, rows: Tensor, width: int) -> Tensor:
@@ -99,7 +106,7 @@ class _HeadGradients(Gradients):
         self.pulls_back = head.soft_cap is not None or head.scale != 1
         self._shape = hidden.shape
         is_same_dtype = hidden.dtype == head.weight.dtype
-        self._operand_dtype = hidden.dtype if is_same_dtype else product_dtype(hidden.dtype, head.weight.dtype)
+        self._operand_dtype = hidden.dtype if is_same_dtype else _product_dtype(hidden.dtype, head.weight.dtype)
         self.dtype = kept_dtype(self._operand_dtype)
         self._hidden_gradient = (
             torch.zeros_like(self._hidden, dtype=kept_dtype(hidden.dtype)) if hidden.requires_grad else None
@@ -120,7 +127,7 @@ class _HeadGradients(Gradients):
         gradient = self._as_operand(gradient)
         weight = self._head.weight.detach()[: gradient.shape[1]]
         if self._hidden_gradient is not None:
-            row_gradient = _product(gradient, weight, factor).to(self._hidden_gradient.dtype)
+            row_gradient = _scaled_product(gradient, weight, factor).to(self._hidden_gradient.dtype)
             write = self._hidden_gradient.index_add_ if onto else self._hidden_gradient.index_copy_
             write(0, rows, row_gradient)
         if self._head.weight.requires_grad:
@@ -145,9 +152,9 @@ class _HeadGradients(Gradients):
             self._weight_gradient = _fp32_zeros(self._head.weight)
         total = None if self._weight_gradient is None else self._weight_gradient[:width]
         if factor is None:
-            total = add_product(total, gradient, hidden)
+            total = _add_product(total, gradient, hidden)
         else:
-            added = _product(gradient, hidden, factor)
+            added = _scaled_product(gradient, hidden, factor)
             total = added if total is None else total.add_(added)
         if self._weight_gradient is None:
             self._weight_gradient = total
@@ -176,7 +183,7 @@ def _scale_to_fp16(gradient: Tensor) -> tuple[Tensor, Tensor]:
     return gradient / factor, factor
 
 
-def _product(a: Tensor, b: Tensor, factor: Tensor | None) -> Tensor:
+def _scaled_product(a: Tensor, b: Tensor, factor: Tensor | None) -> Tensor:
     """Compute a @ b · factor; in bf16 for bf16 operands, since the result is rounded to bf16 anyway."""
     if factor is None and a.dtype == b.dtype:
         return a @ b
@@ -188,101 +195,70 @@ def _fp32_zeros(leaf: Tensor) -> Tensor:
     return torch.zeros(leaf.shape, dtype=torch.promote_types(leaf.dtype, torch.float32), device=leaf.device)
 
 
-@dataclass(slots=True)
-class _Reading:
-    """Rows of one product with a head, shared by all readers of the same rows."""
-
-    rows: Tensor | None = None
-    """[stop − start, width]; None if not read yet or no longer needed."""
-    start: int = 0
-    stop: int = 0
-    num_readers: int = 1
-    finished: set[int] = field(default_factory=set)
-    """Ids of the readers that have read the last row of the block."""
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute W h + bias, aligned rows [R, X] in the `_product_dtype`, from rows [R, D], weight [X, D] and bias [X]."""
+    dtype = _product_dtype(hidden.dtype, weight.dtype)
+    logits = empty_rows(len(hidden), len(weight), dtype, hidden.device)
+    if bias is not None and hidden.dtype == weight.dtype == dtype:
+        return torch.addmm(bias, hidden, weight.t(), out=logits)
+    product(hidden, weight.t(), logits)
+    return logits if bias is None else logits.add_(bias)
 
 
-class ReadAhead:
-    """Rows of a source in the order of a term's units, read in large parts while a block is computed in small steps.
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Compute a @ b, [R, D] and [D, X] → [R, X] in the `_product_dtype`, without a graph.
 
-    Holds the rows of one read, at most as many as announced, and releases them after the last.
+    Exact except for the rounding of fp32 sums: the product of two bf16 or two fp16 numbers is an fp32 number. Operands
+    may have different dtypes. out: rows for the result, with any stride.
     """
+    dtype = _product_dtype(a.dtype, b.dtype)
+    if a.dtype == b.dtype == dtype:
+        return torch.mm(a, b, out=out)
+    if a.dtype == b.dtype and _is_native(a.device.type, a.dtype):
+        return torch.mm(a, b, out_dtype=dtype, out=out)
+    return _upcast_product(a.to(dtype), b, out)
 
-    def __init__(self, source: LogitRows, rows: Tensor, width: int, begins: Sequence[int] | None = None) -> None:
-        """Prepare to read.
 
-        rows: int64 [R], indices into [B·T], in the order of the units. width: leading columns. begins: [U + 1] on the
-        host, index of each unit's first row; by default each unit has one row.
-        """
-        self._source, self._rows, self._width, self._begins = source, rows, width, begins
-        self.row_bytes = width * source.dtype.itemsize
-        # Processes that read a source collectively must read it equally often.
-        self.is_worth_while = source.is_product and source.share == (0, 1)
-        self._block, self._rows_at_once = slice(0, 0), 0
-        self._reading = _Reading()
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Compute total + a @ b, in place if there is a total, which is at least fp32; without one it is 0.
 
-    def is_shared_with(self, ahead: ReadAhead) -> bool:
-        """Return whether both share the rows that they have read."""
-        return self._reading is ahead._reading
+    Sums are accumulated in fp32. On devices without such products of bf16 or fp16, a @ b is rounded to that
+    dtype first.
+    """
+    dtype = _product_dtype(a.dtype, b.dtype)
+    if a.dtype != b.dtype or _is_native(a.device.type, a.dtype):
+        if total is None:
+            return product(a, b)
+        if a.dtype == b.dtype != dtype:
+            return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+        return total.add_(product(a, b))
+    if total is None:
+        return (a @ b).to(dtype)
+    return total.addmm_(a, b) if a.dtype == dtype else total.add_(a @ b)
 
-    def share_with(self, earlier: ReadAhead) -> None:
-        """Use the rows that `earlier` reads, if the host knows that both read the same rows."""
-        if self.is_shared_with(earlier) or self._source is not earlier._source or self._width != earlier._width:
-            return
-        rows, earlier_rows = on_host(self._rows), on_host(earlier._rows)
-        if rows is not None and earlier_rows is not None and torch.equal(rows, earlier_rows):
-            self._reading = earlier._reading
-            self._reading.num_readers += 1
 
-    def begin(self, units: slice, rows_at_once: int) -> None:
-        """Announce the units that are read next, in consecutive parts. rows_at_once: maximum rows to hold."""
-        self._block = self._span(units)
-        self._rows_at_once = rows_at_once if self.is_worth_while else 0
-        self._reading.rows = None
-        self._reading.finished.clear()
+def _product_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """Return the dtype of `product`: the promoted dtype of the operands, at least fp32."""
+    return torch.promote_types(torch.promote_types(a, b), torch.float32)
 
-    def of(self, units: slice) -> Tensor:
-        """Return the rows of consecutive units [r, width] in the source's dtype. The caller must not write to them."""
-        span = self._span(units)
-        is_announced = self._block.start <= span.start and span.stop <= self._block.stop
-        most = self._rows_at_once if self._reading.num_readers > 1 else self._rows_at_once - 1
-        if not is_announced or span.stop - span.start > most:
-            return self._source.read(self._rows[span], self._width)
-        return self._read_ahead(span)
 
-    def _read_ahead(self, span: slice) -> Tensor:
-        """Return rows of the announced block from the held rows; read the next rows if some are missing."""
-        reading = self._reading
-        if reading.rows is None or not reading.start <= span.start <= reading.stop:
-            self._read_from(span.start)
-        held = self._take(span.start, min(span.stop, reading.stop))
-        if span.stop <= reading.stop:
-            return held
-        # Copied first, so that the held rows are freed before the next are read.
-        joined = empty_rows(span.stop - span.start, self._width, held.dtype, held.device)
-        joined[: len(held)] = held
-        del held
-        middle = reading.stop
-        self._read_from(middle)
-        joined[middle - span.start :] = self._take(middle, span.stop)
-        return joined
+@cache
+def _is_native(device: str, dtype: torch.dtype) -> bool:
+    """Try whether products with fp32 output work on a device: not every build of PyTorch for GPUs has them."""
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    try:
+        total = torch.mm(one, one, out_dtype=torch.float32, out=torch.empty(1, 1, device=device))
+        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
 
-    def _read_from(self, start: int) -> None:
-        """Replace the held rows by as many as announced, from row `start` on."""
-        reading = self._reading
-        reading.rows = None
-        reading.start, reading.stop = start, min(start + self._rows_at_once, self._block.stop)
-        reading.rows = self._source.read(self._rows[start : reading.stop], self._width)
 
-    def _take(self, start: int, stop: int) -> Tensor:
-        """Return held rows, and release the reading once all readers have taken the last row of the block."""
-        reading = self._reading
-        assert reading.rows is not None
-        rows = reading.rows[start - reading.start : stop - reading.start]
-        if stop == self._block.stop:
-            reading.finished.add(id(self))
-            if len(reading.finished) == reading.num_readers:
-                reading.rows = None
-        return rows
-
-    def _span(self, units: slice) -> slice:
-        return units if self._begins is None else slice(self._begins[units.start], self._begins[units.stop])
+def _upcast_product(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
+    """Compute the product with a few columns of `b` at a time, upcast to the dtype of `a`."""
+    result = a.new_empty(len(a), b.shape[1]) if out is None else out
+    step = max(1, _UPCAST_BYTES // (a.dtype.itemsize * max(1, len(b))))
+    for start in range(0, b.shape[1], step):
+        columns = slice(start, start + step)
+        torch.mm(a, b[:, columns].to(a.dtype), out=result[:, columns])
+    return result

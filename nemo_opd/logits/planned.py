@@ -1,4 +1,4 @@
-"""Losses that are planned first and computed together, and values that are read or recorded while they are computed."""
+"""Losses that are planned first and computed together, and values that are read off the logits meanwhile."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.logits.blockwise import blockwise_sum, compute_dtype
-from nemo_opd.logits.head import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows
-from nemo_opd.logits.term import Term
+from nemo_opd.logits.term import ReadAhead, Term
 from nemo_opd.types import LossOutput, Mean, Metric
 
 _Parameters = ParamSpec("_Parameters")
@@ -104,32 +103,11 @@ _Read = Callable[[Tensor, slice], Tensor]
 """(logits [u, X] in the compute dtype, slice of units) → values of each unit, [u, k]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Readings:
-    """Values of each unit, stored by unit so that results do not depend on how units are cut or ordered."""
-
-    source: LogitRows
-    places: Tensor
-    """[U, k]: values of the units that this process computes; 0 for all other units."""
-
-    @staticmethod
-    def of(source: LogitRows, num_units: int, num_values: int) -> Readings:
-        return Readings(source, torch.zeros(num_units, num_values, dtype=compute_dtype(source), device=source.device))
-
-    def put(self, part: slice, values: Tensor) -> None:
-        """Store the values [u, k] of a slice of units."""
-        self.places[part] = values.detach()
-
-    def found(self) -> Tensor:
-        """Gather the values from all processes of a share, float64 [k, U]. Collective; call when all units are done."""
-        return self.source.reduce(self.places.to(torch.float64, copy=True)).t()
-
-
 def plan_readings(
     source: TrainableRows,
     rows: Tensor,
     read: _Read,
-    metrics_of: Callable[[Tensor], dict[str, Metric]],
+    metrics_of: Callable[[Tensor], _Metrics],
     *,
     num_values: int,
     cells: Sequence[int],
@@ -148,8 +126,8 @@ def plan_readings(
             readings.put(part, read(logits, part))
         return _Zero.apply(logits)
 
-    def metrics_of_sums(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
-        return metrics_of(readings.found())
+    def metrics_of_sums(weighted: Tensor, unweighted: Tensor) -> _Metrics:
+        return metrics_of(readings.gather())
 
     term = Term(rows, read_values, cells, width, chunk_size=chunk_size, ahead=ahead)
     return PlannedLoss(source, [term], 0.0, metrics_of_sums)
@@ -167,6 +145,27 @@ class _Zero(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:
         return grad_output.new_zeros(1).expand(ctx.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """Values of each unit, stored by unit so that results do not depend on how units are cut or ordered."""
+
+    source: LogitRows
+    places: Tensor
+    """[U, k]: values of the units that this process computes; 0 for all other units."""
+
+    @staticmethod
+    def of(source: LogitRows, num_units: int, num_values: int) -> Readings:
+        return Readings(source, torch.zeros(num_units, num_values, dtype=compute_dtype(source), device=source.device))
+
+    def put(self, part: slice, values: Tensor) -> None:
+        """Store the values [u, k] of a slice of units."""
+        self.places[part] = values.detach()
+
+    def gather(self) -> Tensor:
+        """Gather the values from all processes of a share, float64 [k, U]. Collective; call when all units are done."""
+        return self.source.reduce(self.places.to(torch.float64, copy=True)).t()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +187,10 @@ class UnitLossRecorder:
         return UnitLossRecorder(replace(plan, terms=terms), readings)
 
     def losses(self) -> Tensor:
-        """Return Σ factor · loss of the units at each token, float64 [B, S]. Collective, like `Readings.found`."""
+        """Return Σ factor · loss of the units at each token, float64 [B, S]. Collective, like `Readings.gather`."""
         total = self._token_zeros(torch.float64)
         for term, readings in zip(self.plan.terms, self.readings, strict=True):
-            total.index_add_(0, _first_tokens(term), term.factor * readings.found()[0])
+            total.index_add_(0, _first_tokens(term), term.factor * readings.gather()[0])
         return total.view(self.plan.source.shape[:2])
 
     def is_unit(self) -> Tensor:

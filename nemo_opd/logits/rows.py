@@ -1,4 +1,4 @@
-"""The interface of losses to rows of logits, and its implementation for tensors (methods.md §8.1, §9)."""
+"""Rows of logits as losses read them (methods.md §8.1, §9): the interface, tensors, and encoded likeliest tokens."""
 
 from __future__ import annotations
 
@@ -205,8 +205,77 @@ def new_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(torch.is_grad_enabled())
 
 
-_NUMBERS = 3
-"""Number of fp32 values after the tokens of a row."""
+_ALIGNMENT = 64
+"""Row strides are multiples of this many numbers: 128 bytes in 16 bits.
+
+If rows are not aligned to 16 bytes, as with Qwen3's 151,669 columns, cuBLAS falls back to kernels of earlier GPUs, and
+Triton's kernels load one number at a time.
+"""
+
+
+def row_distance(width: int, device: torch.device) -> int:
+    """Return the stride of rows of `width` numbers."""
+    return width if device.type == "cpu" else -(-width // _ALIGNMENT) * _ALIGNMENT
+
+
+def empty_rows(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialised rows [R, width] with a stride of `row_distance`."""
+    return torch.empty(num_rows, row_distance(width, device), dtype=dtype, device=device)[:, :width]
+
+
+class SparseLogits(LogitRows):
+    """Log-probabilities [B, T, W] of the tokens that rows of bytes contain, −inf for all other tokens.
+
+    Unless the rows contain all tokens, an additional column has the log of the other tokens' mass.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, rows: Tensor, layout: SparseLayout, places: Tensor, size: int | None = None) -> None:
+        """Wrap encoded rows.
+
+        rows: uint8 [N, handed_bytes] of packed sequences. places: int64 [B, T], from `places_in_row`. size: leading
+        columns of the vocabulary to read; by default all.
+        """
+        self.rows, self.layout, self._places = rows, layout, places
+        self.top_k = layout.top_k if layout.top_k < layout.vocab_size else None
+        self._size = layout.vocab_size if size is None else size
+        self.shape = (places.shape[0], places.shape[1], self._size + self.is_truncated)
+        self.device = rows.device
+
+    def cut(self, width: int) -> SparseLogits:
+        return SparseLogits(self.rows, self.layout, self._places, min(width, self._size))
+
+    def read(self, rows: Tensor, width: int) -> Tensor:
+        encoded = self._encoded(rows)
+        decoded, size = self.layout.decode(encoded), self._size
+        # Ids without a column go to the last column, which is overwritten.
+        log_p = decoded.log_p.new_full((len(rows), size + 1), -torch.inf)
+        log_p.scatter_(1, decoded.ids.clamp(max=size), decoded.log_p)
+        next_ids = self.layout.next_ids(encoded).clamp(max=size).unsqueeze(1)
+        log_p.scatter_(1, next_ids, decoded.log_p_next.unsqueeze(1))
+        log_p[:, size] = decoded.log_rest
+        return log_p[:, :width]
+
+    def known(self, rows: Tensor) -> SparseRows:
+        """Decode rows [R] of the flattened [B·T]."""
+        return self.layout.decode(self._encoded(rows))
+
+    @property
+    def is_answered(self) -> Tensor:
+        """Whether the teacher's answer contains each token's log-probability, bool [B, T]; true for first tokens."""
+        log_p_next = self.layout.decode(self.rows).log_p_next[self._places]
+        return torch.nn.functional.pad(~log_p_next[:, :-1].isnan(), (1, 0), value=True)
+
+    def next_beyond_likeliest(self, rows: Tensor) -> Tensor:
+        """Return the column of each next token that is not among the k likeliest, int64 [R]; else the last column."""
+        encoded = self._encoded(rows)
+        following = self.layout.next_ids(encoded)
+        is_likeliest = (self.layout.decode(encoded).ids == following.unsqueeze(1)).any(1)
+        return following.clamp(max=self._size).masked_fill(is_likeliest, self._size)
+
+    def _encoded(self, rows: Tensor) -> Tensor:
+        return self.rows.index_select(0, self._places.flatten()[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +292,10 @@ class SparseRows:
     """fp32 [R]: log of the mass of all tokens except `ids` and the next token; −inf if those are all tokens."""
     entropy: Tensor
     """fp32 [R]: entropy of the full distribution, in nats."""
+
+
+_NUMBERS = 3
+"""Number of fp32 values after the tokens of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,61 +362,6 @@ class SparseLayout:
     def next_ids(self, rows: Tensor) -> Tensor:
         """Return the next tokens of uint8 [R, handed_bytes], int64 [R]; without one, the vocabulary's size or more."""
         return _as_words(rows[:, self.row_bytes :], self.id_bytes).long().squeeze(1)
-
-
-class SparseLogits(LogitRows):
-    """Log-probabilities [B, T, W] of the tokens that rows of bytes contain, −inf for all other tokens.
-
-    Unless the rows contain all tokens, an additional column has the log of the other tokens' mass.
-    """
-
-    dtype = torch.float32
-
-    def __init__(self, rows: Tensor, layout: SparseLayout, places: Tensor, size: int | None = None) -> None:
-        """Wrap encoded rows.
-
-        rows: uint8 [N, handed_bytes] of packed sequences. places: int64 [B, T], from `places_in_row`. size: leading
-        columns of the vocabulary to read; by default all.
-        """
-        self.rows, self.layout, self._places = rows, layout, places
-        self.top_k = layout.top_k if layout.top_k < layout.vocab_size else None
-        self._size = layout.vocab_size if size is None else size
-        self.shape = (places.shape[0], places.shape[1], self._size + self.is_truncated)
-        self.device = rows.device
-
-    def cut(self, width: int) -> SparseLogits:
-        return SparseLogits(self.rows, self.layout, self._places, min(width, self._size))
-
-    def read(self, rows: Tensor, width: int) -> Tensor:
-        encoded = self._encoded(rows)
-        decoded, size = self.layout.decode(encoded), self._size
-        # Ids without a column go to the last column, which is overwritten.
-        log_p = decoded.log_p.new_full((len(rows), size + 1), -torch.inf)
-        log_p.scatter_(1, decoded.ids.clamp(max=size), decoded.log_p)
-        next_ids = self.layout.next_ids(encoded).clamp(max=size).unsqueeze(1)
-        log_p.scatter_(1, next_ids, decoded.log_p_next.unsqueeze(1))
-        log_p[:, size] = decoded.log_rest
-        return log_p[:, :width]
-
-    def known(self, rows: Tensor) -> SparseRows:
-        """Decode rows [R] of the flattened [B·T]."""
-        return self.layout.decode(self._encoded(rows))
-
-    @property
-    def is_answered(self) -> Tensor:
-        """Whether the teacher's answer contains each token's log-probability, bool [B, T]; true for first tokens."""
-        log_p_next = self.layout.decode(self.rows).log_p_next[self._places]
-        return torch.nn.functional.pad(~log_p_next[:, :-1].isnan(), (1, 0), value=True)
-
-    def next_beyond_likeliest(self, rows: Tensor) -> Tensor:
-        """Return the column of each next token that is not among the k likeliest, int64 [R]; else the last column."""
-        encoded = self._encoded(rows)
-        following = self.layout.next_ids(encoded)
-        is_likeliest = (self.layout.decode(encoded).ids == following.unsqueeze(1)).any(1)
-        return following.clamp(max=self._size).masked_fill(is_likeliest, self._size)
-
-    def _encoded(self, rows: Tensor) -> Tensor:
-        return self.rows.index_select(0, self._places.flatten()[rows])
 
 
 def _low_bytes(numbers: Tensor, num_bytes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Logits in packed rows, in shards of the columns, and combined from several sources."""
+"""Logits combined from several sources, sharded over ranks, or in packed rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from nemo_opd.distributed.collectives import VocabularyShards
 from nemo_opd.distributed.transfer import to_device_batched
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.head import HeadLogits
-from nemo_opd.logits.product import empty_rows
-from nemo_opd.logits.rows import Gradients, LogitRows, TensorLogits, TrainableRows, logit_rows
+from nemo_opd.logits.rows import Gradients, LogitRows, TensorLogits, TrainableRows, empty_rows, logit_rows
 from nemo_opd.types import TokenRows
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.errors import ConfigError
-from nemo_opd.logits.head import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
+from nemo_opd.logits.term import ReadAhead
 from nemo_opd.losses.support import require_whole
 from nemo_opd.types import Batch, SampledRows
 

@@ -18,9 +18,8 @@ from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_positi
 from nemo_opd.losses.divergence import Divergence, compare_logits
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.merge import chunk_loss
-from nemo_opd.losses.piece_tree import first_pieces
 from nemo_opd.losses.position_targets import position_loss
-from nemo_opd.losses.prefix_chains import ADD_MAPS, Chains, MovedMass, PrefixRanges
+from nemo_opd.losses.prefixes import ADD_MAPS, Chains, MovedMass, PrefixRanges, first_pieces
 from nemo_opd.losses.sparse_projection import project, pull_back
 from nemo_opd.losses.support import require_temperature_1, split
 

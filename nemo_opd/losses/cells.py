@@ -1,4 +1,4 @@
-"""Cells that compare two vocabularies: one-to-one pairs, and projections onto common cells."""
+"""Cells on which two vocabularies are compared: projections onto common cells, maps for kernels, one-to-one pairs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from nemo_opd.losses.support import joined, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
+
+_REST, _NOWHERE = -1, -2
+"""Ids of the cell for unmatched tokens, and of tokens in no cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +103,10 @@ class CommonCells:
         return 5 * student_vocab_size + 3 * teacher_vocab_size + 3 * entries + 12 * self.num_cells
 
 
-REST, NOWHERE = -1, -2
-"""Ids of the cell for unmatched tokens, and of tokens in no cell."""
-
-
 def _build_reached(teacher_cells: NDArray[np.int32], student_vocab_size: int, device: torch.device) -> CommonCells:
     student_cells = np.arange(student_vocab_size, dtype=np.int32)
     is_unreached = ~np.isin(student_cells, teacher_cells)
-    student_cells[is_unreached] = REST if is_unreached.sum() > 1 else NOWHERE
+    student_cells[is_unreached] = _REST if is_unreached.sum() > 1 else _NOWHERE
     return _build_cells(student_cells, teacher_cells, device)
 
 
@@ -121,16 +120,13 @@ def _build_cells(
             "teacher tokens; it belongs to another pair of tokenizers, or they share nothing"
         )
     student, teacher = (_many_to_one(cells, common).to(device) for cells in (student_cells, teacher_cells))
-    return CommonCells(student, teacher, has_rest=bool(common[0] == REST))
+    return CommonCells(student, teacher, has_rest=bool(common[0] == _REST))
 
 
 def _many_to_one(cells: NDArray[np.int32], common: NDArray[np.int64]) -> SparseProjection:
     """Build a projection whose rows have at most one entry, of weight 1."""
     token = np.flatnonzero(np.isin(cells, common))
     return SparseProjection.of_entries(token, cells[token].astype(np.int64), np.ones(len(token)), len(cells))
-
-
-_REST = -1
 
 
 def covered_columns(projection: ProjectionMatrix, students: int, teachers: int, device: torch.device) -> CellMap:

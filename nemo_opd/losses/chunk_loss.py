@@ -13,10 +13,9 @@ from torch import Tensor
 from nemo_opd.distributed.transfer import compute_on_host, on_host
 from nemo_opd.kernels.forms import CellComparison, CellMap, RowLoss
 from nemo_opd.logits.blockwise import compute_dtype
-from nemo_opd.logits.head import ReadAhead
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
-from nemo_opd.logits.term import ChunkLoss, ClosedForm, GradientSink, Term, UnitRows, unit_cells
+from nemo_opd.logits.term import ChunkLoss, ClosedForm, GradientSink, ReadAhead, Term, UnitRows, unit_cells
 from nemo_opd.losses.arguments import (
     ChunkUnits,
     check_positions,

@@ -1,4 +1,4 @@
-"""Matched tokens compared cell by cell, other tokens by rank, at each chunk's first position (methods.md §5.4)."""
+"""Matched tokens compared cell by cell, others by rank, at each chunk's first position (methods.md §5.4, §5.5)."""
 
 from __future__ import annotations
 
@@ -73,16 +73,88 @@ def gold(
     inputs = ChunkInputs.of(
         student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
     )
-    return paired_loss(
+    return _paired_loss(
         inputs,
         TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, inputs.device),
         Divergence(divergence, beta, mixed_weight),
-        PairedOptions(merge, common_weight, uncommon_weight, uncommon_topk, continuation_weight, compat),
+        _PairedOptions(merge, common_weight, uncommon_weight, uncommon_topk, continuation_weight, compat),
     )
 
 
+@Loss
+def h_kl(
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
+    *,
+    projection: ProjectionMatrix | LearnedProjection,
+    divergence: str = "forward_kl",
+    temperature: float = 1.0,
+    beta: float = 0.5,
+    mixed_weight: float = 0.5,
+    merge: str | None = None,
+    common_weight: float | None = None,
+    uncommon_weight: float | None = None,
+    uncommon_topk: int | None = None,
+    continuation_weight: float = 0.0,
+    compat: str | None = None,
+    **shared: Unpack[ChunkArguments],
+) -> PlannedLoss:
+    """Compute `gold` on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6, and `kd` (methods.md §5.5).
+
+    Arguments as for `gold`. If several student tokens claim a teacher token, an exact row wins, then the higher weight,
+    then the lower id. A `LearnedProjection` as `projection` gets a gradient too: its pairs come from R₀, and the
+    student token of a learned row gives R_st p_s to its pair's cell and (1 − R_st) p_s to the rest cell (methods.md
+    §2.8). Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection
+    without such pairs, or if no learned row is in a pair.
+    """
+    inputs = ChunkInputs.of(
+        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
+    )
+    learned = projection if isinstance(projection, LearnedProjection) else None
+    matrix = projection.start if isinstance(projection, LearnedProjection) else projection
+    pairs = TokenPairs.relaxed(matrix, inputs.student_size, inputs.teacher_size, inputs.device)
+    return _paired_loss(
+        inputs,
+        pairs,
+        Divergence(divergence, beta, mixed_weight),
+        _PairedOptions(merge, common_weight, uncommon_weight, uncommon_topk, continuation_weight, compat),
+        None if learned is None else learned.shares(pairs),
+    )
+
+
+def _paired_loss(
+    inputs: ChunkInputs,
+    pairs: TokenPairs,
+    divergence: Divergence,
+    options: _PairedOptions,
+    shares: LearnedShares | None = None,
+) -> PlannedLoss:
+    """Plan `gold` on any pairs. shares: learned shares of some pairs' student tokens."""
+    require_temperature_1(inputs.teacher, inputs.temperature)
+    compare = options.comparison(divergence, pairs, shares)
+
+    def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
+        if not inputs.is_truncated:
+            return compare(student, teacher)
+        log_q = teacher.log_softmax(-1)
+        ranked = of_likeliest(inputs.teacher, inputs.units.teacher_rows[part], log_q)
+        return compare.truncated(student.log_softmax(-1), *split(log_q), ranked)
+
+    term = options.merges.term(
+        inputs,
+        unit_loss,
+        cells_per_unit=_cells_per_unit(inputs, compare),
+        compare_onto=compare.onto if compare.has_closed_form else None,
+    )
+    if shares is not None:
+        term = replace(term, learned=shares.log_shares)
+    if options.compat == "trl":  # TRL does not scale by τ².
+        term = term.times(inputs.temperature**-2)
+    return chunk_loss(inputs, term, continuation_weight=options.continuation_weight)
+
+
 @dataclass(frozen=True, slots=True)
-class PairedOptions:
+class _PairedOptions:
     """Options of `gold` and `h_kl`; None means the default."""
 
     merge: str | None
@@ -126,37 +198,6 @@ class PairedOptions:
             num_ranks=min(num_ranks, shorter) if self.compat == "nemo_rl" else num_ranks,
             is_distribution=self.compat is None and self.merges.kind != "observed",
         )
-
-
-def paired_loss(
-    inputs: ChunkInputs,
-    pairs: TokenPairs,
-    divergence: Divergence,
-    options: PairedOptions,
-    shares: LearnedShares | None = None,
-) -> PlannedLoss:
-    """Plan `gold` on any pairs. shares: learned shares of some pairs' student tokens."""
-    require_temperature_1(inputs.teacher, inputs.temperature)
-    compare = options.comparison(divergence, pairs, shares)
-
-    def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
-        if not inputs.is_truncated:
-            return compare(student, teacher)
-        log_q = teacher.log_softmax(-1)
-        ranked = of_likeliest(inputs.teacher, inputs.units.teacher_rows[part], log_q)
-        return compare.truncated(student.log_softmax(-1), *split(log_q), ranked)
-
-    term = options.merges.term(
-        inputs,
-        unit_loss,
-        cells_per_unit=_cells_per_unit(inputs, compare),
-        compare_onto=compare.onto if compare.has_closed_form else None,
-    )
-    if shares is not None:
-        term = replace(term, learned=shares.log_shares)
-    if options.compat == "trl":  # TRL does not scale by τ².
-        term = term.times(inputs.temperature**-2)
-    return chunk_loss(inputs, term, continuation_weight=options.continuation_weight)
 
 
 def _first_set(*values: float | None) -> float:
@@ -291,44 +332,3 @@ def _largest(rows: UnitRows, tokens: Tensor, top_k: int) -> tuple[Tensor, Tensor
 def _log_sum(rows: UnitRows) -> Tensor:
     """Return log Σ exp of logits/τ, float64 [U, 1]."""
     return softmax.function(rows.gather())[1]
-
-
-@Loss
-def h_kl(
-    student_logits: Tensor | LogitRows,
-    teacher_logits: Tensor | LogitRows,
-    *,
-    projection: ProjectionMatrix | LearnedProjection,
-    divergence: str = "forward_kl",
-    temperature: float = 1.0,
-    beta: float = 0.5,
-    mixed_weight: float = 0.5,
-    merge: str | None = None,
-    common_weight: float | None = None,
-    uncommon_weight: float | None = None,
-    uncommon_topk: int | None = None,
-    continuation_weight: float = 0.0,
-    compat: str | None = None,
-    **shared: Unpack[ChunkArguments],
-) -> PlannedLoss:
-    """Compute `gold` on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6, and `kd` (methods.md §5.5).
-
-    Arguments as for `gold`. If several student tokens claim a teacher token, an exact row wins, then the higher weight,
-    then the lower id. A `LearnedProjection` as `projection` gets a gradient too: its pairs come from R₀, and the
-    student token of a learned row gives R_st p_s to its pair's cell and (1 − R_st) p_s to the rest cell (methods.md
-    §2.8). Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection
-    without such pairs, or if no learned row is in a pair.
-    """
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
-    learned = projection if isinstance(projection, LearnedProjection) else None
-    matrix = projection.start if isinstance(projection, LearnedProjection) else projection
-    pairs = TokenPairs.relaxed(matrix, inputs.student_size, inputs.teacher_size, inputs.device)
-    return paired_loss(
-        inputs,
-        pairs,
-        Divergence(divergence, beta, mixed_weight),
-        PairedOptions(merge, common_weight, uncommon_weight, uncommon_topk, continuation_weight, compat),
-        None if learned is None else learned.shares(pairs),
-    )

@@ -1,4 +1,4 @@
-"""Compared positions of an aligned chunk, and merging of several positions (methods.md §5.2)."""
+"""Compared positions of an aligned chunk, merging of several positions, and the chunk loss (methods.md §5.2)."""
 
 from __future__ import annotations
 

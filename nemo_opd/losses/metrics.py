@@ -1,4 +1,4 @@
-"""Metrics of the student's logits: accuracy, calibration, bits per byte, and entropy of samples."""
+"""Metrics of the student's logits: accuracy, calibration, bits per byte, rollout statistics, overlap with a teacher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nemo_opd.losses.arguments import (
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.importance import LARGEST_LOG_RATIO
-from nemo_opd.losses.piece_tree import first_pieces
+from nemo_opd.losses.prefixes import first_pieces
 from nemo_opd.losses.sparse_projection import TokenPairs, cached_by_array
 from nemo_opd.losses.support import largest
 from nemo_opd.types import Last, Max, Mean, Metric, Metrics, SampledRows, TokenRows
@@ -33,11 +33,13 @@ from nemo_opd.types import Last, Max, Mean, Metric, Metrics, SampledRows, TokenR
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-_ACCURACY_COPIES = 3
-"""Tensors of a block's size alive at its memory peak: the logits, their fp32 copy and their exponentials."""
+_COPIES_FOR_ACCURACY, _COPIES_FOR_STATISTICS, _COPIES_FOR_OVERLAP = 3, 4, 3
+"""Tensors of the size of a block's rows, or for overlap of each side's, that are alive at its memory peak."""
 _CALIBRATION_GAP = "calibration_gap/"
 """Prefix of the metrics, one per confidence bin, that `calibration_error` sums up."""
 _NUM_BINS = 15
+_TOP_K = 16
+"""Compared tokens per side."""
 
 
 def plan_accuracy(
@@ -56,14 +58,16 @@ def plan_accuracy(
     targets = next_tokens(tokens.ids, rows).long()
 
     def read(logits: Tensor, part: slice) -> Tensor:
-        largest, likeliest = logits.max(-1)
-        return torch.stack([(likeliest == targets[part]).to(logits.dtype), (largest - logits.logsumexp(-1)).exp()], 1)
+        highest, likeliest = logits.max(-1)
+        return torch.stack([(likeliest == targets[part]).to(logits.dtype), (highest - logits.logsumexp(-1)).exp()], 1)
 
-    cells = unit_cells(len(rows), _ACCURACY_COPIES * size)
-    return plan_readings(student, rows, read, _metrics, num_values=2, cells=cells, width=size, chunk_size=chunk_size)
+    cells = unit_cells(len(rows), _COPIES_FOR_ACCURACY * size)
+    return plan_readings(
+        student, rows, read, _accuracy_metrics, num_values=2, cells=cells, width=size, chunk_size=chunk_size
+    )
 
 
-def _metrics(readings: Tensor) -> dict[str, Metric]:
+def _accuracy_metrics(readings: Tensor) -> dict[str, Metric]:
     """Compute the metrics from hits and confidences, float64 [2, U]."""
     hits, confidence = readings
     bins = (confidence * _NUM_BINS).ceil().long().clamp(1, _NUM_BINS) - 1
@@ -114,10 +118,6 @@ def plan_bits_per_byte(logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, voc
     return replace(plan, metrics_of=metrics_of)
 
 
-_STATISTICS_COPIES = 4
-"""Tensors of a block's size that are alive at its memory peak."""
-
-
 def plan_rollout_statistics(
     student_logits: Tensor | LogitRows,
     tokens: TokenRows,
@@ -165,16 +165,10 @@ def plan_rollout_statistics(
         read,
         metrics_of,
         num_values=2,
-        cells=unit_cells(len(rows), _STATISTICS_COPIES * size),
+        cells=unit_cells(len(rows), _COPIES_FOR_STATISTICS * size),
         width=size,
         chunk_size=chunk_size,
     )
-
-
-_TOP_K = 16
-"""Compared tokens per side."""
-_LIVE_COPIES = 3
-"""Tensors of the size of a side's rows that are alive at a block's memory peak."""
 
 
 def plan_overlap(
@@ -202,15 +196,15 @@ def plan_overlap(
     k, ahead = min(top_k, places.size), places.teacher_ahead()
 
     def read(logits: Tensor, part: slice) -> Tensor:
-        return _shared(largest(logits, k), largest(ahead.of(part), k))
+        return _overlap(largest(logits, k), largest(ahead.of(part), k))
 
     return plan_readings(
         places.student,
         places.student_rows,
         read,
-        _mean,
+        _overlap_metrics,
         num_values=1,
-        cells=unit_cells(len(places), 2 * _LIVE_COPIES * places.size),
+        cells=unit_cells(len(places), 2 * _COPIES_FOR_OVERLAP * places.size),
         width=places.size,
         chunk_size=chunk_size,
         ahead=ahead,
@@ -253,11 +247,11 @@ def plan_chunk_overlap(
     sizes = inputs.student_size, inputs.teacher_size
     partner = TokenPairs.exact(projection, *sizes, inputs.device).partner
     k, ahead = min(top_k, *sizes), inputs.teacher_ahead(inputs.units.teacher_rows)
-    has_image = None if images is None else _on_device(images, inputs)
+    has_image = None if images is None else _images_on_device(images, inputs)
 
     def read(logits: Tensor, part: slice) -> Tensor:
         teacher = ahead.of(part)
-        shared = _shared(partner[largest(logits, k)], largest(teacher, k))
+        shared = _overlap(partner[largest(logits, k)], largest(teacher, k))
         if has_image is None:
             return shared
         return torch.cat([shared, teacher.to(inputs.dtype).softmax(1) @ has_image], 1)
@@ -266,28 +260,28 @@ def plan_chunk_overlap(
         inputs.student,
         inputs.units.student_rows,
         read,
-        _mean,
+        _overlap_metrics,
         num_values=1 if images is None else 2,
-        cells=unit_cells(len(inputs.units), _LIVE_COPIES * sum(sizes)),
+        cells=unit_cells(len(inputs.units), _COPIES_FOR_OVERLAP * sum(sizes)),
         width=inputs.student_size,
         chunk_size=chunk_size,
         ahead=ahead,
     )
 
 
-def _on_device(images: NDArray[np.bool_], inputs: ChunkInputs) -> Tensor:
+def _images_on_device(images: NDArray[np.bool_], inputs: ChunkInputs) -> Tensor:
     """Return 1 for teacher tokens with an image and 0 for tokens without, [W, 1]."""
     size, dtype, device = inputs.teacher_size, inputs.dtype, inputs.device
     key = (plan_chunk_overlap, size, dtype, device)
     return cached_by_array(lambda: torch.from_numpy(images[:size]).to(device, dtype).unsqueeze(1), (images,), *key)
 
 
-def _shared(first: Tensor, second: Tensor) -> Tensor:
+def _overlap(first: Tensor, second: Tensor) -> Tensor:
     """Compute the share of a row's entries that the other tensor's row also contains: [U, k] and [U, k] → [U, 1]."""
     return (first.unsqueeze(2) == second.unsqueeze(1)).any(2).double().mean(1, keepdim=True)
 
 
-def _mean(readings: Tensor) -> dict[str, Metric]:
+def _overlap_metrics(readings: Tensor) -> dict[str, Metric]:
     names = ("overlap", "kd_mass")
     return {name: Mean(values.sum(), readings.shape[1]) for name, values in zip(names, readings, strict=False)}
 

@@ -76,7 +76,7 @@ def grpo(
         return weights.factor * surrogate.loss
 
     def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
-        ratio_readings, weight_readings = readings.found().tensor_split([2])
+        ratio_readings, weight_readings = readings.gather().tensor_split([2])
         loss: dict[str, Metric] = {"policy/loss": Mean(unweighted, len(rows))}
         return loss | clip_metrics(*ratio_readings) | importance.metrics(weight_readings, sequences)
 

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.logits.head import ReadAhead
 from nemo_opd.logits.planned import PlannedLoss
-from nemo_opd.logits.term import unit_cells
+from nemo_opd.logits.term import ReadAhead, unit_cells
 from nemo_opd.losses.arguments import next_tokens, over
 from nemo_opd.losses.cells import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.fused import log_sum_exp
-from nemo_opd.losses.piece_tree import PieceTree, first_pieces
 from nemo_opd.losses.position_units import ChildMasses, KeptShares, NodePositions, PositionUnits, child_masses
-from nemo_opd.losses.prefix_chains import Chains, PrefixRanges
+from nemo_opd.losses.prefixes import Chains, PieceTree, PrefixRanges, first_pieces
 from nemo_opd.losses.support import joined, split, with_tail_cell
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.losses.arguments import ChunkUnits, chunk_units, next_tokens
 from nemo_opd.losses.chunk_loss import ChunkPositions, offsets_of, segments_log_sum_exp, segments_reduced
-from nemo_opd.losses.piece_tree import PieceTree, TreeOn
+from nemo_opd.losses.prefixes import PieceTree, TreeOn
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.logits.head import ReadAhead
 from nemo_opd.logits.planned import Loss, PlannedLoss, Readings
 from nemo_opd.logits.rows import LogitRows, TrainableRows
-from nemo_opd.logits.term import Term, unit_cells
+from nemo_opd.logits.term import ReadAhead, Term, unit_cells
 from nemo_opd.losses.arguments import LabelPositions, TokenArguments, check_positions, without_none
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, ChunkPositions, RealisedChunks
 from nemo_opd.losses.cross_entropy import LIVE_COPIES
@@ -29,122 +28,6 @@ from nemo_opd.types import Mean, Metric
 
 _ESTIMATORS = ("k1", "k2", "k3")
 _UPDATES = ("policy_gradient", "direct")
-
-
-@dataclass(frozen=True, slots=True)
-class SampledChunks:
-    """Units, each a run of sampled student tokens with the teacher's tokens for the same text."""
-
-    source: TrainableRows
-    """The student's logits."""
-    student: RealisedChunks
-    teacher: RealisedChunks
-    ahead: ReadAhead
-    """Reader of the teacher's logits at its tokens."""
-    student_size: int
-    teacher_size: int
-    logprobs: Tensor | None
-    """[R]: the student tokens' log-probabilities under the model that sampled them, or None for the current model."""
-    behaviour_logprobs: Tensor | None
-    """[R]: log-probabilities under the sampling policy, or None if equal to `logprobs`."""
-    sequences: Tensor
-    """int64 [U]: each unit's sequence."""
-    importance: SequenceImportance | None
-    """Importance of sequences, or None if it is not needed."""
-    weights: Tensor | None
-    """[U], or None if all are 1."""
-
-    def __len__(self) -> int:
-        return len(self.student)
-
-    def proximal(self, s: Tensor, part: slice) -> Tensor:
-        """Return units' log-probabilities [u] under the model that sampled them. s: under the current student."""
-        return s.detach() if self.logprobs is None else self._unit_sums(self.logprobs, s, part)
-
-    def behaviour(self, s: Tensor, part: slice) -> Tensor:
-        """Return units' log-probabilities [u] under the sampling policy."""
-        if self.behaviour_logprobs is None:
-            return self.proximal(s, part)
-        return self._unit_sums(self.behaviour_logprobs, s, part)
-
-    def _unit_sums(self, token_values: Tensor, s: Tensor, part: slice) -> Tensor:
-        positions = self.student.positions
-        return positions.sum(token_values[positions.span(part)].to(s.dtype), part)
-
-
-@dataclass(frozen=True, slots=True)
-class KLEstimate:
-    """KL estimator with its update rule. Raises ConfigError for unknown names, or direct with sequence weights."""
-
-    estimator: str
-    """One of _ESTIMATORS."""
-    update: str
-    """One of _UPDATES."""
-    clip: Clip
-    importance: Importance
-
-    def __post_init__(self) -> None:
-        for key, value, choices in (("estimator", self.estimator, _ESTIMATORS), ("update", self.update, _UPDATES)):
-            if value not in choices:
-                raise ConfigError(f"{key}={value!r} is unknown; choose from {', '.join(choices)}")
-        if self.update == "direct" and self.importance.level == "sequence":
-            raise ConfigError(
-                "importance_level='sequence' weighs policy gradients, and update='direct' differentiates the estimate "
-                "of each unit; use update='policy_gradient', or importance_level='token'"
-            )
-
-    def plan(self, chunks: SampledChunks, normalizer: float | None, chunk_size: int | None) -> PlannedLoss:
-        """Plan the sum over units / normalizer, by default the number of units. chunk_size: units per block."""
-        student, teacher, num_units = chunks.student, chunks.teacher, len(chunks)
-        readings = Readings.of(chunks.source, num_units, 3 + NUM_READINGS)
-
-        def loss_of(logits: Tensor, part: slice) -> Tensor:
-            s = student.log_likelihood(logits, part)
-            t = teacher.log_likelihood(chunks.ahead.of(part).to(logits.dtype), part)
-            estimate = _estimate_kl(self.estimator, s, t)
-            weights = self._weights(chunks, s.detach(), part)
-            surrogate = self.clip(s - chunks.proximal(s, part), -estimate)
-            # Include clipped and dropped units: no gradient does not mean zero KL.
-            kd = weights.unit_weight * _estimate_kl("k3", s.detach(), t)
-            ratio_readings = torch.stack([kd, surrogate.ratio, surrogate.is_clipped.to(s.dtype)], 1)
-            readings.put(part, torch.cat([ratio_readings, weights.readings()], 1))
-            return weights.used * estimate if self.update == "direct" else weights.factor * surrogate.loss
-
-        def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
-            (kd, ratio, is_clipped), weight_readings = readings.found().tensor_split([3])
-            kd_metric: dict[str, Metric] = {"kd": Mean(kd.sum(), num_units)}
-            ratio_metrics = clip_metrics(ratio, is_clipped) if self.update == "policy_gradient" else {}
-            return kd_metric | ratio_metrics | self.importance.metrics(weight_readings, chunks.importance)
-
-        student_cells = (student.positions.offsets, LIVE_COPIES * chunks.student_size)
-        teacher_cells = (teacher.positions.offsets, LIVE_COPIES * chunks.teacher_size)
-        term = Term(
-            student.positions.rows,
-            loss_of,
-            unit_cells(num_units, 1, student_cells, teacher_cells),
-            chunks.student_size,
-            student.positions.offsets,
-            chunks.weights,
-            chunk_size=chunk_size,
-            ahead=chunks.ahead,
-        )
-        divisor = (num_units if normalizer is None else normalizer) or 1
-        return PlannedLoss(chunks.source, [term], 1 / divisor, metrics_of)
-
-    def _weights(self, chunks: SampledChunks, s: Tensor, part: slice) -> Weighted:
-        units = chunks.sequences[part]
-        proximal, behaviour = chunks.proximal(s, part), chunks.behaviour(s, part)
-        return self.importance.applied(s, proximal, behaviour, chunks.importance, units)
-
-
-def _estimate_kl(estimator: str, s: Tensor, t: Tensor) -> Tensor:
-    """Estimate KL(p ‖ q) from log-probabilities [u] of student and teacher."""
-    if estimator == "k1":
-        return s - t
-    if estimator == "k2":
-        return (s - t).square() / 2
-    log_ratio = (t - s).clamp(max=LARGEST_LOG_RATIO)
-    return torch.expm1(log_ratio) - log_ratio
 
 
 @Loss
@@ -191,13 +74,13 @@ def sampled_kl(
     sizes, names or bounds that do not fit. Across tokenizers: `sampled_chunk_kl`.
     """
     importance = Importance(importance_level, importance_cap, importance_veto)
-    estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
+    estimate = _KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
     places = LabelPositions.of(student_logits, teacher_logits, takes_truncated=True, **shared)
     mask = shared["mask"]
     check_positions(mask.shape, ids=ids, **without_none(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs))
     tokens = ChunkPositions.single(places.rows)
     targets = tokens.targets(ids)
-    sampled = SampledChunks(
+    sampled = _SampledChunks(
         places.student,
         RealisedChunks(ChunkPositions.single(places.student_rows), targets),
         RealisedChunks(tokens, targets),
@@ -258,14 +141,14 @@ def sampled_chunk_kl(
     for `sampled_kl`, per chunk. Raises ConfigError for shapes, sizes, names or bounds that do not fit.
     """
     importance = Importance(importance_level, importance_cap, importance_veto)
-    estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
+    estimate = _KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, takes_truncated=True, **shared)
     token_tensors = without_none(mask=mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
     check_positions(inputs.student.shape, **token_tensors)
     units = inputs.units
     student = RealisedChunks.of(units.student_rows, units.student_lengths, inputs.student_ids)
     teacher = RealisedChunks.of(units.teacher_rows, units.teacher_lengths, inputs.teacher_ids)
-    sampled = SampledChunks(
+    sampled = _SampledChunks(
         inputs.student,
         student,
         teacher,
@@ -285,3 +168,119 @@ def sampled_chunk_kl(
         inputs.weights,
     )
     return estimate.plan(sampled, inputs.normalizer, inputs.chunk_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _KLEstimate:
+    """KL estimator with its update rule. Raises ConfigError for unknown names, or direct with sequence weights."""
+
+    estimator: str
+    """One of _ESTIMATORS."""
+    update: str
+    """One of _UPDATES."""
+    clip: Clip
+    importance: Importance
+
+    def __post_init__(self) -> None:
+        for key, value, choices in (("estimator", self.estimator, _ESTIMATORS), ("update", self.update, _UPDATES)):
+            if value not in choices:
+                raise ConfigError(f"{key}={value!r} is unknown; choose from {', '.join(choices)}")
+        if self.update == "direct" and self.importance.level == "sequence":
+            raise ConfigError(
+                "importance_level='sequence' weighs policy gradients, and update='direct' differentiates the estimate "
+                "of each unit; use update='policy_gradient', or importance_level='token'"
+            )
+
+    def plan(self, chunks: _SampledChunks, normalizer: float | None, chunk_size: int | None) -> PlannedLoss:
+        """Plan the sum over units / normalizer, by default the number of units. chunk_size: units per block."""
+        student, teacher, num_units = chunks.student, chunks.teacher, len(chunks)
+        readings = Readings.of(chunks.source, num_units, 3 + NUM_READINGS)
+
+        def loss_of(logits: Tensor, part: slice) -> Tensor:
+            s = student.log_likelihood(logits, part)
+            t = teacher.log_likelihood(chunks.ahead.of(part).to(logits.dtype), part)
+            estimate = _estimate_kl(self.estimator, s, t)
+            weights = self._weights(chunks, s.detach(), part)
+            surrogate = self.clip(s - chunks.proximal(s, part), -estimate)
+            # Include clipped and dropped units: no gradient does not mean zero KL.
+            kd = weights.unit_weight * _estimate_kl("k3", s.detach(), t)
+            ratio_readings = torch.stack([kd, surrogate.ratio, surrogate.is_clipped.to(s.dtype)], 1)
+            readings.put(part, torch.cat([ratio_readings, weights.readings()], 1))
+            return weights.used * estimate if self.update == "direct" else weights.factor * surrogate.loss
+
+        def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+            (kd, ratio, is_clipped), weight_readings = readings.gather().tensor_split([3])
+            kd_metric: dict[str, Metric] = {"kd": Mean(kd.sum(), num_units)}
+            ratio_metrics = clip_metrics(ratio, is_clipped) if self.update == "policy_gradient" else {}
+            return kd_metric | ratio_metrics | self.importance.metrics(weight_readings, chunks.importance)
+
+        student_cells = (student.positions.offsets, LIVE_COPIES * chunks.student_size)
+        teacher_cells = (teacher.positions.offsets, LIVE_COPIES * chunks.teacher_size)
+        term = Term(
+            student.positions.rows,
+            loss_of,
+            unit_cells(num_units, 1, student_cells, teacher_cells),
+            chunks.student_size,
+            student.positions.offsets,
+            chunks.weights,
+            chunk_size=chunk_size,
+            ahead=chunks.ahead,
+        )
+        divisor = (num_units if normalizer is None else normalizer) or 1
+        return PlannedLoss(chunks.source, [term], 1 / divisor, metrics_of)
+
+    def _weights(self, chunks: _SampledChunks, s: Tensor, part: slice) -> Weighted:
+        units = chunks.sequences[part]
+        proximal, behaviour = chunks.proximal(s, part), chunks.behaviour(s, part)
+        return self.importance.applied(s, proximal, behaviour, chunks.importance, units)
+
+
+@dataclass(frozen=True, slots=True)
+class _SampledChunks:
+    """Units, each a run of sampled student tokens with the teacher's tokens for the same text."""
+
+    source: TrainableRows
+    """The student's logits."""
+    student: RealisedChunks
+    teacher: RealisedChunks
+    ahead: ReadAhead
+    """Reader of the teacher's logits at its tokens."""
+    student_size: int
+    teacher_size: int
+    logprobs: Tensor | None
+    """[R]: the student tokens' log-probabilities under the model that sampled them, or None for the current model."""
+    behaviour_logprobs: Tensor | None
+    """[R]: log-probabilities under the sampling policy, or None if equal to `logprobs`."""
+    sequences: Tensor
+    """int64 [U]: each unit's sequence."""
+    importance: SequenceImportance | None
+    """Importance of sequences, or None if it is not needed."""
+    weights: Tensor | None
+    """[U], or None if all are 1."""
+
+    def __len__(self) -> int:
+        return len(self.student)
+
+    def proximal(self, s: Tensor, part: slice) -> Tensor:
+        """Return units' log-probabilities [u] under the model that sampled them. s: under the current student."""
+        return s.detach() if self.logprobs is None else self._unit_sums(self.logprobs, s, part)
+
+    def behaviour(self, s: Tensor, part: slice) -> Tensor:
+        """Return units' log-probabilities [u] under the sampling policy."""
+        if self.behaviour_logprobs is None:
+            return self.proximal(s, part)
+        return self._unit_sums(self.behaviour_logprobs, s, part)
+
+    def _unit_sums(self, token_values: Tensor, s: Tensor, part: slice) -> Tensor:
+        positions = self.student.positions
+        return positions.sum(token_values[positions.span(part)].to(s.dtype), part)
+
+
+def _estimate_kl(estimator: str, s: Tensor, t: Tensor) -> Tensor:
+    """Estimate KL(p ‖ q) from log-probabilities [u] of student and teacher."""
+    if estimator == "k1":
+        return s - t
+    if estimator == "k2":
+        return (s - t).square() / 2
+    log_ratio = (t - s).clamp(max=LARGEST_LOG_RATIO)
+    return torch.expm1(log_ratio) - log_ratio

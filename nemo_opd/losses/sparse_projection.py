@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,152 +15,20 @@ from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.term import GradientSink, UnitRows
-from nemo_opd.losses.fused import Segments, fused
+from nemo_opd.losses.fused import fused
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 _Object = TypeVar("_Object")
-
-_cache: dict[tuple[Hashable, ...], Any] = {}
-
-
-def cached_by_array(make: Callable[[], _Object], arrays: Sequence[NDArray[np.generic]], *key: Hashable) -> _Object:
-    """Call `make` once per arrays and key; `key` identifies the object and its other inputs."""
-    full_key = (*key, *map(id, arrays))
-    if full_key not in _cache:
-        _cache[full_key] = make()
-        for array in arrays:  # An id may be reused once its array is gone.
-            weakref.finalize(array, _cache.pop, full_key, None)
-    return _cache[full_key]
-
-
-_RELAXED_WEIGHT = 0.6
-"""Minimum weight of a relaxed pair. Above ½, so that a row has at most one pair."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPairs:
-    """X one-to-one pairs of student and teacher tokens in order of student id, and the unpaired tokens."""
-
-    student: Tensor
-    """int64 [X], ascending."""
-    teacher: Tensor
-    """int64 [X]: the partner of each student token."""
-    student_rest: Tensor
-    """int64 [V − X], ascending: unpaired student tokens."""
-    teacher_rest: Tensor
-    """int64 [W − X], ascending: unpaired teacher tokens."""
-    partner: Tensor
-    """int64 [V]: each student token's teacher token, −1 if unpaired."""
-    place: Tensor
-    """int64 [V]: the index of each student token's pair, −1 if unpaired."""
-
-    @staticmethod
-    def exact(
-        projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
-    ) -> TokenPairs:
-        """Pair the shared vocabulary within the given sizes; cached while the matrix lives (methods.md §2.1).
-
-        Raises ProjectionError if no pair remains.
-        """
-        return _cached(projection, pairs_within, student_vocab_size, teacher_vocab_size, device)
-
-    @staticmethod
-    def relaxed(
-        projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
-    ) -> TokenPairs:
-        """Pair each student token with its teacher token of weight ≥ _RELAXED_WEIGHT (methods.md §5.5).
-
-        If several students claim a teacher token, an exact row wins, then the higher weight, then the lower id. Cached
-        while the matrix lives. Raises ProjectionError if no pair remains within the given sizes.
-        """
-        return _cached(projection, _relaxed, student_vocab_size, teacher_vocab_size, device)
-
-    def __len__(self) -> int:
-        return len(self.student)
-
-    def to(self, device: torch.device) -> TokenPairs:
-        return TokenPairs(*(getattr(self, field.name).to(device) for field in fields(self)))
-
-
 _Ids = NDArray[np.int64]
 _Match = Callable[["ProjectionMatrix", int, int], tuple[_Ids, _Ids]]
 """(projection, student size, teacher size) → student and teacher ids of the pairs, in order of student id."""
-
-
-def _cached(
-    projection: ProjectionMatrix, match: _Match, students: int, teachers: int, device: torch.device
-) -> TokenPairs:
-    indices, weights, exact = projection.indices, projection.weights, projection.exact
-    return cached_by_array(
-        lambda: _build_pairs(match, projection, students, teachers).to(device),
-        (indices, weights, exact),
-        match,
-        students,
-        teachers,
-        device,
-    )
-
-
-def _build_pairs(match: _Match, projection: ProjectionMatrix, students: int, teachers: int) -> TokenPairs:
-    student, teacher = match(projection, students, teachers)
-    if not len(student):
-        raise ProjectionError(
-            f"the projection has no matching tokens within {students} student and {teachers} teacher tokens; it "
-            "belongs to another pair of tokenizers, marks no row as exact, or they have nothing in common: build it "
-            "again, or use p_kl or uld"
-        )
-    partner, place = np.full(students, -1), np.full(students, -1)
-    partner[student], place[student] = teacher, np.arange(len(student))
-    sides = (student, teacher, _complement(student, students), _complement(teacher, teachers), partner, place)
-    return TokenPairs(*(torch.from_numpy(ids.astype(np.int64)) for ids in sides))
-
-
-def pairs_within(projection: ProjectionMatrix, students: int, teachers: int) -> tuple[_Ids, _Ids]:
-    """Return both sides' ids of the shared vocabulary within the given sizes, [X] each, in order of student id."""
-    student, teacher = projection.shared_pairs.astype(np.int64).T
-    is_within = (student < students) & (teacher < teachers)
-    return student[is_within], teacher[is_within]
-
-
-def _relaxed(projection: ProjectionMatrix, students: int, teachers: int) -> tuple[_Ids, _Ids]:
-    near = (projection.indices < teachers) & (projection.weights >= _RELAXED_WEIGHT)
-    student, slot = np.nonzero(near[:students])
-    teacher = projection.indices[student, slot].astype(np.int64)
-    order = np.lexsort((student, -projection.weights[student, slot], ~projection.exact[student]))
-    _, first = np.unique(teacher[order], return_index=True)
-    winner = np.sort(order[first])
-    return student[winner], teacher[winner]
-
-
-def _complement(ids: _Ids, size: int) -> _Ids:
-    return np.setdiff1d(np.arange(size), ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Entries of R that are not pairs, since their row or column has several entries or their weight is not 1.
-
-    Entries are M cells, laid out by column.
-    """
-
-    columns: Tensor
-    """int64 [Y]: indices into the covered columns, in `by_column` order."""
-    tokens: Tensor
-    """int64 [Z]: student tokens, in `by_token` order, including tokens without entries."""
-    student: Tensor
-    """int64 [M]: each cell's student token; arbitrary for padding."""
-    entry: Tensor
-    """int64 [M]: each cell's index into the entries that the matrix was built from, −1 for padding."""
-    log_weight: Tensor
-    """float64 [M]: −inf for padding. Has a gradient if weights are learned."""
-    by_column: Segments
-    by_token: Segments
-    """Its entries are cells of `by_column`; its padding is the last of these cells, which is padding too."""
-
-    def to(self, device: torch.device) -> _Block:
-        return _Block(*(getattr(self, field.name).to(device) for field in fields(self)))
+_EXACT_LENGTH = 4
+"""Longest segment length without padding; longer segments are padded to a power of two."""
+_RELAXED_WEIGHT = 0.6
+"""Minimum weight of a relaxed pair. Above ½, so that a row has at most one pair."""
+_cache: dict[tuple[Hashable, ...], Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +100,61 @@ class SparseProjection:
         return _LogProject.apply(log_mass, self.block.log_weight, self)
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Entries of R that are not pairs, since their row or column has several entries or their weight is not 1.
+
+    Entries are M cells, laid out by column.
+    """
+
+    columns: Tensor
+    """int64 [Y]: indices into the covered columns, in `by_column` order."""
+    tokens: Tensor
+    """int64 [Z]: student tokens, in `by_token` order, including tokens without entries."""
+    student: Tensor
+    """int64 [M]: each cell's student token; arbitrary for padding."""
+    entry: Tensor
+    """int64 [M]: each cell's index into the entries that the matrix was built from, −1 for padding."""
+    log_weight: Tensor
+    """float64 [M]: −inf for padding. Has a gradient if weights are learned."""
+    by_column: Segments
+    by_token: Segments
+    """Its entries are cells of `by_column`; its padding is the last of these cells, which is padding too."""
+
+    def to(self, device: torch.device) -> _Block:
+        return _Block(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+def _block(
+    student: NDArray[np.int64],
+    column: NDArray[np.int64],
+    weight: NDArray[np.float64],
+    is_inside: NDArray[np.bool_],
+    tokens: NDArray[np.int64],
+) -> _Block:
+    """Build the block from the entries with `is_inside`. tokens: the block's rows, ascending."""
+    entries = np.flatnonzero(is_inside)
+    entries = entries[np.argsort(column[entries], kind="stable")]
+    columns, first = np.unique(column[entries], return_index=True)
+    by_column = Segments.of(np.append(first, len(entries)))
+    cells = by_column.entries.numpy()
+    entry = np.append(entries, -1)[cells]
+    student, weight = np.append(student, -1)[entry], np.append(weight, 0)[entry]
+    token_cells = np.flatnonzero(student >= 0)
+    token_cells = token_cells[np.argsort(student[token_cells], kind="stable")]
+    by_token = Segments.of(np.append(np.searchsorted(student[token_cells], tokens), len(token_cells)))
+    by_token = replace(by_token, entries=torch.from_numpy(np.append(token_cells, len(cells) - 1))[by_token.entries])
+    return _Block(
+        torch.from_numpy(columns)[by_column.order],
+        torch.from_numpy(tokens)[by_token.order],
+        torch.from_numpy(np.maximum(student, 0)),
+        torch.from_numpy(entry),
+        torch.from_numpy(weight).log(),
+        by_column,
+        by_token,
+    )
+
+
 class _LogProject(torch.autograd.Function):
     """Copy of pairs, and log-sum-exp over each column's entries in the block."""
 
@@ -277,6 +200,12 @@ def pull_back(gradient: Tensor, shares: Tensor, sparse: SparseProjection) -> Ten
 
 
 @fused
+def add_pulled_back(gradient: Tensor, shares: Tensor, sparse: SparseProjection, onto: GradientSink) -> None:
+    """Add the result of `pull_back` to `onto`."""
+    onto.add(pull_back.function(gradient, shares, sparse))
+
+
+@fused
 def _weight_gradient(gradient: Tensor, shares: Tensor, sparse: SparseProjection) -> Tensor:
     """Turn a gradient for log-masses of columns [U, X] into a gradient for the log-weights, float64 [M]."""
     return _cell_gradient(gradient, shares, sparse.block).sum(0, dtype=torch.float64)
@@ -288,12 +217,6 @@ def _cell_gradient(gradient: Tensor, shares: Tensor, block: _Block) -> Tensor:
     for group, column_gradient in block.by_column.each(cells, gradient.index_select(1, block.columns)):
         group.mul_(column_gradient.unsqueeze(1))
     return cells
-
-
-@fused
-def add_pulled_back(gradient: Tensor, shares: Tensor, sparse: SparseProjection, onto: GradientSink) -> None:
-    """Add the result of `pull_back` to `onto`."""
-    onto.add(pull_back.function(gradient, shares, sparse))
 
 
 def entries_within(
@@ -321,31 +244,158 @@ def slots_within(
     return student, slot
 
 
-def _block(
-    student: NDArray[np.int64],
-    column: NDArray[np.int64],
-    weight: NDArray[np.float64],
-    is_inside: NDArray[np.bool_],
-    tokens: NDArray[np.int64],
-) -> _Block:
-    """Build the block from the entries with `is_inside`. tokens: the block's rows, ascending."""
-    entries = np.flatnonzero(is_inside)
-    entries = entries[np.argsort(column[entries], kind="stable")]
-    columns, first = np.unique(column[entries], return_index=True)
-    by_column = Segments.of(np.append(first, len(entries)))
-    cells = by_column.entries.numpy()
-    entry = np.append(entries, -1)[cells]
-    student, weight = np.append(student, -1)[entry], np.append(weight, 0)[entry]
-    token_cells = np.flatnonzero(student >= 0)
-    token_cells = token_cells[np.argsort(student[token_cells], kind="stable")]
-    by_token = Segments.of(np.append(np.searchsorted(student[token_cells], tokens), len(token_cells)))
-    by_token = replace(by_token, entries=torch.from_numpy(np.append(token_cells, len(cells) - 1))[by_token.entries])
-    return _Block(
-        torch.from_numpy(columns)[by_column.order],
-        torch.from_numpy(tokens)[by_token.order],
-        torch.from_numpy(np.maximum(student, 0)),
-        torch.from_numpy(entry),
-        torch.from_numpy(weight).log(),
-        by_column,
-        by_token,
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Y segments of entries in a layout of M cells: padded, grouped by length, and followed by one padding cell.
+
+    Reductions run in a fixed order, so that repeated calls agree bitwise on every device.
+    """
+
+    entries: Tensor
+    """int64 [M]: each cell's entry, −1 for padding, as in the last cell."""
+    order: Tensor
+    """int64 [Y]: segment indices in the order of the layout."""
+    groups: tuple[tuple[int, int], ...]
+    """(length, number of segments) of each group; in a group, cell j of all segments precedes cell j + 1."""
+
+    @staticmethod
+    def of(offsets: NDArray[np.int64]) -> Segments:
+        """Lay out segments entries[offsets[i]:offsets[i + 1]], which may be empty."""
+        begins, lengths = offsets[:-1], np.diff(offsets)
+        padded = np.maximum(lengths, 1)
+        padded = np.where(padded > _EXACT_LENGTH, 2 ** np.ceil(np.log2(padded)), padded)
+        order = np.argsort(padded, kind="stable")
+        groups, cells = [], []
+        for length in np.unique(padded).astype(np.int64):
+            segments, place = order[padded[order] == length], np.arange(length)[:, None]
+            cells.append(np.where(place < lengths[segments], begins[segments] + place, -1).ravel())
+            groups.append((int(length), len(segments)))
+        entries = np.concatenate([*cells, [-1]]).astype(np.int64)
+        return Segments(torch.from_numpy(entries), torch.from_numpy(order), tuple(groups))
+
+    def to(self, device: torch.device) -> Segments:
+        return Segments(self.entries.to(device), self.order.to(device), self.groups)
+
+    def each(self, cells: Tensor, segment_values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of cells [U, M] and segments [U, Y] per group: [U, length, number] and [U, number]."""
+        numbers = [number for _, number in self.groups]
+        yield from zip(self._groups(cells), segment_values.split(numbers, 1), strict=True)
+
+    def max(self, cells: Tensor) -> Tensor:
+        """Take the maximum of each segment: [U, M] → [U, Y]."""
+        return torch.cat([cells[:, :0], *(group.amax(1) for group in self._groups(cells))], 1)
+
+    def sum(self, cells: Tensor) -> Tensor:
+        """Sum each segment, including its padding: [U, M] → [U, Y]."""
+        return torch.cat([cells[:, :0], *(group.sum(1) for group in self._groups(cells))], 1)
+
+    def _groups(self, cells: Tensor) -> Iterator[Tensor]:
+        """Yield views of cells [U, M] per group: [U, length, number]."""
+        cell = 0
+        for length, number in self.groups:
+            yield cells.narrow(1, cell, length * number).unflatten(1, (length, number))
+            cell += length * number
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPairs:
+    """X one-to-one pairs of student and teacher tokens in order of student id, and the unpaired tokens."""
+
+    student: Tensor
+    """int64 [X], ascending."""
+    teacher: Tensor
+    """int64 [X]: the partner of each student token."""
+    student_rest: Tensor
+    """int64 [V − X], ascending: unpaired student tokens."""
+    teacher_rest: Tensor
+    """int64 [W − X], ascending: unpaired teacher tokens."""
+    partner: Tensor
+    """int64 [V]: each student token's teacher token, −1 if unpaired."""
+    place: Tensor
+    """int64 [V]: the index of each student token's pair, −1 if unpaired."""
+
+    @staticmethod
+    def exact(
+        projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
+    ) -> TokenPairs:
+        """Pair the shared vocabulary within the given sizes; cached while the matrix lives (methods.md §2.1).
+
+        Raises ProjectionError if no pair remains.
+        """
+        return _cached_pairs(projection, pairs_within, student_vocab_size, teacher_vocab_size, device)
+
+    @staticmethod
+    def relaxed(
+        projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
+    ) -> TokenPairs:
+        """Pair each student token with its teacher token of weight ≥ _RELAXED_WEIGHT (methods.md §5.5).
+
+        If several students claim a teacher token, an exact row wins, then the higher weight, then the lower id. Cached
+        while the matrix lives. Raises ProjectionError if no pair remains within the given sizes.
+        """
+        return _cached_pairs(projection, _relaxed, student_vocab_size, teacher_vocab_size, device)
+
+    def __len__(self) -> int:
+        return len(self.student)
+
+    def to(self, device: torch.device) -> TokenPairs:
+        return TokenPairs(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+def _cached_pairs(
+    projection: ProjectionMatrix, match: _Match, students: int, teachers: int, device: torch.device
+) -> TokenPairs:
+    indices, weights, exact = projection.indices, projection.weights, projection.exact
+    return cached_by_array(
+        lambda: _build_pairs(match, projection, students, teachers).to(device),
+        (indices, weights, exact),
+        match,
+        students,
+        teachers,
+        device,
     )
+
+
+def _build_pairs(match: _Match, projection: ProjectionMatrix, students: int, teachers: int) -> TokenPairs:
+    student, teacher = match(projection, students, teachers)
+    if not len(student):
+        raise ProjectionError(
+            f"the projection has no matching tokens within {students} student and {teachers} teacher tokens; it "
+            "belongs to another pair of tokenizers, marks no row as exact, or they have nothing in common: build it "
+            "again, or use p_kl or uld"
+        )
+    partner, place = np.full(students, -1), np.full(students, -1)
+    partner[student], place[student] = teacher, np.arange(len(student))
+    sides = (student, teacher, _complement(student, students), _complement(teacher, teachers), partner, place)
+    return TokenPairs(*(torch.from_numpy(ids.astype(np.int64)) for ids in sides))
+
+
+def pairs_within(projection: ProjectionMatrix, students: int, teachers: int) -> tuple[_Ids, _Ids]:
+    """Return both sides' ids of the shared vocabulary within the given sizes, [X] each, in order of student id."""
+    student, teacher = projection.shared_pairs.astype(np.int64).T
+    is_within = (student < students) & (teacher < teachers)
+    return student[is_within], teacher[is_within]
+
+
+def _relaxed(projection: ProjectionMatrix, students: int, teachers: int) -> tuple[_Ids, _Ids]:
+    near = (projection.indices < teachers) & (projection.weights >= _RELAXED_WEIGHT)
+    student, slot = np.nonzero(near[:students])
+    teacher = projection.indices[student, slot].astype(np.int64)
+    order = np.lexsort((student, -projection.weights[student, slot], ~projection.exact[student]))
+    _, first = np.unique(teacher[order], return_index=True)
+    winner = np.sort(order[first])
+    return student[winner], teacher[winner]
+
+
+def _complement(ids: _Ids, size: int) -> _Ids:
+    return np.setdiff1d(np.arange(size), ids)
+
+
+def cached_by_array(make: Callable[[], _Object], arrays: Sequence[NDArray[np.generic]], *key: Hashable) -> _Object:
+    """Call `make` once per arrays and key; `key` identifies the object and its other inputs."""
+    full_key = (*key, *map(id, arrays))
+    if full_key not in _cache:
+        _cache[full_key] = make()
+        for array in arrays:  # An id may be reused once its array is gone.
+            weakref.finalize(array, _cache.pop, full_key, None)
+    return _cache[full_key]

@@ -17,9 +17,10 @@ from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import LabelPositions, TokenArguments, check_temperature, over
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.fused import log_sum_exp
-from nemo_opd.losses.support import Columns, Support, check_support, interleaved
+from nemo_opd.losses.support import Columns, Support, largest
 from nemo_opd.types import Mean, Metric
 
+_SUPPORTS = ("interleaved", "union")
 _LIVE_ROWS = 6
 """Tensors of the size of a block's rows that are alive at its memory peak."""
 _LIVE_CELLS = 30
@@ -52,7 +53,7 @@ def tcad(
     for shapes, sizes or names that do not fit.
     """
     check_temperature(temperature)
-    check_support(support, support_size)
+    _check_support(support, support_size)
     if not coverage_coef >= 0:
         raise ConfigError(f"coverage_coef={coverage_coef} is not a weight; give 0 or more")
     if support_size == 1 and coverage_coef == 0 and support == "interleaved":
@@ -89,6 +90,14 @@ def tcad(
     return PlannedLoss(places.student, [term.times(temperature**2)], 1 / divisor, metrics_of)
 
 
+def _check_support(support: str, support_size: int) -> None:
+    """Raise ConfigError for an unknown support or a size below 1."""
+    if support not in _SUPPORTS:
+        raise ConfigError(f"support={support!r} is unknown; choose from {', '.join(_SUPPORTS)}")
+    if support_size < 1:
+        raise ConfigError(f"support_size={support_size}: a support has at least 1 token; give a larger number")
+
+
 @dataclass(frozen=True, slots=True)
 class _Comparison:
     """Divergence on each unit's support, minus the weighted log of the student's mass on it."""
@@ -114,6 +123,35 @@ class _Comparison:
         if self.support == "union":
             return Support("union", self.support_size).choose(teacher, student)
         return interleaved(teacher, student, self.support_size)
+
+
+def interleaved(teacher_logits: Tensor, student_logits: Tensor, size: int) -> Columns:
+    """Choose the first `size` distinct columns of teacher's 1st, student's 1st, teacher's 2nd, …, from logits [U, V].
+
+    size ≤ V. The choice gets no gradient.
+    """
+    ranked = [_ranked(side, size) for side in (teacher_logits, student_logits)]
+    alternating = torch.stack(ranked, -1).flatten(1)
+    repeated = _repeats(alternating)
+    place = (~repeated).cumsum(1) - 1
+    # Repeats and columns beyond `size` go to an extra last place.
+    target = place.masked_fill(repeated | (place >= size), size)
+    columns = alternating.new_empty(len(alternating), size + 1).scatter_(1, target, alternating)
+    return Columns(columns[:, :size])
+
+
+def _ranked(logits: Tensor, size: int) -> Tensor:
+    """Return the `size` largest columns of each row, the largest first: [U, V] → int64 [U, size]."""
+    columns = largest(logits, size)
+    return columns.gather(1, logits.detach().gather(1, columns).argsort(stable=True, dim=1, descending=True))
+
+
+def _repeats(columns: Tensor) -> Tensor:
+    """Mark columns that occur earlier in their row: int64 [U, X] → bool [U, X]."""
+    values, order = columns.sort(stable=True, dim=1)
+    is_repeat = torch.zeros_like(columns, dtype=torch.bool)
+    is_repeat[:, 1:] = values[:, 1:] == values[:, :-1]
+    return torch.zeros_like(is_repeat).scatter_(1, order, is_repeat)
 
 
 @dataclass(frozen=True, slots=True)

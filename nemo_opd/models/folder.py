@@ -1,4 +1,4 @@
-"""Checks of a model's folder that need no PyTorch."""
+"""A model's folder, without PyTorch: checks, its card, and its upload to the hub."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import hf_hub_download
-from huggingface_hub.repocard import metadata_load
 from safetensors import SafetensorError, safe_open
 
 from nemo_opd.demo import DEMO_PREFIX, is_demo, model_path
@@ -25,111 +23,17 @@ _WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_CARD = "README.md"
 _WHOLE_FOLDER = (
     "name the folder of the model in Hugging Face form (config.json, model.safetensors, tokenizer.json) or its hub name"
 )
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def demo_folder(reference: str) -> str:
     """Return a folder or hub name unchanged, and for `demo:NAME` the folder in the package."""
     return str(model_path(reference.removeprefix(DEMO_PREFIX))) if is_demo(reference) else reference
-
-
-def read_template(path: str, *, key: str) -> str:
-    """Read a chat template. Raises ModelError, naming `key`, for a file that cannot be read."""
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{key}={path}: {error}; name a file with a Jinja chat template") from error
-
-
-def check_tokenizer(reference: str, *, key: str) -> None:
-    """Raise ModelError, naming `key`, for a path without a tokenizer; a hub name passes."""
-    folder = Path(demo_folder(reference))
-    if folder.is_dir():
-        if not has_tokenizer(folder):
-            raise ModelError(
-                f"{key}={reference}: the folder has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); name one "
-                f"that has, or leave out {key} to use the model's"
-            )
-    elif folder.is_absolute() or reference.startswith("."):
-        raise ModelError(
-            f"{key}={reference}: there is no such folder; correct the path, or leave out {key} to use the model's"
-        )
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has a tokenizer file."""
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
-
-
-def needs_sentencepiece(folder: Path) -> bool:
-    """Return whether a folder's only tokenizer is a SentencePiece model, and the package for it is not installed."""
-    if not (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file():
-        return False
-    with (folder / "tokenizer.model").open("rb") as file:
-        is_sentencepiece = file.read(1) == b"\n"  # the tag of its first field; a tiktoken file begins with letters
-    return is_sentencepiece and find_spec("sentencepiece") is None
-
-
-def is_adapter(folder: Path) -> bool:
-    """Return whether a folder has an adapter (PEFT) and not the weights of a complete model."""
-    return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).is_file() for name in _WEIGHT_FILES)
-
-
-def adapter_base(folder: Path, *, named: str) -> str:
-    """Return the folder or hub name of the model that an adapter in `folder` was trained on.
-
-    A relative path in the adapter's configuration is tried from the working directory, then from the adapter's folder.
-    named: setting and value of the adapter, for messages. Raises ModelError if the base model's folder does not exist.
-    """
-    try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{named}: its {ADAPTER_CONFIG} is damaged ({reason(error)}); copy it there again") from error
-    if not isinstance(base, str) or not base:
-        raise ModelError(
-            f"{named}: the folder has an adapter, and its {ADAPTER_CONFIG} does not say of which model; write the "
-            "model's folder or hub name there as base_model_name_or_path"
-        )
-    if is_demo(base):
-        return demo_folder(base)
-    path = Path(base).expanduser()
-    base_folder = next((candidate.absolute() for candidate in (path, folder / path) if candidate.is_dir()), None)
-    if base_folder is None:
-        if not path.is_absolute() and not base.startswith("."):
-            return base  # a hub name
-        raise ModelError(
-            f"{named}: the folder has an adapter of the model {base}, and there is no such folder; copy the model "
-            f"there, or correct base_model_name_or_path in the adapter's {ADAPTER_CONFIG}"
-        )
-    if base_folder.resolve() == folder.resolve():
-        raise ModelError(
-            f"{named}: the folder has an adapter whose {ADAPTER_CONFIG} names this folder as its model; write the "
-            "folder or hub name of the model that it was trained on as base_model_name_or_path"
-        )
-    return str(base_folder)
-
-
-def _check_adapter(folder: Path, reference: str, *, key: str) -> None:
-    """Raise ModelError, naming `key`, if an adapter or its base model cannot be read."""
-    weights = next((folder / name for name in _ADAPTER_WEIGHTS if (folder / name).is_file()), None)
-    if weights is None:
-        raise ModelError(
-            f"{key}={reference}: the folder has an adapter's {ADAPTER_CONFIG} without its weights (none of "
-            f"{', '.join(_ADAPTER_WEIGHTS)}); copy them there or name another folder"
-        )
-    if weights.suffix == ".safetensors" and (why := damage(weights)) is not None:
-        raise ModelError(f"{key}={reference}: {weights.name} is damaged ({why}); copy it there again")
-    base = adapter_base(folder, named=f"{key}={reference}")
-    check_folder(base, key=f"{key}={reference}: base_model_name_or_path")
-
-
-def _kind_of_file(file: Path) -> str:
-    return "a GGUF file, as llama.cpp reads" if file.suffix == ".gguf" else "a file"
 
 
 def check_folder(reference: str, *, key: str) -> None:
@@ -167,6 +71,101 @@ def check_folder(reference: str, *, key: str) -> None:
     for file in safetensors_files(folder):
         if (why := damage(file)) is not None:
             raise ModelError(f"{key}={reference}: {file.name} is missing or damaged ({why}); copy it there again")
+
+
+def _kind_of_file(file: Path) -> str:
+    return "a GGUF file, as llama.cpp reads" if file.suffix == ".gguf" else "a file"
+
+
+def check_tokenizer(reference: str, *, key: str) -> None:
+    """Raise ModelError, naming `key`, for a path without a tokenizer; a hub name passes."""
+    folder = Path(demo_folder(reference))
+    if folder.is_dir():
+        if not has_tokenizer(folder):
+            raise ModelError(
+                f"{key}={reference}: the folder has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); name one "
+                f"that has, or leave out {key} to use the model's"
+            )
+    elif folder.is_absolute() or reference.startswith("."):
+        raise ModelError(
+            f"{key}={reference}: there is no such folder; correct the path, or leave out {key} to use the model's"
+        )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a tokenizer file."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def needs_sentencepiece(folder: Path) -> bool:
+    """Return whether a folder's only tokenizer is a SentencePiece model, and the package for it is not installed."""
+    if not (folder / "tokenizer.model").is_file() or (folder / "tokenizer.json").is_file():
+        return False
+    with (folder / "tokenizer.model").open("rb") as file:
+        is_sentencepiece = file.read(1) == b"\n"  # the tag of its first field; a tiktoken file begins with letters
+    return is_sentencepiece and find_spec("sentencepiece") is None
+
+
+def read_template(path: str, *, key: str) -> str:
+    """Read a chat template. Raises ModelError, naming `key`, for a file that cannot be read."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{key}={path}: {error}; name a file with a Jinja chat template") from error
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder has an adapter (PEFT) and not the weights of a complete model."""
+    return (folder / _ADAPTER_CONFIG).is_file() and not any((folder / name).is_file() for name in _WEIGHT_FILES)
+
+
+def adapter_base(folder: Path, *, named: str) -> str:
+    """Return the folder or hub name of the model that an adapter in `folder` was trained on.
+
+    A relative path in the adapter's configuration is tried from the working directory, then from the adapter's folder.
+    named: setting and value of the adapter, for messages. Raises ModelError if the base model's folder does not exist.
+    """
+    try:
+        config = json.loads((folder / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{named}: its {_ADAPTER_CONFIG} is damaged ({reason(error)}); copy it there again") from error
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"{named}: the folder has an adapter, and its {_ADAPTER_CONFIG} does not say of which model; write the "
+            "model's folder or hub name there as base_model_name_or_path"
+        )
+    if is_demo(base):
+        return demo_folder(base)
+    path = Path(base).expanduser()
+    base_folder = next((candidate.absolute() for candidate in (path, folder / path) if candidate.is_dir()), None)
+    if base_folder is None:
+        if not path.is_absolute() and not base.startswith("."):
+            return base  # a hub name
+        raise ModelError(
+            f"{named}: the folder has an adapter of the model {base}, and there is no such folder; copy the model "
+            f"there, or correct base_model_name_or_path in the adapter's {_ADAPTER_CONFIG}"
+        )
+    if base_folder.resolve() == folder.resolve():
+        raise ModelError(
+            f"{named}: the folder has an adapter whose {_ADAPTER_CONFIG} names this folder as its model; write the "
+            "folder or hub name of the model that it was trained on as base_model_name_or_path"
+        )
+    return str(base_folder)
+
+
+def _check_adapter(folder: Path, reference: str, *, key: str) -> None:
+    """Raise ModelError, naming `key`, if an adapter or its base model cannot be read."""
+    weights = next((folder / name for name in _ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if weights is None:
+        raise ModelError(
+            f"{key}={reference}: the folder has an adapter's {_ADAPTER_CONFIG} without its weights (none of "
+            f"{', '.join(_ADAPTER_WEIGHTS)}); copy them there or name another folder"
+        )
+    if weights.suffix == ".safetensors" and (why := damage(weights)) is not None:
+        raise ModelError(f"{key}={reference}: {weights.name} is damaged ({why}); copy it there again")
+    base = adapter_base(folder, named=f"{key}={reference}")
+    check_folder(base, key=f"{key}={reference}: base_model_name_or_path")
 
 
 def damage(file: Path) -> str | None:
@@ -226,9 +225,6 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if is_bare else text
 
 
-_CARD = "README.md"
-
-
 @dataclass(frozen=True, slots=True)
 class OwnCard:
     """Fields of a model's card as on the hub; None or empty if the card does not state them."""
@@ -263,6 +259,10 @@ def read_own_card(reference: str) -> OwnCard:
 
 
 def _read_card(folder: Path, reference: str) -> OwnCard:
+    # Imported here, since the import takes as long as all others of a command.
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.repocard import metadata_load
+
     try:
         file = folder / _CARD if folder.is_dir() else Path(hf_hub_download(reference, _CARD, etag_timeout=5))
         metadata = metadata_load(file) or {}

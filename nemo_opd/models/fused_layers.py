@@ -1,7 +1,7 @@
 """Fused kernels for the elementwise parts of decoder layers: norms, rotary embeddings, gated activations.
 
 A module is replaced if its code in transformers equals Llama's or Phi-3's, whatever the model family. Only the given
-model's modules change, not their classes.
+model's modules change, not their classes. A trial compares the kernels with PyTorch before they are used.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from types import FunctionType, MethodType
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
@@ -24,106 +26,15 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 from nemo_opd.errors import ModelError
 from nemo_opd.kernels import launch
 from nemo_opd.kernels.launch import KernelError
-from nemo_opd.kernels.layers import RMSNorm, Rotary, SwiGLU
-
-_EPS = 1e-6
-_ROUNDINGS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 64}
-"""Maximum error, in machine epsilons of the largest number: a GPU's exp and 1/√ are inaccurate in fp32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Function computed by kernels and by PyTorch, whose arguments are slices of one tensor."""
-
-    name: str
-    by_kernels: Callable[[Tensor], Tensor]
-    by_pytorch: Callable[[Tensor], Tensor]
-    shape: tuple[int, ...]
-
-    def run(self, dtype: torch.dtype, device: str) -> None:
-        """Compare results and gradients. Raises KernelError if they differ by more than rounding errors."""
-        x, weights = (torch.linspace(begin, 2, _numel(self.shape), device=device).sin() for begin in (-30, -50))
-        x = x.view(self.shape).to(dtype)
-        results, expected = (_results(function, x, weights) for function in (self.by_kernels, self.by_pytorch))
-        allowed = _ROUNDINGS[dtype] * torch.finfo(dtype).eps
-        for ours, theirs in zip(results, expected, strict=True):
-            error = float((ours - theirs).abs().max() / theirs.abs().max())
-            if not error <= allowed:  # also if it is NaN
-                raise KernelError(
-                    f"{self.name} by Triton's kernels differs from PyTorch's by {error:.1g} of the largest number"
-                )
-
-
-def norm_of(width: int) -> Trial:
-    return Trial("a norm", _norm_trial, lambda x: F.rms_norm(x, x.shape[-1:], x[0], _EPS), (3, width))
-
-
-def try_kernels(trials: Iterable[Trial], dtype: torch.dtype, device: str) -> None:
-    """Raise KernelError if a kernel fails on the device or gives wrong results."""
-    for trial in trials:
-        try:
-            trial.run(dtype, device)
-        except KernelError:
-            raise
-        except Exception as error:  # a Triton that does not fit the machine or PyTorch may raise anything
-            raise KernelError(f"{trial.name} by Triton's kernels fails: {type(error).__name__}: {error}") from error
-
-
-def _results(function: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the function's result, and the gradient of its sum weighted with `weights`, in fp32."""
-    leaf = x.clone().requires_grad_()
-    result = function(leaf)
-    factors = weights[: result.numel()].view(result.shape).to(result.dtype)
-    (gradient,) = torch.autograd.grad(result, leaf, factors)
-    return result.detach().float(), gradient.float()
-
-
-def _norm_trial(x: Tensor) -> Tensor:
-    result: Tensor = RMSNorm.apply(x, x[0], _EPS)
-    return result
-
-
-def _gated_trial(x: Tensor) -> Tensor:
-    result: Tensor = SwiGLU.apply(x)
-    return result
-
-
-def _gated_by_pytorch(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def _rotated(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor]:
-    def function(x: Tensor) -> Tensor:
-        angles = x[:, 0].detach()
-        return torch.cat(rotate(x[:, 1:3], x[:, 3:], angles.cos(), angles.sin()), 1)
-
-    return function
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
-GATE = Trial("a gate", _gated_trial, _gated_by_pytorch, (3, 64))
-ROTATION = Trial("a rotation", _rotated(Rotary.apply), _rotated(llama.apply_rotary_pos_emb), (2, 4, 3, 16))
-
 
 _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = (*_HALF, torch.float32)
 _ROTATE = "apply_rotary_pos_emb"
 _WIDEST = 2**15
 """Maximum row width of the norm kernel."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Module with a fused replacement."""
-
-    module: nn.Module
-    forward: Callable[..., Any]
-    """Replacement of the class's method."""
-    trial: Trial
+_EPS = 1e-6
+_ROUNDINGS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 64}
+"""Maximum error, in machine epsilons of the largest number: a GPU's exp and 1/√ are inaccurate in fp32."""
 
 
 def fuse_layers(
@@ -140,7 +51,7 @@ def fuse_layers(
     parts = list(_parts(model))
     try:
         try_kernels({(part.trial.name, part.trial.shape): part.trial for part in parts}.values(), dtype, device)
-    except launch.KernelError as error:
+    except KernelError as error:
         if setting is True:
             raise ModelError(f"{key}.fused_layers=true: {error}") from error
         warnings.warn(f"{key}: {error}; PyTorch computes its layers, more slowly", stacklevel=2)
@@ -182,6 +93,16 @@ def is_known(layer: nn.Module) -> bool:
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a norm, by its name."""
     return "norm" in type(module).__name__.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Module with a fused replacement."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    """Replacement of the class's method."""
+    trial: _Trial
 
 
 def _replace(parts: Iterable[_Part]) -> None:
@@ -285,3 +206,162 @@ def _suit(*tensors: Tensor) -> bool:
     first = tensors[0]
     is_supported = first.dtype in _DTYPES and first.numel() > 0 and launch.is_supported(first.device.type)
     return is_supported and all(x.dtype == first.dtype and not isinstance(x, DTensor) for x in tensors)
+
+
+class RMSNorm(torch.autograd.Function):
+    """`rms_norm` of x [..., D] with a weight [D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from nemo_opd.kernels.layers import rms_norm
+
+        with torch.cuda.device_of(x):  # Triton launches on the current device.
+            output, inverse = rms_norm(_in_rows(x).contiguous(), weight, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return output.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        from nemo_opd.kernels.layers import rms_norm_gradient
+
+        x, weight, inverse = ctx.saved_tensors
+        rows, gradient_rows = _in_rows(x).contiguous(), _in_rows(gradient).contiguous()
+        with torch.cuda.device_of(x):
+            x_gradient, weight_gradient = rms_norm_gradient(
+                gradient_rows, rows, weight, inverse, needs_weight=ctx.needs_input_grad[1]
+            )
+        return x_gradient.view(x.shape), weight_gradient, None
+
+
+class SwiGLU(torch.autograd.Function):
+    """`swiglu` of gate and up [..., F], or of a single tensor [..., 2 · F] with both."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        from nemo_opd.kernels.layers import swiglu
+
+        ctx.save_for_backward(*inputs)
+        gate, up = _gate_and_up(inputs)
+        with torch.cuda.device_of(gate):
+            return swiglu(gate, up).view(*inputs[0].shape[:-1], gate.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        from nemo_opd.kernels.layers import swiglu_gradient
+
+        inputs = ctx.saved_tensors
+        gradients = tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
+        with torch.cuda.device_of(gradient):
+            swiglu_gradient(_in_rows(gradient), *_gate_and_up(inputs), *_gate_and_up(gradients))
+        return gradients
+
+
+class Rotary(torch.autograd.Function):
+    """`rotated` of query and key [B, H, S, D] by cos and sin [B or 1, S, ≤ D], which get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(query, key, cos, sin, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, query_gradient: Tensor, key_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return *_rotate(query_gradient, key_gradient, *ctx.saved_tensors, back=True), None, None
+
+
+def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
+    from nemo_opd.kernels.layers import rotated
+
+    query, key = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key))
+    with torch.cuda.device_of(query):
+        return rotated(query, key, cos.contiguous(), sin.contiguous(), back=back)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Return [..., columns] as rows [R, columns] with contiguous columns and any row stride."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _gate_and_up(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    rows = tuple(map(_in_rows, tensors))
+    return rows[0].chunk(2, -1) if len(rows) == 1 else rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Function computed by kernels and by PyTorch, whose arguments are slices of one tensor."""
+
+    name: str
+    by_kernels: Callable[[Tensor], Tensor]
+    by_pytorch: Callable[[Tensor], Tensor]
+    shape: tuple[int, ...]
+
+    def run(self, dtype: torch.dtype, device: str) -> None:
+        """Compare results and gradients. Raises KernelError if they differ by more than rounding errors."""
+        x, weights = (torch.linspace(begin, 2, prod(self.shape), device=device).sin() for begin in (-30, -50))
+        x = x.view(self.shape).to(dtype)
+        results, expected = (_results(function, x, weights) for function in (self.by_kernels, self.by_pytorch))
+        allowed = _ROUNDINGS[dtype] * torch.finfo(dtype).eps
+        for ours, theirs in zip(results, expected, strict=True):
+            error = float((ours - theirs).abs().max() / theirs.abs().max())
+            if not error <= allowed:  # also if it is NaN
+                raise KernelError(
+                    f"{self.name} by Triton's kernels differs from PyTorch's by {error:.1g} of the largest number"
+                )
+
+
+def norm_of(width: int) -> _Trial:
+    return _Trial("a norm", _norm_trial, lambda x: F.rms_norm(x, x.shape[-1:], x[0], _EPS), (3, width))
+
+
+def try_kernels(trials: Iterable[_Trial], dtype: torch.dtype, device: str) -> None:
+    """Raise KernelError if a kernel fails on the device or gives wrong results."""
+    for trial in trials:
+        try:
+            trial.run(dtype, device)
+        except KernelError:
+            raise
+        except Exception as error:  # a Triton that does not fit the machine or PyTorch may raise anything
+            raise KernelError(f"{trial.name} by Triton's kernels fails: {type(error).__name__}: {error}") from error
+
+
+def _results(function: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the function's result, and the gradient of its sum weighted with `weights`, in fp32."""
+    leaf = x.clone().requires_grad_()
+    result = function(leaf)
+    factors = weights[: result.numel()].view(result.shape).to(result.dtype)
+    (gradient,) = torch.autograd.grad(result, leaf, factors)
+    return result.detach().float(), gradient.float()
+
+
+def _norm_trial(x: Tensor) -> Tensor:
+    result: Tensor = RMSNorm.apply(x, x[0], _EPS)
+    return result
+
+
+def _gated_trial(x: Tensor) -> Tensor:
+    result: Tensor = SwiGLU.apply(x)
+    return result
+
+
+def _gated_by_pytorch(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _rotation_trial(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        angles = x[:, 0].detach()
+        return torch.cat(rotate(x[:, 1:3], x[:, 3:], angles.cos(), angles.sin()), 1)
+
+    return function
+
+
+GATE = _Trial("a gate", _gated_trial, _gated_by_pytorch, (3, 64))
+ROTATION = _Trial(
+    "a rotation", _rotation_trial(Rotary.apply), _rotation_trial(llama.apply_rotary_pos_emb), (2, 4, 3, 16)
+)

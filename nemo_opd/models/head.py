@@ -1,4 +1,7 @@
-"""Causal language models that are called for their logits, or for hidden states and head (methods.md §9)."""
+"""Causal language models that are called for their logits, or for hidden states and head (methods.md §9).
+
+`check_head_precision` rejects a head that a lower compute dtype would round.
+"""
 
 from __future__ import annotations
 

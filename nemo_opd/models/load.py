@@ -1,4 +1,4 @@
-"""Loading of models and tokenizers from a folder, the hub, or the demo."""
+"""Loading of models and tokenizers from a folder, the hub, or the demo; of multimodal models, their text part."""
 
 import re
 from pathlib import Path
@@ -29,6 +29,8 @@ from nemo_opd.models.folder import (
 )
 from nemo_opd.models.quantised import dequantised, quantisation
 
+_SOME_LAYERS = 512
+"""Number of layers that no real model exceeds and that can be built quickly."""
 _SAME_LAYERS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -39,48 +41,11 @@ _SAME_LAYERS = {
 For text only, rotary angles of three axes equal those of one axis: all axes have the same positions.
 """
 _AXES = ("mrope_section", "mrope_interleaved")
-NAMES = {
+_TEXT_NAMES = {
     r"^(?:model\.)?language_model\.lm_head\.": "lm_head.",
     r"^(?:model\.)?language_model\.(?:model\.)?": "model.",
 }
 """Patterns of weight names in files of multimodal models → prefixes in the text model."""
-
-
-def text_part(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a multimodal model's text part; return a text model's configuration unchanged."""
-    text: Any = config.get_text_config()
-    if text is config:
-        return config
-    # The multimodal configuration has these settings for all parts.
-    for name in ("tie_word_embeddings", "quantization_config"):
-        if hasattr(config, name):
-            setattr(text, name, getattr(config, name))
-    text.dtype = text.dtype or config.dtype
-    if (kind := _SAME_LAYERS.get(text.model_type)) is not None:
-        text = AutoConfig.for_model(kind, **_without_axes(text.to_dict()))
-    text.architectures = None
-    return text
-
-
-def text_name(name: str) -> str:
-    """Return the text model's name of a weight in a multimodal model's file; other names are returned unchanged."""
-    for pattern, replacement in NAMES.items():
-        name, number = re.subn(pattern, replacement, name)
-        if number:
-            break
-    return name
-
-
-def _without_axes(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's values without its type and the assignment of rotary angles to axes."""
-    rope = {key: value for key, value in (values.get("rope_parameters") or {}).items() if key not in _AXES}
-    if rope.get("rope_type") == "mrope":
-        rope["rope_type"] = "default"
-    return {**{key: value for key, value in values.items() if key != "model_type"}, "rope_parameters": rope}
-
-
-_SOME_LAYERS = 512
-"""Number of layers that no real model exceeds and that can be built quickly."""
 
 
 def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
@@ -154,20 +119,6 @@ def _read_config(reference: str, *, key: str) -> tuple[PretrainedConfig, bool]:
     return config, config is not full_config
 
 
-def stored_dtype(reference: str, *, key: str) -> torch.dtype:
-    """Return the weights' dtype from a model's configuration, by default fp32. Raises ModelError."""
-    dtype = load_config(reference, key=key).dtype
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
-
-def compute_dtype(name: str, device: str) -> torch.dtype:
-    """Return the torch dtype of a setting; `auto` is bfloat16 on CUDA and float32 on CPU."""
-    if name == "auto":
-        return torch.bfloat16 if device == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
 def _check_depth(config: PretrainedConfig, reference: str, *, key: str) -> None:
     """Raise ModelError for more layers than the files have tensors, which would take too long to build."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
@@ -180,6 +131,20 @@ def _check_depth(config: PretrainedConfig, reference: str, *, key: str) -> None:
         raise ModelError(
             f"{key}={reference}: its config.json says {layers} layers, but {why}; copy the file there again"
         )
+
+
+def stored_dtype(reference: str, *, key: str) -> torch.dtype:
+    """Return the weights' dtype from a model's configuration, by default fp32. Raises ModelError."""
+    dtype = load_config(reference, key=key).dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def compute_dtype(name: str, device: str) -> torch.dtype:
+    """Return the torch dtype of a setting; `auto` is bfloat16 on CUDA and float32 on CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def build_on_meta(
@@ -217,7 +182,7 @@ def load_model(
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     config, is_part = _read_config(reference, key=key)
     if is_part:
-        options["key_mapping"] = NAMES
+        options["key_mapping"] = _TEXT_NAMES
     is_quantised = quantisation(config) is not None
     if is_quantised:
         if quantised_on is None:
@@ -263,3 +228,36 @@ def not_finite(reference: str, values: NotFinite, dtype: torch.dtype, *, key: st
         f"{key}={reference}: {values} in {name}, and a model computes nothing with them; copy the weights there again, "
         f"or name another model{fp16_hint if dtype == torch.float16 else ''}"
     )
+
+
+def text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a multimodal model's text part; return a text model's configuration unchanged."""
+    text: Any = config.get_text_config()
+    if text is config:
+        return config
+    # The multimodal configuration has these settings for all parts.
+    for name in ("tie_word_embeddings", "quantization_config"):
+        if hasattr(config, name):
+            setattr(text, name, getattr(config, name))
+    text.dtype = text.dtype or config.dtype
+    if (kind := _SAME_LAYERS.get(text.model_type)) is not None:
+        text = AutoConfig.for_model(kind, **_without_axes(text.to_dict()))
+    text.architectures = None
+    return text
+
+
+def text_name(name: str) -> str:
+    """Return the text model's name of a weight in a multimodal model's file; other names are returned unchanged."""
+    for pattern, replacement in _TEXT_NAMES.items():
+        name, number = re.subn(pattern, replacement, name)
+        if number:
+            break
+    return name
+
+
+def _without_axes(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's values without its type and the assignment of rotary angles to axes."""
+    rope = {key: value for key, value in (values.get("rope_parameters") or {}).items() if key not in _AXES}
+    if rope.get("rope_type") == "mrope":
+        rope["rope_type"] = "default"
+    return {**{key: value for key, value in values.items() if key != "model_type"}, "rope_parameters": rope}

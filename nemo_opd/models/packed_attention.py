@@ -36,6 +36,12 @@ _FLASH_HEAD_DIM = 256
 """Maximum head width of flash attention."""
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Argument to allow fewer key heads than query heads; versions of torch without it always allow that."""
+RING = "nemo_opd_ring"
+"""Name registered in transformers for the attention that torch's context parallelism can replace."""
+_RING_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+"""Kernels with a ring version in torch."""
+_CHUNKS_PER_RANK = 2
+"""Chunks of positions per rank: one from the front and one from the back, to balance causal attention over ranks."""
 
 
 def is_packable(model: PreTrainedModel) -> bool:
@@ -220,14 +226,6 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-RING = "nemo_opd_ring"
-"""Name registered in transformers for the attention that torch's context parallelism can replace."""
-_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-"""Kernels with a ring version in torch."""
-_CHUNKS = 2
-"""Chunks of positions per rank: one from the front and one from the back, to balance causal attention over ranks."""
-
-
 def check_context_parallel(cp: int, device: str, *, key: str) -> None:
     """Raise ConfigError if torch has no ring attention for the device. key: setting of cp, for the message."""
     if cp > 1 and device != "cuda":
@@ -290,7 +288,7 @@ class RingAttention:
 
     def __init__(self, axis: DeviceMesh) -> None:
         self.axis = axis
-        self.multiple = _CHUNKS * axis.size()
+        self.multiple = _CHUNKS_PER_RANK * axis.size()
         """Sequences must be padded to a multiple of this length."""
 
     @contextmanager
@@ -301,7 +299,7 @@ class RingAttention:
         """
         local_positions = torch.arange(length, device=device)
         with (
-            sdpa_kernel(_KERNELS),
+            sdpa_kernel(_RING_KERNELS),
             context_parallel(
                 self.axis,
                 buffers=[local_positions],

@@ -29,7 +29,43 @@ from nemo_opd.models.tensor_styles import (
 )
 
 
-def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh, *, sequence_parallel: bool, key: str) -> None:
+def check_parallelism(config: PretrainedConfig, parallelism: Parallelism, device: str, *, key: str) -> None:
+    """Raise the errors of `parallelize` for a model of this configuration."""
+    if parallelism.tp == parallelism.cp == 1:
+        return
+    check_context_parallel(parallelism.cp, device, key=f"{key}.cp")
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    if parallelism.cp > 1:
+        use_ring_attention(model, parallelism.cp, key=f"{key}.cp")
+    if parallelism.tp > 1:
+        tensor_plan(model, parallelism.tp, sequence_parallel=parallelism.sequence_parallel, key=f"{key}.tp")
+
+
+def parallelize(
+    model: PreTrainedModel, mesh: DeviceMesh, parallelism: Parallelism, *, compute_dtype: torch.dtype, key: str
+) -> None:
+    """Shard a model in place over `mesh`, from `build_mesh`; it may be on meta.
+
+    On one rank, a model that computes in its parameters' dtype stays unchanged: FSDP2 would copy all parameters before
+    use, and each gradient after.
+
+    Communicates as `_cut_over_ranks`, `RingAttention` and `shard` do. Raises ModelError, naming a setting below `key`
+    (`student`, `teachers.0`), for a model that cannot be sharded, and ConfigError for a device without ring attention.
+    """
+    if context_axis(mesh) is not None:
+        check_context_parallel(parallelism.cp, mesh.device_type, key=f"{key}.parallelism.cp")
+        use_ring_attention(model, parallelism.cp, key=f"{key}.parallelism.cp")
+    tensor = tensor_axis(mesh)
+    if tensor is not None:
+        sequence_parallel = parallelism.sequence_parallel
+        _cut_over_ranks(model, tensor, sequence_parallel=sequence_parallel, key=f"{key}.parallelism.tp")
+    if mesh.size() > 1 or any(parameter.dtype != compute_dtype for parameter in model.parameters()):
+        reshard = parallelism.frees_gathered
+        shard(model, fsdp_axis(mesh), compute_dtype=compute_dtype, reshard_after_forward=reshard)
+
+
+def _cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh, *, sequence_parallel: bool, key: str) -> None:
     """Shard every matrix in place over the one-dimensional `mesh`; all parameters become DTensors on it.
 
     The model may be on meta; otherwise every rank must have the same values. Embedding and head are sharded along the
@@ -103,42 +139,6 @@ def _in_mixture(style: Style | None) -> ParallelStyle:
         case Style.ROWS:
             return Local(Shard(1), Shard(1))
     return Local(Replicate(), Partial())
-
-
-def check_parallelism(config: PretrainedConfig, parallelism: Parallelism, device: str, *, key: str) -> None:
-    """Raise the errors of `parallelize` for a model of this configuration."""
-    if parallelism.tp == parallelism.cp == 1:
-        return
-    check_context_parallel(parallelism.cp, device, key=f"{key}.cp")
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    if parallelism.cp > 1:
-        use_ring_attention(model, parallelism.cp, key=f"{key}.cp")
-    if parallelism.tp > 1:
-        tensor_plan(model, parallelism.tp, sequence_parallel=parallelism.sequence_parallel, key=f"{key}.tp")
-
-
-def parallelize(
-    model: PreTrainedModel, mesh: DeviceMesh, parallelism: Parallelism, *, compute_dtype: torch.dtype, key: str
-) -> None:
-    """Shard a model in place over `mesh`, from `build_mesh`; it may be on meta.
-
-    On one rank, a model that computes in its parameters' dtype stays unchanged: FSDP2 would copy all parameters before
-    use, and each gradient after.
-
-    Communicates as `cut_over_ranks`, `RingAttention` and `shard` do. Raises ModelError, naming a setting below `key`
-    (`student`, `teachers.0`), for a model that cannot be sharded, and ConfigError for a device without ring attention.
-    """
-    if context_axis(mesh) is not None:
-        check_context_parallel(parallelism.cp, mesh.device_type, key=f"{key}.parallelism.cp")
-        use_ring_attention(model, parallelism.cp, key=f"{key}.parallelism.cp")
-    tensor = tensor_axis(mesh)
-    if tensor is not None:
-        sequence_parallel = parallelism.sequence_parallel
-        cut_over_ranks(model, tensor, sequence_parallel=sequence_parallel, key=f"{key}.parallelism.tp")
-    if mesh.size() > 1 or any(parameter.dtype != compute_dtype for parameter in model.parameters()):
-        reshard = parallelism.frees_gathered
-        shard(model, fsdp_axis(mesh), compute_dtype=compute_dtype, reshard_after_forward=reshard)
 
 
 def shard(

@@ -28,58 +28,11 @@ _CHECKSUM = "checksum"
 """Key in the head file's metadata."""
 
 
-def sparse_layout(manifest: CacheManifest) -> SparseLayout:
-    """Return the layout of a cache's rows of likeliest tokens. Raises ConfigError for impossible numbers."""
-    size = manifest.vocab_size
-    return SparseLayout(manifest.top_k, size, manifest.value_bytes, id_bytes(size))
-
-
-def save_head(folder: Path, head: Head) -> None:
-    """Write the head of a cache of hidden states. Raises StorageError."""
-    numbers = torch.tensor([head.scale, head.soft_cap or 0.0], dtype=torch.float64)
-    tensors = {"weight": head.weight.detach().cpu().contiguous(), "numbers": numbers}
-    if head.bias is not None:
-        tensors["bias"] = head.bias.detach().cpu().contiguous()
-    write_atomically(folder / _HEAD, save(tensors, {_CHECKSUM: _checksum(tensors)}))
-
-
-def lacks_head(reader: CacheReader) -> bool:
-    """Return whether a cache has hidden states without an intact head, which makes them useless."""
-    try:
-        require_head(reader)
-    except DataError:
-        return True
-    return False
-
-
-def require_head(reader: CacheReader) -> None:
-    """Raise DataError if a cache has hidden states and its head is missing or damaged."""
-    if reader.manifest.form == "hidden_states":
-        load_head(reader.folder, "cpu")
-
-
-def load_head(folder: Path, device: str) -> Head:
-    """Read the head. Raises DataError if it is missing or damaged."""
-    path = folder / _HEAD
-    way_out = "run nemo-opd cache build again, which writes it anew"
-    try:
-        with safe_open(path, framework="pt") as file:
-            checksum = (file.metadata() or {}).get(_CHECKSUM)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{path} cannot be read ({error}); {way_out}") from error
-    if checksum != _checksum(tensors):
-        raise DataError(f"{path} is damaged (its bytes are not as written); {way_out}")
-    scale, soft_cap = tensors.pop("numbers").tolist()
-    bias = tensors["bias"].to(device) if "bias" in tensors else None
-    return Head(tensors["weight"].to(device), bias, scale, soft_cap or None)
-
-
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    checksum = 0
-    for name in sorted(tensors):
-        checksum = zlib.crc32(tensors[name].view(torch.uint8).numpy().data, zlib.crc32(name.encode(), checksum))
-    return str(checksum)
+def stored_output(reader: CacheReader, device: str) -> StoredHiddenStates | StoredTopK:
+    """Open a cache's output in the form that it stores."""
+    if reader.manifest.form == "top_k":
+        return StoredTopK(reader, sparse_layout(reader.manifest), device)
+    return StoredHiddenStates(reader, device)
 
 
 class Answers(Protocol):
@@ -89,7 +42,7 @@ class Answers(Protocol):
         """Return the output for each sequence, in order. Raises an OPDError if it is not available."""
 
 
-class StoredOutput(ABC):
+class _StoredOutput(ABC):
     """Rows from a cache or servers, looked up by the teacher's ids; called like a model (`HiddenStateModel`)."""
 
     reads_packed = True
@@ -123,7 +76,7 @@ class StoredOutput(ABC):
         """Copy a segment's rows to `target`, [tokens, num_bytes]."""
 
 
-class StoredHiddenStates(StoredOutput):
+class StoredHiddenStates(_StoredOutput):
     """Stored hidden states, and the head that computes logits from them."""
 
     def __init__(self, reader: CacheReader, device: str) -> None:
@@ -147,7 +100,7 @@ class StoredHiddenStates(StoredOutput):
         target[:] = segment.rows
 
 
-class StoredTopK(StoredOutput):
+class StoredTopK(_StoredOutput):
     """Stored likeliest tokens of each position."""
 
     def __init__(self, answers: Answers, layout: SparseLayout, device: str) -> None:
@@ -170,8 +123,55 @@ class StoredTopK(StoredOutput):
         target[-1, row_bytes:] = 0xFF  # no token
 
 
-def stored_output(reader: CacheReader, device: str) -> StoredHiddenStates | StoredTopK:
-    """Open a cache's output in the form that it stores."""
-    if reader.manifest.form == "top_k":
-        return StoredTopK(reader, sparse_layout(reader.manifest), device)
-    return StoredHiddenStates(reader, device)
+def sparse_layout(manifest: CacheManifest) -> SparseLayout:
+    """Return the layout of a cache's rows of likeliest tokens. Raises ConfigError for impossible numbers."""
+    size = manifest.vocab_size
+    return SparseLayout(manifest.top_k, size, manifest.value_bytes, id_bytes(size))
+
+
+def save_head(folder: Path, head: Head) -> None:
+    """Write the head of a cache of hidden states. Raises StorageError."""
+    numbers = torch.tensor([head.scale, head.soft_cap or 0.0], dtype=torch.float64)
+    tensors = {"weight": head.weight.detach().cpu().contiguous(), "numbers": numbers}
+    if head.bias is not None:
+        tensors["bias"] = head.bias.detach().cpu().contiguous()
+    write_atomically(folder / _HEAD, save(tensors, {_CHECKSUM: _checksum(tensors)}))
+
+
+def load_head(folder: Path, device: str) -> Head:
+    """Read the head. Raises DataError if it is missing or damaged."""
+    path = folder / _HEAD
+    way_out = "run nemo-opd cache build again, which writes it anew"
+    try:
+        with safe_open(path, framework="pt") as file:
+            checksum = (file.metadata() or {}).get(_CHECKSUM)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path} cannot be read ({error}); {way_out}") from error
+    if checksum != _checksum(tensors):
+        raise DataError(f"{path} is damaged (its bytes are not as written); {way_out}")
+    scale, soft_cap = tensors.pop("numbers").tolist()
+    bias = tensors["bias"].to(device) if "bias" in tensors else None
+    return Head(tensors["weight"].to(device), bias, scale, soft_cap or None)
+
+
+def lacks_head(reader: CacheReader) -> bool:
+    """Return whether a cache has hidden states without an intact head, which makes them useless."""
+    try:
+        require_head(reader)
+    except DataError:
+        return True
+    return False
+
+
+def require_head(reader: CacheReader) -> None:
+    """Raise DataError if a cache has hidden states and its head is missing or damaged."""
+    if reader.manifest.form == "hidden_states":
+        load_head(reader.folder, "cpu")
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    checksum = 0
+    for name in sorted(tensors):
+        checksum = zlib.crc32(tensors[name].view(torch.uint8).numpy().data, zlib.crc32(name.encode(), checksum))
+    return str(checksum)

@@ -1,4 +1,4 @@
-"""A model's weights in safetensors files: maps stored tensors to parts of parameters by transformers' rules."""
+"""A model's weight files: tensors as pieces of parameters by transformers' rules, input embeddings, a fingerprint."""
 
 from __future__ import annotations
 
@@ -174,42 +174,6 @@ def require_equal_ties(model: PreTrainedModel, pieces: dict[str, list[Piece]]) -
             raise NotPiecewiseError
 
 
-def weight_files(reference: str) -> list[Path]:
-    """Return the safetensors files of a model's weights. Raises NotPiecewiseError if the model has none."""
-    if not (files := _files(resolve(reference), SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
-        raise NotPiecewiseError
-    return files
-
-
-def all_weight_files(reference: str) -> list[Path]:
-    """Return the files of a model's weights in either format, preferably safetensors.
-
-    Raises OSError if the model has neither, or the hub cannot be reached.
-    """
-    source = resolve(reference)
-    for names in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if files := _files(source, *names):
-            return files
-    raise FileNotFoundError(f"no {SAFE_WEIGHTS_NAME} and no {WEIGHTS_NAME}")
-
-
-def _files(source: str, single: str, index: str) -> list[Path]:
-    """Return the weight files of a folder or hub name in one format, downloaded if needed.
-
-    Returns an empty list if the model has none in this format.
-    """
-    if Path(source).is_dir():
-        return files_in(Path(source), single, index)
-    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-    if (single_path := cached_file(source, single, **options)) is not None:
-        return [Path(single_path)]
-    if (index_path := cached_file(source, index, **options)) is None:
-        return []
-    shards_in(Path(index_path))  # rejects names of files elsewhere
-    files, _ = get_checkpoint_shard_files(source, index_path)
-    return [Path(file) for file in files]
-
-
 def _pieces(model: PreTrainedModel, files: list[Path]) -> dict[str, list[Piece]]:
     """Return the pieces of each parameter; tensors that the model does not have are ignored.
 
@@ -383,7 +347,7 @@ def weights_fingerprint(reference: str, *, key: str) -> str:
     try:
         config = Path(str(cached_file(resolve(reference), "config.json")))
         digest = hashlib.sha256()
-        for path in tracked([config, *all_weight_files(reference)], "hashing the weights", "files"):
+        for path in tracked([config, *_all_weight_files(reference)], "hashing the weights", "files"):
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     except (OSError, ValueError) as error:
@@ -392,3 +356,39 @@ def weights_fingerprint(reference: str, *, key: str) -> str:
             "can be reached"
         ) from error
     return digest.hexdigest()
+
+
+def weight_files(reference: str) -> list[Path]:
+    """Return the safetensors files of a model's weights. Raises NotPiecewiseError if the model has none."""
+    if not (files := _files(resolve(reference), SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        raise NotPiecewiseError
+    return files
+
+
+def _all_weight_files(reference: str) -> list[Path]:
+    """Return the files of a model's weights in either format, preferably safetensors.
+
+    Raises OSError if the model has neither, or the hub cannot be reached.
+    """
+    source = resolve(reference)
+    for names in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if files := _files(source, *names):
+            return files
+    raise FileNotFoundError(f"no {SAFE_WEIGHTS_NAME} and no {WEIGHTS_NAME}")
+
+
+def _files(source: str, single: str, index: str) -> list[Path]:
+    """Return the weight files of a folder or hub name in one format, downloaded if needed.
+
+    Returns an empty list if the model has none in this format.
+    """
+    if Path(source).is_dir():
+        return files_in(Path(source), single, index)
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    if (single_path := cached_file(source, single, **options)) is not None:
+        return [Path(single_path)]
+    if (index_path := cached_file(source, index, **options)) is None:
+        return []
+    shards_in(Path(index_path))  # rejects names of files elsewhere
+    files, _ = get_checkpoint_shard_files(source, index_path)
+    return [Path(file) for file in files]

@@ -19,9 +19,8 @@ from nemo_opd.distributed.transfer import to_device
 from nemo_opd.errors import ConfigError, EndpointError
 from nemo_opd.handoff.base import Message
 from nemo_opd.handoff.link import Link, Rendezvous
-from nemo_opd.handoff.outputs import HiddenStatesWriter, LogitsWriter, OutputHandle, SparseWriter
+from nemo_opd.handoff.outputs import HiddenStatesWriter, LogitsWriter, NewSender, OutputHandle, SparseWriter
 from nemo_opd.handoff.plan import ONE_READER, Readers
-from nemo_opd.handoff.region import NewSender
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import LogitRows, SparseLayout, SparseLogits

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nemo_opd.kernels import launch
 from nemo_opd.kernels.forms import CellMap, EntryLists
-from nemo_opd.logits import head, product
+from nemo_opd.logits import head, rows
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.planned import PlannedLoss, compute_together
 from nemo_opd.logits.rows import TrainableRows
@@ -162,7 +162,7 @@ def from_a_head(dtype: torch.dtype, head_rows: int = V) -> Found:
         return loss.detach(), *torch.autograd.grad(loss, leaves)
 
     def as_on_a_gpu(width: int, device: torch.device) -> int:
-        return product.row_distance(width, torch.device("cuda"))
+        return rows.row_distance(width, torch.device("cuda"))
 
     with patch.object(head, "row_distance", as_on_a_gpu):
         return compared(run)

@@ -12,8 +12,7 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 
 from nemo_opd.config.model import Lora
 from nemo_opd.kernels import launch
-from nemo_opd.kernels.layers import RMSNorm, Rotary, SwiGLU
-from nemo_opd.models.fused_layers import replace_parts
+from nemo_opd.models.fused_layers import RMSNorm, Rotary, SwiGLU, replace_parts
 from nemo_opd.models.lora import Adapters
 from tests.models.families import VOCABULARY, model_of
 

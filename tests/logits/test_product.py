@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.logits import Head, HeadLogits
-from nemo_opd.logits.product import product
+from nemo_opd.logits.head import product
 from nemo_opd.losses import cross_entropy, same_vocab
 
 HALVES = [torch.bfloat16, torch.float16]

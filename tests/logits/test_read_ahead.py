@@ -8,9 +8,9 @@ from torch import Tensor
 
 from nemo_opd.logits.blocks import blocks
 from nemo_opd.logits.blockwise import blockwise_sum
-from nemo_opd.logits.head import Head, HeadLogits, ReadAhead
+from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits
-from nemo_opd.logits.term import Term, unit_cells
+from nemo_opd.logits.term import ReadAhead, Term, unit_cells
 
 WIDTH = 3
 ROW_BYTES = WIDTH * 8

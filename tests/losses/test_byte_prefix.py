@@ -6,7 +6,7 @@ import torch
 
 from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.losses.byte_prefix import byte_prefix
-from nemo_opd.losses.prefix_chains import PrefixRanges
+from nemo_opd.losses.prefixes import PrefixRanges
 
 from . import oracle, oracle_prefix
 

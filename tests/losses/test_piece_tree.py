@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError, ProjectionError
-from nemo_opd.losses.piece_tree import PieceTree, first_pieces
+from nemo_opd.losses.prefixes import PieceTree, first_pieces
 from nemo_opd.projection import ProjectionMatrix
 
 V = 4

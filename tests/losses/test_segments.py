@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_opd.losses.fused import Segments
+from nemo_opd.losses.sparse_projection import Segments
 
 LENGTHS = {
     "mixed": [3, 0, 1, 17, 2, 4, 5, 8, 9, 1, 0, 40],

@@ -7,7 +7,7 @@ import torch
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses import same_vocab, tcad
-from nemo_opd.losses.support import interleaved
+from nemo_opd.losses.tcad import interleaved
 
 from . import oracle
 from .cases import random_logits
