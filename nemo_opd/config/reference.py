@@ -28,6 +28,7 @@ SCHEMA_FOLDER = "schema"
 _DIALECT = "http://json-schema.org/draft-07/schema#"
 _REFERENCE_TYPE = "Reference"
 _WIDTH = 80
+"""Characters of a line of `--help`."""
 _DROPPED_KEYS = frozenset({"required", "discriminator", "title"})
 _RENAMED_KEYS = {"oneOf": "anyOf", "prefixItems": "items"}
 """`items` is the name of `prefixItems` in the dialect that editors support."""
