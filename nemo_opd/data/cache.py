@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from safetensors import SafetensorError
 
-from nemo_opd.data.documents import Document
+from nemo_opd.data.record import Document
 from nemo_opd.data.samples import Sample, decoded, encoded
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import cache_dir

@@ -12,12 +12,10 @@ import numpy as np
 from nemo_opd.alignment import ChatTokens, LocatedTokens, RenderedChat, TokenAligner, align_chat
 from nemo_opd.alignment.chat_template import content_text, learned_messages, plain_messages
 from nemo_opd.config.teacher import EqualHistory
-from nemo_opd.data.beginning import locate_beginning, locate_up_to
 from nemo_opd.data.context import Content, PrivilegedPrompt, align_after, verbatim
-from nemo_opd.data.documents import MESSAGES, TOOLS, Conversation, Document, parsed, read_rows
-from nemo_opd.data.encoders import ChatEncoder
+from nemo_opd.data.encoders import ChatEncoder, locate_beginning, locate_up_to
 from nemo_opd.data.lines import Origin
-from nemo_opd.data.record import Message
+from nemo_opd.data.record import MESSAGES, TOOLS, Conversation, Document, Message, parsed, read_rows
 from nemo_opd.data.samples import (
     SameTokenizer,
     Sample,

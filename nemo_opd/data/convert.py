@@ -17,12 +17,10 @@ from typing import Any, TypeVar
 import datasets
 import pyarrow as pa
 
-from nemo_opd.data.compressed import await_turn, elsewhere, uncompressed, writing
-from nemo_opd.data.documents import MESSAGES, RESPONSE, TEACHER, TEXT, TOOLS
+from nemo_opd.data.files import await_turn, elsewhere, json_schema, plain, reading, summarize, uncompressed, writing
 from nemo_opd.data.layout import Layout, RowLayout, columns_in
 from nemo_opd.data.lines import Origin, RowError, column_types, json_rows, numbered, of_lines
-from nemo_opd.data.record import written
-from nemo_opd.data.schema import json_schema, plain, reading, summarize
+from nemo_opd.data.record import MESSAGES, RESPONSE, TEACHER, TEXT, TOOLS, written
 from nemo_opd.errors import DataError
 from nemo_opd.files import require_room
 

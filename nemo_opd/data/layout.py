@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 
 from nemo_opd.config.data import Data
 from nemo_opd.config.reward import FunctionReward, RewardBase
-from nemo_opd.data.documents import ANSWER, DOMAIN, FIELD, MESSAGES, RESPONSE, ROW, TEACHER, TEXT, TOOLS
 from nemo_opd.data.lines import Origin
+from nemo_opd.data.record import ANSWER, DOMAIN, FIELD, MESSAGES, RESPONSE, ROW, TEACHER, TEXT, TOOLS
 from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from nemo_opd.data.collate import collate, row_ids
-from nemo_opd.data.documents import Columns, Document, read_documents
 from nemo_opd.data.order import Drawn, State
+from nemo_opd.data.record import Columns, Document, read_documents
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.sources import MappedFiles
 from nemo_opd.errors import AlignmentError, DataError

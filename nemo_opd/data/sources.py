@@ -22,7 +22,6 @@ from datasets.table import ConcatenationTable, MemoryMappedTable, Table
 from nemo_opd.config.base import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.data.chat import require_conversations
-from nemo_opd.data.compressed import writing
 from nemo_opd.data.convert import (
     Read,
     convert,
@@ -33,10 +32,7 @@ from nemo_opd.data.convert import (
     retry_after_repair,
     selected,
 )
-from nemo_opd.data.documents import MESSAGES, TEXT, Columns
-from nemo_opd.data.layout import Layout, columns_in
-from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
-from nemo_opd.data.schema import (
+from nemo_opd.data.files import (
     arrow_schema,
     is_encoded,
     is_ipc_file,
@@ -45,7 +41,11 @@ from nemo_opd.data.schema import (
     require_source,
     resolve_files,
     summarize,
+    writing,
 )
+from nemo_opd.data.layout import Layout, columns_in
+from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
+from nemo_opd.data.record import MESSAGES, TEXT, Columns
 from nemo_opd.errors import DataError
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"

@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment.chat import locate_tokens
 from nemo_opd.config.teacher import EqualHistory
-from nemo_opd.data.beginning import encode_beginning
-from nemo_opd.data.documents import Document
-from nemo_opd.data.encoders import Encoder, Encoding
-from nemo_opd.data.record import Prompt
+from nemo_opd.data.encoders import Encoder, Encoding, encode_beginning
+from nemo_opd.data.record import Document, Prompt
 from nemo_opd.data.samples import (
     Aligner,
     SameTokenizer,
