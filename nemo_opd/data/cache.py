@@ -19,7 +19,7 @@ from nemo_opd.data.samples import Sample, decoded, encoded
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import cache_dir
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _VERSION = 8
 """Increment when the stored format changes, or when the same settings yield other samples."""
@@ -57,7 +57,7 @@ class _CachedMaker(ABC, Generic[_Result]):
         try:
             self._path = cache_dir("samples") / f"{digest[:32]}.sqlite"
         except ConfigError as error:
-            logger.warning("samples are not cached: %s", error)
+            _log.warning("samples are not cached: %s", error)
             self._is_usable = False
 
     def __call__(self, document: Document) -> _Result:
@@ -67,7 +67,7 @@ class _CachedMaker(ABC, Generic[_Result]):
             try:
                 return self._decode(stored)
             except (zlib.error, SafetensorError, KeyError, ValueError) as error:
-                logger.warning("%s holds a damaged sample (%s), which is rebuilt", self._path, error)
+                _log.warning("%s holds a damaged sample (%s), which is rebuilt", self._path, error)
         result = self._make(document)
         self._write(key, self._encode(result))
         return result
@@ -101,18 +101,18 @@ class _CachedMaker(ABC, Generic[_Result]):
     def _open(self) -> Store:
         if self._store is not None and not self._store.is_in_place():
             # SQLite may not notice, and would go on with a file that no other process can find.
-            logger.warning("%s was deleted while in use and is recreated", self._path)
+            _log.warning("%s was deleted while in use and is recreated", self._path)
             self._store = None
         if self._store is None:
             self._store = Store(self._path)
         return self._store
 
     def _stop_caching(self, error: sqlite3.DatabaseError | OSError) -> None:
-        logger.warning("samples are not cached in %s (%s); set data.cache=false or $NEMO_OPD_CACHE", self._path, error)
+        _log.warning("samples are not cached in %s (%s); set data.cache=false or $NEMO_OPD_CACHE", self._path, error)
         self._is_usable = False
 
     def _recreate(self, error: sqlite3.DatabaseError) -> None:
-        logger.warning("%s is damaged (%s) and is recreated", self._path, error)
+        _log.warning("%s is damaged (%s) and is recreated", self._path, error)
         self._store = None
         try:
             for suffix in ("", "-wal", "-shm"):

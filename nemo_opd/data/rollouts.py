@@ -1,4 +1,6 @@
-"""Rollouts to samples: the sampled ids, and each teacher's own tokens of the same text (methods.md §10.1)."""
+"""Rollouts to samples: the sampled ids, and each teacher's own tokens of the same text (methods.md §10.1). Also the
+prompts of a dataset.
+"""
 
 from __future__ import annotations
 

@@ -50,6 +50,9 @@ from nemo_opd.errors import DataError
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
+_FileState = tuple[int, int, int]
+"""Inode, bytes, and time of the last change in ns."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -201,10 +204,6 @@ READERS: dict[str, Callable[[list[Path], Layout, str], Read]] = {
 require_lines(Source.model_fields, {*READERS, "hub"}, "READERS in nemo_opd/data/sources.py")
 
 
-_State = tuple[int, int, int]
-"""Inode, bytes, and time of the last change in ns."""
-
-
 @dataclass
 class MappedFiles:
     """Files of a dataset, with their states when it was loaded.
@@ -217,7 +216,7 @@ class MappedFiles:
     """None for rows in memory."""
     stops: list[int]
     """End of each table's rows."""
-    states: dict[str, _State] = field(default_factory=dict)
+    states: dict[str, _FileState] = field(default_factory=dict)
 
     @classmethod
     def of(cls, columns: Columns) -> Self:
@@ -257,7 +256,7 @@ def _tables_of(columns: Columns) -> list[Table]:
     return [row[0] for row in data.blocks] if isinstance(data, ConcatenationTable) else [data]
 
 
-def _state_of(path: str) -> _State | None:
+def _state_of(path: str) -> _FileState | None:
     try:
         status = os.stat(path)
     except OSError:
