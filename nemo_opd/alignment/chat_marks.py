@@ -6,8 +6,6 @@ ends, and the conversation is rendered again. Marks keep the form of a message, 
 tag such as `</think>` still finds it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 Each side uses its own chat template, and only assistant messages are learned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of JSONL, JSON and text files: parsing within parsers' limits, types of columns, and places for messages."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

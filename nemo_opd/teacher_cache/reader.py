@@ -2,8 +2,6 @@
 workers.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections import defaultdict
