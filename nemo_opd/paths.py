@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).parent
 CHECKOUT = _PACKAGE.parent if (_PACKAGE.parent / "pyproject.toml").is_file() else None
 """Root of the project's checkout, with its tests and benchmarks; None if only the package is installed."""
 UNKNOWN = "unknown"
-"""Stands for the commit if there is none."""
+"""Commit of a checkout or copy without a repository."""
 
 
 def cache_dir(*parts: str) -> Path:

@@ -39,7 +39,7 @@ _LONGEST_NAME = 120
 """Characters of the name of a run's folder in a sweep."""
 _ODD_CHARACTERS = re.compile(r"[^\w.=,+-]+")
 _NO_VALUE = object()
-"""Stands for the value of an override without one value."""
+"""Placeholder for the value of an override that has no single value."""
 
 
 @dataclass(frozen=True)

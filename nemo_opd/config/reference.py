@@ -196,7 +196,7 @@ def schemas(config_dir: Path) -> dict[str, str]:
     return {name: json.dumps(content, indent=1, ensure_ascii=False) + "\n" for name, content in contents.items()}
 
 
-def write_schemas(config_dir: Path) -> None:
+def _write_schemas(config_dir: Path) -> None:
     """Write the schemas as files."""
     for name, content in schemas(config_dir).items():
         write_atomically(config_dir / SCHEMA_FOLDER / name, content.encode())
@@ -369,5 +369,5 @@ def _in_one_line(text: str) -> str:
 
 
 if __name__ == "__main__":
-    write_schemas(configs_dir())
+    _write_schemas(configs_dir())
     print(page(), end="")

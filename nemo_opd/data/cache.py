@@ -52,7 +52,7 @@ class _CachedMaker(ABC, Generic[_Result]):
         self._make = make
         self.identity = make.identity
         digest = hashlib.sha256(f"{_VERSION} {self.identity}".encode()).hexdigest()
-        self._store: Store | None = None
+        self._store: _Store | None = None
         self._is_usable = True
         try:
             self._path = cache_dir("samples") / f"{digest[:32]}.sqlite"
@@ -98,13 +98,13 @@ class _CachedMaker(ABC, Generic[_Result]):
         except sqlite3.DatabaseError as error:
             self._stop_caching(error)
 
-    def _open(self) -> Store:
+    def _open(self) -> _Store:
         if self._store is not None and not self._store.is_in_place():
             # SQLite may not notice, and would go on with a file that no other process can find.
             _log.warning("%s was deleted while in use and is recreated", self._path)
             self._store = None
         if self._store is None:
-            self._store = Store(self._path)
+            self._store = _Store(self._path)
         return self._store
 
     def _stop_caching(self, error: sqlite3.DatabaseError | OSError) -> None:
@@ -142,7 +142,7 @@ class CachedWindowMaker(_CachedMaker[tuple[Sample, ...]]):
         return decoded(value)
 
 
-class Store:
+class _Store:
     """A key-value store in an SQLite file. Raises sqlite3.DatabaseError."""
 
     def __init__(self, path: Path) -> None:
