@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
-from nemo_opd.data.documents import Conversation, Document
 from nemo_opd.data.encoders import ChatEncoder, Encoder
+from nemo_opd.data.record import Conversation, Document
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
 from nemo_opd.errors import AlignmentError

@@ -25,9 +25,8 @@ from rich.progress import track
 
 from nemo_opd.config.data import Source
 from nemo_opd.config.rollout import HFRollout
-from nemo_opd.data.documents import TEXT
 from nemo_opd.data.layout import TextLayout
-from nemo_opd.data.record import Prompt
+from nemo_opd.data.record import TEXT, Prompt
 from nemo_opd.data.sources import load_documents
 from nemo_opd.logging.loggers import read
 from nemo_opd.models.load import load_tokenizer

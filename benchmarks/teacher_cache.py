@@ -23,7 +23,7 @@ from rich.console import Console
 
 from nemo_opd.config.load import from_dict, from_omegaconf
 from nemo_opd.config.run import RunConfig
-from nemo_opd.data.documents import TEXT
+from nemo_opd.data.record import TEXT
 from nemo_opd.data.sources import load_documents
 from nemo_opd.logging.loggers import read
 from nemo_opd.logits.sources import Packing

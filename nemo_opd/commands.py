@@ -1,7 +1,5 @@
 """Commands with a time limit that leave no process behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

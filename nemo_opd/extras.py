@@ -25,21 +25,17 @@ EXTRAS = {
     "bitsandbytes": "quantised",
 }
 """Module → extra."""
+HOW_TO_INSTALL = {
+    "vllm": "run tools/rollout/install_vllm.sh and set rollout.command to the vllm that it installs",
+    "sglang": "install it in another environment and set rollout.command to its command there",
+}
+"""Keyed by `rollout.program`."""
 
 
 def require_extras(logging: Logging | None, reward: Reward | None) -> None:
     """Raise ConfigError for a setting whose library is not installed."""
     for setting, module in _needed(logging, reward):
         require_library(module, setting)
-
-
-def require_library(module: str, setting: str) -> None:
-    """Raise ConfigError if a library that a setting needs is not installed."""
-    if find_spec(module) is None:
-        raise ConfigError(
-            f"{setting}: needs the library {module}, which is not installed; run "
-            f"`pip install 'nemo-opd[{EXTRAS[module]}]'`, or leave the setting out"
-        )
 
 
 def _needed(logging: Logging | None, reward: Reward | None) -> Iterator[tuple[str, str]]:
@@ -53,11 +49,13 @@ def _needed(logging: Logging | None, reward: Reward | None) -> Iterator[tuple[st
             yield f"reward.extract.schema_file={file}", "jsonschema"
 
 
-HOW_TO_INSTALL = {
-    "vllm": "run tools/rollout/install_vllm.sh and set rollout.command to the vllm that it installs",
-    "sglang": "install it in another environment and set rollout.command to its command there",
-}
-"""Keyed by `rollout.program`."""
+def require_library(module: str, setting: str) -> None:
+    """Raise ConfigError if a library that a setting needs is not installed."""
+    if find_spec(module) is None:
+        raise ConfigError(
+            f"{setting}: needs the library {module}, which is not installed; run "
+            f"`pip install 'nemo-opd[{EXTRAS[module]}]'`, or leave the setting out"
+        )
 
 
 def require_installed(settings: Rollouts | None) -> None:

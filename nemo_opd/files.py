@@ -32,79 +32,7 @@ _WAYS_OUT = {
 """Ways out by error number."""
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 """End of the errors of safetensors and tokenizers, which are not OSErrors."""
-
-
-def error_number(error: BaseException | None) -> int | None:
-    """Return the system's error number of `error` or of its cause, or None for other errors."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    if (match := _RUST_ERROR.search(str(error))) is not None:
-        return int(match.group(1))
-    # After a write error, torch's archive writer raises a second error.
-    cause = None if error is None else error.__cause__ or error.__context__
-    number = None if cause is None else error_number(cause)
-    return number if number in OF_THE_DISK else None
-
-
-@contextmanager
-def storage_errors(
-    path: Path,
-    kind: type[OPDError] = StorageError,
-    *,
-    needed: int | None = None,
-    instead: str = ELSEWHERE,
-) -> Iterator[None]:
-    """Turn an operating system error in the block into `kind`, with one sentence about `path`.
-
-    needed: total bytes, if known. instead: an alternative for the user. Other errors pass, including network errors.
-    """
-    try:
-        yield
-    except (OPDError, ConnectionError, TimeoutError):
-        raise
-    except Exception as error:
-        if (number := error_number(error)) is None:
-            raise
-        raise kind(refusal(path, number, needed=needed, instead=instead)) from error
-
-
-def refusal(path: Path, number: int, *, needed: int | None = None, instead: str = ELSEWHERE) -> str:
-    """Return why `path` could not be written, and the way out."""
-    reason = os.strerror(number)
-    if number in FULL:
-        reason += f"; {room(path, needed)}"
-    way_out = f"{_WAYS_OUT[number]}, or {instead}" if number in _WAYS_OUT else instead
-    return f"{path} could not be written ({reason}); {way_out}"
-
-
-def require_room(path: Path, needed: int, what: str, *, instead: str, kind: type[OPDError] = StorageError) -> None:
-    """Raise `kind` if the file system of `path` has less free space than `needed` bytes."""
-    if free_bytes(path) < needed:
-        raise kind(f"{path}: no room for {what} ({room(path, needed)}); free some space, or {instead}")
-
-
-def room(path: Path, needed: int | None) -> str:
-    """Return the bytes needed, if known, and the bytes free, with a note if the file system has no inodes left."""
-    free = f"{decimal(free_bytes(path))} free"
-    files = os.statvfs(existing(path))
-    if files.f_files and not files.f_favail:
-        free += " but no more files can be created"
-    return free if needed is None else f"{decimal(needed)} needed, {free}"
-
-
-def free_bytes(path: Path) -> int:
-    """Return the bytes that an ordinary user may still write at `path`, or sys.maxsize without a limit."""
-    usage = shutil.disk_usage(existing(path))
-    return usage.free if usage.total else sys.maxsize
-
-
-def existing(path: Path) -> Path:
-    """Return the path, or its nearest existing parent."""
-    # Path.exists raises if a parent folder is not accessible.
-    return next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
-
-
-_RANDOM = 8
+_RANDOM_CHARACTERS = 8
 """Number of characters that `tempfile` adds to a prefix."""
 
 
@@ -145,7 +73,7 @@ def remove_abandoned(folder: Path, names: str) -> None:
 
     names: pattern of the final file names.
     """
-    for path in folder.glob(f".{names}.{'?' * _RANDOM}"):
+    for path in folder.glob(f".{names}.{'?' * _RANDOM_CHARACTERS}"):
         # Kept on file systems without locks, and if owned by another user.
         with suppress(OSError), path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,19 +129,6 @@ def settle(folder: Path) -> None:
         sync(path)
 
 
-def size_below(folder: Path) -> int:
-    """Return the total bytes of the files below a folder; files may vanish meanwhile."""
-    total = 0
-    for path in files_below(folder):
-        with suppress(FileNotFoundError):
-            total += path.stat().st_size
-    return total
-
-
-def files_below(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
 def sync(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -226,6 +141,19 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def files_below(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def size_below(folder: Path) -> int:
+    """Return the total bytes of the files below a folder; files may vanish meanwhile."""
+    total = 0
+    for path in files_below(folder):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
 def umask_mode() -> int:
     """Return the mode of a new file."""
     # os.umask can only be read by setting it, which would affect other threads, so ask the kernel first.
@@ -235,3 +163,73 @@ def umask_mode() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return 0o666 & ~mask
+
+
+@contextmanager
+def storage_errors(
+    path: Path,
+    kind: type[OPDError] = StorageError,
+    *,
+    needed: int | None = None,
+    instead: str = ELSEWHERE,
+) -> Iterator[None]:
+    """Turn an operating system error in the block into `kind`, with one sentence about `path`.
+
+    needed: total bytes, if known. instead: an alternative for the user. Other errors pass, including network errors.
+    """
+    try:
+        yield
+    except (OPDError, ConnectionError, TimeoutError):
+        raise
+    except Exception as error:
+        if (number := error_number(error)) is None:
+            raise
+        raise kind(refusal(path, number, needed=needed, instead=instead)) from error
+
+
+def error_number(error: BaseException | None) -> int | None:
+    """Return the system's error number of `error` or of its cause, or None for other errors."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    if (match := _RUST_ERROR.search(str(error))) is not None:
+        return int(match.group(1))
+    # After a write error, torch's archive writer raises a second error.
+    cause = None if error is None else error.__cause__ or error.__context__
+    number = None if cause is None else error_number(cause)
+    return number if number in OF_THE_DISK else None
+
+
+def refusal(path: Path, number: int, *, needed: int | None = None, instead: str = ELSEWHERE) -> str:
+    """Return why `path` could not be written, and the way out."""
+    reason = os.strerror(number)
+    if number in FULL:
+        reason += f"; {_free_room(path, needed)}"
+    way_out = f"{_WAYS_OUT[number]}, or {instead}" if number in _WAYS_OUT else instead
+    return f"{path} could not be written ({reason}); {way_out}"
+
+
+def require_room(path: Path, needed: int, what: str, *, instead: str, kind: type[OPDError] = StorageError) -> None:
+    """Raise `kind` if the file system of `path` has less free space than `needed` bytes."""
+    if free_bytes(path) < needed:
+        raise kind(f"{path}: no room for {what} ({_free_room(path, needed)}); free some space, or {instead}")
+
+
+def _free_room(path: Path, needed: int | None) -> str:
+    """Return the bytes needed, if known, and the bytes free, with a note if the file system has no inodes left."""
+    free = f"{decimal(free_bytes(path))} free"
+    files = os.statvfs(existing(path))
+    if files.f_files and not files.f_favail:
+        free += " but no more files can be created"
+    return free if needed is None else f"{decimal(needed)} needed, {free}"
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes that an ordinary user may still write at `path`, or sys.maxsize without a limit."""
+    usage = shutil.disk_usage(existing(path))
+    return usage.free if usage.total else sys.maxsize
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or its nearest existing parent."""
+    # Path.exists raises if a parent folder is not accessible.
+    return next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))

@@ -9,6 +9,12 @@ from pathlib import Path
 
 from nemo_opd.errors import ConfigError
 
+_PACKAGE = Path(__file__).parent
+CHECKOUT = _PACKAGE.parent if (_PACKAGE.parent / "pyproject.toml").is_file() else None
+"""Root of the project's checkout, with its tests and benchmarks; None if only the package is installed."""
+UNKNOWN = "unknown"
+"""Commit of a checkout or copy without a repository."""
+
 
 def cache_dir(*parts: str) -> Path:
     """Create and return a cache folder.
@@ -45,18 +51,10 @@ def keep_compiled_code_private() -> None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir("compiled")))
 
 
-_PACKAGE = Path(__file__).parent
-CHECKOUT = _PACKAGE.parent if (_PACKAGE.parent / "pyproject.toml").is_file() else None
-"""Root of the project's checkout, with its tests and benchmarks; None if only the package is installed."""
-
-
 def configs_dir() -> Path:
     """Return the folder of the package's recipes and config groups."""
     installed = _PACKAGE / "configs"
     return installed if CHECKOUT is None else CHECKOUT / "configs"
-
-
-UNKNOWN = "unknown"
 
 
 def package_version() -> str:

@@ -1,7 +1,5 @@
 """Current work: reported here by the code that works, and read by displays."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -11,7 +9,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
 """Environment variables that disable the progress bars of libraries."""
@@ -82,7 +80,7 @@ def separately() -> Iterator[None]:
         _under_way = outside
 
 
-def tracked(items: Iterable[T], name: str, unit: str, total: int | None = None) -> Iterator[T]:
+def tracked(items: Iterable[_T], name: str, unit: str, total: int | None = None) -> Iterator[_T]:
     """Yield the items, and show the progress through them. total: their number, if they have no length."""
     with working(name, len(items) if total is None and isinstance(items, Sized) else total, unit) as work:
         for item in items:

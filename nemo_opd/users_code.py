@@ -1,10 +1,8 @@
-"""Calls of a user's own code, which can neither end the run silently nor block it indefinitely.
+"""Calls of a user's own code, which can neither end the run silently nor block it indefinitely, and callbacks of a run.
 
-Exceptions are C code that ignores signals, code that ends the process (`os._exit`), and code that uses SIGALRM itself,
-such as math-verify by default: its time is checked when it returns.
+Exceptions to this are C code that ignores signals, code that ends the process (`os._exit`), and code that uses SIGALRM
+itself, such as math-verify by default: its time is checked when it returns.
 """
-
-from __future__ import annotations
 
 import importlib
 import math
@@ -22,13 +20,18 @@ from typing import Any, TypeVar
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import CallbackError, ConfigError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 LARGEST_REWARD = 1e15
+"""Largest absolute value of a reward; statistics square it."""
 _MESSAGE_LENGTH = 500
 """Maximum characters of an error message that are shown."""
 TEXT_S = 5.0
+"""Seconds to make the text of a value or an error."""
 _AGAIN_S = 1.0
 """Time between further interruptions of code that handled the first one as an error."""
+_CALLBACK_FORM = "package.module:name"
+_CALLBACKS_KEY = "run.callbacks"
+_CALLBACK_METHODS = ("on_step", "on_save", "on_evaluate")
 
 
 class UsersCodeError(Exception):
@@ -39,7 +42,7 @@ class _Overdue(BaseException):
     """Interruption of the user's code; a BaseException, so that `except Exception` does not catch it."""
 
 
-def called(function: Callable[..., T], *arguments: Any, timeout_s: float, key: str) -> T:
+def called(function: Callable[..., _T], *arguments: Any, timeout_s: float, key: str) -> _T:
     """Call the function and return its result.
 
     key: setting of `timeout_s`. Raises UsersCodeError if the function raises anything, SystemExit included, or takes
@@ -56,6 +59,60 @@ def called(function: Callable[..., T], *arguments: Any, timeout_s: float, key: s
         raise UsersCodeError(f"did not return in {timeout_s:g} s ({key})") from None
     except BaseException as error:
         raise UsersCodeError(f"raised {_described(error)}") from error
+
+
+def _limited(function: Callable[..., _T], arguments: tuple[Any, ...], timeout_s: float) -> _T:
+    call = _with_alarm if threading.current_thread() is threading.main_thread() else _in_thread
+    return call(function, arguments, timeout_s)
+
+
+def _with_alarm(function: Callable[..., _T], arguments: tuple[Any, ...], timeout_s: float) -> _T:
+    """Raise _Overdue in the function when the time is up; a previously set alarm is restored.
+
+    This is one function, not a context manager, because an alarm can ring between any two lines: it does nothing unless
+    `is_inside`, and an error it raises inside passes the `finally`.
+    """
+    is_inside = False
+
+    def ring(*_: object) -> None:
+        if is_inside:
+            raise _Overdue
+
+    start = time.monotonic()
+    remaining = interval = 0.0
+    handler = signal.signal(signal.SIGALRM, ring)
+    try:
+        remaining, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, _AGAIN_S)
+        is_inside = True
+        result = function(*arguments)
+    finally:
+        is_inside = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, remaining - (time.monotonic() - start)), interval)
+    if time.monotonic() - start > timeout_s:
+        raise _Overdue
+    return result
+
+
+def _in_thread(function: Callable[..., _T], arguments: tuple[Any, ...], timeout_s: float) -> _T:
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function(*arguments))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    # The process does not wait for daemon threads at exit.
+    threading.Thread(target=run, name="user's code", daemon=True).start()
+    try:
+        return outcome.result(timeout_s)
+    except FutureTimeoutError:  # the code may raise this error too
+        if outcome.done():
+            raise
+        raise _Overdue from None
 
 
 def imported(reference: str, *, key: str, form: str) -> Any:
@@ -75,6 +132,14 @@ def imported(reference: str, *, key: str, form: str) -> Any:
             f"{key}={reference}: cannot be imported ({_described(error)}); give `{form}`, with the package "
             "installed or in the working folder"
         ) from error
+
+
+def _described(error: BaseException) -> str:
+    """Return type, message and place of an error in the user's code, in one line."""
+    message = " ".join(_safely(str, error).split())[:_MESSAGE_LENGTH]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{': ' if message else ''}{message}{place}"
 
 
 def shown(value: object) -> str:
@@ -107,73 +172,6 @@ def is_finite(value: Any) -> bool:
 def is_reward(value: Any) -> bool:
     """Return whether a number can be used in statistics of rewards, which square it."""
     return is_finite(value) and abs(value) <= LARGEST_REWARD
-
-
-def _described(error: BaseException) -> str:
-    """Return type, message and place of an error in the user's code, in one line."""
-    message = " ".join(_safely(str, error).split())[:_MESSAGE_LENGTH]
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{': ' if message else ''}{message}{place}"
-
-
-def _limited(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
-    call = _with_alarm if threading.current_thread() is threading.main_thread() else _in_thread
-    return call(function, arguments, timeout_s)
-
-
-def _with_alarm(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
-    """Raise _Overdue in the function when the time is up; a previously set alarm is restored.
-
-    This is one function, not a context manager, because an alarm can ring between any two lines: it does nothing unless
-    `is_inside`, and an error it raises inside passes the `finally`.
-    """
-    is_inside = False
-
-    def ring(*_: object) -> None:
-        if is_inside:
-            raise _Overdue
-
-    start = time.monotonic()
-    remaining = interval = 0.0
-    handler = signal.signal(signal.SIGALRM, ring)
-    try:
-        remaining, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, _AGAIN_S)
-        is_inside = True
-        result = function(*arguments)
-    finally:
-        is_inside = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if remaining:
-            signal.setitimer(signal.ITIMER_REAL, max(1e-3, remaining - (time.monotonic() - start)), interval)
-    if time.monotonic() - start > timeout_s:
-        raise _Overdue
-    return result
-
-
-def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function(*arguments))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    # The process does not wait for daemon threads at exit.
-    threading.Thread(target=run, name="user's code", daemon=True).start()
-    try:
-        return outcome.result(timeout_s)
-    except FutureTimeoutError:  # the code may raise this error too
-        if outcome.done():
-            raise
-        raise _Overdue from None
-
-
-_FORM = "package.module:name"
-_KEY = "run.callbacks"
-_METHODS = ("on_step", "on_save", "on_evaluate")
 
 
 class Callback:
@@ -219,30 +217,33 @@ class Callbacks:
 
     def _call(self, method: str, step: int, payload: Any) -> list[Any]:
         methods = [(name, getattr(callback, method, None)) for name, callback in self._all]
-        return [_called(f"{name}: {method}", call, step, payload) for name, call in methods if call is not None]
+        return [_call_callback(f"{name}: {method}", call, step, payload) for name, call in methods if call is not None]
 
 
 def import_callbacks(names: Sequence[str]) -> dict[str, Any]:
     """Import the callbacks named in the settings. Raises ConfigError for an object that is not a callback."""
-    objects = {name: imported(name, key=_KEY, form=_FORM) for name in names}
+    objects = {name: imported(name, key=_CALLBACKS_KEY, form=_CALLBACK_FORM) for name in names}
     for name, item in objects.items():
-        _require_callback(f"{_KEY}={name}", item)
+        _require_callback(f"{_CALLBACKS_KEY}={name}", item)
     return objects
 
 
 def _require_callback(label: str, item: Any) -> None:
     if not _has_methods(item) and (isinstance(item, type) or not callable(item)):
-        raise ConfigError(f"{label}: neither a function nor a class with {', '.join(_METHODS[:-1])} or {_METHODS[-1]}")
+        raise ConfigError(
+            f"{label}: neither a function nor a class with {', '.join(_CALLBACK_METHODS[:-1])} or "
+            f"{_CALLBACK_METHODS[-1]}"
+        )
 
 
 def _has_methods(item: Any) -> bool:
-    return any(hasattr(item, method) for method in _METHODS)
+    return any(hasattr(item, method) for method in _CALLBACK_METHODS)
 
 
 def _instantiated(name: str, item: Any) -> Any:
     """Return an object with the methods. A class is instantiated; a function becomes `on_step`."""
     if isinstance(item, type):
-        return _called(name, item)
+        return _call_callback(name, item)
     if _has_methods(item):
         return item
     callback = Callback()
@@ -250,7 +251,7 @@ def _instantiated(name: str, item: Any) -> Any:
     return callback
 
 
-def _called(label: str, call: Callable[..., Any], *arguments: Any) -> Any:
+def _call_callback(label: str, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
     except Exception as error:

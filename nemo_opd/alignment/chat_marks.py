@@ -6,8 +6,6 @@ ends, and the conversation is rendered again. Marks keep the form of a message, 
 tag such as `</think>` still finds it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -34,7 +32,7 @@ _TAG = re.compile(r"(<[^<>\s]{1,64}>|\[/?[A-Z_]{2,}\])")
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class _Mark:
     position: int
     """Index in the text without marks."""
     message: int
@@ -57,7 +55,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Edges:
+class _Edges:
     """A content's text before its first mark and after its last: white space and tags."""
 
     lead: str = ""
@@ -131,8 +129,8 @@ class MarkedConversation:
         return marked
 
     def _mark_most(
-        self, messages: list[Message], marks: list[Mark], marked: Sequence[Message], indices: range
-    ) -> tuple[list[Message], list[Mark]]:
+        self, messages: list[Message], marks: list[_Mark], marked: Sequence[Message], indices: range
+    ) -> tuple[list[Message], list[_Mark]]:
         """Replace the messages at `indices` by marked ones, except those whose marks change other text.
 
         messages, marks: the result so far. Some templates count or compare contents.
@@ -146,7 +144,7 @@ class MarkedConversation:
 
     def _mark_all(
         self, messages: Sequence[Message], marked: Sequence[Message], indices: Sequence[int]
-    ) -> tuple[list[Message], list[Mark]] | None:
+    ) -> tuple[list[Message], list[_Mark]] | None:
         """Replace messages by marked ones and find the marks; return None if that changes other text."""
         attempt = list(messages)
         for k in indices:
@@ -154,24 +152,24 @@ class MarkedConversation:
         text, marks = self._extract_marks(self._render(attempt, False) or "")
         return (attempt, marks) if text == self._text else None
 
-    def _extract_marks(self, rendered: str) -> tuple[str, list[Mark]]:
+    def _extract_marks(self, rendered: str) -> tuple[str, list[_Mark]]:
         """Split a rendering into its text without marks, and the marks."""
         texts, marks, position = [], [], 0
         for part in _IS_PRIVATE.split(rendered):
             if part in self._mark_of_character:
-                marks.append(Mark(position, *self._mark_of_character[part]))
+                marks.append(_Mark(position, *self._mark_of_character[part]))
             else:
                 texts.append(part)
                 position += len(part)
         return "".join(texts), marks
 
-    def _rendered_edges(self, marked: Sequence[Message]) -> list[Edges]:
+    def _rendered_edges(self, marked: Sequence[Message]) -> list[_Edges]:
         """Return each content's edges with only the white space that the template keeps.
 
         The conversation is rendered again with stripped contents: text between marks shrinks by the white space kept.
         """
         edges = [self._edges(k, message.get("content")) for k, message in enumerate(marked)]
-        rendered = [Edges(edge.lead.lstrip(), edge.trail.rstrip()) for edge in edges]
+        rendered = [_Edges(edge.lead.lstrip(), edge.trail.rstrip()) for edge in edges]
         if rendered == edges:
             return edges
         text, marks = self._extract_marks(self._render(list(map(_stripped, self.messages)), False) or "")
@@ -184,8 +182,8 @@ class MarkedConversation:
             trail, lead = _kept_white_space(
                 _between(self._text, self._marks, i),
                 _between(text, marks, i),
-                edges[previous.message] if previous and previous.kind == "end" else Edges(),
-                edges[following.message] if following and following.kind in ("start", "end") else Edges(),
+                edges[previous.message] if previous and previous.kind == "end" else _Edges(),
+                edges[following.message] if following and following.kind in ("start", "end") else _Edges(),
             )
             if previous and previous.kind == "end":
                 rendered[previous.message] = replace(rendered[previous.message], trail=trail)
@@ -193,7 +191,7 @@ class MarkedConversation:
                 rendered[following.message] = replace(rendered[following.message], lead=lead)
         return rendered
 
-    def _without_quotes(self, marked: Sequence[Message]) -> list[Mark]:
+    def _without_quotes(self, marked: Sequence[Message]) -> list[_Mark]:
         """Drop marks of an assistant message beyond those it has: another message quotes it there."""
         num_left = [
             sum(map(json.dumps(message, ensure_ascii=False, default=str).count, characters))
@@ -216,7 +214,7 @@ class MarkedConversation:
             for k, message in enumerate(messages)
             if not self._is_marked[k] and isinstance(content := message.get("content"), str) and content.strip()
         }
-        groups: list[list[Mark]] = []
+        groups: list[list[_Mark]] = []
         for mark in self._marks:
             last = groups[-1][-1] if groups else None
             is_same = last is not None and last.message == mark.message
@@ -234,11 +232,11 @@ class MarkedConversation:
             runs.append(_run(marks, seen[marks[0].message] - 1))
         return runs
 
-    def _edges(self, k: int, content: object) -> Edges:
+    def _edges(self, k: int, content: object) -> _Edges:
         start, end = self._mark_characters[k][:2]
         if not isinstance(content, str) or end not in content:
-            return Edges()
-        return Edges(content.partition(start if start in content else end)[0], content.rpartition(end)[2])
+            return _Edges()
+        return _Edges(content.partition(start if start in content else end)[0], content.rpartition(end)[2])
 
 
 def _mark_characters(text: str, num_messages: int) -> list[tuple[str, ...]]:
@@ -288,20 +286,20 @@ def _stripped(message: Message) -> Message:
     return {**message, "content": content.strip()} if isinstance(content, str) else message
 
 
-def _run(marks: Sequence[Mark], num_before: int) -> Run:
+def _run(marks: Sequence[_Mark], num_before: int) -> Run:
     kinds = {mark.kind for mark in marks}
     first, last = marks[0], marks[-1]
     has_content, has_other = bool(kinds - {"other"}), "other" in kinds
     return Run(first.message, first.position, last.position, first.kind, last.kind, has_content, has_other, num_before)
 
 
-def _between(text: str, marks: Sequence[Mark], i: int) -> str:
+def _between(text: str, marks: Sequence[_Mark], i: int) -> str:
     """Return the text between mark i − 1, or the beginning, and mark i, or the end."""
     start = marks[i - 1].position if i else 0
     return text[start : marks[i].position if i < len(marks) else len(text)]
 
 
-def _kept_white_space(gap: str, bare: str, previous: Edges, following: Edges) -> tuple[str, str]:
+def _kept_white_space(gap: str, bare: str, previous: _Edges, following: _Edges) -> tuple[str, str]:
     """Return the trail of one content and the lead of the next, with the white space of theirs that `gap` contains.
 
     bare: the same gap between contents without white space at their ends.

@@ -5,8 +5,6 @@ token in the rendering of messages 0 … k (methods.md §1.5). Rendering all the
 the number of messages. The text around messages repeats, so it is rendered once and then recognised.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections import defaultdict

@@ -4,8 +4,6 @@
 sides cut and makes a chunk of the tokens between two neighbouring cuts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -20,174 +20,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-Kind = Literal["byte_level", "sentencepiece"]
+_Kind = Literal["byte_level", "sentencepiece"]
 META_SPACE = "▁"
 _MERGES = '"merges":['
 """Start of the list of merges, and of nothing else: quotation marks inside a JSON string are escaped."""
 _END_OF_MODEL = "]}}"
-
-
-@dataclass(frozen=True, slots=True)
-class AddedToken:
-    id: int
-    stored: str
-    """The content as the normaliser left it, which is matched in texts and decoded. White space that the token swallows
-    around itself (lstrip, rstrip) is excluded.
-    """
-    special: bool
-    in_byte_alphabet: bool
-    """Whether the normaliser wrote the content in the GPT-2 alphabet."""
-
-
-@dataclass(frozen=True)
-class Backend:
-    """The parts of a tokenizer's backend that determine which bytes a token stands for."""
-
-    kind: Kind
-    """byte_level: the GPT-2 alphabet, one character per byte. sentencepiece: UTF-8 with `▁` for a space."""
-    byte_fallback: bool
-    """`<0xHH>` stands for one byte."""
-    vocab: dict[str, int]
-    """The model's own pieces, which may include added tokens."""
-    merges_json: str
-    """List of pairs. Parsed on demand, since it takes most of the parsing time."""
-    unk_token: str | None
-    added: tuple[AddedToken, ...]
-    fingerprint: str
-
-    @cached_property
-    def merges(self) -> tuple[tuple[str, str], ...]:
-        """BPE merges in the order of application; empty for a unigram model."""
-        return tuple((left, right) for left, right in json.loads(self.merges_json))
-
-
-@dataclass(frozen=True, slots=True)
-class _Serialized:
-    """A backend as JSON. Serialising takes tenths of a second for large vocabularies, so do it once."""
-
-    text: str
-    fingerprint: str
-
-
-def rust_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """Return the backend of a fast tokenizer. Raises AlignmentError for a slow tokenizer."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise AlignmentError(
-            f"tokenizer {name_of(tokenizer)} ({type(tokenizer).__name__}) has no fast backend, so the bytes of its "
-            "tokens are unknown; use a version of it that ships tokenizer.json"
-        )
-    return backend
-
-
-def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__
-
-
-def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 of a tokenizer's behaviour, except truncation and padding, which calls set.
-
-    Raises AlignmentError for a tokenizer without a fast backend.
-    """
-    return serialize(tokenizer).fingerprint
-
-
-def serialize(tokenizer: PreTrainedTokenizerBase) -> _Serialized:
-    """Serialise the backend. Raises AlignmentError for a tokenizer without a fast one."""
-    text = rust_tokenizer(tokenizer).to_str()
-    # The version, truncation and padding precede this key.
-    _, key, behaviour = text.partition('"added_tokens":')
-    assert key, "a serialised tokenizer lists its added tokens"
-    return _Serialized(text, hashlib.sha256(behaviour.encode()).hexdigest())
-
-
-def read_backend(tokenizer: PreTrainedTokenizerBase, serialized: _Serialized | None = None) -> Backend:
-    """Read a tokenizer's backend. Pass `serialized` to avoid serialising again.
-
-    Raises AlignmentError if a token's bytes cannot be told from its text.
-    """
-    backend = rust_tokenizer(tokenizer)
-    serialized = serialized or serialize(tokenizer)
-    data, merges_json = _parse(serialized.text)
-    model, decoders = data["model"], list(_steps(data["decoder"], "decoders"))
-    try:
-        kind = _kind(model, decoders)
-    except AlignmentError as error:
-        raise AlignmentError(f"tokenizer {name_of(tokenizer)} cannot be aligned by bytes: {error}") from None
-    writes_alphabet = any(step["type"] == "ByteLevel" for step in _steps(data["normalizer"], "normalizers"))
-    return Backend(
-        kind=kind,
-        byte_fallback=kind == "sentencepiece" and any(d["type"] == "ByteFallback" for d in decoders),
-        vocab=model["vocab"] if isinstance(model["vocab"], dict) else {p: i for i, (p, _) in enumerate(model["vocab"])},
-        merges_json=merges_json,
-        unk_token=_unk_token(model),
-        added=tuple(
-            AddedToken(
-                t["id"],
-                backend.id_to_token(t["id"]) or t["content"],
-                t["special"],
-                kind == "byte_level" and writes_alphabet and t["normalized"],
-            )
-            for t in data["added_tokens"]
-        ),
-        fingerprint=serialized.fingerprint,
-    )
-
-
-def _parse(text: str) -> tuple[dict[str, Any], str]:
-    """Parse everything but the merges, and return the merges as JSON: the last list of the last object."""
-    head, opening, tail = text.partition(_MERGES)
-    if not opening:
-        return json.loads(text), "[]"
-    assert tail.endswith(_END_OF_MODEL), "a serialised tokenizer ends with its merges"
-    return json.loads(head + _MERGES + _END_OF_MODEL), "[" + tail[: 1 - len(_END_OF_MODEL)]
-
-
-def _steps(component: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a decoder or normaliser. key: key of the steps in a sequence."""
-    if component is None:
-        return
-    if component["type"] == "Sequence":
-        for inner in component[key]:
-            yield from _steps(inner, key)
-    else:
-        yield component
-
-
-def _kind(model: dict[str, Any], decoders: list[dict[str, Any]]) -> Kind:
-    if model["type"] not in ("BPE", "Unigram"):
-        raise AlignmentError(
-            f"a {model['type']} model drops white space and marks that its tokens cannot give back; "
-            "choose a model whose tokenizer is a byte-level or SentencePiece BPE or Unigram"
-        )
-    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(key):
-            raise AlignmentError(
-                f"its model writes {key}={model[key]!r} into tokens that stand for other text; "
-                "choose a model whose tokenizer is byte-level or SentencePiece"
-            )
-    if any(step["type"] == "ByteLevel" for step in decoders):
-        return "byte_level"
-    if any(_writes_spaces(step) for step in decoders):
-        return "sentencepiece"
-    types = ", ".join(step["type"] for step in decoders) or "none"
-    raise AlignmentError(
-        f"its decoder ({types}) is neither ByteLevel nor one that turns {META_SPACE!r} into a space; if its pieces are "
-        "of one of these kinds, set backend_tokenizer.decoder to tokenizers.decoders.ByteLevel() or Metaspace()"
-    )
-
-
-def _writes_spaces(step: dict[str, Any]) -> bool:
-    if step["type"] == "Metaspace":
-        return step["replacement"] == META_SPACE
-    return step["type"] == "Replace" and step["pattern"] == {"String": META_SPACE} and step["content"] == " "
-
-
-def _unk_token(model: dict[str, Any]) -> str | None:
-    if model["type"] == "Unigram":
-        return None if model["unk_id"] is None else model["vocab"][model["unk_id"]][0]
-    return model["unk_token"]
-
 
 HOLE, ORDINARY, BYTE_FALLBACK, ADDED = range(4)
 """Origins of ids. If two ids have the same bytes, the lower origin is the more natural one."""
@@ -201,6 +38,9 @@ _SAMPLE = (
     "Русский текст עברית العربية हिन्दी ไทย Ελληνικά",
     "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 ½ ∑ → 𝔘 e\u0301 \u200b\u00a0\u3000 \U00010348 ﬁ",
 )
+_MAX_IDS = 1 << 24
+"""Sixty times the size of the largest vocabularies: a table of pieces has a row for each id."""
+_CACHE: dict[str, Pieces] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,17 +82,12 @@ class Pieces:
         return [data[start:end] for start, end in pairwise(ends)]
 
 
-_MAX_IDS = 1 << 24
-"""Sixty times the size of the largest vocabularies: a table of pieces has a row for each id."""
-_CACHE: dict[str, Pieces] = {}
-
-
 def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
     """Return the pieces of a fast tokenizer, built once per process and verified against its decoder.
 
     Raises AlignmentError for a tokenizer whose pieces cannot be exact.
     """
-    serialized = serialize(tokenizer)
+    serialized = _serialize(tokenizer)
     if serialized.fingerprint not in _CACHE:
         backend = read_backend(tokenizer, serialized)
         pieces = _build(backend)
@@ -261,7 +96,169 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
     return _CACHE[serialized.fingerprint]
 
 
-def _build(backend: Backend) -> Pieces:
+def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the SHA-256 of a tokenizer's behaviour, except truncation and padding, which calls set.
+
+    Raises AlignmentError for a tokenizer without a fast backend.
+    """
+    return _serialize(tokenizer).fingerprint
+
+
+def rust_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """Return the backend of a fast tokenizer. Raises AlignmentError for a slow tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise AlignmentError(
+            f"tokenizer {name_of(tokenizer)} ({type(tokenizer).__name__}) has no fast backend, so the bytes of its "
+            "tokens are unknown; use a version of it that ships tokenizer.json"
+        )
+    return backend
+
+
+@dataclass(frozen=True, slots=True)
+class _AddedToken:
+    id: int
+    stored: str
+    """The content as the normaliser left it, which is matched in texts and decoded. White space that the token swallows
+    around itself (lstrip, rstrip) is excluded.
+    """
+    special: bool
+    in_byte_alphabet: bool
+    """Whether the normaliser wrote the content in the GPT-2 alphabet."""
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """The parts of a tokenizer's backend that determine which bytes a token stands for."""
+
+    kind: _Kind
+    """byte_level: the GPT-2 alphabet, one character per byte. sentencepiece: UTF-8 with `▁` for a space."""
+    byte_fallback: bool
+    """`<0xHH>` stands for one byte."""
+    vocab: dict[str, int]
+    """The model's own pieces, which may include added tokens."""
+    merges_json: str
+    """List of pairs. Parsed on demand, since it takes most of the parsing time."""
+    unk_token: str | None
+    added: tuple[_AddedToken, ...]
+    fingerprint: str
+
+    @cached_property
+    def merges(self) -> tuple[tuple[str, str], ...]:
+        """BPE merges in the order of application; empty for a unigram model."""
+        return tuple((left, right) for left, right in json.loads(self.merges_json))
+
+
+def read_backend(tokenizer: PreTrainedTokenizerBase, serialized: _Serialized | None = None) -> _Backend:
+    """Read a tokenizer's backend. Pass `serialized` to avoid serialising again.
+
+    Raises AlignmentError if a token's bytes cannot be told from its text.
+    """
+    backend = rust_tokenizer(tokenizer)
+    serialized = serialized or _serialize(tokenizer)
+    data, merges_json = _parse(serialized.text)
+    model, decoders = data["model"], list(_steps(data["decoder"], "decoders"))
+    try:
+        kind = _kind(model, decoders)
+    except AlignmentError as error:
+        raise AlignmentError(f"tokenizer {name_of(tokenizer)} cannot be aligned by bytes: {error}") from None
+    writes_alphabet = any(step["type"] == "ByteLevel" for step in _steps(data["normalizer"], "normalizers"))
+    return _Backend(
+        kind=kind,
+        byte_fallback=kind == "sentencepiece" and any(d["type"] == "ByteFallback" for d in decoders),
+        vocab=model["vocab"] if isinstance(model["vocab"], dict) else {p: i for i, (p, _) in enumerate(model["vocab"])},
+        merges_json=merges_json,
+        unk_token=_unk_token(model),
+        added=tuple(
+            _AddedToken(
+                t["id"],
+                backend.id_to_token(t["id"]) or t["content"],
+                t["special"],
+                kind == "byte_level" and writes_alphabet and t["normalized"],
+            )
+            for t in data["added_tokens"]
+        ),
+        fingerprint=serialized.fingerprint,
+    )
+
+
+def _serialize(tokenizer: PreTrainedTokenizerBase) -> _Serialized:
+    """Serialise the backend. Raises AlignmentError for a tokenizer without a fast one."""
+    text = rust_tokenizer(tokenizer).to_str()
+    # The version, truncation and padding precede this key.
+    _, key, behaviour = text.partition('"added_tokens":')
+    assert key, "a serialised tokenizer lists its added tokens"
+    return _Serialized(text, hashlib.sha256(behaviour.encode()).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class _Serialized:
+    """A backend as JSON. Serialising takes tenths of a second for large vocabularies, so do it once."""
+
+    text: str
+    fingerprint: str
+
+
+def _parse(text: str) -> tuple[dict[str, Any], str]:
+    """Parse everything but the merges, and return the merges as JSON: the last list of the last object."""
+    head, opening, tail = text.partition(_MERGES)
+    if not opening:
+        return json.loads(text), "[]"
+    assert tail.endswith(_END_OF_MODEL), "a serialised tokenizer ends with its merges"
+    return json.loads(head + _MERGES + _END_OF_MODEL), "[" + tail[: 1 - len(_END_OF_MODEL)]
+
+
+def _steps(component: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a decoder or normaliser. key: key of the steps in a sequence."""
+    if component is None:
+        return
+    if component["type"] == "Sequence":
+        for inner in component[key]:
+            yield from _steps(inner, key)
+    else:
+        yield component
+
+
+def _kind(model: dict[str, Any], decoders: list[dict[str, Any]]) -> _Kind:
+    if model["type"] not in ("BPE", "Unigram"):
+        raise AlignmentError(
+            f"a {model['type']} model drops white space and marks that its tokens cannot give back; "
+            "choose a model whose tokenizer is a byte-level or SentencePiece BPE or Unigram"
+        )
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise AlignmentError(
+                f"its model writes {key}={model[key]!r} into tokens that stand for other text; "
+                "choose a model whose tokenizer is byte-level or SentencePiece"
+            )
+    if any(step["type"] == "ByteLevel" for step in decoders):
+        return "byte_level"
+    if any(_writes_spaces(step) for step in decoders):
+        return "sentencepiece"
+    types = ", ".join(step["type"] for step in decoders) or "none"
+    raise AlignmentError(
+        f"its decoder ({types}) is neither ByteLevel nor one that turns {META_SPACE!r} into a space; if its pieces are "
+        "of one of these kinds, set backend_tokenizer.decoder to tokenizers.decoders.ByteLevel() or Metaspace()"
+    )
+
+
+def _writes_spaces(step: dict[str, Any]) -> bool:
+    if step["type"] == "Metaspace":
+        return step["replacement"] == META_SPACE
+    return step["type"] == "Replace" and step["pattern"] == {"String": META_SPACE} and step["content"] == " "
+
+
+def _unk_token(model: dict[str, Any]) -> str | None:
+    if model["type"] == "Unigram":
+        return None if model["unk_id"] is None else model["vocab"][model["unk_id"]][0]
+    return model["unk_token"]
+
+
+def _build(backend: _Backend) -> Pieces:
     size = 1 + max([*backend.vocab.values(), *(token.id for token in backend.added)], default=-1)
     if size > _MAX_IDS:
         raise AlignmentError(
@@ -288,7 +285,7 @@ def _build(backend: Backend) -> Pieces:
     return Pieces(buffer, offsets, lengths, is_special, origin, special_contents, backend.fingerprint)
 
 
-def _ordinary_bytes(token: str, backend: Backend) -> tuple[bytes, int]:
+def _ordinary_bytes(token: str, backend: _Backend) -> tuple[bytes, int]:
     if backend.kind == "byte_level":
         return byte_level_bytes(token), ORDINARY
     if backend.byte_fallback and token.startswith("<0x") and (fallback := _FALLBACK.fullmatch(token)):
@@ -296,7 +293,7 @@ def _ordinary_bytes(token: str, backend: Backend) -> tuple[bytes, int]:
     return token.replace(META_SPACE, " ").encode(), ORDINARY
 
 
-def _added_bytes(token: AddedToken, backend: Backend) -> bytes:
+def _added_bytes(token: _AddedToken, backend: _Backend) -> bytes:
     """Return the bytes of an added token: its text, or the bytes that it spells in the byte alphabet if the normaliser
     wrote it so.
     """
@@ -305,28 +302,7 @@ def _added_bytes(token: AddedToken, backend: Backend) -> bytes:
     return token.stored.replace(META_SPACE, " ").encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Map GPT-2's characters to bytes: printable Latin-1 stands for itself, other bytes follow from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unprintable = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
-
-
-_BYTE_OF_CHARACTER = _byte_alphabet()
-CHARACTER_OF_BYTE = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
-_OUTSIDE = "\uffff"
-_LATIN_1 = dict.fromkeys(range(256), _OUTSIDE) | {ord(c): chr(byte) for c, byte in _BYTE_OF_CHARACTER.items()}
-
-
-def byte_level_bytes(token: str) -> bytes:
-    """Decode a piece in GPT-2's alphabet. Like the decoder, treat a piece with any other character as plain text."""
-    try:
-        return token.translate(_LATIN_1).encode("latin-1")
-    except UnicodeEncodeError:
-        return token.encode()
-
-
-def _verify(pieces: Pieces, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> None:
+def _verify(pieces: Pieces, kind: _Kind, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that every piece, and the pieces of sample texts, spell the text that the tokenizer decodes."""
     backend = rust_tokenizer(tokenizer)
     problem = _wrong_piece(pieces, kind, backend) or _wrong_text(pieces, backend)
@@ -337,7 +313,7 @@ def _verify(pieces: Pieces, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> N
         )
 
 
-def _wrong_piece(pieces: Pieces, kind: Kind, backend: Tokenizer) -> str | None:
+def _wrong_piece(pieces: Pieces, kind: _Kind, backend: Tokenizer) -> str | None:
     """Describe a piece that the tokenizer decodes to other text. Each id is decoded between two anchors.
 
     All ids are decoded in one call first, then one by one to name the one that differs. Anchors keep the ids apart, so
@@ -388,3 +364,24 @@ def _is_same_text(decoded: str, spelled: bytes) -> bool:
     """Compare text with bytes. A run of U+FFFD matches any bytes that are not characters."""
     text = spelled.decode("utf-8", "replace")
     return decoded == text or re.sub("\ufffd+", "\ufffd", decoded) == re.sub("\ufffd+", "\ufffd", text)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Map GPT-2's characters to bytes: printable Latin-1 stands for itself, other bytes follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unprintable = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
+CHARACTER_OF_BYTE = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
+_OUTSIDE = "\uffff"
+_LATIN_1 = dict.fromkeys(range(256), _OUTSIDE) | {ord(c): chr(byte) for c, byte in _BYTE_OF_CHARACTER.items()}
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """Decode a piece in GPT-2's alphabet. Like the decoder, treat a piece with any other character as plain text."""
+    try:
+        return token.translate(_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()

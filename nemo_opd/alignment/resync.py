@@ -5,8 +5,6 @@ program over UTF-8 characters in blocks of fixed size. Time is linear in the len
 in a table without probing, and a block always commits most of one of its sides.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Base class of all settings."""
+"""Base class of all settings, the options of config groups, and messages about wrong values."""
 
 import difflib
 import json
@@ -13,6 +13,10 @@ from pydantic_core import ErrorDetails
 _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V", bound=Hashable)
 
+YEAR_S = 365 * 86400.0
+"""Longest time limit in seconds; functions that wait overflow on much larger numbers."""
+_EMPTY = "it is empty; write a value, or leave the key out"
+
 
 class Settings(BaseModel):
     """Base of all settings: frozen, and an unknown key is an error. A field's docstring is its description."""
@@ -25,30 +29,25 @@ class Settings(BaseModel):
     @classmethod
     def no_value_is_empty(cls, value: object) -> object:
         if is_blank(value):  # `key=`, or a shell variable that is not set
-            raise ValueError(EMPTY)
+            raise ValueError(_EMPTY)
         # A lone line break is allowed, as a stop text of answers.
         if isinstance(value, tuple) and any(isinstance(element, str) and not element.strip(" ") for element in value):
             raise ValueError("an element is empty; write a value, or leave the element out")
         return value
 
 
-YEAR_S = 365 * 86400.0
-"""Longest time limit in seconds; functions that wait overflow on much larger numbers."""
-EMPTY = "it is empty; write a value, or leave the key out"
-
-
 def is_blank(value: object) -> bool:
     return isinstance(value, str) and not value.strip()
 
 
-class FrozenDict(dict[_K, _V]):
+class _FrozenDict(dict[_K, _V]):
     """An immutable, hashable dict, which keeps settings that hold one frozen."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> tuple[type, tuple[dict[_K, _V]]]:
-        return FrozenDict, (dict(self),)
+        return _FrozenDict, (dict(self),)
 
     def _refuse(self, *_: object, **__: object) -> Never:
         raise TypeError("settings are frozen")
@@ -56,8 +55,24 @@ class FrozenDict(dict[_K, _V]):
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
 
-Frozen = Annotated[dict[_K, _V], AfterValidator(FrozenDict)]
+Frozen = Annotated[dict[_K, _V], AfterValidator(_FrozenDict)]
 """Type of a field with arbitrary keys."""
+
+
+def choices(union: Any) -> tuple[type[Settings], ...]:
+    """Return the settings classes of a discriminated union."""
+    classes: tuple[type[Settings], ...] = get_args(get_args(union)[0])
+    return classes
+
+
+def require_lines(needed: Iterable[str | type[Settings]], table: Container[Any], name: str) -> None:
+    """Raise NotImplementedError if choices have no entry in a table. Called when the table's module is imported.
+
+    name: the table's name and file, for the message.
+    """
+    missing = [choice if isinstance(choice, str) else choice.__name__ for choice in needed if choice not in table]
+    if missing:
+        raise NotImplementedError(f"{name} has no line for {', '.join(missing)}; add it (docs/extending.md)")
 
 
 def recipes(config_dir: Path) -> list[str]:
@@ -76,22 +91,6 @@ def options(config_dir: Path, group: str) -> list[str]:
 
 def _stems(folder: Path) -> list[str]:
     return sorted(file.stem for file in folder.glob("*.yaml"))
-
-
-def choices(union: Any) -> tuple[type[Settings], ...]:
-    """Return the settings classes of a discriminated union."""
-    classes: tuple[type[Settings], ...] = get_args(get_args(union)[0])
-    return classes
-
-
-def require_lines(needed: Iterable[str | type[Settings]], table: Container[Any], name: str) -> None:
-    """Raise NotImplementedError if choices have no entry in a table. Called when the table's module is imported.
-
-    name: the table's name and file, for the message.
-    """
-    missing = [choice if isinstance(choice, str) else choice.__name__ for choice in needed if choice not in table]
-    if missing:
-        raise NotImplementedError(f"{name} has no line for {', '.join(missing)}; add it (docs/extending.md)")
 
 
 def explain_all(problems: Sequence[ErrorDetails], data: Mapping[str, Any], model: type[BaseModel]) -> Iterator[str]:
@@ -119,13 +118,13 @@ def _explain(
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     reason = " or ".join(dict.fromkeys(map(_reason_of, problems))).replace(" or must be", " or")
     if is_blank(value) and kind not in ("extra_forbidden", "value_error"):
-        return f"{key}: {EMPTY}"
+        return f"{key}: {_EMPTY}"
     if kind == "extra_forbidden":
         return f"{key}={text}: there is no such key{_suggestion(path, data, model)}"
     if kind in ("missing", "union_tag_not_found"):
         return f"{key}{'.type' * (kind != 'missing')}: required, but not given"
     if kind == "union_tag_invalid" and is_blank(value["type"]):
-        return f"{key}.type: {EMPTY}"
+        return f"{key}.type: {_EMPTY}"
     if kind == "union_tag_invalid":
         return f"{key}.type={value['type']!r}: choose one of {problem['ctx']['expected_tags']}"
     if kind in ("model_type", "model_attributes_type"):

@@ -1,38 +1,10 @@
-"""Machines, devices and processes."""
+"""Machines, devices and processes, and the handoff of the teachers' outputs to the student."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Settings
-
-
-class EvaluationCluster(Settings):
-    """Machines and processes of an evaluation."""
-
-    launcher: Literal["ray", "local"] = "local"
-    """local: no Ray; this process is the only rank, or the ranks are those that torchrun started on this machine. ray:
-    a process for each rank.
-    """
-    num_nodes: int = Field(1, ge=1)
-    """Number of nodes. More than one needs launcher=ray and a running Ray cluster, named by `address`."""
-    gpus_per_node: int | None = Field(None, ge=1)
-    """GPUs used on each node; by default all with Ray, and one per process without."""
-    cpu_ranks: int = Field(1, ge=1)
-    """On CPU, the total ranks over all nodes."""
-    address: str | None = None
-    """launcher=ray: a running Ray cluster (`auto`, `host:port`); by default a local one is started and stopped."""
-    timeout_s: float = Field(1800, gt=0)
-    """Longest wait, in seconds, for any process: loading its model, answering questions."""
-
-    @model_validator(mode="after")
-    def settings_are_those_of_a_run(self) -> Self:
-        self.on("auto")
-        return self
-
-    def on(self, device: Literal["auto", "cuda", "cpu"]) -> "Cluster":
-        """Return these settings as a run's cluster."""
-        return Cluster(device=device, **self.model_dump())
 
 
 class Cluster(Settings):
@@ -96,6 +68,34 @@ class Cluster(Settings):
                 "rank on each of the student's devices; write cluster.placement=separate, or leave the key out"
             )
         return self
+
+
+class EvaluationCluster(Settings):
+    """Machines and processes of an evaluation."""
+
+    launcher: Literal["ray", "local"] = "local"
+    """local: no Ray; this process is the only rank, or the ranks are those that torchrun started on this machine. ray:
+    a process for each rank.
+    """
+    num_nodes: int = Field(1, ge=1)
+    """Number of nodes. More than one needs launcher=ray and a running Ray cluster, named by `address`."""
+    gpus_per_node: int | None = Field(None, ge=1)
+    """GPUs used on each node; by default all with Ray, and one per process without."""
+    cpu_ranks: int = Field(1, ge=1)
+    """On CPU, the total ranks over all nodes."""
+    address: str | None = None
+    """launcher=ray: a running Ray cluster (`auto`, `host:port`); by default a local one is started and stopped."""
+    timeout_s: float = Field(1800, gt=0)
+    """Longest wait, in seconds, for any process: loading its model, answering questions."""
+
+    @model_validator(mode="after")
+    def settings_are_those_of_a_run(self) -> Self:
+        self.on("auto")
+        return self
+
+    def on(self, device: Literal["auto", "cuda", "cpu"]) -> Cluster:
+        """Return these settings as a run's cluster."""
+        return Cluster(device=device, **self.model_dump())
 
 
 class HandoffBase(Settings):

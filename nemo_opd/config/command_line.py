@@ -1,4 +1,4 @@
-"""Translation of the command line into Hydra's options and overrides."""
+"""Translation of the command line into Hydra's options and overrides, and the folders of a sweep's runs."""
 
 import hashlib
 import re
@@ -34,6 +34,12 @@ _QUIET_HYDRA = (
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
 )
+
+_LONGEST_NAME = 120
+"""Characters of the name of a run's folder in a sweep."""
+_ODD_CHARACTERS = re.compile(r"[^\w.=,+-]+")
+_NO_VALUE = object()
+"""Placeholder for the value of an override that has no single value."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: s
     for argument in remaining:
         flag, _, value = argument.partition("=")
         if flag == "--config":
-            primary = config_file(value or next(remaining, ""), config_dir)
+            primary = _config_file(value or next(remaining, ""), config_dir)
             options += ["--config-path", str(primary.parent), "--config-name", primary.stem]
             settings.append(f"hydra.searchpath=[file://{config_dir.resolve()}]")
         elif _OVERRIDE.match(argument):
@@ -86,12 +92,7 @@ def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: s
     return CommandLine(tuple(options), tuple(settings), tuple(typed), overrides, primary)
 
 
-def quoted(text: str) -> str:
-    """Quote a text as a value in Hydra's grammar, whatever characters it contains."""
-    return QuotedString(text, Quote.single).with_quotes()
-
-
-def config_file(name: str, config_dir: Path) -> Path:
+def _config_file(name: str, config_dir: Path) -> Path:
     """Return the file at this path, or the recipe with this name. Raises ConfigError if neither exists."""
     for file in (Path(name), config_dir / f"{name}.yaml"):
         if file.is_file():
@@ -100,6 +101,64 @@ def config_file(name: str, config_dir: Path) -> Path:
         f"--config={name}: there is no such file; give the path of a YAML file, or the name of a recipe "
         f"({', '.join(recipes(config_dir))})"
     )
+
+
+@dataclass
+class Sweep:
+    """The runs of one command line, in order."""
+
+    keys: tuple[str, ...]
+    """Keys that vary."""
+    root: Path | None = None
+    """Folder of the sweep; set when the first run is placed."""
+    names: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, typed: Sequence[str]) -> "Sweep":
+        """Find the keys that vary.
+
+        typed: the command line's overrides.
+        """
+        return cls(tuple(argument.lstrip("+").partition("=")[0] for argument in typed if _is_sweep(argument)))
+
+    def place(self, data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+        """Return the next run's settings, with the folder that it writes to.
+
+        data: the composed settings. overrides: this run's overrides. The sweep's folder is `run.output_dir` (or
+        `output_dir`, for a command without `run`) if set, otherwise `outputs/NAME/sweep_TIME`.
+        """
+        run: Mapping[str, Any] = data.get("run", data)
+        if self.root is None:
+            stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+            folder, name = run.get("output_dir"), run.get("name", "evaluation")
+            self.root = Path(folder) if folder else Path("outputs") / str(name) / f"sweep_{stamp}"
+        placed = {**run, "output_dir": str(self.root / self._next_name(overrides))}
+        return {**data, "run": placed} if "run" in data else placed
+
+    def _next_name(self, overrides: Sequence[str]) -> str:
+        """Return a name made of the values that vary, with a number if it is taken."""
+        pairs = (override.lstrip("+").partition("=") for override in overrides)
+        varied = ",".join(f"{key}={_masked(key, value)}" for key, _, value in pairs if key in self.keys)
+        name = _ODD_CHARACTERS.sub("_", varied).strip("_") or "run"
+        if len(name) > _LONGEST_NAME:
+            name = f"{name[: _LONGEST_NAME - 9]}_{hashlib.sha256(varied.encode()).hexdigest()[:8]}"
+        if name in self.names:
+            name = f"{name}_{len(self.names)}"
+        self.names.append(name)
+        return name
+
+
+def _masked(key: str, value: str) -> str:
+    """Return an override's value without secrets."""
+    return without_secrets(masked_leaf({}, tuple(key.split(".")), value))
+
+
+def _is_sweep(argument: str) -> bool:
+    """Return whether an override has several values, one for each run."""
+    try:
+        return OverridesParser.create().parse_override(argument).is_sweep_override()
+    except HydraException:
+        return False
 
 
 @dataclass(frozen=True)
@@ -158,9 +217,6 @@ def _top_level(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-_NO_VALUE = object()
-
-
 def _whole_value(argument: str) -> object:
     """Return the value of an override; _NO_VALUE if it is malformed or a sweep, which Hydra handles."""
     try:
@@ -178,63 +234,6 @@ def _inline_option(group: str, value: object) -> str:
     return name
 
 
-_LONGEST_NAME = 120
-_ODD = re.compile(r"[^\w.=,+-]+")
-
-
-@dataclass
-class Sweep:
-    """The runs of one command line, in order."""
-
-    keys: tuple[str, ...]
-    """Keys that vary."""
-    root: Path | None = None
-    """Folder of the sweep; set when the first run is placed."""
-    names: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, typed: Sequence[str]) -> "Sweep":
-        """Find the keys that vary.
-
-        typed: the command line's overrides.
-        """
-        return cls(tuple(argument.lstrip("+").partition("=")[0] for argument in typed if _is_sweep(argument)))
-
-    def place(self, data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-        """Return the next run's settings, with the folder that it writes to.
-
-        data: the composed settings. overrides: this run's overrides. The sweep's folder is `run.output_dir` (or
-        `output_dir`, for a command without `run`) if set, otherwise `outputs/NAME/sweep_TIME`.
-        """
-        run: Mapping[str, Any] = data.get("run", data)
-        if self.root is None:
-            stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-            folder, name = run.get("output_dir"), run.get("name", "evaluation")
-            self.root = Path(folder) if folder else Path("outputs") / str(name) / f"sweep_{stamp}"
-        placed = {**run, "output_dir": str(self.root / self._next_name(overrides))}
-        return {**data, "run": placed} if "run" in data else placed
-
-    def _next_name(self, overrides: Sequence[str]) -> str:
-        """Return a name made of the values that vary, with a number if it is taken."""
-        pairs = (override.lstrip("+").partition("=") for override in overrides)
-        varied = ",".join(f"{key}={_masked(key, value)}" for key, _, value in pairs if key in self.keys)
-        name = _ODD.sub("_", varied).strip("_") or "run"
-        if len(name) > _LONGEST_NAME:
-            name = f"{name[: _LONGEST_NAME - 9]}_{hashlib.sha256(varied.encode()).hexdigest()[:8]}"
-        if name in self.names:
-            name = f"{name}_{len(self.names)}"
-        self.names.append(name)
-        return name
-
-
-def _masked(key: str, value: str) -> str:
-    """Return an override's value without secrets."""
-    return without_secrets(masked_leaf({}, tuple(key.split(".")), value))
-
-
-def _is_sweep(argument: str) -> bool:
-    """Return whether an override has several values, one for each run."""
-    try:
-        return OverridesParser.create().parse_override(argument).is_sweep_override()
-    except HydraException:
-        return False
+def quoted(text: str) -> str:
+    """Quote a text as a value in Hydra's grammar, whatever characters it contains."""
+    return QuotedString(text, Quote.single).with_quotes()

@@ -11,31 +11,6 @@ PROMPT = "prompt"
 """Name of the student's prompt in a template: the text, or the user's last message."""
 
 
-def field_names(template: str) -> list[str]:
-    """Return the names in braces, in order. Raises ValueError for an invalid template."""
-    return [name for _, name, *_ in _parts(template) if name is not None]
-
-
-def _parts(template: str) -> Iterator[tuple[str, str | None]]:
-    """Yield literal text and the name that follows it; the name is None after the last text."""
-    try:
-        parts = list(Formatter().parse(template))
-    except ValueError as error:
-        raise ValueError(f"{error} in {template[:60]!r}; write {{{{ and }}}} for braces that are text") from error
-    for literal, name, form, conversion in parts:
-        if name is not None and (not name.strip() or form or conversion):
-            raise ValueError(
-                f"{{{name}}} in {template[:60]!r} is not a field's name; write the name alone, as {{solution}}, and "
-                "{{ and }} for braces that are text"
-            )
-        yield literal, name
-
-
-def filled(template: str, values: dict[str, str]) -> str:
-    """Fill in the value of each name. Values may contain braces."""
-    return "".join(literal + ("" if name is None else values[name]) for literal, name in _parts(template))
-
-
 class Context(Settings):
     """A teacher's own prompt before the response that is compared. The student never reads it."""
 
@@ -126,3 +101,28 @@ class Context(Settings):
         if field == self.key:
             return "key"
         return "template" if self.template is not None and field in field_names(self.template) else "system_prompt"
+
+
+def field_names(template: str) -> list[str]:
+    """Return the names in braces, in order. Raises ValueError for an invalid template."""
+    return [name for _, name, *_ in _parts(template) if name is not None]
+
+
+def filled(template: str, values: dict[str, str]) -> str:
+    """Fill in the value of each name. Values may contain braces."""
+    return "".join(literal + ("" if name is None else values[name]) for literal, name in _parts(template))
+
+
+def _parts(template: str) -> Iterator[tuple[str, str | None]]:
+    """Yield literal text and the name that follows it; the name is None after the last text."""
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"{error} in {template[:60]!r}; write {{{{ and }}}} for braces that are text") from error
+    for literal, name, form, conversion in parts:
+        if name is not None and (not name.strip() or form or conversion):
+            raise ValueError(
+                f"{{{name}}} in {template[:60]!r} is not a field's name; write the name alone, as {{solution}}, and "
+                "{{ and }} for braces that are text"
+            )
+        yield literal, name

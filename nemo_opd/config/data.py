@@ -9,6 +9,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from nemo_opd.config.base import Settings, is_blank
 from nemo_opd.errors import ConfigError
 
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+
+LearnedTurns = Literal["all", "last", "marked"]
+
 
 class HubDataset(Settings):
     """A dataset of the Hugging Face Hub, or a folder that `datasets.load_dataset` reads."""
@@ -27,9 +31,7 @@ def _one_path_is_a_list_of_one(value: object) -> object:
     return (value,) if isinstance(value, str) and not is_blank(value) else value
 
 
-LearnedTurns = Literal["all", "last", "marked"]
 Files = Annotated[tuple[str, ...], BeforeValidator(_one_path_is_a_list_of_one)]
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 
 class Source(Settings):

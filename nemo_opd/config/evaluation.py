@@ -15,7 +15,10 @@ from nemo_opd.config.model import Parallelism
 from nemo_opd.config.reward import Reward, is_paid_by_environment
 from nemo_opd.config.rollout import Environment, HFRollout, RolloutBase, Rollouts
 
-_NAME = r"^[A-Za-z0-9_.-]+$"
+DEFAULT_NEW_TOKENS = 256
+"""Maximum tokens of an answer if no setting gives them."""
+_MEASURES = ("greedy", "response_length", "truncation_rate", "failed_rewards")
+_NAME_PATTERN = r"^[A-Za-z0-9_.-]+$"
 """Pattern of the names of sets and benchmarks."""
 
 
@@ -122,7 +125,7 @@ class Benchmark(Settings):
 
     task: str
     """Name of a task or group, of lm-eval or from `task_folder`."""
-    name: str | None = Field(None, pattern=_NAME)
+    name: str | None = Field(None, pattern=_NAME_PATTERN)
     """Name in metrics, `eval/<name>/<metric>`; by default the task's, with `_5shot` if `shots` is 5."""
     shots: int | None = Field(None, ge=0)
     """Solved examples before each question; by default the task's number."""
@@ -138,14 +141,9 @@ class Benchmark(Settings):
         return self.name or re.sub(r"[^A-Za-z0-9_.-]", "_", self.task) + shots
 
 
-def _or_names(schema: dict[str, Any]) -> None:
+def _allow_names(schema: dict[str, Any]) -> None:
     """Also allow names as benchmarks in a JSON schema."""
     schema["items"] = {"anyOf": [schema["items"], {"type": "string"}]}
-
-
-DEFAULT_NEW_TOKENS = 256
-"""Maximum tokens of an answer if no setting gives them."""
-_OWN_NAMES = ("greedy", "response_length", "truncation_rate", "failed_rewards")
 
 
 class QuestionSets(Questions):
@@ -153,7 +151,7 @@ class QuestionSets(Questions):
 
     sets: Frozen[str, QuestionSet] = Field(default_factory=dict)
     """Sets by name, each with data, reward, prompt and sampling; metrics are `eval/<name>/<measure>`."""
-    benchmarks: tuple[Benchmark, ...] = Field((), json_schema_extra=_or_names)
+    benchmarks: tuple[Benchmark, ...] = Field((), json_schema_extra=_allow_names)
     """Tasks of lm-eval, such as `[{task: mmlu, shots: 5, limit: 500}, gsm8k]`; needs the extra `eval`."""
     benchmark_length: int = Field(4096, ge=2)
     """Maximum tokens of a benchmark's question with its answer, at most the model's positions; longer ones are cut from
@@ -208,10 +206,10 @@ class QuestionSets(Questions):
     @classmethod
     def names_are_no_measures(cls, sets: Mapping[str, QuestionSet]) -> Mapping[str, QuestionSet]:
         for name in sets:
-            if not re.fullmatch(_NAME, name) or name in _OWN_NAMES:
+            if not re.fullmatch(_NAME_PATTERN, name) or name in _MEASURES:
                 raise ValueError(
                     f"{name!r} cannot name a set in metrics (eval/<name>/<measure>); use letters, digits, `_`, `.` and "
-                    f"`-`, and none of {', '.join(_OWN_NAMES)}"
+                    f"`-`, and none of {', '.join(_MEASURES)}"
                 )
         return sets
 

@@ -36,6 +36,140 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.paths import configs_dir, package_version
 from nemo_opd.progress import separately
 
+S = TypeVar("S", bound=Settings)
+
+
+def compose(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the settings of a recipe, named by file or name, with overrides as on the command line.
+
+    Raises ConfigError if they cannot be composed or are not valid.
+    """
+    return compose_settings(["--config", str(recipe), *overrides], RunConfig, configs_dir(), "off_policy_demo")
+
+
+def compose_settings(arguments: Sequence[str], model: type[S], config_dir: Path, config_name: str) -> S:
+    """Return a command line's settings through Hydra's compose API, which takes half the time."""
+    command = read_command_line(arguments, config_dir, config_name)
+    file = command.config_file
+    with composition_errors(command), initialize_config_dir(str(file.parent), version_base="1.3"):
+        composed = hydra.compose(file.stem, [*command.settings, *command.overrides])
+    return from_omegaconf(composed, model)
+
+
+def from_dict(data: Mapping[str, Any]) -> RunConfig:
+    """Validate a run's settings. Raises ConfigError with a line for each problem."""
+    return validated(data, RunConfig)
+
+
+def from_yaml(path: Path) -> RunConfig:
+    """Read a run's config.yaml; masked secrets stay masked."""
+    written = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not any(is_reference(value, FROM_ENVIRONMENT) for _, value in leaves(written)):
+        return from_dict(written)
+    try:
+        data: Any = OmegaConf.to_container(OmegaConf.create(written), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {str(error.msg or error).splitlines()[0]}; correct the reference") from error
+    remember(written, data)
+    return from_dict(data)
+
+
+def to_yaml(config: Settings) -> str:
+    """Return YAML that suffices to repeat the run, except for secrets.
+
+    References to the environment are kept; other secrets are masked.
+    """
+    return yaml.safe_dump(shown_config(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+
+
+def run_with_hydra(
+    task: Callable[[S], None],
+    model: type[S],
+    *,
+    config_dir: Path,
+    config_name: str,
+    after_sweep: Callable[[Path, Sequence[str]], None] = lambda root, names: None,
+    is_interrupted: Callable[[], bool] = lambda: False,
+) -> None:
+    """Compose `config_dir/config_name` with the command line's overrides, validate it as `model`, and call `task`.
+
+    Hydra's whole command line works, plus `--config FILE`. Errors of `task` are raised here; for a `--multirun`, the
+    first error, after all jobs have run and `after_sweep` was called with the sweep's folder and the names of its runs.
+    No further job starts once `is_interrupted` returns true; KeyboardInterrupt names those that did not start.
+    """
+    failures: list[Exception] = []
+    not_started: list[str] = []
+    command = read_command_line(sys.argv[1:], config_dir, config_name)
+    sweep = Sweep.of(command.typed)
+
+    def guarded(cfg: DictConfig) -> None:
+        # Hydra turns an exception that passes through it into a trimmed traceback and exit status 1.
+        try:
+            hydra_settings = HydraConfig.get()
+            data = _plain_data(cfg)
+            if hydra_settings.mode == RunMode.MULTIRUN:
+                data = sweep.place(data, hydra_settings.overrides.task)
+                if is_interrupted():
+                    not_started.append(sweep.names[-1])
+                    return
+            with separately():
+                task(validated(data, model))
+        except Exception as error:
+            failures.append(error)
+
+    program, sys.argv[1:] = Path(sys.argv[0]).name, command.for_hydra
+    with ExitStack() as stack:
+        stack.enter_context(composition_errors(command))
+        if HELP_FLAGS & set(command.options):
+            only = [option for option in command.options if not option.startswith("-")]
+            with suppress(BrokenPipeError):
+                print(help_text(model, config_dir, program, only), flush=True)
+            return
+        if "--version" in command.options:
+            print(package_version())
+            return
+        if MULTIRUN_FLAGS & set(command.options):
+            # Hydra writes a sweep's overrides into a file that nobody needs.
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
+            sys.argv.append(f"hydra.sweep.dir={quoted(scratch)}")
+        hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(guarded)()
+    end: BaseException | None = failures[0] if failures else KeyboardInterrupt() if not_started else None
+    if end is not None and not_started:
+        end.add_note(f"these runs of the sweep were not started: {', '.join(not_started)}")
+    try:
+        if sweep.root is not None:
+            after_sweep(sweep.root, sweep.names)
+    finally:
+        if end is not None:
+            raise end
+
+
+def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:
+    return validated(_plain_data(cfg), model)
+
+
+def validated(data: Mapping[str, Any], model: type[S]) -> S:
+    """Validate plain data. Raises ConfigError with a line for each problem."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain_all(error.errors(), data, model))) from None
+
+
+def _plain_data(cfg: DictConfig) -> dict[str, Any]:
+    """Return a composed configuration as plain data. Raises ConfigError for a reference that cannot be resolved."""
+    try:
+        data = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        remember(OmegaConf.to_container(cfg, resolve=False), data)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key}: required, but not given; write {error.full_key}=VALUE") from error
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{error.full_key or 'the config'}: {reason}; correct the reference") from error
+    assert isinstance(data, dict)
+    require_values(data)
+    return {str(key): value for key, value in data.items()}
+
 
 @contextmanager
 def composition_errors(command: CommandLine) -> Iterator[None]:
@@ -129,138 +263,3 @@ def _explain_list_key(override: str, config: DictConfig) -> str | None:
         elements = f"{', '.join(leading)} and {last}" if leading else last
         return f"{name} is a list of {len(value)}, {elements}; write one of these, or the whole list as {name}=[…]"
     return None
-
-
-S = TypeVar("S", bound=Settings)
-
-
-def run_with_hydra(
-    task: Callable[[S], None],
-    model: type[S],
-    *,
-    config_dir: Path,
-    config_name: str,
-    after_sweep: Callable[[Path, Sequence[str]], None] = lambda root, names: None,
-    is_interrupted: Callable[[], bool] = lambda: False,
-) -> None:
-    """Compose `config_dir/config_name` with the command line's overrides, validate it as `model`, and call `task`.
-
-    Hydra's whole command line works, plus `--config FILE`. Errors of `task` are raised here; for a `--multirun`, the
-    first error, after all jobs have run and `after_sweep` was called with the sweep's folder and the names of its runs.
-    No further job starts once `is_interrupted` returns true; KeyboardInterrupt names those that did not start.
-    """
-    failures: list[Exception] = []
-    not_started: list[str] = []
-    command = read_command_line(sys.argv[1:], config_dir, config_name)
-    sweep = Sweep.of(command.typed)
-
-    def guarded(cfg: DictConfig) -> None:
-        # Hydra turns an exception that passes through it into a trimmed traceback and exit status 1.
-        try:
-            hydra_settings = HydraConfig.get()
-            data = plain(cfg)
-            if hydra_settings.mode == RunMode.MULTIRUN:
-                data = sweep.place(data, hydra_settings.overrides.task)
-                if is_interrupted():
-                    not_started.append(sweep.names[-1])
-                    return
-            with separately():
-                task(validated(data, model))
-        except Exception as error:
-            failures.append(error)
-
-    program, sys.argv[1:] = Path(sys.argv[0]).name, command.for_hydra
-    with ExitStack() as stack:
-        stack.enter_context(composition_errors(command))
-        if HELP_FLAGS & set(command.options):
-            only = [option for option in command.options if not option.startswith("-")]
-            with suppress(BrokenPipeError):
-                print(help_text(model, config_dir, program, only), flush=True)
-            return
-        if "--version" in command.options:
-            print(package_version())
-            return
-        if MULTIRUN_FLAGS & set(command.options):
-            # Hydra writes a sweep's overrides into a file that nobody needs.
-            scratch = stack.enter_context(tempfile.TemporaryDirectory())
-            sys.argv.append(f"hydra.sweep.dir={quoted(scratch)}")
-        hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(guarded)()
-    end: BaseException | None = failures[0] if failures else KeyboardInterrupt() if not_started else None
-    if end is not None and not_started:
-        end.add_note(f"these runs of the sweep were not started: {', '.join(not_started)}")
-    try:
-        if sweep.root is not None:
-            after_sweep(sweep.root, sweep.names)
-    finally:
-        if end is not None:
-            raise end
-
-
-def compose(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the settings of a recipe, named by file or name, with overrides as on the command line.
-
-    Raises ConfigError if they cannot be composed or are not valid.
-    """
-    return compose_settings(["--config", str(recipe), *overrides], RunConfig, configs_dir(), "off_policy_demo")
-
-
-def compose_settings(arguments: Sequence[str], model: type[S], config_dir: Path, config_name: str) -> S:
-    """Return a command line's settings through Hydra's compose API, which takes half the time."""
-    command = read_command_line(arguments, config_dir, config_name)
-    file = command.config_file
-    with composition_errors(command), initialize_config_dir(str(file.parent), version_base="1.3"):
-        composed = hydra.compose(file.stem, [*command.settings, *command.overrides])
-    return from_omegaconf(composed, model)
-
-
-def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:
-    return validated(plain(cfg), model)
-
-
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """Return a composed configuration as plain data. Raises ConfigError for a reference that cannot be resolved."""
-    try:
-        data = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        remember(OmegaConf.to_container(cfg, resolve=False), data)
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key}: required, but not given; write {error.full_key}=VALUE") from error
-    except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{error.full_key or 'the config'}: {reason}; correct the reference") from error
-    assert isinstance(data, dict)
-    require_values(data)
-    return {str(key): value for key, value in data.items()}
-
-
-def from_dict(data: Mapping[str, Any]) -> RunConfig:
-    """Validate a run's settings. Raises ConfigError with a line for each problem."""
-    return validated(data, RunConfig)
-
-
-def validated(data: Mapping[str, Any], model: type[S]) -> S:
-    """Validate plain data. Raises ConfigError with a line for each problem."""
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain_all(error.errors(), data, model))) from None
-
-
-def from_yaml(path: Path) -> RunConfig:
-    """Read a run's config.yaml; masked secrets stay masked."""
-    written = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not any(is_reference(value, FROM_ENVIRONMENT) for _, value in leaves(written)):
-        return from_dict(written)
-    try:
-        data: Any = OmegaConf.to_container(OmegaConf.create(written), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error.msg or error).splitlines()[0]}; correct the reference") from error
-    remember(written, data)
-    return from_dict(data)
-
-
-def to_yaml(config: Settings) -> str:
-    """Return YAML that suffices to repeat the run, except for secrets.
-
-    References to the environment are kept; other secrets are masked.
-    """
-    return yaml.safe_dump(shown_config(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)

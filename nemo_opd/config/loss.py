@@ -6,6 +6,10 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from nemo_opd.config.base import Settings
 
+_Value = TypeVar("_Value")
+
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"]
+
 
 class ImportanceSettings(Settings):
     """Bounds on the mismatch between the trained and the sampling policy, by the weight π_train / π_behaviour: the
@@ -32,11 +36,6 @@ class ImportanceSettings(Settings):
                 "importance_cap, such as 2, or leave importance_level out"
             )
         return level
-
-
-_Value = TypeVar("_Value")
-
-DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"]
 
 
 def _require_effect(

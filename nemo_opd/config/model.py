@@ -8,42 +8,6 @@ from pydantic import Field, field_validator, model_validator
 from nemo_opd.config.base import Frozen, Settings
 from nemo_opd.config.train import AdamW, Optimizer, Scheduler
 
-ALL_LINEAR: Literal["all-linear"] = "all-linear"
-
-_ModuleNames = Annotated[tuple[str, ...], Field(min_length=1)]
-
-
-class Lora(Settings):
-    """y = W x + alpha / rank · B A x, with W frozen and A and B trained (Hu et al. 2021)."""
-
-    rank: int = Field(16, ge=1)
-    """Rows of A and columns of B."""
-    alpha: int = Field(32, ge=1)
-    """An adapter's output is scaled by alpha / rank."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that are zeroed at random in training."""
-    target_modules: Literal["all-linear"] | _ModuleNames = ALL_LINEAR
-    """Linear layers with an adapter, by the ends of their names, such as [q_proj, v_proj]. all-linear: all except the
-    head.
-    """
-    export: Literal["merged", "adapter"] = "merged"
-    """Form of `student` in checkpoints and of `final`. merged: a complete model. adapter: a folder for `peft`, which
-    needs the base model.
-    """
-
-
-def require_repo(name: str) -> None:
-    """Raise ValueError unless the name is a `user/name` that the hub accepts."""
-    from huggingface_hub.utils import validate_repo_id  # takes a second, and few settings need it
-
-    if name.count("/") != 1:
-        raise ValueError(f"{name!r} is not a repository of a user or an organization; write user/name")
-    try:
-        validate_repo_id(name)
-    except ValueError as error:
-        reason = str(error).rstrip(".")
-        raise ValueError(f"{reason}; write user/name") from error
-
 
 class Parallelism(Settings):
     """Layout of a model. Data parallelism takes the remaining ranks: ranks / (cp · tp)."""
@@ -150,6 +114,30 @@ class Model(Settings):
         return ("model", self.reference) if self.tokenizer is None else ("tokenizer", self.tokenizer)
 
 
+ALL_LINEAR: Literal["all-linear"] = "all-linear"
+
+_ModuleNames = Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class Lora(Settings):
+    """y = W x + alpha / rank · B A x, with W frozen and A and B trained (Hu et al. 2021)."""
+
+    rank: int = Field(16, ge=1)
+    """Rows of A and columns of B."""
+    alpha: int = Field(32, ge=1)
+    """An adapter's output is scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that are zeroed at random in training."""
+    target_modules: Literal["all-linear"] | _ModuleNames = ALL_LINEAR
+    """Linear layers with an adapter, by the ends of their names, such as [q_proj, v_proj]. all-linear: all except the
+    head.
+    """
+    export: Literal["merged", "adapter"] = "merged"
+    """Form of `student` in checkpoints and of `final`. merged: a complete model. adapter: a folder for `peft`, which
+    needs the base model.
+    """
+
+
 class Student(Model):
     """The model that learns."""
 
@@ -212,3 +200,16 @@ class Student(Model):
                 "student.parallelism.tp=1 (the frozen weights are sharded over all ranks anyway), or student.lora=null"
             )
         return self
+
+
+def require_repo(name: str) -> None:
+    """Raise ValueError unless the name is a `user/name` that the hub accepts."""
+    from huggingface_hub.utils import validate_repo_id  # takes a second, and few settings need it
+
+    if name.count("/") != 1:
+        raise ValueError(f"{name!r} is not a repository of a user or an organization; write user/name")
+    try:
+        validate_repo_id(name)
+    except ValueError as error:
+        reason = str(error).rstrip(".")
+        raise ValueError(f"{reason}; write user/name") from error

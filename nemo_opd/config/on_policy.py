@@ -1,4 +1,4 @@
-"""Checks of on-policy settings against each other. Each raises ValueError with the way out."""
+"""Checks of settings that depend on whether the student samples. Each raises ValueError with the way out."""
 
 from nemo_opd.config.loss import BytePrefixTerm, SampledKLTerm, TCADTerm
 from nemo_opd.config.objective import GRPOLoss, SelectTeacher, WeightedSum
@@ -24,7 +24,22 @@ def check_off_policy(config: RunFields) -> None:
             )
 
     _check_sets(config)
-    check_new_tokens(config)
+    _check_new_tokens(config)
+
+
+def check_on_policy(config: RunFields) -> None:
+    rollout = config.rollout
+    assert rollout is not None
+    _check_batch(config, rollout)
+    _check_lengths(config, rollout)
+    _check_responses(config, rollout)
+    _check_environment(config)
+    _check_reward(config)
+    _check_rollout_weights(config)
+    _check_group(config, rollout)
+    _check_behaviour(config, rollout)
+    _check_scaling(config, rollout)
+    _check_ends(config)
 
 
 def _check_sets(config: RunFields) -> None:
@@ -49,7 +64,7 @@ def _check_sets(config: RunFields) -> None:
             )
 
 
-def check_new_tokens(config: RunFields) -> None:
+def _check_new_tokens(config: RunFields) -> None:
     """Check that answers leave room for a question if no rollout settings limit their length."""
     evaluation = config.evaluation
     if evaluation is None or config.rollout is not None:
@@ -62,21 +77,6 @@ def check_new_tokens(config: RunFields) -> None:
                 f"{key}={new} leaves no room for a question in train.max_length={config.train.max_length}; lower {key} "
                 "or raise train.max_length"
             )
-
-
-def check_on_policy(config: RunFields) -> None:
-    rollout = config.rollout
-    assert rollout is not None
-    _check_batch(config, rollout)
-    _check_lengths(config, rollout)
-    _check_responses(config, rollout)
-    _check_environment(config)
-    _check_reward(config)
-    _check_rollout_weights(config)
-    _check_group(config, rollout)
-    _check_behaviour(config, rollout)
-    _check_scaling(config, rollout)
-    _check_ends(config)
 
 
 def _check_batch(config: RunFields, rollout: Rollouts) -> None:

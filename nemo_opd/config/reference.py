@@ -1,8 +1,11 @@
-"""Settings as documentation: the reference of all settings, and the text of `--help`."""
+"""Settings as documentation: the page of all settings, the text of `--help`, and JSON schemas for editors that complete
+and check YAML.
+"""
 
 import difflib
+import json
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -15,13 +18,24 @@ from pydantic_core import PydanticUndefined
 from nemo_opd.config.base import groups, models_in, options, recipes
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.schema import write_schemas
 from nemo_opd.errors import ConfigError
+from nemo_opd.files import write_atomically
 from nemo_opd.paths import configs_dir
+
+PAGE = "docs/settings.md"
+SCHEMA_FOLDER = "schema"
+"""Folder of the schemas, next to the groups."""
+_DIALECT = "http://json-schema.org/draft-07/schema#"
+_REFERENCE_TYPE = "Reference"
+_WIDTH = 80
+"""Characters of a line of `--help`."""
+_DROPPED_KEYS = frozenset({"required", "discriminator", "title"})
+_RENAMED_KEYS = {"oneOf": "anyOf", "prefixItems": "items"}
+"""`items` is the name of `prefixItems` in the dialect that editors support."""
 
 
 @dataclass(frozen=True)
-class Key:
+class _Key:
     name: str
     type: str
     """Empty for a section."""
@@ -31,38 +45,235 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Table:
+class _Table:
     tag: str
     """Type of the settings; empty for keys that all types share."""
     meaning: str
-    keys: tuple[Key, ...]
+    keys: tuple[_Key, ...]
 
 
 @dataclass(frozen=True)
-class Section:
+class _Section:
     name: str
     """Path such as `teachers.loss`."""
     depth: int
     """0 for a top-level section."""
     meaning: str
-    tables: tuple[Table, ...]
+    tables: tuple[_Table, ...]
 
 
-def sections(model: type[BaseModel]) -> Iterator[Section]:
-    """Yield all sections, each before its subsections."""
+def page() -> str:
+    """Return the Markdown page: a table for each section, and one for each type that adds keys."""
+    return "\n".join(
+        (
+            "# Settings",
+            "",
+            "Made by `uv run python -m nemo_opd.config.reference` from the models in `nemo_opd/config/`. On the",
+            "command line a setting is `section.key=value`, or `teachers.0.key=value` for an element of a list.",
+            *(line for part in _sections(RunConfig) for line in _section_markdown(part)),
+            "",
+            "## evaluate.py",
+            "",
+            *_table_markdown(_keys_of(EvaluationConfig)),
+            *(
+                line
+                for part in _section("evaluate.py: data", EvaluationConfig, "data", 1, {})
+                for line in _section_markdown(part)
+            ),
+            "",
+        )
+    )
+
+
+def _section_markdown(section: _Section) -> Iterator[str]:
+    yield from ("", f"{'#' * (2 + section.depth)} {section.name}")
+    if section.meaning:
+        yield from ("", section.meaning)
+    for table in section.tables:
+        yield ""
+        if table.tag:
+            yield from (f"**`type: {table.tag}`** {table.meaning}".rstrip(), "")
+        yield from _table_markdown(table.keys)
+
+
+def _table_markdown(keys: Iterable[_Key]) -> Iterator[str]:
+    rows = [
+        (
+            f"`{key.name}`",
+            f"`{key.type}`" if key.type else "see its section",
+            key.default if key.default in ("", "required") else f"`{key.default}`",
+            key.meaning,
+        )
+        for key in keys
+    ]
+    if rows:
+        yield from ("| key | type | default | meaning |", "|---|---|---|---|")
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+
+
+def help_text(model: type[BaseModel], config_dir: Path, program: str, only: Sequence[str] = ()) -> str:
+    """Return usage, group options and all settings, or only the settings of the _sections `only`.
+
+    Raises ConfigError for an unknown section.
+    """
+    all_sections = list(_sections(model))
+    if only:
+        return "\n".join(line for name in only for line in _with_subsections(name, all_sections))
+    usage = _usage(model, config_dir, program, all_sections)
+    return "\n".join((*usage, *(line for section in all_sections for line in _section_help(section))))
+
+
+def _with_subsections(name: str, all_sections: Sequence[_Section]) -> Iterator[str]:
+    matches = [section for section in all_sections if section.name == name or section.name.startswith(f"{name}.")]
+    if not matches:
+        close = difflib.get_close_matches(name, [section.name for section in all_sections], n=1)
+        top_level = ", ".join(section.name for section in all_sections if not section.depth)
+        way_out = f"did you mean {close[0]}?" if close else f"choose one of {top_level}"
+        raise ConfigError(f"--help {name}: there is no such section; {way_out}")
+    for section in matches:
+        yield from _section_help(section)
+
+
+def _usage(model: type[BaseModel], config_dir: Path, program: str, all_sections: Sequence[_Section]) -> Iterator[str]:
+    yield from (f"{program} [--config FILE] [GROUP=OPTION …] [KEY=VALUE …]", "")
+    yield from ("--config FILE      start from your own file, or from one of the recipes", "")
+    yield from (_entry("recipes:", ", ".join(recipes(config_dir))), "")
+    yield from ("--help SECTION     show one section", "--cfg job          print the settings and end")
+    yield "--multirun KEY=1,2 a run with each value"
+    if model is RunConfig:
+        yield "run.dry_run=true   check everything and end"
+    yield from ("", "Options of a group, as GROUP=OPTION (a file in a folder of this name):")
+    for group in groups(config_dir, model):
+        yield _entry(f"{group}:", ", ".join(options(config_dir, group)))
+    yield from ("", "Sections:", _entry("", ", ".join(section.name for section in all_sections if not section.depth)))
+    yield from ("", "Settings, as KEY=VALUE (as a page: docs/settings.md):")
+    single = tuple(key for key in _keys_of(model) if not models_in(model.model_fields[key.name].annotation))
+    yield from _table_help("", _Table("", "", single))
+
+
+def _section_help(section: _Section) -> Iterator[str]:
+    yield from ("", *_wrapped(f"{section.name}: {section.meaning}", 0))
+    prefix = section.name.replace("teachers", "teachers.0", 1) if section.name.startswith("teachers") else section.name
+    for table in section.tables:
+        if table.tag:
+            yield from ("", *_wrapped(f"{section.name} of type={table.tag}: {table.meaning}", 0))
+        yield from _table_help(f"{prefix}.", table)
+
+
+def _table_help(prefix: str, table: _Table) -> Iterator[str]:
+    for key in table.keys:
+        if key.type:  # _sections have their own entry
+            yield from _key_help(prefix, key)
+
+
+def _key_help(prefix: str, key: _Key) -> Iterator[str]:
+    default = key.default if key.default == "required" else f"default {key.default}"
+    yield from _wrapped(f"{prefix}{key.name}  ({key.type}; {default})", 2)
+    yield from _wrapped(key.meaning, 6)
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2), break_on_hyphens=False
+    )
+
+
+def _entry(name: str, content: str) -> str:
+    return textwrap.fill(
+        f"{name:<13} {content}", _WIDTH, initial_indent="  ", subsequent_indent=" " * 16, break_on_hyphens=False
+    )
+
+
+def schemas(config_dir: Path) -> dict[str, str]:
+    """Return JSON schemas by file name: of a run, of an evaluation, and of each group's options."""
+    models: dict[str, type[BaseModel]] = {"run.json": RunConfig, "evaluation.json": EvaluationConfig}
+    contents = {name: _recipe_schema(model, config_dir) for name, model in models.items()}
+    for group in groups(config_dir, RunConfig):
+        if get_origin(RunConfig.model_fields[group].annotation) is tuple:
+            continue  # options of a list set the whole config: `# @package _global_`
+        contents[f"{group}.json"] = {"$schema": _DIALECT, "$ref": f"run.json#/properties/{group}"}
+    return {name: json.dumps(content, indent=1, ensure_ascii=False) + "\n" for name, content in contents.items()}
+
+
+def _write_schemas(config_dir: Path) -> None:
+    """Write the schemas as files."""
+    for name, content in schemas(config_dir).items():
+        write_atomically(config_dir / SCHEMA_FOLDER / name, content.encode())
+
+
+def _recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
+    """Return the schema of a recipe: a model's settings, all optional as groups may set them, and Hydra's own keys."""
+    schema = _partial(model.model_json_schema(ref_template="#/definitions/{model}"))
+    definitions = schema.pop("$defs")
+    definitions[_REFERENCE_TYPE] = {
+        "type": "string",
+        "pattern": r"^\$\{",
+        "description": "A reference, such as ${oc.env:NAME}.",
+    }
+    choices = {
+        group: {"anyOf": [{"enum": options(config_dir, group)}, {"type": ["string", "null"]}]}
+        for group in groups(config_dir, model)
+    }
+    override = {f"override {group}": choice for group, choice in choices.items()}
+    entry = {"anyOf": [{"type": "string"}, {"type": "object", "properties": choices | override}]}
+    definitions["Defaults"] = {"type": "array", "items": entry}
+    about = "An option of each group; `_self_` stands for this file."
+    defaults = {"$ref": "#/definitions/Defaults", "description": about}
+    schema["properties"] |= {"defaults": defaults, "hydra": {"type": "object", "description": "Settings of Hydra."}}
+    for group in choices:  # an option may build on another
+        for inner in models_in(model.model_fields[group].annotation):
+            definitions[inner.__name__]["properties"]["defaults"] = defaults
+    return {"$schema": _DIALECT, **schema, "definitions": definitions}
+
+
+def _partial(schema: Any) -> Any:
+    """Return the schema for part of the settings: nothing is required, and values may be references or, for a list, one
+    element.
+
+    A union's type may be given in another file, so several members may match.
+    """
+    if isinstance(schema, list):
+        return [_partial(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    is_model = "properties" in schema
+    plain = {_RENAMED_KEYS.get(key, key): value for key, value in schema.items() if key not in _DROPPED_KEYS}
+    if is_model:
+        plain["properties"] = {
+            name: _value_or_reference(_partial(field)) for name, field in schema["properties"].items()
+        }
+        if tag := plain["properties"].get("type"):
+            tag.setdefault("description", schema["description"])
+        if "$defs" in plain:
+            plain["$defs"] = {name: _partial(item) for name, item in schema["$defs"].items()}
+        return plain
+    return {key: _partial(value) for key, value in plain.items()}
+
+
+def _value_or_reference(field: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a field's value or of a reference to one."""
+    about = {key: field.pop(key) for key in ("description", "default") if key in field}
+    choices = field["anyOf"] if set(field) == {"anyOf"} else [field]
+    single = [choice["items"] for choice in choices if isinstance(choice.get("items"), Mapping)]
+    is_text = any(
+        choice.get("type") == "string" and not set(choice) & {"enum", "const", "pattern"} for choice in choices
+    )
+    reference = [] if is_text else [{"$ref": f"#/definitions/{_REFERENCE_TYPE}"}]
+    nothing = [{"type": "null"}] if single and about.get("default") == [] else []
+    return about | {"anyOf": [*choices, *single, *nothing, *reference]}
+
+
+def _sections(model: type[BaseModel]) -> Iterator[_Section]:
+    """Yield all _sections, each before its subsections."""
     printed: dict[type[BaseModel], str] = {}
     for name in model.model_fields:
         yield from _section(name, model, name, 0, printed)
 
 
-def section(key: str, owner: type[BaseModel], name: str, depth: int = 0) -> Iterator[Section]:
-    """Yield the section at a field and its subsections; nothing if the field is not a section."""
-    return _section(key, owner, name, depth, {})
-
-
 def _section(
     key: str, owner: type[BaseModel], name: str, depth: int, printed: dict[type[BaseModel], str]
-) -> Iterator[Section]:
+) -> Iterator[_Section]:
     """Yield a section and its subsections.
 
     printed: the section that first printed each model; later choices of the same types refer to it.
@@ -70,33 +281,35 @@ def _section(
     models = models_in(owner.model_fields[name].annotation)
     if len(models) > 1 and all(model in printed for model in models):
         tags = ", ".join(map(_tag, models))
-        yield Section(key, depth, f"{meaning_of(owner, name)} The types of `{printed[models[0]]}`: {tags}.".strip(), ())
+        yield _Section(
+            key, depth, f"{meaning_of(owner, name)} The types of `{printed[models[0]]}`: {tags}.".strip(), ()
+        )
         return
     for model in models:
         printed.setdefault(model, key)
     if models:
-        yield Section(key, depth, meaning_of(owner, name), tuple(_tables(models)))
+        yield _Section(key, depth, meaning_of(owner, name), tuple(_tables(models)))
     inner = {f"{key}.{field}": (model, field) for model in models for field in model.model_fields}
     for path, (model, field) in inner.items():
         yield from _section(path, model, field, depth + 1, printed)
 
 
-def _tables(models: list[type[BaseModel]]) -> Iterator[Table]:
+def _tables(models: list[type[BaseModel]]) -> Iterator[_Table]:
     first = models[0]
     if len(models) == 1:
-        yield Table("", "", keys_of(first))
+        yield _Table("", "", _keys_of(first))
         return
     common = {name for name in first.model_fields if all(_is_same_field(name, first, model) for model in models)}
-    yield Table("", "", keys_of(first, without=first.model_fields.keys() - common))
+    yield _Table("", "", _keys_of(first, without=first.model_fields.keys() - common))
     for model in models:
-        yield Table(_tag(model), _in_one_line(model.__doc__ or ""), keys_of(model, without={"type", *common}))
+        yield _Table(_tag(model), _in_one_line(model.__doc__ or ""), _keys_of(model, without={"type", *common}))
 
 
-def keys_of(model: type[BaseModel], without: Any = ()) -> tuple[Key, ...]:
+def _keys_of(model: type[BaseModel], without: Any = ()) -> tuple[_Key, ...]:
     """Return the keys of one type of settings."""
     fields = {name: field for name, field in model.model_fields.items() if name not in without}
     return tuple(
-        Key(name, _type_of(field), _default_of(field), meaning_of(model, name)) for name, field in fields.items()
+        _Key(name, _type_of(field), _default_of(field), meaning_of(model, name)) for name, field in fields.items()
     )
 
 
@@ -155,135 +368,6 @@ def _in_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-PAGE = "docs/settings.md"
-
-
-def page() -> str:
-    """Return the Markdown page: a table for each section, and one for each type that adds keys."""
-    return "\n".join(
-        (
-            "# Settings",
-            "",
-            "Made by `uv run python -m nemo_opd.config.reference` from the models in `nemo_opd/config/`. On the",
-            "command line a setting is `section.key=value`, or `teachers.0.key=value` for an element of a list.",
-            *(line for part in sections(RunConfig) for line in _section_page(part)),
-            "",
-            "## evaluate.py",
-            "",
-            *_table_page(keys_of(EvaluationConfig)),
-            *(
-                line
-                for part in section("evaluate.py: data", EvaluationConfig, "data", 1)
-                for line in _section_page(part)
-            ),
-            "",
-        )
-    )
-
-
-def _section_page(section: Section) -> Iterator[str]:
-    yield from ("", f"{'#' * (2 + section.depth)} {section.name}")
-    if section.meaning:
-        yield from ("", section.meaning)
-    for table in section.tables:
-        yield ""
-        if table.tag:
-            yield from (f"**`type: {table.tag}`** {table.meaning}".rstrip(), "")
-        yield from _table_page(table.keys)
-
-
-def _table_page(keys: Iterable[Key]) -> Iterator[str]:
-    rows = [
-        (
-            f"`{key.name}`",
-            f"`{key.type}`" if key.type else "see its section",
-            key.default if key.default in ("", "required") else f"`{key.default}`",
-            key.meaning,
-        )
-        for key in keys
-    ]
-    if rows:
-        yield from ("| key | type | default | meaning |", "|---|---|---|---|")
-    for row in rows:
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
-
-
 if __name__ == "__main__":
-    write_schemas(configs_dir())
+    _write_schemas(configs_dir())
     print(page(), end="")
-
-
-_WIDTH = 80
-
-
-def help_text(model: type[BaseModel], config_dir: Path, program: str, only: Sequence[str] = ()) -> str:
-    """Return usage, group options and all settings, or only the settings of the sections `only`.
-
-    Raises ConfigError for an unknown section.
-    """
-    all_sections = list(sections(model))
-    if only:
-        return "\n".join(line for name in only for line in _with_subsections(name, all_sections))
-    usage = _usage(model, config_dir, program, all_sections)
-    return "\n".join((*usage, *(line for section in all_sections for line in _section_text(section))))
-
-
-def _with_subsections(name: str, all_sections: Sequence[Section]) -> Iterator[str]:
-    matches = [section for section in all_sections if section.name == name or section.name.startswith(f"{name}.")]
-    if not matches:
-        close = difflib.get_close_matches(name, [section.name for section in all_sections], n=1)
-        top_level = ", ".join(section.name for section in all_sections if not section.depth)
-        way_out = f"did you mean {close[0]}?" if close else f"choose one of {top_level}"
-        raise ConfigError(f"--help {name}: there is no such section; {way_out}")
-    for section in matches:
-        yield from _section_text(section)
-
-
-def _usage(model: type[BaseModel], config_dir: Path, program: str, all_sections: Sequence[Section]) -> Iterator[str]:
-    yield from (f"{program} [--config FILE] [GROUP=OPTION …] [KEY=VALUE …]", "")
-    yield from ("--config FILE      start from your own file, or from one of the recipes", "")
-    yield from (_entry("recipes:", ", ".join(recipes(config_dir))), "")
-    yield from ("--help SECTION     show one section", "--cfg job          print the settings and end")
-    yield "--multirun KEY=1,2 a run with each value"
-    if model is RunConfig:
-        yield "run.dry_run=true   check everything and end"
-    yield from ("", "Options of a group, as GROUP=OPTION (a file in a folder of this name):")
-    for group in groups(config_dir, model):
-        yield _entry(f"{group}:", ", ".join(options(config_dir, group)))
-    yield from ("", "Sections:", _entry("", ", ".join(section.name for section in all_sections if not section.depth)))
-    yield from ("", "Settings, as KEY=VALUE (as a page: docs/settings.md):")
-    single = tuple(key for key in keys_of(model) if not models_in(model.model_fields[key.name].annotation))
-    yield from _table_text("", Table("", "", single))
-
-
-def _section_text(section: Section) -> Iterator[str]:
-    yield from ("", *_wrapped(f"{section.name}: {section.meaning}", 0))
-    prefix = section.name.replace("teachers", "teachers.0", 1) if section.name.startswith("teachers") else section.name
-    for table in section.tables:
-        if table.tag:
-            yield from ("", *_wrapped(f"{section.name} of type={table.tag}: {table.meaning}", 0))
-        yield from _table_text(f"{prefix}.", table)
-
-
-def _table_text(prefix: str, table: Table) -> Iterator[str]:
-    for key in table.keys:
-        if key.type:  # sections have their own entry
-            yield from _key(prefix, key)
-
-
-def _key(prefix: str, key: Key) -> Iterator[str]:
-    default = key.default if key.default == "required" else f"default {key.default}"
-    yield from _wrapped(f"{prefix}{key.name}  ({key.type}; {default})", 2)
-    yield from _wrapped(key.meaning, 6)
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2), break_on_hyphens=False
-    )
-
-
-def _entry(name: str, content: str) -> str:
-    return textwrap.fill(
-        f"{name:<13} {content}", _WIDTH, initial_indent="  ", subsequent_indent=" " * 16, break_on_hyphens=False
-    )

@@ -1,4 +1,4 @@
-"""Rewards of rollouts."""
+"""Rewards of rollouts: the extraction of answers, the sandbox of programs, and the rewards themselves."""
 
 import re
 from collections.abc import Iterable, Mapping

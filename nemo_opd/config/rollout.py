@@ -1,4 +1,4 @@
-"""Sampling from the student (methods.md §10)."""
+"""Sampling from the student (methods.md §10), environments, and alarms about the samples."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self

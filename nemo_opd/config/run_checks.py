@@ -1,4 +1,6 @@
-"""Checks of settings against each other. Each raises ValueError with the way out."""
+"""Checks of a run's settings: settings without effect, contexts, and chosen metrics. Each raises ValueError with the
+way out.
+"""
 
 import difflib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Keys of a run."""
+"""Keys of a run, with the sections `run` and `logging`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,6 +16,11 @@ from nemo_opd.config.reward import Reward
 from nemo_opd.config.rollout import Environment, Health, Rollouts
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.config.train import Train
+
+LARGEST_SEED = 2**62
+"""PyTorch's generators accept seeds below 2⁶³, and an epoch or a rank is added to the seed."""
+ONE_VOCABULARY_TERMS = (SameVocabTerm, TCADTerm)
+_SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm, FunctionTerm)
 
 
 class Console(Settings):
@@ -111,12 +116,6 @@ class Logging(Settings):
     """Steps between comparisons of the KD gradient with the CE gradient: their norms and their cosine. Such a step runs
     a forward and a backward pass for each, and holds one more gradient.
     """
-
-
-LARGEST_SEED = 2**62
-"""PyTorch's generators accept seeds below 2⁶³, and an epoch or a rank is added to the seed."""
-ONE_VOCABULARY_TERMS = (SameVocabTerm, TCADTerm)
-_SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm, FunctionTerm)
 
 
 class PushToHub(Settings):

@@ -39,7 +39,7 @@ _SHORTEST, _SHORTEST_ELSEWHERE = 6, 12
 """Fewest characters of a secret, and of an environment variable's value outside secret fields, that are masked in any
 text; shorter ones would match by chance.
 """
-ENVIRONMENT, _ARGUMENTS = "environment", ("options", "command")
+_ENVIRONMENT, _ARGUMENTS = "environment", ("options", "command")
 """Keys of a server's section."""
 _API_KEY, _SERVED = "api_key", "served"
 """Key of a served teacher, and the section that its keys are moved to once its tokenizer is known."""
@@ -141,7 +141,7 @@ def masked_leaf(settings: Any, path: _KeyPath, value: str) -> str:
     section = parent[-1] if len(parent) > 1 else None
     if last == _API_KEY:
         return MASK
-    if section == ENVIRONMENT:
+    if section == _ENVIRONMENT:
         is_plain = _HARMLESS.fullmatch(value) and not _SECRET_NAME.fullmatch(str(last))
         return value if is_plain else MASK
     if section in _ARGUMENTS and isinstance(last, int):

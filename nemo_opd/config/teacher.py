@@ -11,17 +11,16 @@ from nemo_opd.config.context import Context
 from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
 from nemo_opd.config.model import Model, Student
 
+EqualHistory = Literal["none", "text", "bytes"]
 
-def whole_url(url: str) -> str:
-    """Return a server's address. Raises ValueError if it is not one."""
-    try:
-        parts = urlsplit(url)
-        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # an invalid port
-        is_whole = False
-    if not is_whole:
-        raise ValueError("it is not an address of a server; write one such as http://localhost:8000")
-    return url
+_OF_THE_STUDENT = ("model", "tokenizer", "parallelism", "attn_implementation", "fused_layers", "compile", "dtype")
+"""Settings that a self-teacher takes from the student, as it runs in the student's processes."""
+_TEMPLATE = ("chat_template", "chat_template_kwargs")
+_OF_WEIGHTS = (
+    *("parallelism", "attn_implementation", "compile", "fused_layers", "dtype", "offload", "micro_batch_tokens"),
+    *("ema_decay", "adapters"),
+)
+_OF_A_MODEL = ("model", "tokenizer", "chat_template", "chat_template_kwargs", *_OF_WEIGHTS)
 
 
 class Endpoint(Settings):
@@ -71,14 +70,6 @@ class Endpoint(Settings):
     def headers(self) -> dict[str, str]:
         """Headers of every request."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-
-
-EqualHistory = Literal["none", "text", "bytes"]
-
-
-_OF_THE_STUDENT = ("model", "tokenizer", "parallelism", "attn_implementation", "fused_layers", "compile", "dtype")
-"""Settings that a self-teacher takes from the student, as it runs in the student's processes."""
-_TEMPLATE = ("chat_template", "chat_template_kwargs")
 
 
 class TeacherBase(Model):
@@ -272,20 +263,6 @@ class CrossTokenizerTeacher(OwnIdsTeacher):
     type: Literal["cross_tokenizer"]
 
 
-_OF_WEIGHTS = (
-    *("parallelism", "attn_implementation", "compile", "fused_layers", "dtype", "offload", "micro_batch_tokens"),
-    *("ema_decay", "adapters"),
-)
-_OF_A_MODEL = ("model", "tokenizer", "chat_template", "chat_template_kwargs", *_OF_WEIGHTS)
-
-
-def first_changed(teacher: TeacherBase, names: Iterable[str]) -> str | None:
-    """Return the first of these settings whose value is not its default; None if all are."""
-    fields = type(teacher).model_fields
-    changed = (name for name in names if getattr(teacher, name) != fields[name].get_default(call_default_factory=True))
-    return next(changed, None)
-
-
 class CachedTeacher(OwnIdsTeacher):
     """A teacher whose answers were stored in a folder; no model is loaded. It becomes of type same_tokenizer if it has
     the student's tokenizer, otherwise of type cross_tokenizer, as config.yaml shows.
@@ -334,3 +311,22 @@ class ServedTeacher(Endpoint, OwnIdsTeacher):
 Teacher = Annotated[
     SameTokenizerTeacher | CrossTokenizerTeacher | CachedTeacher | ServedTeacher, Field(discriminator="type")
 ]
+
+
+def whole_url(url: str) -> str:
+    """Return a server's address. Raises ValueError if it is not one."""
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an invalid port
+        is_whole = False
+    if not is_whole:
+        raise ValueError("it is not an address of a server; write one such as http://localhost:8000")
+    return url
+
+
+def first_changed(teacher: TeacherBase, names: Iterable[str]) -> str | None:
+    """Return the first of these settings whose value is not its default; None if all are."""
+    fields = type(teacher).model_fields
+    changed = (name for name in names if getattr(teacher, name) != fields[name].get_default(call_default_factory=True))
+    return next(changed, None)

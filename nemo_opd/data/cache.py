@@ -14,12 +14,12 @@ from typing import Generic, Protocol, TypeVar
 
 from safetensors import SafetensorError
 
-from nemo_opd.data.documents import Document
+from nemo_opd.data.record import Document
 from nemo_opd.data.samples import Sample, decoded, encoded
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import cache_dir
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _VERSION = 8
 """Increment when the stored format changes, or when the same settings yield other samples."""
@@ -52,12 +52,12 @@ class _CachedMaker(ABC, Generic[_Result]):
         self._make = make
         self.identity = make.identity
         digest = hashlib.sha256(f"{_VERSION} {self.identity}".encode()).hexdigest()
-        self._store: Store | None = None
+        self._store: _Store | None = None
         self._is_usable = True
         try:
             self._path = cache_dir("samples") / f"{digest[:32]}.sqlite"
         except ConfigError as error:
-            logger.warning("samples are not cached: %s", error)
+            _log.warning("samples are not cached: %s", error)
             self._is_usable = False
 
     def __call__(self, document: Document) -> _Result:
@@ -67,7 +67,7 @@ class _CachedMaker(ABC, Generic[_Result]):
             try:
                 return self._decode(stored)
             except (zlib.error, SafetensorError, KeyError, ValueError) as error:
-                logger.warning("%s holds a damaged sample (%s), which is rebuilt", self._path, error)
+                _log.warning("%s holds a damaged sample (%s), which is rebuilt", self._path, error)
         result = self._make(document)
         self._write(key, self._encode(result))
         return result
@@ -98,21 +98,21 @@ class _CachedMaker(ABC, Generic[_Result]):
         except sqlite3.DatabaseError as error:
             self._stop_caching(error)
 
-    def _open(self) -> Store:
+    def _open(self) -> _Store:
         if self._store is not None and not self._store.is_in_place():
             # SQLite may not notice, and would go on with a file that no other process can find.
-            logger.warning("%s was deleted while in use and is recreated", self._path)
+            _log.warning("%s was deleted while in use and is recreated", self._path)
             self._store = None
         if self._store is None:
-            self._store = Store(self._path)
+            self._store = _Store(self._path)
         return self._store
 
     def _stop_caching(self, error: sqlite3.DatabaseError | OSError) -> None:
-        logger.warning("samples are not cached in %s (%s); set data.cache=false or $NEMO_OPD_CACHE", self._path, error)
+        _log.warning("samples are not cached in %s (%s); set data.cache=false or $NEMO_OPD_CACHE", self._path, error)
         self._is_usable = False
 
     def _recreate(self, error: sqlite3.DatabaseError) -> None:
-        logger.warning("%s is damaged (%s) and is recreated", self._path, error)
+        _log.warning("%s is damaged (%s) and is recreated", self._path, error)
         self._store = None
         try:
             for suffix in ("", "-wal", "-shm"):
@@ -142,7 +142,7 @@ class CachedWindowMaker(_CachedMaker[tuple[Sample, ...]]):
         return decoded(value)
 
 
-class Store:
+class _Store:
     """A key-value store in an SQLite file. Raises sqlite3.DatabaseError."""
 
     def __init__(self, path: Path) -> None:

@@ -1,6 +1,7 @@
-"""Conversations to samples: each side uses its own chat template, and only assistant messages are learned."""
+"""Conversations to samples, and the check of a dataset's conversations.
 
-from __future__ import annotations
+Each side uses its own chat template, and only assistant messages are learned.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +13,10 @@ import numpy as np
 from nemo_opd.alignment import ChatTokens, LocatedTokens, RenderedChat, TokenAligner, align_chat
 from nemo_opd.alignment.chat_template import content_text, learned_messages, plain_messages
 from nemo_opd.config.teacher import EqualHistory
-from nemo_opd.data.beginning import locate_beginning, locate_up_to
 from nemo_opd.data.context import Content, PrivilegedPrompt, align_after, verbatim
-from nemo_opd.data.documents import MESSAGES, TOOLS, Conversation, Document, parsed, read_rows
-from nemo_opd.data.encoders import ChatEncoder
+from nemo_opd.data.encoders import ChatEncoder, locate_beginning, locate_up_to
 from nemo_opd.data.lines import Origin
-from nemo_opd.data.record import Message
+from nemo_opd.data.record import MESSAGES, TOOLS, Conversation, Document, Message, parsed, read_rows
 from nemo_opd.data.samples import (
     SameTokenizer,
     Sample,
@@ -29,6 +28,8 @@ from nemo_opd.data.samples import (
 )
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.types import Alignment
+
+_ROWS_AT_A_TIME = 1000
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ class ChatSampleMaker:
         chat = full.cut(length)
         student = self.student.tokens(chat)
         cut_at = int(located.ends[length - 1]) if len(chat.ids) < len(full.ids) else None
-        read = StudentChat(conversation, rendered, located, chat, student, cut_at)
+        read = _StudentChat(conversation, rendered, located, chat, student, cut_at)
         return Sample(student, tuple(_teacher_sample(read, teacher) for teacher in self.teachers))
 
 
 @dataclass(frozen=True, slots=True)
-class StudentChat:
+class _StudentChat:
     """The student's view of a conversation."""
 
     conversation: Conversation
@@ -90,7 +91,7 @@ class StudentChat:
     """Character of the rendered text at which the student is cut; None if it reads all of it."""
 
 
-def _teacher_sample(student: StudentChat, teacher: _ChatReader | PrivilegedPrompt[_ChatReader]) -> TeacherSample:
+def _teacher_sample(student: _StudentChat, teacher: _ChatReader | PrivilegedPrompt[_ChatReader]) -> TeacherSample:
     """Make a teacher's sample. Raises as `ChatSampleMaker` does."""
     if isinstance(teacher, PrivilegedPrompt):
         return _context_sample(student, teacher)
@@ -102,7 +103,7 @@ def _teacher_sample(student: StudentChat, teacher: _ChatReader | PrivilegedPromp
 
 
 def _locate_as_far(
-    student: StudentChat, teacher: CrossTokenizerChat, ours: RenderedChat, theirs: RenderedChat
+    student: _StudentChat, teacher: CrossTokenizerChat, ours: RenderedChat, theirs: RenderedChat
 ) -> LocatedTokens:
     """Tokenize the teacher's text as far as the student reads its own.
 
@@ -113,14 +114,14 @@ def _locate_as_far(
 
 
 def _aligned_sample(
-    student: StudentChat, teacher: CrossTokenizerChat, full: ChatTokens, alignment: Alignment
+    student: _StudentChat, teacher: CrossTokenizerChat, full: ChatTokens, alignment: Alignment
 ) -> TeacherSample:
     last = len(full.ids) if student.cut_at is None else exact_length(alignment)
     tokens = teacher.encoder.tokens(full.cut(min(last, teacher.encoder.max_length)))
     return TeacherSample(tokens, usable_chunks(alignment, student.tokens, tokens, teacher.equal_history))
 
 
-def _context_sample(student: StudentChat, teacher: PrivilegedPrompt[_ChatReader]) -> TeacherSample:
+def _context_sample(student: _StudentChat, teacher: PrivilegedPrompt[_ChatReader]) -> TeacherSample:
     """Make the sample of a teacher with a context; it is compared from the first turn after the context on."""
     conversation, reader = student.conversation, teacher.reader
     messages = plain_messages(conversation.messages)
@@ -139,7 +140,7 @@ def _context_sample(student: StudentChat, teacher: PrivilegedPrompt[_ChatReader]
 
 
 def _same_tokenizer_sample(
-    student: StudentChat,
+    student: _StudentChat,
     reader: SameTokenizer,
     teacher: PrivilegedPrompt[_ChatReader],
     prompt: Sequence[Message],
@@ -157,7 +158,7 @@ def _same_tokenizer_sample(
 
 
 def _cross_tokenizer_sample(
-    student: StudentChat,
+    student: _StudentChat,
     reader: CrossTokenizerChat,
     teacher: PrivilegedPrompt[_ChatReader],
     prompt: Sequence[Message],
@@ -178,20 +179,17 @@ def _cross_tokenizer_sample(
     return _aligned_sample(student, reader, full, alignment)
 
 
-_ROWS_AT_A_TIME = 1000
-
-
 def require_conversations(documents: datasets.Dataset, source: str, origin: Origin) -> None:
     """Check all rows, about 50,000 a second. Raises DataError with the place of the first malformed row."""
     for start in range(0, len(documents), _ROWS_AT_A_TIME):
         rows = read_rows(documents, list(range(start, min(start + _ROWS_AT_A_TIME, len(documents)))))
         tools = rows.get(TOOLS, [None] * len(rows[MESSAGES]))
         for i, row in enumerate(zip(rows[MESSAGES], tools, strict=True), start=start):
-            if reason := conversation_problem(*row):
+            if reason := _conversation_problem(*row):
                 raise DataError(f"{source}: {origin(i)} is not a conversation: {reason}")
 
 
-def conversation_problem(messages: Any, tools: Any = None) -> str | None:
+def _conversation_problem(messages: Any, tools: Any = None) -> str | None:
     """Return why the columns' values are not a conversation, or None if they are."""
     try:
         learned_messages(plain_messages(parsed(messages)))

@@ -1,4 +1,6 @@
-"""A teacher's own prompt, built from the student's prompt and fields of a record (methods.md §13)."""
+"""A teacher's own prompt, built from the student's prompt and fields of a record, and the samples of responses after it
+(methods.md §13).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,7 @@ from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_cha
 from nemo_opd.alignment.chat_template import content_text, plain_messages
 from nemo_opd.config.context import PROMPT, field_names, filled
 from nemo_opd.config.context import Context as ContextSettings
-from nemo_opd.data.documents import OTHER, is_field, parsed
-from nemo_opd.data.record import Message
+from nemo_opd.data.record import OTHER, Message, is_field, parsed
 from nemo_opd.data.samples import Chunks, HasIdentity, SameTokenizer, TeacherSample, Tokens, require_ids
 from nemo_opd.data.text import TextContinuation
 from nemo_opd.errors import AlignmentError, DataError
@@ -25,10 +26,16 @@ from nemo_opd.types import NO_CHUNK, Alignment
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Fields = Mapping[str, Any]
+_Fields = Mapping[str, Any]
 """Values of a record, keyed by our column names."""
 Content = str | Sequence[Message]
 """A prompt: a text, or messages."""
+
+LEAST = 16
+"""Length of the shortest common run that counts: three or four words, which rarely match by chance."""
+_Tools = Sequence[dict[str, Any]] | None
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+_Reader = TypeVar("_Reader", bound=HasIdentity, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Context:
         """Number of prompts that `contents` returns."""
         return 1 + (self.settings.gap_every is not None) + self.settings.contrast
 
-    def contents(self, prompt: Content, fields: Fields) -> tuple[Content, ...]:
+    def contents(self, prompt: Content, fields: _Fields) -> tuple[Content, ...]:
         """Return the teacher's prompt and, if the settings ask for them, the student's and one with another record's
         fields.
 
@@ -65,7 +72,7 @@ class Context:
             prompts.append(self.content(prompt, other_fields))
         return tuple(prompts)
 
-    def content(self, prompt: Content, fields: Fields) -> Content:
+    def content(self, prompt: Content, fields: _Fields) -> Content:
         """Return the prompt with these fields. Raises DataError as `contents` does."""
         if isinstance(prompt, str):
             return self._text(prompt, fields)
@@ -89,13 +96,13 @@ class Context:
         last_user = _last_user_message(messages[: by_assistant[-1]])
         return by_assistant[0] if last_user is None else next(k for k in by_assistant if k > last_user)
 
-    def _text(self, prompt: str, fields: Fields) -> str:
+    def _text(self, prompt: str, fields: _Fields) -> str:
         if self.settings.key is not None:
             return self._format(self.settings.key, fields)
         assert self.settings.template is not None, "a text has no system message"
         return self._fill(self.settings.template, prompt, fields)
 
-    def _messages(self, prompt: Sequence[Message], fields: Fields) -> list[Message]:
+    def _messages(self, prompt: Sequence[Message], fields: _Fields) -> list[Message]:
         if self.settings.key is not None:
             return self._field_messages(fields[self.columns[self.settings.key]])
         if self.settings.template is None:
@@ -127,11 +134,11 @@ class Context:
             )
         return messages
 
-    def _fill(self, template: str, prompt: str, fields: Fields) -> str:
+    def _fill(self, template: str, prompt: str, fields: _Fields) -> str:
         names = dict.fromkeys(field_names(template))
         return filled(template, {name: prompt if name == PROMPT else self._format(name, fields) for name in names})
 
-    def _format(self, name: str, fields: Fields) -> str:
+    def _format(self, name: str, fields: _Fields) -> str:
         value = fields[self.columns[name]]
         if isinstance(value, list):
             return "\n\n".join(value)
@@ -140,61 +147,6 @@ class Context:
 
 def _last_user_message(messages: Sequence[Message]) -> int | None:
     return next((k for k in reversed(range(len(messages))) if messages[k]["role"] == "user"), None)
-
-
-def prompt_text(content: Content) -> str:
-    """Return a prompt's text, without a chat template's own text."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(map(content_text, content))
-
-
-def with_others(documents: datasets.Dataset, key: str) -> datasets.Dataset:
-    """Add to each record the fields of the record half the dataset further on.
-
-    key: the dataset's key in the settings. Raises DataError for a single record.
-    """
-    number = len(documents)
-    if number < 2:
-        raise DataError(
-            f"{key} has {number} record, but contrast=true in a teacher's context needs another one; give more "
-            "records, or set contrast=false"
-        )
-    names = [name for name in documents.column_names if is_field(name)]
-    fields, middle = documents.select_columns(names), number // 2
-    rotated = datasets.concatenate_datasets([fields.select(range(middle, number)), fields.select(range(middle))])
-    rotated = rotated.rename_columns({name: OTHER + name for name in names})
-    return datasets.concatenate_datasets([documents, rotated], axis=1)
-
-
-LEAST = 16
-"""Length of the shortest common run that counts: three or four words, which rarely match by chance."""
-
-
-def leakage(response: str, context: str, prompt: str) -> tuple[int, int]:
-    """Return how many bytes of the response leak from the context, and how many it has, in UTF-8.
-
-    A byte leaks if it lies in a run of at least `LEAST` bytes that occurs in the context and not in the prompt, which
-    the student reads itself. prompt: the student's.
-    """
-    data = response.encode()
-    leaked = _windows(context.encode()) - _windows(prompt.encode())
-    count = counted_to = 0
-    for start in range(len(data) - LEAST + 1):
-        if data[start : start + LEAST] in leaked:
-            stop = start + LEAST
-            count += stop - max(start, counted_to)
-            counted_to = stop
-    return count, len(data)
-
-
-def _windows(data: bytes) -> set[bytes]:
-    return {data[start : start + LEAST] for start in range(len(data) - LEAST + 1)}
-
-
-_Tools = Sequence[dict[str, Any]] | None
-_Scalar = TypeVar("_Scalar", bound=np.generic)
-_Reader = TypeVar("_Reader", bound=HasIdentity, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -243,7 +195,7 @@ class PrivilegedPrompt(Generic[_Reader]):
             )
 
     def sample(
-        self, prompt: Content, fields: Fields, response: str, sample_in: Callable[[Content], TeacherSample]
+        self, prompt: Content, fields: _Fields, response: str, sample_in: Callable[[Content], TeacherSample]
     ) -> TeacherSample:
         """Return the sample of a response after this teacher's prompt.
 
@@ -309,3 +261,49 @@ def shifted(alignment: Alignment, student: int, teacher: int) -> Alignment:
         teacher_chunk_id=shift_ids(teacher, alignment.teacher_chunk_id),
         bounds=(alignment.bounds + np.array([student, student, teacher, teacher])).astype(np.int32),
     )
+
+
+def prompt_text(content: Content) -> str:
+    """Return a prompt's text, without a chat template's own text."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(map(content_text, content))
+
+
+def leakage(response: str, context: str, prompt: str) -> tuple[int, int]:
+    """Return how many bytes of the response leak from the context, and how many it has, in UTF-8.
+
+    A byte leaks if it lies in a run of at least `LEAST` bytes that occurs in the context and not in the prompt, which
+    the student reads itself. prompt: the student's.
+    """
+    data = response.encode()
+    leaked = _windows(context.encode()) - _windows(prompt.encode())
+    count = counted_to = 0
+    for start in range(len(data) - LEAST + 1):
+        if data[start : start + LEAST] in leaked:
+            stop = start + LEAST
+            count += stop - max(start, counted_to)
+            counted_to = stop
+    return count, len(data)
+
+
+def _windows(data: bytes) -> set[bytes]:
+    return {data[start : start + LEAST] for start in range(len(data) - LEAST + 1)}
+
+
+def with_others(documents: datasets.Dataset, key: str) -> datasets.Dataset:
+    """Add to each record the fields of the record half the dataset further on.
+
+    key: the dataset's key in the settings. Raises DataError for a single record.
+    """
+    number = len(documents)
+    if number < 2:
+        raise DataError(
+            f"{key} has {number} record, but contrast=true in a teacher's context needs another one; give more "
+            "records, or set contrast=false"
+        )
+    names = [name for name in documents.column_names if is_field(name)]
+    fields, middle = documents.select_columns(names), number // 2
+    rotated = datasets.concatenate_datasets([fields.select(range(middle, number)), fields.select(range(middle))])
+    rotated = rotated.rename_columns({name: OTHER + name for name in names})
+    return datasets.concatenate_datasets([documents, rotated], axis=1)

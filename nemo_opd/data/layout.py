@@ -11,14 +11,12 @@ import pyarrow.compute as pc
 
 from nemo_opd.config.data import Data
 from nemo_opd.config.reward import FunctionReward, RewardBase
-from nemo_opd.data.documents import ANSWER, DOMAIN, FIELD, MESSAGES, RESPONSE, ROW, TEACHER, TEXT, TOOLS
 from nemo_opd.data.lines import Origin
+from nemo_opd.data.record import ANSWER, DOMAIN, FIELD, MESSAGES, RESPONSE, ROW, TEACHER, TEXT, TOOLS
 from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
-
-    from nemo_opd.data.lines import Origin
 
 
 class Layout(Protocol):
@@ -38,6 +36,31 @@ def layout_of(data: Data) -> Layout:
     return TextLayout(data.text_key) if data.messages_key is None else ChatLayout(data.messages_key, data.tools_key)
 
 
+def columns_in(layout: Layout, schemas: Sequence[pa.Schema]) -> Mapping[str, str]:
+    """Return the columns to read, as the user's name → ours.
+
+    A RowLayout adds each column that all schemas have with the same type.
+    """
+    layout_columns = layout.columns
+    if not isinstance(layout, RowLayout):
+        return layout_columns
+    first, *other_schemas = schemas
+    extra = [
+        field
+        for field in first
+        if field.name not in layout_columns
+        and first.names.count(field.name) == 1
+        and _is_known(field)
+        and all(field.name in schema.names and schema.field(field.name).type == field.type for schema in other_schemas)
+    ]
+    return {**layout_columns, **{field.name: ROW + field.name for field in extra}}
+
+
+def reads_rows(reward: RewardBase | None) -> bool:
+    """Return whether a reward may read any column of a row."""
+    return reward is not None and any(isinstance(part, FunctionReward) for part in reward.parts)
+
+
 @dataclass(frozen=True, slots=True)
 class TextLayout:
     """A layout whose documents are strings."""
@@ -52,15 +75,15 @@ class TextLayout:
 
     def require_columns(self, schema: pa.Schema, source: str) -> None:
         setting = f"{self.section}.text_key"
-        dtype = type_of(schema, self.text_key, setting, source)
-        if not is_string(dtype):
+        dtype = _type_of(schema, self.text_key, setting, source)
+        if not _is_string(dtype):
             raise DataError(
-                f"{source}: column {self.text_key!r} is of type {type_name(dtype)}, not string; set {setting} to a "
+                f"{source}: column {self.text_key!r} is of type {_type_name(dtype)}, not string; set {setting} to a "
                 "column of strings"
             )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        column = column_without_nulls(documents, TEXT, source, origin)
+        column = _column_without_nulls(documents, TEXT, source, origin)
         if not any(pc.any(pc.greater(pc.binary_length(chunk), 0)).as_py() for chunk in column.chunks):
             raise DataError(
                 f"{source}: all {len(documents)} documents are empty; check {self.section}.text_key and the source"
@@ -85,15 +108,15 @@ class ChatLayout:
             if name is None:
                 continue
             setting = f"{self.section}.{key}"
-            dtype = type_of(schema, name, setting, source)
-            if not is_string(dtype) and not is_list_of_objects(dtype):
+            dtype = _type_of(schema, name, setting, source)
+            if not _is_string(dtype) and not _is_list_of_objects(dtype):
                 raise DataError(
-                    f"{source}: column {name!r} is of type {type_name(dtype)}, not a list of objects or its "
+                    f"{source}: column {name!r} is of type {_type_name(dtype)}, not a list of objects or its "
                     f"JSON text; set {setting} to such a column"
                 )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        column_without_nulls(documents, MESSAGES, source, origin)
+        _column_without_nulls(documents, MESSAGES, source, origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +140,16 @@ class RoutedLayout:
                 "aggregation"
             )
         dtype = schema.field(self.key).type
-        if not is_string(dtype):
+        if not _is_string(dtype):
             raise DataError(
-                f"{source}: column {self.key!r} is of type {type_name(dtype)}, not string; set aggregation.key to a "
+                f"{source}: column {self.key!r} is of type {_type_name(dtype)}, not string; set aggregation.key to a "
                 "column with the names of teachers"
             )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
         """Raise DataError if there is nothing to learn from, or a row names an unknown teacher."""
         self.documents.require_content(documents, source, origin)
-        names = column_without_nulls(documents, TEACHER, source, origin)
+        names = _column_without_nulls(documents, TEACHER, source, origin)
         is_unknown = pc.invert(pc.is_in(names, value_set=pa.array(self.teachers, names.type)))
         row = pc.index(is_unknown, True).as_py()
         if row >= 0:
@@ -135,48 +158,6 @@ class RoutedLayout:
                 f"not a teacher of this run; the teachers are {', '.join(self.teachers)}; correct the rows or the "
                 "names under teachers"
             )
-
-
-def type_of(schema: pa.Schema, name: str, setting: str, source: str) -> pa.DataType:
-    """Return a column's type. Raises DataError if the column is missing or occurs more than once."""
-    if name not in schema.names:
-        columns = ", ".join(schema.names) or "none"
-        raise DataError(f"{source} has no column {name!r}; set {setting} to one of its columns: {columns}")
-    if (count := schema.names.count(name)) > 1:
-        raise DataError(f"{source} has {count} columns {name!r}; write the file with one, or set {setting} to another")
-    return schema.field(name).type
-
-
-def type_name(dtype: pa.DataType) -> str:
-    """Return the name of a column's type for messages."""
-    return "JSON (objects, or values of several types)" if isinstance(dtype, pa.JsonType) else str(dtype)
-
-
-def is_string(dtype: pa.DataType) -> bool:
-    return pa.types.is_string(dtype) or pa.types.is_large_string(dtype)
-
-
-def is_list_of_objects(dtype: pa.DataType) -> bool:
-    """Return whether a type is a list of objects, which `datasets` stores as JSON if their keys or types differ."""
-    if not (pa.types.is_list(dtype) or pa.types.is_large_list(dtype)):
-        return isinstance(dtype, pa.JsonType)
-    return pa.types.is_struct(dtype.value_type) or isinstance(dtype.value_type, pa.JsonType)
-
-
-def column_without_nulls(
-    documents: datasets.Dataset, column: str, source: str, origin: Origin, name: str | None = None
-) -> pa.ChunkedArray:
-    """Return a column, called `name` in messages. Raises DataError if it is empty or has a null."""
-    if not len(documents):
-        raise DataError(f"{source}: no documents; the source has no rows")
-    values = documents.data.column(column)
-    if values.null_count:
-        first = pc.index(pc.is_null(values), True).as_py()
-        raise DataError(
-            f"{source}: {values.null_count} of {len(documents)} documents have no {name or column} (null), the first "
-            f"in {origin(first)}; leave those rows out"
-        )
-    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +173,11 @@ class DomainLayout:
 
     def require_columns(self, schema: pa.Schema, source: str) -> None:
         self.documents.require_columns(schema, source)
-        dtype = type_of(schema, self.key, "data.domain_key", source)
-        if not is_string(dtype) and not pa.types.is_integer(dtype):
+        dtype = _type_of(schema, self.key, "data.domain_key", source)
+        if not _is_string(dtype) and not pa.types.is_integer(dtype):
             raise DataError(
-                f"{source}: column {self.key!r} is of type {type_name(dtype)}; set data.domain_key to a column of names"
+                f"{source}: column {self.key!r} is of type {_type_name(dtype)}; set data.domain_key to a column of "
+                "names"
             )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
@@ -223,11 +205,11 @@ class ContextLayout:
                     f"{source} has no column {name!r}, which {setting} names; write one of its columns there: "
                     f"{', '.join(schema.names)}"
                 )
-            dtype = type_of(schema, name, setting, source)
-            if not (is_string(dtype) or (is_list_of_objects if setting.endswith(".key") else _is_printable)(dtype)):
+            dtype = _type_of(schema, name, setting, source)
+            if not (_is_string(dtype) or (_is_list_of_objects if setting.endswith(".key") else _is_printable)(dtype)):
                 kinds = "texts or messages" if setting.endswith(".key") else "texts, lists of texts or numbers"
                 raise DataError(
-                    f"{source}: column {name!r} is of type {type_name(dtype)}, which {setting} cannot write; name "
+                    f"{source}: column {name!r} is of type {_type_name(dtype)}, which {setting} cannot write; name "
                     f"one of {kinds}"
                 )
 
@@ -235,14 +217,7 @@ class ContextLayout:
         """Raise DataError if there is nothing to learn from, or a row lacks a field."""
         self.documents.require_content(documents, source, origin)
         for name in dict.fromkeys(name for name, _ in self.named):
-            column_without_nulls(documents, self.columns[name], source, origin, name=repr(name))
-
-
-def _is_printable(dtype: pa.DataType) -> bool:
-    """Return whether a template can print values of this type."""
-    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
-        return is_string(dtype.value_type)
-    return pa.types.is_integer(dtype) or pa.types.is_floating(dtype) or pa.types.is_boolean(dtype)
+            _column_without_nulls(documents, self.columns[name], source, origin, name=repr(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,21 +255,15 @@ class PromptLayout:
     def require_columns(self, schema: pa.Schema, source: str) -> None:
         self.documents.require_columns(schema, source)
         for setting, name, ours in self._extra_columns:
-            dtype = type_of(schema, name, setting, source)
-            if not (is_string(dtype) or (ours == ANSWER and _is_answer(dtype))):
+            dtype = _type_of(schema, name, setting, source)
+            if not (_is_string(dtype) or (ours == ANSWER and _is_answer(dtype))):
                 kinds = "strings, numbers or lists of strings" if ours == ANSWER else "strings"
                 raise DataError(
-                    f"{source}: column {name!r} is of type {type_name(dtype)}; set {setting} to a column of {kinds}"
+                    f"{source}: column {name!r} is of type {_type_name(dtype)}; set {setting} to a column of {kinds}"
                 )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
         self.documents.require_content(documents, source, origin)
-
-
-def _is_answer(dtype: pa.DataType) -> bool:
-    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
-        return is_string(dtype.value_type)
-    return pa.types.is_integer(dtype) or pa.types.is_floating(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,29 +283,58 @@ class RowLayout:
         self.documents.require_content(documents, source, origin)
 
 
-def reads_rows(reward: RewardBase | None) -> bool:
-    """Return whether a reward may read any column of a row."""
-    return reward is not None and any(isinstance(part, FunctionReward) for part in reward.parts)
+def _type_of(schema: pa.Schema, name: str, setting: str, source: str) -> pa.DataType:
+    """Return a column's type. Raises DataError if the column is missing or occurs more than once."""
+    if name not in schema.names:
+        columns = ", ".join(schema.names) or "none"
+        raise DataError(f"{source} has no column {name!r}; set {setting} to one of its columns: {columns}")
+    if (count := schema.names.count(name)) > 1:
+        raise DataError(f"{source} has {count} columns {name!r}; write the file with one, or set {setting} to another")
+    return schema.field(name).type
 
 
-def columns_in(layout: Layout, schemas: Sequence[pa.Schema]) -> Mapping[str, str]:
-    """Return the columns to read, as the user's name → ours.
+def _type_name(dtype: pa.DataType) -> str:
+    """Return the name of a column's type for messages."""
+    return "JSON (objects, or values of several types)" if isinstance(dtype, pa.JsonType) else str(dtype)
 
-    A RowLayout adds each column that all schemas have with the same type.
-    """
-    layout_columns = layout.columns
-    if not isinstance(layout, RowLayout):
-        return layout_columns
-    first, *other_schemas = schemas
-    extra = [
-        field
-        for field in first
-        if field.name not in layout_columns
-        and first.names.count(field.name) == 1
-        and _is_known(field)
-        and all(field.name in schema.names and schema.field(field.name).type == field.type for schema in other_schemas)
-    ]
-    return {**layout_columns, **{field.name: ROW + field.name for field in extra}}
+
+def _is_string(dtype: pa.DataType) -> bool:
+    return pa.types.is_string(dtype) or pa.types.is_large_string(dtype)
+
+
+def _is_list_of_objects(dtype: pa.DataType) -> bool:
+    """Return whether a type is a list of objects, which `datasets` stores as JSON if their keys or types differ."""
+    if not (pa.types.is_list(dtype) or pa.types.is_large_list(dtype)):
+        return isinstance(dtype, pa.JsonType)
+    return pa.types.is_struct(dtype.value_type) or isinstance(dtype.value_type, pa.JsonType)
+
+
+def _column_without_nulls(
+    documents: datasets.Dataset, column: str, source: str, origin: Origin, name: str | None = None
+) -> pa.ChunkedArray:
+    """Return a column, called `name` in messages. Raises DataError if it is empty or has a null."""
+    if not len(documents):
+        raise DataError(f"{source}: no documents; the source has no rows")
+    values = documents.data.column(column)
+    if values.null_count:
+        first = pc.index(pc.is_null(values), True).as_py()
+        raise DataError(
+            f"{source}: {values.null_count} of {len(documents)} documents have no {name or column} (null), the first "
+            f"in {origin(first)}; leave those rows out"
+        )
+    return values
+
+
+def _is_printable(dtype: pa.DataType) -> bool:
+    """Return whether a template can print values of this type, which is not a string."""
+    return pa.types.is_boolean(dtype) or _is_answer(dtype)
+
+
+def _is_answer(dtype: pa.DataType) -> bool:
+    """Return whether a type, which is not a string, is a number or a list of strings."""
+    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
+        return _is_string(dtype.value_type)
+    return pa.types.is_integer(dtype) or pa.types.is_floating(dtype)
 
 
 def _is_known(field: pa.Field) -> bool:

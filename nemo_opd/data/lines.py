@@ -1,6 +1,4 @@
-"""Lines of JSONL and text files, and checks that a parser can take them."""
-
-from __future__ import annotations
+"""Rows of JSONL, JSON and text files: parsing within parsers' limits, types of columns, and places for messages."""
 
 import json
 import re
@@ -20,11 +18,29 @@ _MAX_DEPTH = 500
 """Limit of nested lists and objects. Parsers recurse: some kill the process at tens of thousands."""
 _START = 4096
 """Bytes read to find a file's first character."""
-BOM = b"\xef\xbb\xbf"
+_BOM = b"\xef\xbb\xbf"
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 _STEP = np.zeros(256, np.int8)
 _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
+
+_AS_JSON = pa.json_()
+_LARGE = 2**63
+"""Smallest integer that is too large for int64."""
+_COLUMN_TYPES: Mapping[frozenset[str], pa.DataType] = {
+    frozenset(): pa.null(),
+    frozenset({"string"}): pa.string(),
+    frozenset({"bool"}): pa.bool_(),
+    frozenset({"integer"}): pa.int64(),
+    frozenset({"float"}): pa.float64(),
+    frozenset({"integer", "float"}): pa.float64(),
+    frozenset({"strings"}): pa.list_(pa.string()),
+}
+"""Column types keyed by the kinds of their values; other mixtures are kept as JSON."""
+_NUMBERS = {"integer", "large integer", "float"}
+
+Origin = Callable[[int], str]
+"""Index of a row, counted from 0 over all files → its place."""
 
 
 class RowError(DataError):
@@ -35,16 +51,50 @@ class RowError(DataError):
         self.file = file
 
 
-def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file with their numbers, from 1. A line longer than a parser takes comes in pieces."""
+def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place and object of each non-blank line, or of each element if the file is one JSON list.
+
+    Raises RowError.
+    """
+    place = "line 1"
+    try:
+        if _is_json_list(path):
+            for i, element in enumerate(_parsed(path.read_bytes()), start=1):
+                place = f"element {i}"
+                yield place, _require_object(element)
+            return
+        for number, line in numbered(path):
+            place = f"line {number}"
+            if line.strip():
+                yield place, _require_object(_parsed(line))
+    except ValueError as error:
+        raise RowError(path, place, str(error)) from error
+
+
+def _is_json_list(path: Path) -> bool:
+    """Return whether a file is one JSON list instead of one object per line."""
     with path.open("rb") as file:
-        number = 0
-        while line := file.readline(_MAX_LINE + 1):
-            number += 1
-            yield number, line
+        start = file.read(_START).removeprefix(_BOM).lstrip()
+    return start.startswith(b"[")
 
 
-def unreadable(line: bytes) -> str | None:
+def _parsed(text: bytes) -> Any:
+    """Parse JSON. Raises ValueError with the reason if it is malformed."""
+    if reason := _unreadable(text):
+        raise ValueError(reason)
+    try:
+        value = _DECODER.decode(text.removeprefix(_BOM).decode())
+        if b"\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} (column {error.colno})") from error
+    except UnicodeEncodeError as error:
+        reason = "a string has half of a surrogate pair (\\ud800 to \\udfff), which is not a character"
+        raise ValueError(reason) from error
+    return value
+
+
+def _unreadable(line: bytes) -> str | None:
     """Return why a parser cannot take a line, or None if it can; whether it is valid JSON is not checked."""
     if len(line) > _MAX_LINE:
         return f"it has more than {_MAX_LINE} bytes"
@@ -71,49 +121,6 @@ def depth(line: bytes) -> int:
     return int(np.cumsum(steps, dtype=np.int64).max(initial=0))
 
 
-def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and object of each non-blank line, or of each element if the file is one JSON list.
-
-    Raises RowError.
-    """
-    place = "line 1"
-    try:
-        if is_json_list(path):
-            for i, element in enumerate(_parsed(path.read_bytes()), start=1):
-                place = f"element {i}"
-                yield place, _require_object(element)
-            return
-        for number, line in numbered(path):
-            place = f"line {number}"
-            if line.strip():
-                yield place, _require_object(_parsed(line))
-    except ValueError as error:
-        raise RowError(path, place, str(error)) from error
-
-
-def is_json_list(path: Path) -> bool:
-    """Return whether a file is one JSON list instead of one object per line."""
-    with path.open("rb") as file:
-        start = file.read(_START).removeprefix(BOM).lstrip()
-    return start.startswith(b"[")
-
-
-def _parsed(text: bytes) -> Any:
-    """Parse JSON. Raises ValueError with the reason if it is malformed."""
-    if reason := unreadable(text):
-        raise ValueError(reason)
-    try:
-        value = _DECODER.decode(text.removeprefix(BOM).decode())
-        if b"\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} (column {error.colno})") from error
-    except UnicodeEncodeError as error:
-        reason = "a string has half of a surrogate pair (\\ud800 to \\udfff), which is not a character"
-        raise ValueError(reason) from error
-    return value
-
-
 def _require_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
@@ -131,20 +138,13 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_repetition)
 
 
-_AS_JSON = pa.json_()
-_LARGE = 2**63
-"""Smallest integer that is too large for int64."""
-_TYPES: Mapping[frozenset[str], pa.DataType] = {
-    frozenset(): pa.null(),
-    frozenset({"string"}): pa.string(),
-    frozenset({"bool"}): pa.bool_(),
-    frozenset({"integer"}): pa.int64(),
-    frozenset({"float"}): pa.float64(),
-    frozenset({"integer", "float"}): pa.float64(),
-    frozenset({"strings"}): pa.list_(pa.string()),
-}
-"""Column types keyed by the kinds of their values; other mixtures are kept as JSON."""
-_NUMBERS = {"integer", "large integer", "float"}
+def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file with their numbers, from 1. A line longer than a parser takes comes in pieces."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MAX_LINE + 1):
+            number += 1
+            yield number, line
 
 
 def column_types(
@@ -162,7 +162,7 @@ def column_types(
             column = kinds.setdefault(name, set())
             if value is not None:
                 column.add(_kind(value))
-    return {name: _type(column, strings_among_others) for name, column in kinds.items()}
+    return {name: _column_type(column, strings_among_others) for name, column in kinds.items()}
 
 
 def _kind(value: Any) -> str:
@@ -178,10 +178,18 @@ def _kind(value: Any) -> str:
     return "strings" if is_texts else "json"
 
 
-def _type(kinds: set[str], strings_among_others: pa.DataType) -> pa.DataType:
+def _column_type(kinds: set[str], strings_among_others: pa.DataType) -> pa.DataType:
     if "large integer" in kinds and kinds <= _NUMBERS:
         return pa.string()
-    return _TYPES.get(frozenset(kinds), strings_among_others if "string" in kinds else _AS_JSON)
+    return _COLUMN_TYPES.get(frozenset(kinds), strings_among_others if "string" in kinds else _AS_JSON)
+
+
+def first_value(kind: str, path: Path, column: str) -> Any:
+    """Return the first row's value of a column, or None if it cannot be read, which the loader reports."""
+    try:
+        return _FIRST_VALUE_READERS[kind](path, column)
+    except (RowError, pa.ArrowException, OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):
+        return None
 
 
 def _from_arrow(path: Path, column: str) -> Any:
@@ -204,23 +212,11 @@ def _from_jsonl(path: Path, column: str) -> Any:
     return next(json_rows(path))[1][column]
 
 
-READERS: dict[str, Callable[[Path, str], Any]] = {
+_FIRST_VALUE_READERS: dict[str, Callable[[Path, str], Any]] = {
     "arrow_files": _from_arrow,
     "parquet_files": _from_parquet,
     "jsonl_files": _from_jsonl,
 }
-
-
-def first_value(kind: str, path: Path, column: str) -> Any:
-    """Return the first row's value of a column, or None if it cannot be read, which the loader reports."""
-    try:
-        return READERS[kind](path, column)
-    except (RowError, pa.ArrowException, OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):
-        return None
-
-
-Origin = Callable[[int], str]
-"""Index of a row, counted from 0 over all files → its place."""
 
 
 def of_source(index: int) -> str:
@@ -251,7 +247,7 @@ def of_lines(files: Sequence[Path], plain: Sequence[Path]) -> Origin:
     def place(index: int) -> str:
         remaining = index
         for file, readable in zip(files, plain, strict=True):
-            places = (place for place, _ in json_rows(readable)) if is_json_list(readable) else _lines(readable)
+            places = (place for place, _ in json_rows(readable)) if _is_json_list(readable) else _line_places(readable)
             for name in places:
                 if not remaining:
                     return f"row {index} (counted from 0 over all files: {name} of {str(file)!r})"
@@ -261,5 +257,5 @@ def of_lines(files: Sequence[Path], plain: Sequence[Path]) -> Origin:
     return place
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _line_places(path: Path) -> Iterator[str]:
     return (f"line {number}" for number, line in numbered(path) if line.strip())

@@ -1,4 +1,4 @@
-"""Batches: endless and resumable for training, a single ordered pass for validation."""
+"""Batches: endless and resumable for training, a single ordered pass for validation, with the texts' domains."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from nemo_opd.data.collate import collate, row_ids
-from nemo_opd.data.documents import Columns, Document, read_documents
 from nemo_opd.data.order import Drawn, State
+from nemo_opd.data.record import Columns, Document, read_documents
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.sources import MappedFiles
 from nemo_opd.errors import AlignmentError, DataError
@@ -29,92 +29,16 @@ from nemo_opd.types import Batch
 if TYPE_CHECKING:
     import datasets
 
-_MOST_DOMAINS = 20
-_OTHERS, _WITHOUT = "others", "without"
-
-
-@dataclass(frozen=True, slots=True)
-class Domains:
-    """Domains of documents, the most frequent first."""
-
-    names: tuple[str, ...]
-    """The `_MOST_DOMAINS` most frequent at most, then `others` if there are more."""
-    numbers: Tensor
-    """int64: index in `names` for each document."""
-
-    @staticmethod
-    def of(values: Sequence[object]) -> Domains:
-        """Number the domains of documents; documents without a value are in the domain `without`."""
-        labels = [_WITHOUT if value is None else str(value) for value in values]
-        ranked = [name for name, _ in Counter(sorted(labels)).most_common()]
-        names = ranked[:_MOST_DOMAINS] + [_OTHERS] * (len(ranked) > _MOST_DOMAINS)
-        number = {name: min(i, _MOST_DOMAINS) for i, name in enumerate(ranked)}
-        return Domains(tuple(names), torch.tensor([number[name] for name in labels]))
-
-
-def domains_of(documents: datasets.Dataset, column: str | None, rows: Sequence[int] | None = None) -> Domains | None:
-    """Return the domains of documents, or of some of their rows; None if `column` is None."""
-    if column is None:
-        return None
-    values = documents.select_columns([column])[:][column]
-    return Domains.of(values if rows is None else [values[row] for row in rows])
-
-
-def in_domains(batch: Batch, domains: Domains | None, start: int) -> Batch:
-    """Add their domains to a batch of consecutive documents that begins at document `start`."""
-    if domains is None:
-        return batch
-    return replace(batch, domain=domains.numbers[start : start + len(batch)])
-
-
-_Result = TypeVar("_Result")
-_AT_A_TIME = 16
+_MAX_DOMAINS = 20
+_OTHER_DOMAINS, _NO_DOMAIN = "others", "without"
+_DOCUMENTS_AT_A_TIME = 16
 """Documents per read when all are read."""
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
-
-@dataclass(frozen=True)
-class SampleSource(Generic[_Result]):
-    """Samples or windows of documents, indexed by lists of rows. Picklable: each worker has a copy."""
-
-    columns: Columns
-    make: Callable[[Document], _Result]
-    """A SampleMaker or a WindowMaker."""
-    files: MappedFiles
-
-    @classmethod
-    def of(cls, columns: Columns, make: Callable[[Document], _Result]) -> Self:
-        return cls(columns, make, MappedFiles.of(columns))
-
-    def __getitems__(self, indices: list[int]) -> list[_Result]:
-        return list(self.each(indices))
-
-    def each(self, indices: list[int]) -> Iterator[_Result]:
-        """Yield the result for each document. Raises DataError, naming the row, if it cannot be read or used."""
-        self.files.check(indices)
-        for index, document in zip(indices, read_documents(self.columns, indices), strict=True):
-            try:
-                result = self.make(document)
-            except (AlignmentError, DataError) as error:
-                raise DataError(f"row {index} (counted from 0 over all files) cannot be used: {error}") from error
-            yield result
+_Result = TypeVar("_Result")
 
 
-@contextmanager
-def lost_workers() -> Iterator[None]:
-    """Turn torch's error for a killed data worker, raised wherever this process is, into a DataError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        raise DataError(
-            f"{str(error).strip().rstrip('.')}; check whether the machine's memory is full, or lower data.num_workers; "
-            "run.resume=auto continues from the last checkpoint"
-        ) from error
-
-
-class Order(Protocol[_Result]):
+class _Order(Protocol[_Result]):
     """The order of batches: a BatchOrder or a PackedOrder."""
 
     @property
@@ -139,7 +63,7 @@ class TrainLoader(Generic[_Result]):
     timed_as = "data_wait_s"
 
     def __init__(
-        self, documents: Columns, make: Callable[[Document], _Result], order: Order[_Result], num_workers: int
+        self, documents: Columns, make: Callable[[Document], _Result], order: _Order[_Result], num_workers: int
     ) -> None:
         self._source = SampleSource.of(documents, make)
         self._order = order
@@ -192,10 +116,109 @@ class TrainLoader(Generic[_Result]):
         self.close()
 
 
+def validation_batches(
+    documents: Columns, make_sample: Callable[[Document], Sample], batch_size: int, domains: Domains | None = None
+) -> Iterator[Batch]:
+    """Yield all documents once, in order, in batches; the last may be short."""
+    samples = SampleSource.of(documents, make_sample)
+    for start in range(0, len(documents), batch_size):
+        stop = min(start + batch_size, len(documents))
+        yield in_domains(collate(samples.__getitems__(list(range(start, stop)))), domains, start)
+
+
+def made_of_all(documents: Columns, make: Callable[[Document], _Result], num_workers: int) -> Iterator[_Result]:
+    """Yield the result for each document, in order, from `num_workers` processes, or from this one if 0."""
+    source = SampleSource.of(documents, make)
+    rows = range(len(documents))
+    reads = (list(rows[begin : begin + _DOCUMENTS_AT_A_TIME]) for begin in rows[::_DOCUMENTS_AT_A_TIME])
+    if not num_workers:
+        for indices in reads:
+            yield from source.each(indices)
+        return
+    with closing(_WorkerReads(source, reads, num_workers)) as batches:
+        for results in batches:
+            yield from results
+
+
+@contextmanager
+def lost_workers() -> Iterator[None]:
+    """Turn torch's error for a killed data worker, raised wherever this process is, into a DataError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise DataError(
+            f"{str(error).strip().rstrip('.')}; check whether the machine's memory is full, or lower data.num_workers; "
+            "run.resume=auto continues from the last checkpoint"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Domains:
+    """Domains of documents, the most frequent first."""
+
+    names: tuple[str, ...]
+    """The `_MAX_DOMAINS` most frequent at most, then `others` if there are more."""
+    numbers: Tensor
+    """int64: index in `names` for each document."""
+
+    @staticmethod
+    def of(values: Sequence[object]) -> Domains:
+        """Number the domains of documents; documents without a value are in the domain `without`."""
+        labels = [_NO_DOMAIN if value is None else str(value) for value in values]
+        ranked = [name for name, _ in Counter(sorted(labels)).most_common()]
+        names = ranked[:_MAX_DOMAINS] + [_OTHER_DOMAINS] * (len(ranked) > _MAX_DOMAINS)
+        number = {name: min(i, _MAX_DOMAINS) for i, name in enumerate(ranked)}
+        return Domains(tuple(names), torch.tensor([number[name] for name in labels]))
+
+
+def domains_of(documents: datasets.Dataset, column: str | None, rows: Sequence[int] | None = None) -> Domains | None:
+    """Return the domains of documents, or of some of their rows; None if `column` is None."""
+    if column is None:
+        return None
+    values = documents.select_columns([column])[:][column]
+    return Domains.of(values if rows is None else [values[row] for row in rows])
+
+
+def in_domains(batch: Batch, domains: Domains | None, start: int) -> Batch:
+    """Add their domains to a batch of consecutive documents that begins at document `start`."""
+    if domains is None:
+        return batch
+    return replace(batch, domain=domains.numbers[start : start + len(batch)])
+
+
+@dataclass(frozen=True)
+class SampleSource(Generic[_Result]):
+    """Samples or windows of documents, indexed by lists of rows. Picklable: each worker has a copy."""
+
+    columns: Columns
+    make: Callable[[Document], _Result]
+    """A SampleMaker or a WindowMaker."""
+    files: MappedFiles
+
+    @classmethod
+    def of(cls, columns: Columns, make: Callable[[Document], _Result]) -> Self:
+        return cls(columns, make, MappedFiles.of(columns))
+
+    def __getitems__(self, indices: list[int]) -> list[_Result]:
+        return list(self.each(indices))
+
+    def each(self, indices: list[int]) -> Iterator[_Result]:
+        """Yield the result for each document. Raises DataError, naming the row, if it cannot be read or used."""
+        self.files.check(indices)
+        for index, document in zip(indices, read_documents(self.columns, indices), strict=True):
+            try:
+                result = self.make(document)
+            except (AlignmentError, DataError) as error:
+                raise DataError(f"row {index} (counted from 0 over all files) cannot be used: {error}") from error
+            yield result
+
+
 class _Thread(Generic[_Result]):
     """A thread that makes the next batch while the current one is in use."""
 
-    def __init__(self, source: SampleSource[_Result], order: Order[_Result], state: State) -> None:
+    def __init__(self, source: SampleSource[_Result], order: _Order[_Result], state: State) -> None:
         self._reading = _ThreadReader(source)
         self._executor = ThreadPoolExecutor(1, "data")
         self._drawn = order.draws(state, map(self._reading, order.reads(state)))
@@ -241,7 +264,7 @@ class _ThreadReader(Generic[_Result]):
 class _Workers(Generic[_Result]):
     """Batches of documents that worker processes read ahead."""
 
-    def __init__(self, source: SampleSource[_Result], order: Order[_Result], state: State, num_workers: int) -> None:
+    def __init__(self, source: SampleSource[_Result], order: _Order[_Result], state: State, num_workers: int) -> None:
         self._reads = _WorkerReads(source, order.reads(state), num_workers)
         self._drawn = order.draws(state, self._reads)
 
@@ -284,35 +307,11 @@ class _WorkerReads(Iterator[list[_Result]]):
             worker.join()
 
 
-def made_of_all(documents: Columns, make: Callable[[Document], _Result], num_workers: int) -> Iterator[_Result]:
-    """Yield the result for each document, in order, from `num_workers` processes, or from this one if 0."""
-    source = SampleSource.of(documents, make)
-    rows = range(len(documents))
-    reads = (list(rows[begin : begin + _AT_A_TIME]) for begin in rows[::_AT_A_TIME])
-    if not num_workers:
-        for indices in reads:
-            yield from source.each(indices)
-        return
-    with closing(_WorkerReads(source, reads, num_workers)) as batches:
-        for results in batches:
-            yield from results
-
-
 def _collated(drawn: Drawn) -> Batch:
     batch = collate(drawn.samples)
     if drawn.rows is None:
         return batch
     return replace(batch, row=row_ids(drawn.rows))
-
-
-def validation_batches(
-    documents: Columns, make_sample: Callable[[Document], Sample], batch_size: int, domains: Domains | None = None
-) -> Iterator[Batch]:
-    """Yield all documents once, in order, in batches; the last may be short."""
-    samples = SampleSource.of(documents, make_sample)
-    for start in range(0, len(documents), batch_size):
-        stop = min(start + batch_size, len(documents))
-        yield in_domains(collate(samples.__getitems__(list(range(start, stop)))), domains, start)
 
 
 def _identity(results: list[_Result]) -> list[_Result]:

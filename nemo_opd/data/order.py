@@ -1,4 +1,4 @@
-"""Batch order, determined by the seed and the batch's index in the run."""
+"""Batch order, determined by the seed and the batch's index in the run, and the packing of rows."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ from nemo_opd.errors import CheckpointError
 State = Mapping[str, int]
 """Position between two batches of a run, with the settings it depends on, for resuming."""
 
+BLOCK = 4096
+"""Windows in a block, within which rows are packed: fewer leave more unused room in rows, more take more memory."""
+BLOCK_TOKENS, BLOCK_ROWS = 2**21, 64
+"""A block of long windows ends after BLOCK_TOKENS student tokens, or those of BLOCK_ROWS rows if more."""
+_DOCUMENTS_AT_A_TIME = 16
+"""Documents read at a time."""
+
+_Windows = tuple[Sample, ...]
+
+Lengths = NDArray[np.int64]
+"""[N, M]: tokens of N segments for each of M models."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -32,7 +44,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class DocumentOrder(ABC):
+class _DocumentOrder(ABC):
     """Endless epochs over `num_documents`, each in its own order."""
 
     num_documents: int
@@ -69,7 +81,7 @@ class DocumentOrder(ABC):
 
 
 @dataclass(frozen=True)
-class BatchOrder(DocumentOrder):
+class BatchOrder(_DocumentOrder):
     """Batches of `batch_size` documents; the last of an epoch may be short.
 
     Batch n does not depend on how batches are read, and can be reached without reading the ones before it.
@@ -116,64 +128,8 @@ class BatchOrder(DocumentOrder):
             epoch, step = epoch + 1, 0
 
 
-Lengths = NDArray[np.int64]
-"""[N, M]: tokens of N segments for each of M models."""
-
-
-def packed_rows(lengths: Lengths, limits: Sequence[int]) -> list[NDArray[np.int64]]:
-    """Pack segments into rows within every model's token limit; return the segments of each row.
-
-    Best fit decreasing: the largest first, each into the row with the least room left after it. A segment longer than a
-    limit has a row to itself.
-    """
-    capacity = np.array(limits, np.int64)
-    largest_first = np.argsort(-(lengths / capacity).max(1), kind="stable")
-    row = _best_fit(lengths, capacity, largest_first)
-    by_row = np.argsort(row, kind="stable")
-    return np.split(by_row, np.flatnonzero(np.diff(row[by_row])) + 1) if len(row) else []
-
-
-@jit
-def _best_fit(lengths: Lengths, capacity: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the row of each segment [N]. Rows that cannot hold the shortest segment are no longer tried."""
-    number, models = lengths.shape
-    shortest = np.array([lengths[:, m].min() for m in range(models)])
-    room = np.empty((number, models), np.int64)
-    row = np.empty(number, np.int64)
-    open_rows = np.empty(number, np.int64)
-    num_rows, num_open = 0, 0
-    for segment in order:
-        best, least = -1, 0
-        for place in range(num_open):
-            room_left = room[open_rows[place]] - lengths[segment]
-            if room_left.min() >= 0 and (best < 0 or room_left[0] < least):
-                best, least = place, room_left[0]
-        if best < 0:
-            best = num_open
-            open_rows[best] = num_rows
-            room[num_rows] = capacity
-            num_rows, num_open = num_rows + 1, num_open + 1
-        target = open_rows[best]
-        row[segment] = target
-        room[target] -= lengths[segment]
-        if (room[target] < shortest).any():
-            num_open -= 1
-            open_rows[best] = open_rows[num_open]
-    return row
-
-
-BLOCK = 4096
-"""Windows in a block, within which rows are packed: fewer leave more unused room in rows, more take more memory."""
-BLOCK_TOKENS, BLOCK_ROWS = 2**21, 64
-"""A block of long windows ends after BLOCK_TOKENS student tokens, or those of BLOCK_ROWS rows if more."""
-_AT_A_TIME = 16
-"""Documents read at a time."""
-
-_Windows = tuple[Sample, ...]
-
-
 @dataclass(frozen=True)
-class PackedOrder(DocumentOrder):
+class PackedOrder(_DocumentOrder):
     """Batches of `batch_size` rows, each packed with windows of documents; the last of an epoch may be short.
 
     An epoch is cut into blocks of consecutive documents, with `BLOCK` windows or fewer long ones; rows are packed
@@ -208,8 +164,8 @@ class PackedOrder(DocumentOrder):
         epoch, first = state["epoch"], state["first"]
         while True:
             order = self.of_epoch(epoch)
-            for begin in range(first, self.num_documents, _AT_A_TIME):
-                yield order[begin : begin + _AT_A_TIME].tolist()
+            for begin in range(first, self.num_documents, _DOCUMENTS_AT_A_TIME):
+                yield order[begin : begin + _DOCUMENTS_AT_A_TIME].tolist()
             epoch, first = epoch + 1, 0
 
     def draws(self, state: State, results: Iterator[list[_Windows]]) -> Iterator[Drawn]:
@@ -319,6 +275,48 @@ def lengths_of(windows: Sequence[Sample]) -> Lengths:
         ],
         np.int64,
     )
+
+
+def packed_rows(lengths: Lengths, limits: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Pack segments into rows within every model's token limit; return the segments of each row.
+
+    Best fit decreasing: the largest first, each into the row with the least room left after it. A segment longer than a
+    limit has a row to itself.
+    """
+    capacity = np.array(limits, np.int64)
+    largest_first = np.argsort(-(lengths / capacity).max(1), kind="stable")
+    row = _best_fit(lengths, capacity, largest_first)
+    by_row = np.argsort(row, kind="stable")
+    return np.split(by_row, np.flatnonzero(np.diff(row[by_row])) + 1) if len(row) else []
+
+
+@jit
+def _best_fit(lengths: Lengths, capacity: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the row of each segment [N]. Rows that cannot hold the shortest segment are no longer tried."""
+    number, models = lengths.shape
+    shortest = np.array([lengths[:, m].min() for m in range(models)])
+    room = np.empty((number, models), np.int64)
+    row = np.empty(number, np.int64)
+    open_rows = np.empty(number, np.int64)
+    num_rows, num_open = 0, 0
+    for segment in order:
+        best, least = -1, 0
+        for place in range(num_open):
+            room_left = room[open_rows[place]] - lengths[segment]
+            if room_left.min() >= 0 and (best < 0 or room_left[0] < least):
+                best, least = place, room_left[0]
+        if best < 0:
+            best = num_open
+            open_rows[best] = num_rows
+            room[num_rows] = capacity
+            num_rows, num_open = num_rows + 1, num_open + 1
+        target = open_rows[best]
+        row[segment] = target
+        room[target] -= lengths[segment]
+        if (room[target] < shortest).any():
+            num_open -= 1
+            open_rows[best] = open_rows[num_open]
+    return row
 
 
 def _length(tokens: Tokens) -> int:

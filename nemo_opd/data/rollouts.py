@@ -1,4 +1,6 @@
-"""Rollouts to samples: the sampled ids, and each teacher's own tokens of the same text (methods.md §10.1)."""
+"""Rollouts to samples: the sampled ids, and each teacher's own tokens of the same text (methods.md §10.1). Also the
+prompts of a dataset.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from nemo_opd.alignment.chat_template import message_texts, plain_messages
 from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.chat import CrossTokenizerChat
 from nemo_opd.data.context import Content, PrivilegedPrompt, align_after, prompt_text, shifted, verbatim
-from nemo_opd.data.documents import (
+from nemo_opd.data.record import (
     ANSWER,
     MESSAGES,
     OTHER,
@@ -24,11 +26,14 @@ from nemo_opd.data.documents import (
     TOOLS,
     Columns,
     Conversation,
+    Message,
+    Prompt,
+    Rollout,
     fields_of,
     parsed,
     read_rows,
+    written,
 )
-from nemo_opd.data.record import Message, Prompt, Rollout, written
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, require_ids, usable_chunks
 from nemo_opd.data.text import Continued, TextContinuation, text_of
 from nemo_opd.errors import AlignmentError, DataError

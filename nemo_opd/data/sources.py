@@ -22,7 +22,6 @@ from datasets.table import ConcatenationTable, MemoryMappedTable, Table
 from nemo_opd.config.base import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.data.chat import require_conversations
-from nemo_opd.data.compressed import writing
 from nemo_opd.data.convert import (
     Read,
     convert,
@@ -33,10 +32,7 @@ from nemo_opd.data.convert import (
     retry_after_repair,
     selected,
 )
-from nemo_opd.data.documents import MESSAGES, TEXT, Columns
-from nemo_opd.data.layout import Layout, columns_in
-from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
-from nemo_opd.data.schema import (
+from nemo_opd.data.files import (
     arrow_schema,
     is_encoded,
     is_ipc_file,
@@ -45,10 +41,17 @@ from nemo_opd.data.schema import (
     require_source,
     resolve_files,
     summarize,
+    writing,
 )
+from nemo_opd.data.layout import Layout, columns_in
+from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
+from nemo_opd.data.record import MESSAGES, TEXT, Columns
 from nemo_opd.errors import DataError
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+_FileState = tuple[int, int, int]
+"""Inode, bytes, and time of the last change in ns."""
 
 _log = logging.getLogger(__name__)
 
@@ -201,10 +204,6 @@ READERS: dict[str, Callable[[list[Path], Layout, str], Read]] = {
 require_lines(Source.model_fields, {*READERS, "hub"}, "READERS in nemo_opd/data/sources.py")
 
 
-_State = tuple[int, int, int]
-"""Inode, bytes, and time of the last change in ns."""
-
-
 @dataclass
 class MappedFiles:
     """Files of a dataset, with their states when it was loaded.
@@ -217,7 +216,7 @@ class MappedFiles:
     """None for rows in memory."""
     stops: list[int]
     """End of each table's rows."""
-    states: dict[str, _State] = field(default_factory=dict)
+    states: dict[str, _FileState] = field(default_factory=dict)
 
     @classmethod
     def of(cls, columns: Columns) -> Self:
@@ -257,7 +256,7 @@ def _tables_of(columns: Columns) -> list[Table]:
     return [row[0] for row in data.blocks] if isinstance(data, ConcatenationTable) else [data]
 
 
-def _state_of(path: str) -> _State | None:
+def _state_of(path: str) -> _FileState | None:
     try:
         status = os.stat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Texts to samples."""
+"""Texts to samples: documents, whole or as windows, and prompts with their continuations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment.chat import locate_tokens
 from nemo_opd.config.teacher import EqualHistory
-from nemo_opd.data.beginning import encode_beginning
-from nemo_opd.data.documents import Document
-from nemo_opd.data.encoders import Encoder, Encoding
-from nemo_opd.data.record import Prompt
+from nemo_opd.data.encoders import Encoder, Encoding, encode_beginning
+from nemo_opd.data.record import Document, Prompt
 from nemo_opd.data.samples import (
     Aligner,
     SameTokenizer,
@@ -32,104 +30,9 @@ if TYPE_CHECKING:
 
 Ids = NDArray[np.int32]
 
-
-@dataclass(frozen=True, slots=True)
-class Continued:
-    """A prompt and its continuation as tokens."""
-
-    ids: Ids
-    """[S]"""
-    start: int
-    """Position of the continuation's first token."""
-    is_ended: bool
-    """Whether the last token ends the turn."""
-    before: str = ""
-    """Beginning of the continuation that shares the prompt's last token, before `start`."""
-
-
-class TextContinuation:
-    """A tokenizer of a prompt and its continuation as one text. Picklable."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._lead = _leading_special_tokens(tokenizer)
-
-    def __call__(self, prompt: str, response: str, *, is_ended: bool) -> Continued:
-        """Return all tokens and, if `is_ended`, the tokenizer's end-of-sequence token, if it has one.
-
-        Special tokens that the text itself spells at its beginning or end are not added a second time.
-
-        The continuation starts with the first token that holds no character of the prompt.
-        """
-        text = prompt + response
-        tokens = locate_tokens(self._tokenizer, text)
-        start = int(np.searchsorted(tokens.starts, len(prompt), "left"))
-        stop = int(tokens.starts[start]) if start < len(tokens.starts) else len(text)
-        eos = self._tokenizer.eos_token_id if is_ended else None
-        spells_end = len(tokens.ids) > 0 and tokens.ids[-1] == eos
-        end = np.array([] if eos is None or spells_end else [eos], np.int32)
-        spells_lead = np.array_equal(tokens.ids[: len(self._lead)], self._lead)
-        lead = self._lead[:0] if spells_lead else self._lead
-        ids = np.concatenate([lead, tokens.ids, end])
-        return Continued(ids, len(lead) + start, eos is not None, text[len(prompt) : stop])
-
-
-def _leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> Ids:
-    """Return the tokens that the tokenizer puts before a text by default."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    tokens = tokenizer("a")["input_ids"]
-    count = next(i for i in range(len(tokens) + 1) if tokens[i : i + len(bare)] == bare)
-    return np.array(tokens[:count], np.int32)
-
-
-def text_of(prompt: Prompt) -> str:
-    assert isinstance(prompt.content, str), "a text renderer is for prompts that are texts"
-    return prompt.content
-
-
-Places = NDArray[np.int64]
+_Places = NDArray[np.int64]
 """[P, M]: places in a document, as the number of tokens before them for each of M models; columns are non-decreasing.
 """
-
-
-def common_places(length: int, starts: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]], ends: Places) -> Places:
-    """Return the token boundaries that all models of a document share.
-
-    length: number of the student's tokens. starts: for each teacher with another tokenizer, the first tokens of the
-    aligned chunks, the student's [C] and the teacher's [C]. ends: [M], numbers of tokens of the student and these
-    teachers.
-    """
-    places = np.arange(length, dtype=np.int64)
-    for ours, _ in starts:
-        places = np.intersect1d(places, ours)
-    theirs = [first_tokens[np.searchsorted(ours, places)] for ours, first_tokens in starts]
-    common = np.column_stack([places, *theirs]).astype(np.int64)
-    return np.concatenate([np.zeros_like(ends)[None], common[(common > 0).any(1)], ends[None]])
-
-
-def window_edges(places: Places, limits: Sequence[int], openings: Sequence[int]) -> Places:
-    """Cut a document into windows as long as its models can read: edges [windows + 1, M].
-
-    Windows end at `places`. If two of these are too far apart, the text between them is cut into equal parts. limits:
-    longest input of each model, in its tokens. openings: tokens in front of each window but the first.
-    """
-    room = np.array(limits) - np.array(openings)
-    places, at = places.copy("F"), 0
-    edges = [places[0].copy()]
-    while at < len(places) - 1:
-        last = places[at] + (room if len(edges) > 1 else np.array(limits))
-        reached = (
-            min(int(np.searchsorted(column, most, "right")) for column, most in zip(places.T, last, strict=True)) - 1
-        )
-        if reached > at:
-            at = reached
-            edges.append(places[at].copy())
-            continue
-        begin, gap = places[at], places[at + 1] - places[at]
-        parts = int((-(-gap // room)).max())
-        edges += [begin + gap * part // parts for part in range(1, parts)]
-        places[at] = edges[-1]
-    return np.stack(edges)
 
 
 @dataclass(frozen=True)
@@ -189,6 +92,17 @@ class TextSampleMaker:
         )
 
 
+def _teacher_sample(encoding: Encoding, student: Tokens, is_cut: bool, teacher: CrossTokenizer) -> TeacherSample:
+    """Make a teacher's sample. encoding: the text of the student's tokens.
+
+    The student's byte counts do not apply: the teacher's tokenizer may rewrite the text differently.
+    """
+    alignment = teacher.aligner.align(student.ids, encoding.ids)
+    last = exact_length(alignment) if is_cut else len(encoding.ids)
+    tokens = encoding.cut(min(last, teacher.encoder.max_length)).tokens()
+    return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
+
+
 @dataclass(frozen=True)
 class TextWindowMaker:
     """A maker of windows that cover all of a text on all sides (methods.md §8.6)."""
@@ -214,7 +128,7 @@ class TextWindowMaker:
             windows.append(self.make.sample(student.tokens(), teachers, is_cut=False))
         return tuple(windows)
 
-    def _edges(self, encoders: Sequence[Encoder], encodings: Sequence[Encoding]) -> Places:
+    def _edges(self, encoders: Sequence[Encoder], encodings: Sequence[Encoding]) -> _Places:
         """Return the edges of windows, in each encoder's tokens."""
         ends = np.array([len(encoding.ids) for encoding in encodings])
         limits = [encoder.max_length for encoder in encoders]
@@ -227,12 +141,95 @@ class TextWindowMaker:
         return window_edges(places, limits, [len(encoder.opening.ids) for encoder in encoders])
 
 
-def _teacher_sample(encoding: Encoding, student: Tokens, is_cut: bool, teacher: CrossTokenizer) -> TeacherSample:
-    """Make a teacher's sample. encoding: the text of the student's tokens.
+def common_places(length: int, starts: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]], ends: _Places) -> _Places:
+    """Return the token boundaries that all models of a document share.
 
-    The student's byte counts do not apply: the teacher's tokenizer may rewrite the text differently.
+    length: number of the student's tokens. starts: for each teacher with another tokenizer, the first tokens of the
+    aligned chunks, the student's [C] and the teacher's [C]. ends: [M], numbers of tokens of the student and these
+    teachers.
     """
-    alignment = teacher.aligner.align(student.ids, encoding.ids)
-    last = exact_length(alignment) if is_cut else len(encoding.ids)
-    tokens = encoding.cut(min(last, teacher.encoder.max_length)).tokens()
-    return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
+    places = np.arange(length, dtype=np.int64)
+    for ours, _ in starts:
+        places = np.intersect1d(places, ours)
+    theirs = [first_tokens[np.searchsorted(ours, places)] for ours, first_tokens in starts]
+    common = np.column_stack([places, *theirs]).astype(np.int64)
+    return np.concatenate([np.zeros_like(ends)[None], common[(common > 0).any(1)], ends[None]])
+
+
+def window_edges(places: _Places, limits: Sequence[int], openings: Sequence[int]) -> _Places:
+    """Cut a document into windows as long as its models can read: edges [windows + 1, M].
+
+    Windows end at `places`. If two of these are too far apart, the text between them is cut into equal parts. limits:
+    longest input of each model, in its tokens. openings: tokens in front of each window but the first.
+    """
+    room = np.array(limits) - np.array(openings)
+    places, at = places.copy("F"), 0
+    edges = [places[0].copy()]
+    while at < len(places) - 1:
+        last = places[at] + (room if len(edges) > 1 else np.array(limits))
+        reached = (
+            min(int(np.searchsorted(column, most, "right")) for column, most in zip(places.T, last, strict=True)) - 1
+        )
+        if reached > at:
+            at = reached
+            edges.append(places[at].copy())
+            continue
+        begin, gap = places[at], places[at + 1] - places[at]
+        parts = int((-(-gap // room)).max())
+        edges += [begin + gap * part // parts for part in range(1, parts)]
+        places[at] = edges[-1]
+    return np.stack(edges)
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A prompt and its continuation as tokens."""
+
+    ids: Ids
+    """[S]"""
+    start: int
+    """Position of the continuation's first token."""
+    is_ended: bool
+    """Whether the last token ends the turn."""
+    before: str = ""
+    """Beginning of the continuation that shares the prompt's last token, before `start`."""
+
+
+class TextContinuation:
+    """A tokenizer of a prompt and its continuation as one text. Picklable."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._lead = _leading_special_tokens(tokenizer)
+
+    def __call__(self, prompt: str, response: str, *, is_ended: bool) -> Continued:
+        """Return all tokens and, if `is_ended`, the tokenizer's end-of-sequence token, if it has one.
+
+        Special tokens that the text itself spells at its beginning or end are not added a second time.
+
+        The continuation starts with the first token that holds no character of the prompt.
+        """
+        text = prompt + response
+        tokens = locate_tokens(self._tokenizer, text)
+        start = int(np.searchsorted(tokens.starts, len(prompt), "left"))
+        stop = int(tokens.starts[start]) if start < len(tokens.starts) else len(text)
+        eos = self._tokenizer.eos_token_id if is_ended else None
+        spells_end = len(tokens.ids) > 0 and tokens.ids[-1] == eos
+        end = np.array([] if eos is None or spells_end else [eos], np.int32)
+        spells_lead = np.array_equal(tokens.ids[: len(self._lead)], self._lead)
+        lead = self._lead[:0] if spells_lead else self._lead
+        ids = np.concatenate([lead, tokens.ids, end])
+        return Continued(ids, len(lead) + start, eos is not None, text[len(prompt) : stop])
+
+
+def _leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> Ids:
+    """Return the tokens that the tokenizer puts before a text by default."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    tokens = tokenizer("a")["input_ids"]
+    count = next(i for i in range(len(tokens) + 1) if tokens[i : i + len(bare)] == bare)
+    return np.array(tokens[:count], np.int32)
+
+
+def text_of(prompt: Prompt) -> str:
+    assert isinstance(prompt.content, str), "a text renderer is for prompts that are texts"
+    return prompt.content

@@ -20,18 +20,6 @@ import pyarrow as pa
 from nemo_opd.errors import DataError
 from nemo_opd.paths import cache_dir
 
-
-def write_stream(path: Path, table: pa.Table, rows_per_batch: int | None = None) -> None:
-    """Write an Arrow stream. Safe in concurrent processes: each writes under its own name, then renames the file."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table, max_chunksize=rows_per_batch)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 Split = Literal["train", "validation"]
 
 DOCUMENT_CHARS = 1_000
@@ -60,7 +48,7 @@ class _SourceFile:
 
 
 @dataclass(frozen=True)
-class Document:
+class _Document:
     """Consecutive lines of one source file."""
 
     text: str
@@ -97,6 +85,17 @@ def build(root: Path, sources: list[_SourceFile], folder: Path) -> None:
         write_stream(folder / f"{split}.arrow", table, _ROWS_PER_BATCH)
 
 
+def write_stream(path: Path, table: pa.Table, rows_per_batch: int | None = None) -> None:
+    """Write an Arrow stream. Safe in concurrent processes: each writes under its own name, then renames the file."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows_per_batch)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def source_files(root: Path) -> list[_SourceFile]:
     """Return the *.py files below `root` outside _EXCLUDED_FOLDERS, sorted by path."""
     sources = []
@@ -121,14 +120,14 @@ def _split_of(path: str) -> Split:
     return "validation" if int.from_bytes(digest[:4], "big") % 100 < _VALIDATION_PERCENT else "train"
 
 
-def _documents(root: Path, source: _SourceFile) -> Iterator[Document]:
+def _documents(root: Path, source: _SourceFile) -> Iterator[_Document]:
     """Yield the documents of a file, which together contain every line once; none if it is blank or not UTF-8."""
     try:
         text = (root / source.path).read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         return
     if text.strip():
-        yield from (Document(part, source.path) for part in cut(text))
+        yield from (_Document(part, source.path) for part in cut(text))
 
 
 def cut(text: str) -> list[str]:
@@ -141,5 +140,5 @@ def cut(text: str) -> list[str]:
     return ["".join(line[0] for line in lines) for _, lines in groupby(_LINE.finditer(text), key=part_of)]
 
 
-def _table(rows: Iterator[Document]) -> pa.Table:
+def _table(rows: Iterator[_Document]) -> pa.Table:
     return pa.Table.from_pylist([{"text": row.text, "path": row.path} for row in rows], schema=_SCHEMA)

@@ -26,6 +26,31 @@ _FORMAT_VERSION = 1
 
 _SCHEMA = pa.schema([("text", pa.string()), ("response", pa.string()), ("answer", pa.string())])
 
+_TASK_NAME = "next_line"
+_NUM_QUESTIONS = 64
+_NUM_CHOICES = 4
+_CONTEXT_CHARS, _LINE_CHARS = 160, range(24, 64)
+
+_TASK_YAML = """\
+task: {task}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {questions}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+target_delimiter: ""
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+metadata:
+  version: 1
+"""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -134,41 +159,18 @@ def _table(rows: Sequence[Sum]) -> pa.Table:
     return pa.table(columns, schema=_SCHEMA)
 
 
-TASK = "next_line"
-_NUM_QUESTIONS = 64
-_NUM_CHOICES = 4
-_CONTEXT_CHARS, _LINE_CHARS = 160, range(24, 64)
-
-_TASK = """\
-task: {task}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {questions}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{context}}}}"
-target_delimiter: ""
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: answer
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true
-metadata:
-  version: 1
-"""
-
-
 def task_folder() -> Path:
-    """Return the folder; build it if absent. Raises DataError as `corpus.arrow_file` does. Processes can share it."""
+    """Return the benchmark's folder; build it if absent. Processes can share it.
+
+    Raises DataError as `corpus.arrow_file` does.
+    """
     source = corpus.arrow_file("validation")
     name = hashlib.sha256(f"1 {_NUM_QUESTIONS} {source.parent.name}".encode()).hexdigest()[:12]
     folder = source.parent / f"tasks-{name}"
-    if not (folder / f"{TASK}.yaml").exists():
+    if not (folder / f"{_TASK_NAME}.yaml").exists():
         with pa.memory_map(str(source)) as file:
             texts = pa.ipc.open_stream(file).read_all().column("text").to_pylist()
-        write_task(folder, TASK, _questions(texts))
+        write_task(folder, _TASK_NAME, _questions(texts))
     return folder
 
 
@@ -176,7 +178,7 @@ def write_task(folder: Path, task: str, questions: Iterable[Mapping[str, Any]]) 
     """Write a multiple-choice task of questions with `context`, `choices` and `answer`, the index of the right one."""
     rows, path = [json.dumps(question) for question in questions], folder / f"{task}.json"
     write_atomically(path, ("\n".join(rows) + "\n").encode())
-    text = _TASK.format(task=task, questions=json.dumps(str(path.resolve())))
+    text = _TASK_YAML.format(task=task, questions=json.dumps(str(path.resolve())))
     write_atomically(folder / f"{task}.yaml", text.encode())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import EvaluationConfig, Questions, QuestionSet, QuestionSets, QuestionSource
 from nemo_opd.config.reward import Reward, calls_users_code
+from nemo_opd.data.files import require_suitable
 from nemo_opd.data.layout import (
     ChatLayout,
     ContextLayout,
@@ -19,7 +20,6 @@ from nemo_opd.data.layout import (
     reads_rows,
 )
 from nemo_opd.data.record import Prompt, written
-from nemo_opd.data.schema import require_suitable
 from nemo_opd.demo import is_demo
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.benchmark_tasks import check_tasks, require_tasks

@@ -57,7 +57,7 @@ def check_folder(reference: str, *, key: str) -> None:
         names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
         content = f"a tokenizer ({', '.join(names)}) without its model's config.json" if names else "no config.json"
         raise ModelError(f"{key}={reference}: the folder has {content}; {_WHOLE_FOLDER}")
-    if not any((folder / name).is_file() for name in (*_WEIGHT_FILES, shard.NAME)):
+    if not any((folder / name).is_file() for name in (*_WEIGHT_FILES, shard.MANIFEST)):
         raise ModelError(
             f"{key}={reference}: the folder has no weights (none of {', '.join(_WEIGHT_FILES)}); copy them there or "
             "name another folder"

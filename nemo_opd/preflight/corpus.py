@@ -17,10 +17,10 @@ from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.cache import CachedSampleMaker, CachedWindowMaker
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
 from nemo_opd.data.context import Context, PrivilegedPrompt, with_others
-from nemo_opd.data.documents import MESSAGES, TEXT, Document, Routed, parsed, read_documents, read_rows
 from nemo_opd.data.encoders import ChatEncoder, Encoder
 from nemo_opd.data.loader import Domains, TrainLoader, domains_of, made_of_all, validation_batches
 from nemo_opd.data.order import BatchOrder, PackedOrder, State, lengths_of
+from nemo_opd.data.record import MESSAGES, TEXT, Document, Routed, parsed, read_documents, read_rows
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import HasIdentity, SameTokenizer, Sample, SampleMaker, WindowMaker
 from nemo_opd.data.sources import load_documents

@@ -9,9 +9,9 @@ from nemo_opd.config.model import Model
 from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher, ServedTeacher
+from nemo_opd.data.files import require_suitable
 from nemo_opd.data.layout import Layout, PromptLayout, RoutedLayout
 from nemo_opd.data.layout import layout_of as data_layout
-from nemo_opd.data.schema import require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets, with_columns
 from nemo_opd.extras import require_extras, require_installed

@@ -18,10 +18,9 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.collate import collate
 from nemo_opd.data.context import PrivilegedPrompt, with_others
-from nemo_opd.data.documents import TEACHER
 from nemo_opd.data.loader import Domains, domains_of, in_domains
 from nemo_opd.data.order import BatchOrder, State
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.record import TEACHER, Prompt, Rollout
 from nemo_opd.data.rollouts import RolloutSampleMaker, read_prompts
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.sources import load_documents

@@ -17,8 +17,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.collate import collate
 from nemo_opd.data.context import PrivilegedPrompt, prompt_text
-from nemo_opd.data.documents import read_documents
-from nemo_opd.data.record import Prompt
+from nemo_opd.data.record import Prompt, read_documents
 from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.logging.metrics import merge

@@ -17,8 +17,8 @@ from nemo_opd.config.model import Student
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
-from nemo_opd.data.documents import Conversation, Document, Routed, read_documents
-from nemo_opd.data.schema import resolve_files
+from nemo_opd.data.files import resolve_files
+from nemo_opd.data.record import Conversation, Document, Routed, read_documents
 from nemo_opd.errors import AlignmentError, ConfigError, DataError
 from nemo_opd.models.load import load_config
 from nemo_opd.preflight.corpus import Corpus

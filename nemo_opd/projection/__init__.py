@@ -3,9 +3,9 @@
 from nemo_opd.projection import nemo_rl
 from nemo_opd.projection.build import Audit, Coverage, audit, build_projection, cached_projection, recommended_loss
 from nemo_opd.projection.embedding import EmbeddingSource, add_embeddings
-from nemo_opd.projection.exact import exact_map, sort_and_cut
+from nemo_opd.projection.exact import exact_map
 from nemo_opd.projection.io import BuilderOptions
-from nemo_opd.projection.matrix import ProjectionMatrix
+from nemo_opd.projection.matrix import ProjectionMatrix, sort_and_cut
 from nemo_opd.projection.spelling import add_byte_prefix, add_multi_token, add_shared_prefix
 
 __all__ = [

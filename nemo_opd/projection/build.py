@@ -1,4 +1,4 @@
-"""Complete build of a projection, with all passes of methods.md §2 in order, and its cache."""
+"""Complete build of a projection, with all passes of methods.md §2 in order, its cache, and its audit."""
 
 from __future__ import annotations
 
@@ -17,18 +17,33 @@ from nemo_opd.alignment.roles import RoleOverrides, roles_of
 from nemo_opd.errors import ProjectionError
 from nemo_opd.paths import cache_dir
 from nemo_opd.projection.embedding import EmbeddingSource, embedding_pass
-from nemo_opd.projection.exact import check_width, exact_pass, read_pair, sort_and_cut
+from nemo_opd.projection.exact import exact_pass, read_pair
 from nemo_opd.projection.io import VERSION, frozen_roles
-from nemo_opd.projection.matrix import ProjectionMatrix
+from nemo_opd.projection.matrix import ProjectionMatrix, check_width, sort_and_cut
 from nemo_opd.projection.spelling import Progress, byte_prefix_pass, multi_token_pass, shared_prefix_pass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _BUILDER_VERSION = 4
 """Increment when the same tokenizers yield another matrix."""
+_NUMERALS_COVERED = 0.9
+"""Share of numerals of each length that must be covered for exact pairs to carry arithmetic."""
+_FEW_SHARED = 0.5
+"""Overlap below which an exact map lacks most of the smaller vocabulary; published pairs start at 0.63."""
+_FEW_EXACT = 0.25
+"""Share of the student's tokens with a partner below which exact pairs are the exception."""
+_MUCH_WITHOUT_ROW = 0.05
+"""Share of the student's text tokens without a row above which ordinary text, not only oddities, has no target."""
+_PAIR_LOSSES = ("gold", "h_kl", "strict")
+"""Losses that compare tokens with a partner."""
+_ROW_LOSSES = ("p_kl", *_PAIR_LOSSES)
+"""Losses that read the projection's rows. byte_prefix and shared_prefix have their own maps; alm, uld and sampled_kl
+use none.
+"""
+CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
 
 
 def build_projection(
@@ -83,7 +98,7 @@ def cached_projection(
         try:
             return ProjectionMatrix.load(path, student_tokenizer, teacher_tokenizer), path
         except ProjectionError as error:
-            logger.warning("rebuilding a projection: %s", error)
+            _log.warning("rebuilding a projection: %s", error)
     matrix = build_projection(student_tokenizer, teacher_tokenizer, top_k, progress, reverse=reverse, roles=roles)
     matrix.save(path)
     return matrix, path
@@ -108,23 +123,6 @@ def _file_name(
         f"v{VERSION}.{_BUILDER_VERSION}",
     )
     return "-".join(parts) + ".safetensors"
-
-
-_NUMERALS_COVERED = 0.9
-"""Share of numerals of each length that must be covered for exact pairs to carry arithmetic."""
-_FEW_SHARED = 0.5
-"""Overlap below which an exact map lacks most of the smaller vocabulary; published pairs start at 0.63."""
-_FEW_EXACT = 0.25
-"""Share of the student's tokens with a partner below which exact pairs are the exception."""
-_MUCH_WITHOUT_ROW = 0.05
-"""Share of the student's text tokens without a row above which ordinary text, not only oddities, has no target."""
-_PAIR_LOSSES = ("gold", "h_kl", "strict")
-"""Losses that compare tokens with a partner."""
-_ROW_LOSSES = ("p_kl", *_PAIR_LOSSES)
-"""Losses that read the projection's rows. byte_prefix and shared_prefix have their own maps; alm, uld and sampled_kl
-use none.
-"""
-CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +168,84 @@ class Audit:
         return recommended_loss(self.digits)
 
 
+def audit(
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    matrix: ProjectionMatrix | None = None,
+) -> Audit:
+    """Measure the coverage of `matrix`, which is built if not given (some seconds for large vocabularies).
+
+    Raises ProjectionError for a matrix of other sizes, or without any entry.
+    """
+    matrix = build_projection(student_tokenizer, teacher_tokenizer) if matrix is None else matrix
+    student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
+    _check_matrix(matrix, student, teacher)
+    contents = student.as_list()
+    lengths = matrix.row_lengths
+    exists = student.origin != HOLE
+    num_ids = min(int(exists.sum()), int((teacher.origin != HOLE).sum()))
+
+    def coverage(ids: list[int]) -> Coverage:
+        return Coverage(len(ids), int(matrix.exact[ids].sum()), int((lengths[ids] > 0).sum()))
+
+    return Audit(
+        student_name=name_of(student_tokenizer),
+        teacher_name=name_of(teacher_tokenizer),
+        student_vocab_size=student.vocab_size,
+        teacher_vocab_size=teacher.vocab_size,
+        overlap=float(matrix.exact.sum() / num_ids),
+        one_to_one=float(matrix.exact.sum() / exists.sum()),
+        rows_by_pieces=tuple(np.bincount(lengths[exists], minlength=matrix.top_k + 1).tolist()),
+        digits=_digits(matrix, contents, set(teacher.as_list())),
+        whitespace=coverage([i for i, piece in enumerate(contents) if piece.isspace()]),
+        cjk=coverage([i for i, piece in enumerate(contents) if CJK.search(piece.decode("utf-8", "ignore"))]),
+        partial_utf8=coverage([i for i, piece in enumerate(contents) if is_partial_utf8(piece)]),
+        special=coverage(np.flatnonzero(student.is_special).tolist()),
+        text=coverage(np.flatnonzero(student.lengths > 0).tolist()),
+    )
+
+
+def _check_matrix(matrix: ProjectionMatrix, student: Pieces, teacher: Pieces) -> None:
+    sizes = (matrix.student_vocab_size, matrix.teacher_vocab_size)
+    if sizes != (student.vocab_size, teacher.vocab_size):
+        raise ProjectionError(
+            f"the projection is {sizes[0]} × {sizes[1]}, but the tokenizers have {student.vocab_size} and "
+            f"{teacher.vocab_size} ids; build the projection of this pair"
+        )
+    if not matrix.row_lengths.any():
+        raise ProjectionError("the projection has no entries, so nothing could be distilled through it")
+
+
+def _digits(
+    matrix: ProjectionMatrix, contents: list[bytes], teacher: set[bytes]
+) -> tuple[Coverage, Coverage, Coverage]:
+    ids: dict[bytes, list[int]] = {}
+    for token_id, piece in enumerate(contents):
+        if piece.isdigit() and len(piece) <= 3:
+            ids.setdefault(piece, []).append(token_id)
+    one, two, three = (_numerals(matrix, ids, teacher, num_digits) for num_digits in (1, 2, 3))
+    return one, two, three
+
+
+def _numerals(matrix: ProjectionMatrix, ids: dict[bytes, list[int]], teacher: set[bytes], num_digits: int) -> Coverage:
+    numerals = [b"%0*d" % (num_digits, value) for value in range(10**num_digits)]
+    rows = [ids[numeral] for numeral in numerals if numeral in ids]
+    return Coverage(
+        total=sum(numeral in ids or numeral in teacher for numeral in numerals),
+        exact=sum(bool(matrix.exact[row].any()) for row in rows),
+        spelled=sum(bool((matrix.indices[row, 0] >= 0).any()) for row in rows),
+    )
+
+
+def is_partial_utf8(piece: bytes) -> bool:
+    """Return whether bytes are not a sequence of complete characters."""
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
+
+
 def recommended_loss(digits: Iterable[Coverage]) -> Literal["h_kl", "p_kl"]:
     """Return h_kl, which compares exact pairs, if numerals of every length are covered, otherwise p_kl."""
     return "h_kl" if all(coverage.rate >= _NUMERALS_COVERED for coverage in digits) else "p_kl"
@@ -211,81 +287,3 @@ def _partners_warning(audit: Audit, loss: str) -> Iterator[str]:
             f"{loss} compares exact pairs, but only {audit.one_to_one:.0%} of the student's tokens have one (overlap "
             f"{audit.overlap:.3f}), so little is distilled; p_kl, byte_prefix or shared_prefix reach the other tokens"
         )
-
-
-def audit(
-    student_tokenizer: PreTrainedTokenizerBase,
-    teacher_tokenizer: PreTrainedTokenizerBase,
-    matrix: ProjectionMatrix | None = None,
-) -> Audit:
-    """Measure the coverage of `matrix`, which is built if not given (some seconds for large vocabularies).
-
-    Raises ProjectionError for a matrix of other sizes, or without any entry.
-    """
-    matrix = build_projection(student_tokenizer, teacher_tokenizer) if matrix is None else matrix
-    student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
-    _check(matrix, student, teacher)
-    contents = student.as_list()
-    lengths = matrix.row_lengths
-    exists = student.origin != HOLE
-    num_ids = min(int(exists.sum()), int((teacher.origin != HOLE).sum()))
-
-    def coverage(ids: list[int]) -> Coverage:
-        return Coverage(len(ids), int(matrix.exact[ids].sum()), int((lengths[ids] > 0).sum()))
-
-    return Audit(
-        student_name=name_of(student_tokenizer),
-        teacher_name=name_of(teacher_tokenizer),
-        student_vocab_size=student.vocab_size,
-        teacher_vocab_size=teacher.vocab_size,
-        overlap=float(matrix.exact.sum() / num_ids),
-        one_to_one=float(matrix.exact.sum() / exists.sum()),
-        rows_by_pieces=tuple(np.bincount(lengths[exists], minlength=matrix.top_k + 1).tolist()),
-        digits=_digits(matrix, contents, set(teacher.as_list())),
-        whitespace=coverage([i for i, piece in enumerate(contents) if piece.isspace()]),
-        cjk=coverage([i for i, piece in enumerate(contents) if CJK.search(piece.decode("utf-8", "ignore"))]),
-        partial_utf8=coverage([i for i, piece in enumerate(contents) if is_partial_utf8(piece)]),
-        special=coverage(np.flatnonzero(student.is_special).tolist()),
-        text=coverage(np.flatnonzero(student.lengths > 0).tolist()),
-    )
-
-
-def is_partial_utf8(piece: bytes) -> bool:
-    """Return whether bytes are not a sequence of complete characters."""
-    try:
-        piece.decode()
-    except UnicodeDecodeError:
-        return True
-    return False
-
-
-def _digits(
-    matrix: ProjectionMatrix, contents: list[bytes], teacher: set[bytes]
-) -> tuple[Coverage, Coverage, Coverage]:
-    ids: dict[bytes, list[int]] = {}
-    for token_id, piece in enumerate(contents):
-        if piece.isdigit() and len(piece) <= 3:
-            ids.setdefault(piece, []).append(token_id)
-    one, two, three = (_numerals(matrix, ids, teacher, num_digits) for num_digits in (1, 2, 3))
-    return one, two, three
-
-
-def _numerals(matrix: ProjectionMatrix, ids: dict[bytes, list[int]], teacher: set[bytes], num_digits: int) -> Coverage:
-    numerals = [b"%0*d" % (num_digits, value) for value in range(10**num_digits)]
-    rows = [ids[numeral] for numeral in numerals if numeral in ids]
-    return Coverage(
-        total=sum(numeral in ids or numeral in teacher for numeral in numerals),
-        exact=sum(bool(matrix.exact[row].any()) for row in rows),
-        spelled=sum(bool((matrix.indices[row, 0] >= 0).any()) for row in rows),
-    )
-
-
-def _check(matrix: ProjectionMatrix, student: Pieces, teacher: Pieces) -> None:
-    sizes = (matrix.student_vocab_size, matrix.teacher_vocab_size)
-    if sizes != (student.vocab_size, teacher.vocab_size):
-        raise ProjectionError(
-            f"the projection is {sizes[0]} × {sizes[1]}, but the tokenizers have {student.vocab_size} and "
-            f"{teacher.vocab_size} ids; build the projection of this pair"
-        )
-    if not matrix.row_lengths.any():
-        raise ProjectionError("the projection has no entries, so nothing could be distilled through it")

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.projection.exact import Entries, TokenizerPair, pair_of, with_entries
-from nemo_opd.projection.matrix import ProjectionMatrix
+from nemo_opd.projection.exact import TokenizerPair, pair_of
+from nemo_opd.projection.matrix import Entries, ProjectionMatrix, with_entries
 from nemo_opd.projection.spelling import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _BLOCK_CELLS = 2**25
 """Similarities or embeddings held at a time, in float32: 128 MiB."""
@@ -81,7 +81,7 @@ def embedding_pass(
     columns = np.flatnonzero(pair.teacher.is_text)
     anchors = _anchors(matrix, pair)
     spaces = _common_space(student_VD, teacher_WE, anchors, embeddings.device)
-    logger.info("embedding spaces of %d and %d dimensions joined by %d exact pairs", *spaces.widths, len(anchors))
+    _log.info("embedding spaces of %d and %d dimensions joined by %d exact pairs", *spaces.widths, len(anchors))
 
     nearest = _nearest(spaces, student_VD, teacher_WE, rows, columns, embeddings, progress)
     indices, weights = with_entries(matrix, rows, nearest, matrix.top_k + min(embeddings.width, len(columns)))

@@ -1,4 +1,4 @@
-"""A projection's safetensors file. Its header names the tokenizers and the options of the build."""
+"""A projection's safetensors file, whose header names the tokenizers and the options of the build."""
 
 from __future__ import annotations
 
@@ -18,9 +18,31 @@ from nemo_opd.alignment.roles import RoleOverrides
 from nemo_opd.errors import ProjectionError, StorageError
 from nemo_opd.files import write_atomically
 
+_FORMAT = "nemo_opd.projection"
+VERSION = "2"
+_LARGEST_VOCABULARY = 2**31 - 1
+"""Limit of int32 ids."""
+_BUILD_AGAIN = "build it again with nemo-opd projection build"
+_REQUIRED_ARRAYS = ("indices", "weights", "exact")
+_PIECE_ARRAYS = {"teacher_spellings": "teacher_spelling_ends", "teacher_prefix_pieces": "teacher_prefix_ends"}
+"""Arrays with their length in the header, each with the array of its ends."""
+_ARRAY_NAMES = (
+    *_REQUIRED_ARRAYS,
+    "byte_prefix",
+    "student_shared_prefix",
+    "teacher_shared_prefix",
+    "teacher_byte_order",
+    *_PIECE_ARRAYS.keys(),
+    *_PIECE_ARRAYS.values(),
+)
+_SIZES = ("student_vocab_size", "teacher_vocab_size", "row_width")
+_NAMES = ("student_fingerprint", "teacher_fingerprint", "student_name", "teacher_name")
+
 Roles = tuple[tuple[str, tuple[str, ...]], ...]
 _Count = Annotated[int, Field(ge=0)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Form = tuple[str, tuple[int, ...]]
+"""A dtype, by its safetensors name, and a shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,49 +90,18 @@ class BuilderOptions:
 _ADAPTER = TypeAdapter(BuilderOptions)
 
 
-def frozen_roles(roles: RoleOverrides | None) -> Roles:
-    """Return the overrides in canonical form: sorted by token, roles as tuples."""
-    return tuple(
-        sorted((token, (names,) if isinstance(names, str) else tuple(names)) for token, names in (roles or {}).items())
-    )
-
-
-_FORMAT = "nemo_opd.projection"
-VERSION = "2"
-_LARGEST_VOCABULARY = 2**31 - 1
-"""Limit of int32 ids."""
-_BUILD_AGAIN = "build it again with nemo-opd projection build"
-_REQUIRED = ("indices", "weights", "exact")
-_PIECES = {"teacher_spellings": "teacher_spelling_ends", "teacher_prefix_pieces": "teacher_prefix_ends"}
-"""Arrays with their length in the header, each with the array of its ends."""
-_ARRAYS = (
-    *_REQUIRED,
-    "byte_prefix",
-    "student_shared_prefix",
-    "teacher_shared_prefix",
-    "teacher_byte_order",
-    *_PIECES.keys(),
-    *_PIECES.values(),
-)
-_SIZES = ("student_vocab_size", "teacher_vocab_size", "row_width")
-_NAMES = ("student_fingerprint", "teacher_fingerprint", "student_name", "teacher_name")
-
-_Form = tuple[str, tuple[int, ...]]
-"""A dtype, by its safetensors name, and a shape."""
-
-
 def write(path: str | PathLike[str], content: Mapping[str, Any]) -> None:
     """Write the fields of a ProjectionMatrix, keyed by name; the file is complete or absent.
 
     Raises ProjectionError if the folder cannot be written to.
     """
     arrays: dict[str, NDArray[np.generic]] = {
-        name: np.ascontiguousarray(content[name]) for name in _ARRAYS if content[name] is not None
+        name: np.ascontiguousarray(content[name]) for name in _ARRAY_NAMES if content[name] is not None
     }
     num_rows, row_width = content["indices"].shape
     metadata = {"format": _FORMAT, "version": VERSION, "options": content["options"].to_json()}
     metadata |= {"arrays": " ".join(arrays)}
-    metadata |= {name: str(len(arrays[name])) for name in _PIECES if name in arrays}
+    metadata |= {name: str(len(arrays[name])) for name in _PIECE_ARRAYS if name in arrays}
     metadata |= zip(_SIZES, map(str, (num_rows, content["teacher_vocab_size"], row_width)), strict=True)
     metadata |= {name: content[name] for name in _NAMES}
     try:
@@ -180,10 +171,10 @@ def _expected_forms(metadata: Mapping[str, str]) -> dict[str, _Form]:
         "teacher_byte_order": ("I32", (num_columns, 3)),
     }
     listed = metadata["arrays"].split()
-    for name, ends in _PIECES.items():
+    for name, ends in _PIECE_ARRAYS.items():
         if name in listed:
             forms |= {name: ("I32", (_size(metadata, name),)), ends: ("I32", (num_columns,))}
-    if not set(_REQUIRED) <= set(listed) <= forms.keys():
+    if not set(_REQUIRED_ARRAYS) <= set(listed) <= forms.keys():
         raise ProjectionError(f"it has a damaged header: it lists the arrays {', '.join(listed)[:200]!r}")
     return {name: forms[name] for name in listed}
 
@@ -198,3 +189,10 @@ def _compare(expected: Mapping[str, _Form], actual: Mapping[str, _Form]) -> None
             raise ProjectionError(
                 f"{name} is {actual[name][0]} {actual[name][1]}, but its header says {form[0]} {form[1]}"
             )
+
+
+def frozen_roles(roles: RoleOverrides | None) -> Roles:
+    """Return the overrides in canonical form: sorted by token, roles as tuples."""
+    return tuple(
+        sorted((token, (names,) if isinstance(names, str) else tuple(names)) for token, names in (roles or {}).items())
+    )

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from nemo_opd.alignment.pieces import name_of, pieces_of
 from nemo_opd.alignment.roles import RoleOverrides
 from nemo_opd.errors import ProjectionError
-from nemo_opd.projection.exact import Entries, assemble, exact_map
+from nemo_opd.projection.exact import exact_map
 from nemo_opd.projection.io import BuilderOptions, frozen_roles
-from nemo_opd.projection.matrix import IMPORTERS, ProjectionMatrix
+from nemo_opd.projection.matrix import IMPORTERS, Entries, ProjectionMatrix, assemble
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""An audit, special-token roles and sample rows for a terminal."""
+"""An audit, special-token roles and sample rows for a terminal, and sample rows as a heat map."""
 
 from __future__ import annotations
 
@@ -30,10 +30,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KINDS = ("numerals", "white space", "special", "CJK", "partial UTF-8", "several pieces")
+_FONT = "DejaVu Sans Mono"
+"""Font that comes with matplotlib. It has no CJK; characters it lacks are written as escapes."""
+_MAX_LABEL = 20
+"""Characters of a token's label; longer ones are shortened in the middle."""
+_CELL_WIDTH = 0.27
+"""Width of a cell in inches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class _Entry:
     id: int
     token: str
     """Token as written by `shown_token`."""
@@ -41,13 +47,13 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class _Sample:
     kind: str
     id: int
     token: str
     """Token as written by `shown_token`."""
     exact: bool
-    entries: tuple[Entry, ...]
+    entries: tuple[_Entry, ...]
 
 
 def samples(
@@ -55,7 +61,7 @@ def samples(
     student_tokenizer: PreTrainedTokenizerBase,
     teacher_tokenizer: PreTrainedTokenizerBase,
     count: int = 6,
-) -> list[Sample]:
+) -> list[_Sample]:
     """Choose up to `count` rows of every kind, half of them exact if possible, ordered by kind and id.
 
     Raises ProjectionError for a negative count.
@@ -64,20 +70,20 @@ def samples(
         raise ProjectionError(f"{count} sample rows of each kind are not possible; give 0 or more")
     student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
 
-    def sample(kind: str, token_id: int) -> Sample:
+    def sample(kind: str, token_id: int) -> _Sample:
         entries = entries_of(matrix, token_id, teacher_tokenizer, teacher)
         token = shown_token(student_tokenizer, student, token_id)
-        return Sample(kind, token_id, token, bool(matrix.exact[token_id]), entries)
+        return _Sample(kind, token_id, token, bool(matrix.exact[token_id]), entries)
 
     return [sample(kind, i) for kind, ids in _sample_ids(matrix, student, count).items() for i in ids]
 
 
 def entries_of(
     matrix: ProjectionMatrix, token_id: int, teacher_tokenizer: PreTrainedTokenizerBase, teacher: Pieces
-) -> tuple[Entry, ...]:
+) -> tuple[_Entry, ...]:
     """Return the entries of a student token's row."""
     row = zip(matrix.indices[token_id].tolist(), matrix.weights[token_id].tolist(), strict=True)
-    return tuple(Entry(t, shown_token(teacher_tokenizer, teacher, t), weight) for t, weight in row if t >= 0)
+    return tuple(_Entry(t, shown_token(teacher_tokenizer, teacher, t), weight) for t, weight in row if t >= 0)
 
 
 def _sample_ids(matrix: ProjectionMatrix, pieces: Pieces, count: int) -> Mapping[str, Sequence[int]]:
@@ -203,7 +209,7 @@ def roles_table(pairs: Iterable[RolePair]) -> Table:
     return table
 
 
-def sample_table(samples: Iterable[Sample]) -> Table:
+def sample_table(samples: Iterable[_Sample]) -> Table:
     """Tabulate rows of numerals, white space, special tokens, CJK, partial UTF-8 and tokens of several pieces."""
     table = Table(title="sample rows", title_justify="left", header_style="bold")
     for column in ("kind", "student token", "exact", "teacher tokens and weights"):
@@ -224,15 +230,7 @@ def _visible(token: str) -> str:
     return token if token.strip("'\" ") else counted_runs(token)
 
 
-_FONT = "DejaVu Sans Mono"
-"""Font that comes with matplotlib. It has no CJK; characters it lacks are written as escapes."""
-_MAX_LABEL = 20
-"""Characters of a token's label; longer ones are shortened in the middle."""
-_CELL = 0.27
-"""Width of a cell in inches."""
-
-
-def plot_samples(samples: Sequence[Sample], path: str | PathLike[str], title: str = "") -> None:
+def plot_samples(samples: Sequence[_Sample], path: str | PathLike[str], title: str = "") -> None:
     """Write a PNG: one row per sample, one column per teacher token, weights as colours and numbers; ● marks exact
     rows.
 
@@ -251,7 +249,7 @@ def plot_samples(samples: Sequence[Sample], path: str | PathLike[str], title: st
         temporary.unlink(missing_ok=True)
 
 
-def heat_map(samples: Sequence[Sample], title: str = "") -> Figure:
+def heat_map(samples: Sequence[_Sample], title: str = "") -> Figure:
     """Draw the figure of `plot_samples`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -259,7 +257,7 @@ def heat_map(samples: Sequence[Sample], title: str = "") -> Figure:
     columns = list(dict.fromkeys(entry.id for sample in samples for entry in sample.entries))
     labels = {entry.id: entry.token for sample in samples for entry in sample.entries}
     weights = _weights(samples, columns)
-    size = (3.4 + _CELL * max(8, len(columns)), 2.6 + _CELL * max(4, len(samples)))
+    size = (3.4 + _CELL_WIDTH * max(8, len(columns)), 2.6 + _CELL_WIDTH * max(4, len(samples)))
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -273,7 +271,7 @@ def heat_map(samples: Sequence[Sample], title: str = "") -> Figure:
     return figure
 
 
-def _weights(samples: Sequence[Sample], columns: Sequence[int]) -> NDArray[np.float64]:
+def _weights(samples: Sequence[_Sample], columns: Sequence[int]) -> NDArray[np.float64]:
     place = {column: i for i, column in enumerate(columns)}
     weights = np.zeros((max(1, len(samples)), max(1, len(columns))))
     for row, sample in enumerate(samples):
@@ -282,7 +280,7 @@ def _weights(samples: Sequence[Sample], columns: Sequence[int]) -> NDArray[np.fl
     return weights
 
 
-def _label_axes(axes: Axes, samples: Sequence[Sample], columns: Sequence[str]) -> None:
+def _label_axes(axes: Axes, samples: Sequence[_Sample], columns: Sequence[str]) -> None:
     rows = [f"{label(sample.token)} {'●' if sample.exact else ' '}" for sample in samples]
     axes.set_yticks(range(len(rows)), rows)
     axes.set_xticks(range(len(columns)), [label(column) for column in columns], rotation=90)
@@ -306,7 +304,7 @@ def _write_weights(axes: Axes, weights: NDArray[np.float64]) -> None:
         axes.text(column, row, text, ha="center", va="center", fontsize=5.5, color=colour)
 
 
-def _separate_kinds(axes: Axes, samples: Sequence[Sample], num_columns: int) -> None:
+def _separate_kinds(axes: Axes, samples: Sequence[_Sample], num_columns: int) -> None:
     """Draw a line between kinds, and each kind's name at the right edge."""
     start = 0
     for kind, group in groupby(samples, key=lambda sample: sample.kind):

@@ -1,4 +1,6 @@
-"""Re-tokenization of byte strings that preserves every byte (methods.md §2.2)."""
+"""Re-tokenization of byte strings that preserves every byte, and the passes that need it (methods.md §2.2, §2.3, §2.6):
+multi-token rows, byte prefixes and shared prefixes.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,23 @@ from tokenizers import Tokenizer
 
 from nemo_opd.alignment.pieces import BYTE_FALLBACK, CHARACTER_OF_BYTE, META_SPACE, Pieces, rust_tokenizer
 from nemo_opd.alignment.roles import RoleOverrides
-from nemo_opd.projection.exact import Entries, Side, TokenizerPair, check_width, natural_order, pair_of, with_entries
-from nemo_opd.projection.matrix import ProjectionMatrix
+from nemo_opd.projection.exact import Side, TokenizerPair, natural_order, pair_of
+from nemo_opd.projection.matrix import Entries, ProjectionMatrix, check_width, with_entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Progress = Callable[[int, int], None]
 """Callback: (tokens done, all tokens)."""
-_BATCH = 4096
+_CONTENTS_AT_A_TIME = 4096
 _STRAY_BYTES = re.compile("([\udc80-\udcff]+)")
 """Characters that `surrogateescape` makes of bytes that are not characters."""
+
+_DECAY = 0.1
+"""Weight of a piece relative to the previous one: 0.9, 0.09, 0.009, …"""
+
+_Pieces = list[list[int]]
+"""Student tokens of each teacher token; empty for a token without an image."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +47,241 @@ class _Spellings:
     """Index of an id within its content's spelling."""
 
 
+def add_multi_token(
+    matrix: ProjectionMatrix,
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    *,
+    width: int,
+    reverse: bool = False,
+    progress: Progress | None = None,
+) -> ProjectionMatrix:
+    """Fill each empty row of a text token with the teacher's pieces of its bytes, with weight ∝ 0.9·0.1^i for the i-th.
+
+    `reverse`: the student spells each teacher text token without an exact partner, and the i-th piece gets an entry for
+    that token with 0.9·0.1^i, except in rows of exact or special tokens. Ties put the teacher's own spelling first.
+    Rows are cut to the `width` heaviest entries and have sum 1.
+
+    Raises ProjectionError for width < 1 and tokenizers of another pair, AlignmentError for inexact tokenizers.
+    """
+    pair = pair_of(matrix, student_tokenizer, teacher_tokenizer)
+    return multi_token_pass(matrix, pair, width=width, reverse=reverse, progress=progress)
+
+
+def multi_token_pass(
+    matrix: ProjectionMatrix, pair: TokenizerPair, *, width: int, reverse: bool, progress: Progress | None
+) -> ProjectionMatrix:
+    check_width("width", width)
+    open_rows = pair.student.is_text & ~matrix.exact
+    missing = np.flatnonzero(open_rows & (matrix.row_lengths == 0))
+    unpaired = pair.teacher.is_text.copy()
+    unpaired[matrix.shared_pairs[:, 1]] = False
+    unpaired_ids = np.flatnonzero(unpaired) if reverse else np.empty(0, np.int64)
+
+    total = len(missing) + len(unpaired_ids)
+    spelled = spell_with(pair.teacher, _select(pair.student.contents, missing), _offset_progress(progress, 0, total))
+    direct = _decaying_entries(missing[spelled.content], spelled.ids, spelled.place, later=False)
+    spelled = spell_with(
+        pair.student, _select(pair.teacher.contents, unpaired_ids), _offset_progress(progress, len(missing), total)
+    )
+    symmetric = _decaying_entries(spelled.ids, unpaired_ids[spelled.content], spelled.place, later=True)
+
+    entries = Entries.concatenate(direct, symmetric.where(open_rows[symmetric.rows]))
+    indices, weights = with_entries(matrix, np.unique(entries.rows), entries, width)
+    options = matrix.options.after("multi_token", width=width, decay=_DECAY, reverse=reverse)
+    return replace(matrix, indices=indices, weights=weights, options=options)
+
+
+def _select(contents: Sequence[bytes], ids: NDArray[np.int64]) -> list[bytes]:
+    return [contents[token_id] for token_id in ids.tolist()]
+
+
+def _offset_progress(progress: Progress | None, done_before: int, total: int) -> Progress | None:
+    return None if progress is None else lambda done, _: progress(done_before + done, total)
+
+
+def _decaying_entries(
+    rows: NDArray[np.int64], columns: NDArray[np.int64], place: NDArray[np.int64], *, later: bool
+) -> Entries:
+    return Entries(rows, columns, (1 - _DECAY) * _DECAY ** place.astype(np.float64), np.full(len(rows), later))
+
+
+def add_byte_prefix(
+    matrix: ProjectionMatrix,
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    *,
+    roles: RoleOverrides | None = None,
+) -> ProjectionMatrix:
+    """Set `byte_prefix` [W], the longest student text token whose bytes begin the teacher token's.
+
+    Also set `teacher_byte_order` [W, 3], with which the byte_prefix loss finds the tokens that begin with another
+    token, and the student tokens that spell each teacher token.
+
+    Among student ids with the same bytes, the exact partner is preferred, then the most natural id. Tokens that stand
+    for a role map to the student token with the closest role. Tokens without such a student token, and holes, have −1.
+
+    `roles` default to the matrix's. Raises ProjectionError for tokenizers of another pair.
+    """
+    return byte_prefix_pass(matrix, pair_of(matrix, student_tokenizer, teacher_tokenizer, roles))
+
+
+def byte_prefix_pass(matrix: ProjectionMatrix, pair: TokenizerPair) -> ProjectionMatrix:
+    student, teacher = pair.student, pair.teacher
+    ids: dict[bytes, int] = {}
+    for s in natural_order(student.pieces, student.is_text):
+        ids.setdefault(student.contents[s], s)
+    byte_prefix = _longest_prefixes(teacher, ids)
+    single = {
+        t: s
+        for s, t in matrix.shared_pairs.tolist()
+        if teacher.is_text[t] and student.is_text[s] and student.contents[s] == teacher.contents[t]
+    } | dict(pair.nearest_student)
+    for t, s in single.items():
+        byte_prefix[t] = s
+    contents = [content if is_text else b"" for content, is_text in zip(teacher.contents, teacher.is_text, strict=True)]
+    options = matrix.options.after("byte_prefix", roles=pair.roles)
+    mapped = replace(matrix, byte_prefix=byte_prefix, teacher_byte_order=byte_order(contents), options=options)
+    return _with_teacher_pieces(mapped, pair, ids, single)
+
+
+def byte_order(pieces: Sequence[bytes]) -> NDArray[np.int32]:
+    """Return [W, 3] from the bytes of each token: the tokens in byte order, and two bounds for each (methods.md §5.7).
+
+    Column 0: the tokens in byte order, tokens without bytes last. Columns 1 and 2: the tokens whose bytes begin with
+    token t's are order[begin[t] : end[t]]; for a token without bytes, that is the token itself.
+    """
+    texts = sorted((piece, token) for token, piece in enumerate(pieces) if piece)
+    order = np.array([token for _, token in texts] + [t for t, piece in enumerate(pieces) if not piece], np.int64)
+    begin = np.argsort(order)
+    end = begin + 1
+    open_tokens: list[tuple[bytes, int]] = []
+    for at, (piece, token) in enumerate(texts):
+        while open_tokens and not piece.startswith(open_tokens[-1][0]):
+            end[open_tokens.pop()[1]] = at
+        if open_tokens and open_tokens[-1][0] == piece:
+            begin[token] = begin[open_tokens[-1][1]]
+        open_tokens.append((piece, token))
+    for _, token in open_tokens:
+        end[token] = len(texts)
+    return np.stack([order, begin, end], axis=1).astype(np.int32)
+
+
+def _longest_prefixes(side: Side, values: Mapping[bytes, int]) -> NDArray[np.int32]:
+    """Return, for each id, the value of its longest prefix among the keys; −1 for ids without one or without text."""
+    longest = max(map(len, values), default=0)
+    prefixes = np.full(len(side.is_text), -1, np.int32)
+    for token_id in np.flatnonzero(side.is_text).tolist():
+        content = side.contents[token_id]
+        for length in range(min(len(content), longest), 0, -1):
+            value = values.get(content[:length])
+            if value is not None:
+                prefixes[token_id] = value
+                break
+    return prefixes
+
+
+def _with_teacher_pieces(
+    matrix: ProjectionMatrix, pair: TokenizerPair, ids: Mapping[bytes, int], single: Mapping[int, int]
+) -> ProjectionMatrix:
+    """Set the pieces of the teacher's tokens in both forms.
+
+    ids: student tokens keyed by their bytes. single: teacher token → the student token that is its only piece. Other
+    text tokens have the pieces of the student's tokenizer or, if these do not come back byte for byte, the longest
+    student tokens from the left.
+    """
+    teacher = pair.teacher
+    several = [t for t in np.flatnonzero(teacher.is_text).tolist() if t not in single and teacher.contents[t]]
+    contents = [teacher.contents[t] for t in several]
+    longest = max(map(len, ids), default=0)
+    prefixes: _Pieces = [[] for _ in teacher.contents]
+    for t, s in single.items():
+        prefixes[t] = [s]
+    for t, content in zip(several, contents, strict=True):
+        prefixes[t] = _longest_first(content, ids, longest)
+    spellings = list(prefixes)
+    spelled = spell_with(pair.student, contents)
+    ids_of_spellings = iter(spelled.ids.tolist())
+    for t, length in zip(several, np.bincount(spelled.content, minlength=len(several)).tolist(), strict=True):
+        if length:
+            spellings[t] = list(islice(ids_of_spellings, length))
+    return replace(
+        matrix,
+        teacher_spellings=_flat(spellings),
+        teacher_spelling_ends=_ends(spellings),
+        teacher_prefix_pieces=_flat(prefixes),
+        teacher_prefix_ends=_ends(prefixes),
+    )
+
+
+def _longest_first(content: bytes, ids: Mapping[bytes, int], longest: int) -> list[int]:
+    """Cut bytes into the longest known tokens from the left, up to bytes that no token begins."""
+    pieces, start = [], 0
+    while start < len(content):
+        lengths = range(min(len(content) - start, longest), 0, -1)
+        length = next((length for length in lengths if content[start : start + length] in ids), 0)
+        if not length:
+            break
+        pieces.append(ids[content[start : start + length]])
+        start += length
+    return pieces
+
+
+def _flat(pieces: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+    return np.fromiter(chain.from_iterable(pieces), np.int32)
+
+
+def _ends(pieces: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+    return np.fromiter(accumulate(map(len, pieces)), np.int32, len(pieces))
+
+
+def add_shared_prefix(
+    matrix: ProjectionMatrix,
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    *,
+    roles: RoleOverrides | None = None,
+) -> ProjectionMatrix:
+    """Set `student_shared_prefix` [V] and `teacher_shared_prefix` [W]: rows of `shared_pairs`, −1 for the rest cell.
+
+    A text token maps to the longest shared text token whose bytes begin its bytes: its own pair, if it has one. A token
+    that stands for a role maps to the pair with the closest role, otherwise to the rest cell.
+
+    `roles` default to the matrix's. Raises ProjectionError for tokenizers of another pair.
+    """
+    return shared_prefix_pass(matrix, pair_of(matrix, student_tokenizer, teacher_tokenizer, roles))
+
+
+def shared_prefix_pass(matrix: ProjectionMatrix, pair: TokenizerPair) -> ProjectionMatrix:
+    shared = matrix.shared_pairs
+    pair_of_student = {s: place for place, s in enumerate(shared[:, 0].tolist())}
+    pair_of_teacher = {t: place for place, t in enumerate(shared[:, 1].tolist())}
+    pair_of_bytes = _shared_bytes(pair, shared, pair_of_student)
+    student, teacher = _longest_prefixes(pair.student, pair_of_bytes), _longest_prefixes(pair.teacher, pair_of_bytes)
+    student[shared[:, 0]] = teacher[shared[:, 1]] = np.arange(len(shared))
+    for s, t in pair.special.best.items():
+        student[s] = pair_of_student.get(s, pair_of_teacher.get(t, -1))
+    for t, s in pair.nearest_student.items():
+        teacher[t] = pair_of_teacher.get(t, pair_of_student.get(s, -1))
+    options = matrix.options.after("shared_prefix", roles=pair.roles)
+    return replace(matrix, student_shared_prefix=student, teacher_shared_prefix=teacher, options=options)
+
+
+def _shared_bytes(
+    pair: TokenizerPair, shared: NDArray[np.int32], pair_of_student: Mapping[int, int]
+) -> dict[bytes, int]:
+    """Map the bytes of shared text tokens to their pair; among pairs with the same bytes, to the most natural one."""
+    student, teacher = pair.student, pair.teacher
+    is_shared = np.zeros(len(student.is_text), np.bool_)
+    is_shared[shared[:, 0]] = student.is_text[shared[:, 0]] & teacher.is_text[shared[:, 1]]
+    pair_of_bytes: dict[bytes, int] = {}
+    for s in natural_order(student.pieces, is_shared):
+        place = pair_of_student[s]
+        if student.contents[s] == teacher.contents[int(shared[place, 1])]:
+            pair_of_bytes.setdefault(student.contents[s], place)
+    return pair_of_bytes
+
+
 def spell_with(side: Side, contents: Sequence[bytes], progress: Progress | None = None) -> _Spellings:
     """Return, for each content, the ids of `side` that spell exactly its bytes; without such ids, none.
 
@@ -48,8 +291,8 @@ def spell_with(side: Side, contents: Sequence[bytes], progress: Progress | None 
     backend = _without_truncation(rust_tokenizer(side.tokenizer))
     model = RawModel(backend, side.pieces)
     spelled: list[list[int]] = []
-    for start in range(0, len(contents), _BATCH):
-        batch = contents[start : start + _BATCH]
+    for start in range(0, len(contents), _CONTENTS_AT_A_TIME):
+        batch = contents[start : start + _CONTENTS_AT_A_TIME]
         texts = [content.decode("utf-8", "replace") for content in batch]
         for content, encoding in zip(batch, backend.encode_batch_fast(texts, add_special_tokens=False), strict=True):
             spelled.append(
@@ -117,246 +360,3 @@ def _without_truncation(backend: Tokenizer) -> Tokenizer:
     copy.no_truncation()
     copy.no_padding()
     return copy
-
-
-_DECAY = 0.1
-"""Weight of a piece relative to the previous one: 0.9, 0.09, 0.009, …"""
-
-
-def add_multi_token(
-    matrix: ProjectionMatrix,
-    student_tokenizer: PreTrainedTokenizerBase,
-    teacher_tokenizer: PreTrainedTokenizerBase,
-    *,
-    width: int,
-    reverse: bool = False,
-    progress: Progress | None = None,
-) -> ProjectionMatrix:
-    """Fill each empty row of a text token with the teacher's pieces of its bytes, with weight ∝ 0.9·0.1^i for the i-th.
-
-    `reverse`: the student spells each teacher text token without an exact partner, and the i-th piece gets an entry for
-    that token with 0.9·0.1^i, except in rows of exact or special tokens. Ties put the teacher's own spelling first.
-    Rows are cut to the `width` heaviest entries and have sum 1.
-
-    Raises ProjectionError for width < 1 and tokenizers of another pair, AlignmentError for inexact tokenizers.
-    """
-    pair = pair_of(matrix, student_tokenizer, teacher_tokenizer)
-    return multi_token_pass(matrix, pair, width=width, reverse=reverse, progress=progress)
-
-
-def multi_token_pass(
-    matrix: ProjectionMatrix, pair: TokenizerPair, *, width: int, reverse: bool, progress: Progress | None
-) -> ProjectionMatrix:
-    check_width("width", width)
-    open_rows = pair.student.is_text & ~matrix.exact
-    missing = np.flatnonzero(open_rows & (matrix.row_lengths == 0))
-    unpaired = pair.teacher.is_text.copy()
-    unpaired[matrix.shared_pairs[:, 1]] = False
-    unpaired_ids = np.flatnonzero(unpaired) if reverse else np.empty(0, np.int64)
-
-    total = len(missing) + len(unpaired_ids)
-    spelled = spell_with(pair.teacher, _select(pair.student.contents, missing), _offset_progress(progress, 0, total))
-    direct = _decaying_entries(missing[spelled.content], spelled.ids, spelled.place, later=False)
-    spelled = spell_with(
-        pair.student, _select(pair.teacher.contents, unpaired_ids), _offset_progress(progress, len(missing), total)
-    )
-    symmetric = _decaying_entries(spelled.ids, unpaired_ids[spelled.content], spelled.place, later=True)
-
-    entries = Entries.concatenate(direct, symmetric.where(open_rows[symmetric.rows]))
-    indices, weights = with_entries(matrix, np.unique(entries.rows), entries, width)
-    options = matrix.options.after("multi_token", width=width, decay=_DECAY, reverse=reverse)
-    return replace(matrix, indices=indices, weights=weights, options=options)
-
-
-def _select(contents: Sequence[bytes], ids: NDArray[np.int64]) -> list[bytes]:
-    return [contents[token_id] for token_id in ids.tolist()]
-
-
-def _offset_progress(progress: Progress | None, done_before: int, total: int) -> Progress | None:
-    return None if progress is None else lambda done, _: progress(done_before + done, total)
-
-
-def _decaying_entries(
-    rows: NDArray[np.int64], columns: NDArray[np.int64], place: NDArray[np.int64], *, later: bool
-) -> Entries:
-    return Entries(rows, columns, (1 - _DECAY) * _DECAY ** place.astype(np.float64), np.full(len(rows), later))
-
-
-_Pieces = list[list[int]]
-"""Student tokens of each teacher token; empty for a token without an image."""
-
-
-def with_teacher_pieces(
-    matrix: ProjectionMatrix, pair: TokenizerPair, ids: Mapping[bytes, int], single: Mapping[int, int]
-) -> ProjectionMatrix:
-    """Set the pieces of the teacher's tokens in both forms.
-
-    ids: student tokens keyed by their bytes. single: teacher token → the student token that is its only piece. Other
-    text tokens have the pieces of the student's tokenizer or, if these do not come back byte for byte, the longest
-    student tokens from the left.
-    """
-    teacher = pair.teacher
-    several = [t for t in np.flatnonzero(teacher.is_text).tolist() if t not in single and teacher.contents[t]]
-    contents = [teacher.contents[t] for t in several]
-    longest = max(map(len, ids), default=0)
-    prefixes: _Pieces = [[] for _ in teacher.contents]
-    for t, s in single.items():
-        prefixes[t] = [s]
-    for t, content in zip(several, contents, strict=True):
-        prefixes[t] = _longest_first(content, ids, longest)
-    spellings = list(prefixes)
-    spelled = spell_with(pair.student, contents)
-    ids_of_spellings = iter(spelled.ids.tolist())
-    for t, length in zip(several, np.bincount(spelled.content, minlength=len(several)).tolist(), strict=True):
-        if length:
-            spellings[t] = list(islice(ids_of_spellings, length))
-    return replace(
-        matrix,
-        teacher_spellings=_flat(spellings),
-        teacher_spelling_ends=_ends(spellings),
-        teacher_prefix_pieces=_flat(prefixes),
-        teacher_prefix_ends=_ends(prefixes),
-    )
-
-
-def _longest_first(content: bytes, ids: Mapping[bytes, int], longest: int) -> list[int]:
-    """Cut bytes into the longest known tokens from the left, up to bytes that no token begins."""
-    pieces, start = [], 0
-    while start < len(content):
-        lengths = range(min(len(content) - start, longest), 0, -1)
-        length = next((length for length in lengths if content[start : start + length] in ids), 0)
-        if not length:
-            break
-        pieces.append(ids[content[start : start + length]])
-        start += length
-    return pieces
-
-
-def _flat(pieces: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    return np.fromiter(chain.from_iterable(pieces), np.int32)
-
-
-def _ends(pieces: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    return np.fromiter(accumulate(map(len, pieces)), np.int32, len(pieces))
-
-
-def add_byte_prefix(
-    matrix: ProjectionMatrix,
-    student_tokenizer: PreTrainedTokenizerBase,
-    teacher_tokenizer: PreTrainedTokenizerBase,
-    *,
-    roles: RoleOverrides | None = None,
-) -> ProjectionMatrix:
-    """Set `byte_prefix` [W], the longest student text token whose bytes begin the teacher token's.
-
-    Also set `teacher_byte_order` [W, 3], with which the byte_prefix loss finds the tokens that begin with another
-    token, and the student tokens that spell each teacher token (`teacher_pieces.py`).
-
-    Among student ids with the same bytes, the exact partner is preferred, then the most natural id. Tokens that stand
-    for a role map to the student token with the closest role. Tokens without such a student token, and holes, have −1.
-
-    `roles` default to the matrix's. Raises ProjectionError for tokenizers of another pair.
-    """
-    return byte_prefix_pass(matrix, pair_of(matrix, student_tokenizer, teacher_tokenizer, roles))
-
-
-def byte_prefix_pass(matrix: ProjectionMatrix, pair: TokenizerPair) -> ProjectionMatrix:
-    student, teacher = pair.student, pair.teacher
-    ids: dict[bytes, int] = {}
-    for s in natural_order(student.pieces, student.is_text):
-        ids.setdefault(student.contents[s], s)
-    byte_prefix = _longest_prefixes(teacher, ids)
-    single = {
-        t: s
-        for s, t in matrix.shared_pairs.tolist()
-        if teacher.is_text[t] and student.is_text[s] and student.contents[s] == teacher.contents[t]
-    } | dict(pair.nearest_student)
-    for t, s in single.items():
-        byte_prefix[t] = s
-    contents = [content if is_text else b"" for content, is_text in zip(teacher.contents, teacher.is_text, strict=True)]
-    options = matrix.options.after("byte_prefix", roles=pair.roles)
-    mapped = replace(matrix, byte_prefix=byte_prefix, teacher_byte_order=byte_order(contents), options=options)
-    return with_teacher_pieces(mapped, pair, ids, single)
-
-
-def byte_order(pieces: Sequence[bytes]) -> NDArray[np.int32]:
-    """Return [W, 3] from the bytes of each token: the tokens in byte order, and two bounds for each (methods.md §5.7).
-
-    Column 0: the tokens in byte order, tokens without bytes last. Columns 1 and 2: the tokens whose bytes begin with
-    token t's are order[begin[t] : end[t]]; for a token without bytes, that is the token itself.
-    """
-    texts = sorted((piece, token) for token, piece in enumerate(pieces) if piece)
-    order = np.array([token for _, token in texts] + [t for t, piece in enumerate(pieces) if not piece], np.int64)
-    begin = np.argsort(order)
-    end = begin + 1
-    open_tokens: list[tuple[bytes, int]] = []
-    for at, (piece, token) in enumerate(texts):
-        while open_tokens and not piece.startswith(open_tokens[-1][0]):
-            end[open_tokens.pop()[1]] = at
-        if open_tokens and open_tokens[-1][0] == piece:
-            begin[token] = begin[open_tokens[-1][1]]
-        open_tokens.append((piece, token))
-    for _, token in open_tokens:
-        end[token] = len(texts)
-    return np.stack([order, begin, end], axis=1).astype(np.int32)
-
-
-def add_shared_prefix(
-    matrix: ProjectionMatrix,
-    student_tokenizer: PreTrainedTokenizerBase,
-    teacher_tokenizer: PreTrainedTokenizerBase,
-    *,
-    roles: RoleOverrides | None = None,
-) -> ProjectionMatrix:
-    """Set `student_shared_prefix` [V] and `teacher_shared_prefix` [W]: rows of `shared_pairs`, −1 for the rest cell.
-
-    A text token maps to the longest shared text token whose bytes begin its bytes: its own pair, if it has one. A token
-    that stands for a role maps to the pair with the closest role, otherwise to the rest cell.
-
-    `roles` default to the matrix's. Raises ProjectionError for tokenizers of another pair.
-    """
-    return shared_prefix_pass(matrix, pair_of(matrix, student_tokenizer, teacher_tokenizer, roles))
-
-
-def shared_prefix_pass(matrix: ProjectionMatrix, pair: TokenizerPair) -> ProjectionMatrix:
-    shared = matrix.shared_pairs
-    pair_of_student = {s: place for place, s in enumerate(shared[:, 0].tolist())}
-    pair_of_teacher = {t: place for place, t in enumerate(shared[:, 1].tolist())}
-    pair_of_bytes = _shared_bytes(pair, shared, pair_of_student)
-    student, teacher = _longest_prefixes(pair.student, pair_of_bytes), _longest_prefixes(pair.teacher, pair_of_bytes)
-    student[shared[:, 0]] = teacher[shared[:, 1]] = np.arange(len(shared))
-    for s, t in pair.special.best.items():
-        student[s] = pair_of_student.get(s, pair_of_teacher.get(t, -1))
-    for t, s in pair.nearest_student.items():
-        teacher[t] = pair_of_teacher.get(t, pair_of_student.get(s, -1))
-    options = matrix.options.after("shared_prefix", roles=pair.roles)
-    return replace(matrix, student_shared_prefix=student, teacher_shared_prefix=teacher, options=options)
-
-
-def _shared_bytes(
-    pair: TokenizerPair, shared: NDArray[np.int32], pair_of_student: Mapping[int, int]
-) -> dict[bytes, int]:
-    """Map the bytes of shared text tokens to their pair; among pairs with the same bytes, to the most natural one."""
-    student, teacher = pair.student, pair.teacher
-    is_shared = np.zeros(len(student.is_text), np.bool_)
-    is_shared[shared[:, 0]] = student.is_text[shared[:, 0]] & teacher.is_text[shared[:, 1]]
-    pair_of_bytes: dict[bytes, int] = {}
-    for s in natural_order(student.pieces, is_shared):
-        place = pair_of_student[s]
-        if student.contents[s] == teacher.contents[int(shared[place, 1])]:
-            pair_of_bytes.setdefault(student.contents[s], place)
-    return pair_of_bytes
-
-
-def _longest_prefixes(side: Side, values: Mapping[bytes, int]) -> NDArray[np.int32]:
-    """Return, for each id, the value of its longest prefix among the keys; −1 for ids without one or without text."""
-    longest = max(map(len, values), default=0)
-    prefixes = np.full(len(side.is_text), -1, np.int32)
-    for token_id in np.flatnonzero(side.is_text).tolist():
-        content = side.contents[token_id]
-        for length in range(min(len(content), longest), 0, -1):
-            value = values.get(content[:length])
-            if value is not None:
-                prefixes[token_id] = value
-                break
-    return prefixes

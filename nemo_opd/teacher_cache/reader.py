@@ -1,6 +1,6 @@
-"""Lookup of a cache's segments by the teacher's token ids, and writing of shards by several workers."""
-
-from __future__ import annotations
+"""Reader and writer of a teacher cache: lookup of segments by the teacher's token ids, and writing of shards by several
+workers.
+"""
 
 import json
 import uuid
@@ -37,6 +37,9 @@ from nemo_opd.teacher_cache.shard import (
 SHARDS = "shards"
 _CONFIG = "config.json"
 _MAX_TABLES = 64
+
+SHARD_BYTES = 256 * 2**20
+"""Shards are written at this size. A killed worker loses no more than this; writing needs twice as much memory."""
 
 
 class CacheReader:
@@ -168,27 +171,6 @@ class CacheReader:
         )
 
 
-def _rotary_limit(folder: Path) -> RotaryLimit | None:
-    """Return the limit of the teacher's rotary factors, or None if its configuration is unknown, as with servers.
-
-    Raises DataError for an unreadable configuration.
-    """
-    path = folder / _CONFIG
-    try:
-        return rotary_limit(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path} cannot be read ({error}); build the cache again") from error
-
-
-def shard_files(folder: Path) -> list[Path]:
-    """Return the complete shards of a cache. Unfinished shards have other names."""
-    return sorted(path for path in (folder / SHARDS).glob(f"*{SUFFIX}") if not path.name.startswith("."))
-
-
-SHARD_BYTES = 256 * 2**20
-"""Shards are written at this size. A killed worker loses no more than this; writing needs twice as much memory."""
-
-
 class CacheWriter:
     """A writer of new shards in a cache's folder. Several writers may use the folder at the same time."""
 
@@ -223,3 +205,20 @@ class CacheWriter:
         """Write the remaining segments, also if the worker was interrupted or a server failed between two segments."""
         if kind is None or issubclass(kind, KeyboardInterrupt | EndpointError):
             self.flush()
+
+
+def _rotary_limit(folder: Path) -> RotaryLimit | None:
+    """Return the limit of the teacher's rotary factors, or None if its configuration is unknown, as with servers.
+
+    Raises DataError for an unreadable configuration.
+    """
+    path = folder / _CONFIG
+    try:
+        return rotary_limit(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{path} cannot be read ({error}); build the cache again") from error
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """Return the complete shards of a cache. Unfinished shards have other names."""
+    return sorted(path for path in (folder / SHARDS).glob(f"*{SUFFIX}") if not path.name.startswith("."))

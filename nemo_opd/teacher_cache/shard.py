@@ -1,4 +1,5 @@
-"""Shards: files with some of a cache's segments, written atomically and memory-mapped (methods.md §9.1).
+"""A teacher cache's manifest and its shards: files with some of its segments, written atomically and memory-mapped
+(methods.md §9.1).
 
 A shard is a safetensors file, so that other programs can read it.
 """
@@ -29,35 +30,17 @@ _INDEX = ("keys", "openings", "begins", "checksums")
 """Tensors that are read when a shard is opened."""
 _WAY_OUT = "remove the file and run nemo-opd cache build again, which adds its segments"
 _ASK_AGAIN = "run nemo-opd cache build again, which replaces it, or set on_missing: ask"
+_DTYPES = {"U8": np.uint8, "U32": np.uint32, "U64": np.uint64, "I64": np.int64}
+_MANIFEST_VERSION = 1
+"""Increased when the same manifest would describe other bytes."""
+MANIFEST = "cache.yaml"
+_BUILD = "nemo-opd cache build"
+_MAY_DIFFER = ("teacher", "positions")
+"""Fields that do not affect the stored numbers."""
+_FINGERPRINT_LENGTH = 64
+"""Characters of a SHA-256 hash."""
 
 Bytes = NDArray[np.uint8]
-
-
-def key_of(ids: NDArray[np.integer[Any]]) -> bytes:
-    """Return the key of a segment: a hash of the teacher's ids."""
-    return blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=KEY_BYTES).digest()
-
-
-def opening_of(ids: NDArray[np.integer[Any]]) -> int:
-    """Return a hash of the first ids."""
-    return int.from_bytes(key_of(ids[:OPENING])[:8], "little")
-
-
-def id_bytes(vocab_size: int) -> int:
-    """Return the bytes per stored id. The largest number they can hold means no id."""
-    return 2 if vocab_size < 2**16 else 3
-
-
-def encoded_ids(ids: NDArray[np.integer[Any]], num_bytes: int) -> Bytes:
-    """Encode ids [N], with −1 for no id, as little-endian bytes [N, num_bytes]."""
-    return np.ascontiguousarray(ids, dtype="<i4").view(np.uint8).reshape(-1, 4)[:, :num_bytes]
-
-
-def decoded_ids(stored: Bytes) -> NDArray[np.int32]:
-    """Decode bytes [N, b] → int32 [N]."""
-    ids = np.zeros((len(stored), 4), np.uint8)
-    ids[:, : stored.shape[1]] = stored
-    return ids.view("<i4").reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +60,6 @@ class Segment:
     def checksum(self) -> int:
         tokens, rows = (np.ascontiguousarray(side).data for side in (self.tokens, self.rows))
         return zlib.crc32(rows, zlib.crc32(tokens))
-
-
-def write_shard(path: Path, segments: Sequence[tuple[bytes, Segment]]) -> None:
-    """Write (key, segment) pairs atomically, synced to disk. Raises StorageError."""
-    lengths = [len(segment.tokens) for _, segment in segments]
-    tensors: dict[str, NDArray[Any]] = {
-        "keys": np.frombuffer(b"".join(key for key, _ in segments), np.uint8).reshape(-1, KEY_BYTES),
-        "openings": np.array([opening_of(decoded_ids(segment.tokens[:OPENING])) for _, segment in segments], np.uint64),
-        "begins": np.cumsum([0, *lengths], dtype=np.int64),
-        "checksums": np.array([segment.checksum for _, segment in segments], np.uint32),
-        "tokens": np.concatenate([segment.tokens for _, segment in segments]),
-        "rows": np.concatenate([segment.rows for _, segment in segments]),
-    }
-    index = zlib.crc32(b"".join(tensors[name].tobytes() for name in _INDEX))
-    write_atomically(path, save(tensors, {"index_checksum": str(index)}))
 
 
 class Shard:
@@ -139,36 +107,19 @@ class Shard:
         return slice(self.begins[number], self.begins[number + 1])
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's header and the offset of its data."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            raise ValueError("its header is cut off")
-        return json.loads(file.read(length)), 8 + length
-
-
-_DTYPES = {"U8": np.uint8, "U32": np.uint32, "U64": np.uint64, "I64": np.int64}
-
-
-def _mapped(path: Path, entry: dict[str, Any], begin: int) -> NDArray[Any]:
-    start, stop = entry["data_offsets"]
-    if begin + stop > path.stat().st_size:
-        raise ValueError("its end is missing")
-    shape = tuple(entry["shape"])
-    if not stop - start:
-        return np.zeros(shape, _DTYPES[entry["dtype"]])
-    return np.memmap(path, _DTYPES[entry["dtype"]], "r", begin + start, shape)
-
-
-_VERSION = 1
-"""Increased when the same manifest would describe other bytes."""
-NAME = "cache.yaml"
-_BUILD = "nemo-opd cache build"
-_MAY_DIFFER = ("teacher", "positions")
-"""Fields that do not affect the stored numbers."""
-_FINGERPRINT = 64
-"""Characters of a SHA-256 hash."""
+def write_shard(path: Path, segments: Sequence[tuple[bytes, Segment]]) -> None:
+    """Write (key, segment) pairs atomically, synced to disk. Raises StorageError."""
+    lengths = [len(segment.tokens) for _, segment in segments]
+    tensors: dict[str, NDArray[Any]] = {
+        "keys": np.frombuffer(b"".join(key for key, _ in segments), np.uint8).reshape(-1, KEY_BYTES),
+        "openings": np.array([opening_of(decoded_ids(segment.tokens[:OPENING])) for _, segment in segments], np.uint64),
+        "begins": np.cumsum([0, *lengths], dtype=np.int64),
+        "checksums": np.array([segment.checksum for _, segment in segments], np.uint32),
+        "tokens": np.concatenate([segment.tokens for _, segment in segments]),
+        "rows": np.concatenate([segment.rows for _, segment in segments]),
+    }
+    index = zlib.crc32(b"".join(tensors[name].tobytes() for name in _INDEX))
+    write_atomically(path, save(tensors, {"index_checksum": str(index)}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +152,7 @@ class CacheManifest:
     """Whether servers answered. If so, `weights` is a fingerprint of the model's name, and entropies are unknown."""
     positions: int | None = None
     """is_served: longest sequence that the servers accepted, if they reported one."""
-    version: int = _VERSION
+    version: int = _MANIFEST_VERSION
 
     @property
     def is_whole(self) -> bool:
@@ -209,27 +160,28 @@ class CacheManifest:
         return self.form == "hidden_states" or self.top_k >= self.vocab_size
 
 
-def has_manifest(folder: Path) -> bool:
-    """Return whether a folder is a cache, by its manifest."""
-    return (folder / NAME).is_file()
-
-
 def read_manifest(folder: str | Path) -> CacheManifest:
     """Read a cache's manifest. Raises DataError if it is missing, unreadable or of another version."""
-    path = Path(folder) / NAME
+    path = Path(folder) / MANIFEST
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         manifest = CacheManifest(**content)
     except FileNotFoundError as error:
-        raise DataError(f"{folder} is not a teacher cache: it has no {NAME}; build one with {_BUILD}") from error
+        raise DataError(f"{folder} is not a teacher cache: it has no {MANIFEST}; build one with {_BUILD}") from error
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{path} cannot be read ({reason}); build the cache again with {_BUILD}") from error
-    if manifest.version != _VERSION:
+    if manifest.version != _MANIFEST_VERSION:
         raise DataError(
-            f"{path} has version {manifest.version}, but this program reads version {_VERSION}; build the cache again"
+            f"{path} has version {manifest.version}, but this program reads version {_MANIFEST_VERSION}; build the "
+            "cache again"
         )
     return manifest
+
+
+def has_manifest(folder: Path) -> bool:
+    """Return whether a folder is a cache, by its manifest."""
+    return (folder / MANIFEST).is_file()
 
 
 def write_manifest(folder: Path, manifest: CacheManifest) -> None:
@@ -238,7 +190,7 @@ def write_manifest(folder: Path, manifest: CacheManifest) -> None:
     Raises DataError with the differences if the existing cache is of another teacher or format, and StorageError.
     """
     if not has_manifest(folder):
-        write_atomically(folder / NAME, yaml.safe_dump(asdict(manifest), sort_keys=False).encode())
+        write_atomically(folder / MANIFEST, yaml.safe_dump(asdict(manifest), sort_keys=False).encode())
     existing, new = asdict(read_manifest(folder)), asdict(manifest)
     differences = [
         f"{name} is {_abbreviated(existing[name])} there and {_abbreviated(new[name])} here"
@@ -255,4 +207,50 @@ def write_manifest(folder: Path, manifest: CacheManifest) -> None:
 def _abbreviated(value: object) -> str:
     """Return the value for a message; fingerprints are shortened."""
     text = str(value)
-    return f"{text[:12]}…" if len(text) == _FINGERPRINT else text
+    return f"{text[:12]}…" if len(text) == _FINGERPRINT_LENGTH else text
+
+
+def key_of(ids: NDArray[np.integer[Any]]) -> bytes:
+    """Return the key of a segment: a hash of the teacher's ids."""
+    return blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def opening_of(ids: NDArray[np.integer[Any]]) -> int:
+    """Return a hash of the first ids."""
+    return int.from_bytes(key_of(ids[:OPENING])[:8], "little")
+
+
+def id_bytes(vocab_size: int) -> int:
+    """Return the bytes per stored id. The largest number they can hold means no id."""
+    return 2 if vocab_size < 2**16 else 3
+
+
+def encoded_ids(ids: NDArray[np.integer[Any]], num_bytes: int) -> Bytes:
+    """Encode ids [N], with −1 for no id, as little-endian bytes [N, num_bytes]."""
+    return np.ascontiguousarray(ids, dtype="<i4").view(np.uint8).reshape(-1, 4)[:, :num_bytes]
+
+
+def decoded_ids(stored: Bytes) -> NDArray[np.int32]:
+    """Decode bytes [N, b] → int32 [N]."""
+    ids = np.zeros((len(stored), 4), np.uint8)
+    ids[:, : stored.shape[1]] = stored
+    return ids.view("<i4").reshape(-1)
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return a safetensors file's header and the offset of its data."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError("its header is cut off")
+        return json.loads(file.read(length)), 8 + length
+
+
+def _mapped(path: Path, entry: dict[str, Any], begin: int) -> NDArray[Any]:
+    start, stop = entry["data_offsets"]
+    if begin + stop > path.stat().st_size:
+        raise ValueError("its end is missing")
+    shape = tuple(entry["shape"])
+    if not stop - start:
+        return np.zeros(shape, _DTYPES[entry["dtype"]])
+    return np.memmap(path, _DTYPES[entry["dtype"]], "r", begin + start, shape)

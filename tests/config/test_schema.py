@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_opd.config.schema import FOLDER, schemas
+from nemo_opd.config.reference import SCHEMA_FOLDER, schemas
 from tests.composition import CONFIGS
 
 YAMLS = sorted(CONFIGS.rglob("*.yaml"))
@@ -30,7 +30,7 @@ def refusals(schema: str, content: Any) -> list[str]:
 
 
 def test_the_files_are_those_of_the_settings() -> None:
-    written = {file.name: file.read_text(encoding="utf-8") for file in (CONFIGS / FOLDER).glob("*.json")}
+    written = {file.name: file.read_text(encoding="utf-8") for file in (CONFIGS / SCHEMA_FOLDER).glob("*.json")}
     assert written == schemas(CONFIGS), "run `uv run python -m nemo_opd.config.reference > docs/settings.md`"
 
 
@@ -38,7 +38,7 @@ def test_the_files_are_those_of_the_settings() -> None:
 def test_every_yaml_names_a_schema_that_it_fits(file: Path) -> None:
     (named,) = MODELINE.findall(file.read_text(encoding="utf-8"))
     schema = (file.parent / named).resolve()
-    assert schema.parent == CONFIGS / FOLDER
+    assert schema.parent == CONFIGS / SCHEMA_FOLDER
     assert refusals(schema.name, OmegaConf.to_container(OmegaConf.load(file))) == []
 
 

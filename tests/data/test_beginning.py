@@ -15,10 +15,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.alignment import TokenAligner, pieces_of
-from nemo_opd.data import beginning
+from nemo_opd.data import encoders
 from nemo_opd.data import text as text_module
-from nemo_opd.data.beginning import EDGE, MARGIN, encode_beginning, is_seam
-from nemo_opd.data.encoders import Encoder, Encoding
+from nemo_opd.data.encoders import EDGE, MARGIN, Encoder, Encoding, encode_beginning, is_seam
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
 from tests.tokenizers_fixture import REAL, byte_level, real_tokenizer, sentencepiece, unigram
@@ -117,7 +116,7 @@ def test_samples_are_those_of_the_whole_text(family: str, text: str, length: int
     make = TextSampleMaker(replace(encoder(family), max_length=length), readers)
     bounded = flat(make(text))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "MARGIN", 10**9)
+        patch.setattr(encoders, "MARGIN", 10**9)
         assert bounded == flat(make(text)), "with all of it tokenized"
         if is_normalized("NFC", text) and not any(mark in text for mark in MARKS):
             patch.setattr(text_module, "encode_beginning", whole)

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_opd.data import cache
 from nemo_opd.data.cache import CachedSampleMaker
-from nemo_opd.data.documents import Conversation, Document
+from nemo_opd.data.record import Conversation, Document
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from nemo_opd import files
 from nemo_opd.config.data import HubDataset, Source
-from nemo_opd.data import compressed, convert
+from nemo_opd.data import convert
+from nemo_opd.data import files as source_files
 from nemo_opd.data.layout import TextLayout
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import ConfigError, StorageError
@@ -112,7 +113,7 @@ def test_an_unpacked_copy_has_its_name_when_it_is_on_the_disk(packed: Source, mo
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 def test_errors_of_the_user_s_file_are_not_of_the_cache(tmp_path: Path, number: int) -> None:
-    with pytest.raises(OSError, match="theirs") as caught, compressed.writing(tmp_path / "cache", "X"):
+    with pytest.raises(OSError, match="theirs") as caught, source_files.writing(tmp_path / "cache", "X"):
         raise OSError(number, "theirs", str(tmp_path / "a.parquet"))
     assert not isinstance(caught.value, StorageError)
 
@@ -131,7 +132,7 @@ def test_another_process_is_waited_for(
 ) -> None:
     """Bug: without a word."""
     file = held(lines, conversions)
-    monkeypatch.setattr(compressed.time, "sleep", lambda seconds: file.close())
+    monkeypatch.setattr(source_files.time, "sleep", lambda seconds: file.close())
     with caplog.at_level(logging.WARNING):
         assert len(load(lines)) == 50
     assert [f"it holds {file.name}" in message for message in caplog.messages] == [True]
@@ -140,7 +141,7 @@ def test_another_process_is_waited_for(
 def test_another_process_is_not_waited_for_without_end(
     lines: Source, conversions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compressed, "WAIT_S", -1.0)
+    monkeypatch.setattr(source_files, "WAIT_S", -1.0)
     with held(lines, conversions) as file, pytest.raises(StorageError) as caught:
         load(lines)
     assert f"{file.name} for more than" in str(caught.value)

@@ -7,8 +7,8 @@ import pytest
 
 from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
-from nemo_opd.data.documents import Conversation
 from nemo_opd.data.encoders import ChatEncoder
+from nemo_opd.data.record import Conversation
 from nemo_opd.data.samples import SameTokenizer, Sample, Tokens
 from nemo_opd.errors import DataError
 from tests.tokenizers_fixture import byte_level

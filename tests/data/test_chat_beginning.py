@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.alignment import LocatedTokens, RenderedChat, TokenAligner, locate_tokens
-from nemo_opd.data import beginning
 from nemo_opd.data import chat as chat_module
+from nemo_opd.data import encoders
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
-from nemo_opd.data.documents import Conversation
 from nemo_opd.data.encoders import ChatEncoder
+from nemo_opd.data.record import Conversation
 from nemo_opd.data.samples import Sample
 from tests.alignment.chat_fixture import assistant, call, small_chat, tool, user
 from tests.data.test_beginning import WORDS, long_texts
@@ -80,7 +80,7 @@ def assert_same(make: ChatSampleMaker, conversation: Conversation) -> None:
     """With all of it tokenized; and, where no tokenizer rewrites it, with all of it aligned."""
     bounded = flat(make(conversation))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "MARGIN", 10**9)
+        patch.setattr(encoders, "MARGIN", 10**9)
         assert bounded == flat(make(conversation))
         if is_normalized("NFC", str(conversation.messages)):
             patch.setattr(chat_module, "locate_up_to", whole)
@@ -127,7 +127,7 @@ def test_what_is_tokenized_does_not_grow_with_the_conversation(number: int, monk
         read.append(len(text))
         return locate_tokens(tokenizer, text)
 
-    monkeypatch.setattr(beginning, "locate_tokens", counted)
+    monkeypatch.setattr(encoders, "locate_tokens", counted)
     messages = [user("Go on."), assistant(PROSE * (100_000 // number))] * number
     sample = maker("trimmed", ["plain"], 50)(Conversation(messages))
     assert len(sample.student) == 50

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_opd.data.collate import collate, gather_rows, mask_unrouted, shards
-from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens, compared
+from nemo_opd.data.collate import collate, compared, gather_rows, mask_unrouted, shards
+from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
 from tests.rows import pad_rows
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from nemo_opd.alignment import Pieces, TokenAligner, pieces_of
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
-from nemo_opd.data.collate import collate
-from nemo_opd.data.documents import Conversation
+from nemo_opd.data.collate import collate, compared
 from nemo_opd.data.encoders import ChatEncoder, Encoder
-from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, compared, usable_chunks
+from nemo_opd.data.record import Conversation
+from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, usable_chunks
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
 from tests.alignment.chat_fixture import small_chat
 from tests.tokenizers_fixture import DIGITS_ONE_BY_ONE, byte_level, corpus_texts, real_tokenizer, sentencepiece

@@ -15,12 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_opd.config.data import Source, ValidationSource
-from nemo_opd.data import compressed, convert
-from nemo_opd.data.documents import read_documents
+from nemo_opd.data import convert
+from nemo_opd.data import files as source_files
+from nemo_opd.data.files import require_suitable
 from nemo_opd.data.layout import ChatLayout, Layout, TextLayout
 from nemo_opd.data.lines import depth
 from nemo_opd.data.loader import SampleSource
-from nemo_opd.data.schema import require_suitable
+from nemo_opd.data.record import read_documents
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
 from nemo_opd.files import umask_mode
@@ -191,12 +192,12 @@ def test_bombs_are_bounded(
     """Nothing of them is left."""
     path = tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(pack(b'{"text": "' + b"a" * 20_000_000 + b'"}\n'))
-    monkeypatch.setattr(compressed, "UNSUSPICIOUS", 1 << 20)
+    monkeypatch.setattr(source_files, "UNSUSPICIOUS", 1 << 20)
     message = refusal(Source(jsonl_files=str(path)))
     assert "unpacks to more than 0.0 GB, 200 times its size" in message
-    assert not list(compressed.cache_dir("unpacked").iterdir())
+    assert not list(source_files.cache_dir("unpacked").iterdir())
     monkeypatch.undo()
-    monkeypatch.setattr(compressed, "SPARE", 1 << 60)
+    monkeypatch.setattr(source_files, "SPARE", 1 << 60)
     assert "set $NEMO_OPD_CACHE to a folder with more room" in refusal(Source(jsonl_files=str(path)))
 
 
@@ -375,7 +376,7 @@ def test_an_unpacked_copy_is_for_all_users_and_parts_are_not_kept(tmp_path: Path
     for part in (old, new):
         part.touch()
     os.utime(old, (0, 0))
-    copy = compressed.uncompressed(file, "a")
+    copy = source_files.uncompressed(file, "a")
     assert copy.stat().st_mode & 0o777 == umask_mode()
     assert not old.exists()
     assert new.exists()

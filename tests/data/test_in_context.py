@@ -12,13 +12,12 @@ from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.config.context import Context as ContextSettings
 from nemo_opd.config.context import field_names
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
-from nemo_opd.data.collate import collate
+from nemo_opd.data.collate import collate, compared
 from nemo_opd.data.context import LEAST, Context, PrivilegedPrompt, leakage
-from nemo_opd.data.documents import FIELD, OTHER, Conversation
 from nemo_opd.data.encoders import ChatEncoder
-from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.record import FIELD, OTHER, Conversation, Prompt, Rollout
 from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker
-from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, compared, decoded, encoded
+from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, decoded, encoded
 from nemo_opd.errors import DataError
 from nemo_opd.rollout.collect import dataset_rollout
 from nemo_opd.rollout.renderer import TextRenderer

@@ -15,10 +15,10 @@ import pytest
 
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.data.convert import Read, convert, selected
-from nemo_opd.data.documents import Conversation, read_documents
+from nemo_opd.data.files import require_suitable
 from nemo_opd.data.layout import ChatLayout, TextLayout
 from nemo_opd.data.lines import of_rows
-from nemo_opd.data.schema import require_suitable
+from nemo_opd.data.record import Conversation, read_documents
 from nemo_opd.data.sources import READERS, load_documents
 from nemo_opd.errors import DataError
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from nemo_opd.data.beginning import encode_beginning
-from nemo_opd.data.encoders import Encoder
+from nemo_opd.data.encoders import Encoder, encode_beginning
 from nemo_opd.data.text import TextContinuation
 from tests.tokenizers_fixture import byte_level, rebuilt, sentencepiece
 

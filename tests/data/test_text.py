@@ -13,8 +13,7 @@ from tokenizers import processors
 
 from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.alignment.pieces import byte_level_bytes
-from nemo_opd.data.beginning import encode_beginning
-from nemo_opd.data.encoders import Encoder
+from nemo_opd.data.encoders import Encoder, encode_beginning
 from nemo_opd.data.samples import Aligner, SameTokenizer, Sample, Tokens, decoded, encoded, usable_chunks
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
 from nemo_opd.types import Alignment

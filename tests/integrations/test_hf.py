@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
-from nemo_opd.data.documents import MESSAGES, TEXT
+from nemo_opd.data.record import MESSAGES, TEXT
 from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.integrations.distillation import Collator, Distillation, read_settings

@@ -1,0 +1,371 @@
+"""Files of a source: their paths, columns and unpacked copies, and errors of reading and writing them.
+
+Columns are read from headers before any conversion and without PyTorch. Compressed files are unpacked once into the
+cache folder, within bounds.
+"""
+
+import bz2
+import errno
+import fcntl
+import glob
+import gzip
+import hashlib
+import logging
+import lzma
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import IO, Any, get_args
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from nemo_opd.config.data import HubDataset, Source
+from nemo_opd.data.layout import Layout
+from nemo_opd.data.lines import RowError, column_types, first_value, json_rows
+from nemo_opd.data.record import MESSAGES, parsed
+from nemo_opd.demo import DEMO_PREFIX, corpus, is_demo, questions
+from nemo_opd.demo.corpus import Split
+from nemo_opd.errors import DataError, OPDError, StorageError
+from nemo_opd.files import FULL, error_number, refusal, umask_mode
+from nemo_opd.paths import cache_dir
+
+_ARROW_FILE_MAGIC = b"ARROW1"
+_PLAIN_JSON = frozenset({".jsonl", ".json", ".ndjson"})
+_FIRST_ROWS = 1000
+"""Rows of a JSON file that its columns are inferred from."""
+
+_WRITE_ERRORS = FULL | {errno.EROFS, errno.EFBIG}
+"""errno values that only writing raises: libraries read the user's files in the same call."""
+WAIT_S = 2 * 3600.0
+"""Seconds to wait for another process: long enough to convert 1.4 TB at 0.2 GB/s."""
+_POLL_S = 0.5
+UNSUSPICIOUS = 1 << 30
+"""Bytes that any file may unpack to."""
+_MAX_EXPANSION = 200
+"""Limit of a larger file's unpacked size, as a multiple of its size. Logs reach 50, a bomb 1,000 and more."""
+SPARE = 1 << 30
+"""Bytes of the disk to leave free."""
+
+_BLOCK_BYTES = 1 << 20
+"""Bytes unpacked at a time."""
+_PART = ".part"
+"""Suffix of an unfinished copy."""
+_ABANDONED_S = 3600.0
+"""Seconds without a change after which an unfinished copy belongs to a killed run."""
+
+_log = logging.getLogger(__name__)
+
+
+def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
+    """Check that the files exist, can be opened and have the layout's columns. The hub is not contacted.
+
+    Accepts everything that `load_documents` accepts. Raises DataError, naming the key and the value.
+    """
+    require_source(source, key=key)
+    for kind, value in source.given.items():
+        if isinstance(value, HubDataset):
+            continue
+        named = f"{key}.{kind}"
+        for path in resolve_files(value, key=named):
+            with reading(named, path):
+                schema = _SCHEMAS[kind](path) if kind in _SCHEMAS else None
+            if schema is not None:
+                layout.require_columns(plain(schema), f"{named}={summarize(path)}")
+                _require_json(kind, path, layout, f"{named}={summarize(path)}")
+
+
+def _require_json(kind: str, path: Path, layout: Layout, source: str) -> None:
+    """Raise DataError if the first conversation is a string but not a JSON list, as in a column of texts."""
+    for name, ours in layout.columns.items():
+        value = first_value(kind, path, name) if ours == MESSAGES else None
+        if not isinstance(value, str):
+            continue
+        with suppress(DataError):
+            if isinstance(parsed(value), list):
+                continue
+        raise DataError(
+            f"{source}: column {name!r} holds no conversations; its first row is {value[:60]!r}…, not a list of "
+            "objects or its JSON text; set data.messages_key to such a column, or leave it out to read texts"
+        )
+
+
+def require_source(source: Source, *, key: str) -> None:
+    """Raise DataError if the source names no data."""
+    if not source.given:
+        choices = ", ".join(f"{key}.{kind}" for kind in Source.model_fields)
+        raise DataError(f"{key} names no data; set one of {choices}")
+
+
+def resolve_files(entries: Iterable[str], *, key: str) -> list[Path]:
+    """Resolve paths, globs (`**` is recursive, matches are sorted) and demo references to files, in the given order.
+
+    Raises DataError, naming `key` and the entry, for a missing path, a glob without matches, or a folder.
+    """
+    return [path for entry in entries for path in _resolve(entry, key)]
+
+
+def _resolve(entry: str, key: str) -> list[Path]:
+    if is_demo(entry):
+        return [_demo_file(entry, key)]
+    path = Path(entry).expanduser()
+    if path.is_file():
+        return [path.absolute()]
+    if path.is_dir():
+        raise DataError(f"{key}={entry!r} is a folder; name its files, for example {str(path / '*')!r}")
+    if not glob.has_magic(entry):
+        raise DataError(f"{key}={entry!r} does not exist{_base_folder_note(path)}; correct the path")
+    matches = sorted(match for name in glob.glob(str(path), recursive=True) if (match := Path(name)).is_file())
+    if not matches:
+        raise DataError(
+            f"{key}={entry!r} matches no file{_base_folder_note(path)}; correct the pattern (`**` goes into subfolders)"
+        )
+    return [match.absolute() for match in matches]
+
+
+def _demo_file(entry: str, key: str) -> Path:
+    if not key.endswith("arrow_files"):
+        raise DataError(f"{key}={entry!r}: the demo data are Arrow files; put {entry!r} under arrow_files")
+    name = entry.removeprefix(DEMO_PREFIX)
+    for prefix, files in (("", corpus), ("arithmetic_", questions)):
+        for split in get_args(Split):
+            if name == f"{prefix}{split}":
+                return files.arrow_file(split)
+    raise DataError(
+        f"{key}={entry!r} is not demo data; use demo:train, demo:validation, demo:arithmetic_train or "
+        "demo:arithmetic_validation"
+    )
+
+
+def _base_folder_note(path: Path) -> str:
+    return "" if path.is_absolute() else f" (relative to {Path.cwd()})"
+
+
+def arrow_schema(path: Path) -> pa.Schema:
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_file(file).schema if is_ipc_file(path) else pa.ipc.open_stream(file).schema
+
+
+def _parquet_schema(path: Path) -> pa.Schema:
+    return pa.parquet.read_schema(path)
+
+
+def json_schema(path: Path) -> pa.Schema | None:
+    """Return the schema of an uncompressed file's first rows, or None if the file is empty or one of them is malformed.
+
+    The loader reads all rows and reports malformed lines, and values that are not strings in a column of strings.
+    """
+    try:
+        rows = (row for _, row in islice(json_rows(path), _FIRST_ROWS))
+        types = column_types(rows, strings_among_others=pa.string())
+    except RowError:
+        return None
+    return pa.schema(types.items()) if types else None
+
+
+def _jsonl_schema(path: Path) -> pa.Schema | None:
+    return json_schema(path) if path.suffix in _PLAIN_JSON else None
+
+
+def _text_schema(path: Path) -> pa.Schema:
+    with path.open("rb"):
+        return pa.schema([("text", pa.string())])
+
+
+_SCHEMAS: dict[str, Callable[[Path], pa.Schema | None]] = {
+    "arrow_files": arrow_schema,
+    "parquet_files": _parquet_schema,
+    "jsonl_files": _jsonl_schema,
+    "text_files": _text_schema,
+}
+"""Functions that read a file's columns, keyed by format. For a file without a function, or if it returns None, only the
+loader can tell.
+"""
+
+
+def plain(schema: pa.Schema) -> pa.Schema:
+    """Return the schema with text in place of text encodings and of null, as the loader reads it."""
+
+    def plain_type(dtype: pa.DataType) -> pa.DataType:
+        if is_encoded(dtype):
+            return dtype.value_type if pa.types.is_dictionary(dtype) else pa.string()
+        return pa.string() if pa.types.is_null(dtype) else dtype
+
+    return pa.schema([(field.name, plain_type(field.type)) for field in schema])
+
+
+def is_ipc_file(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
+
+
+def is_encoded(dtype: pa.DataType) -> bool:
+    return pa.types.is_dictionary(dtype) or pa.types.is_string_view(dtype)
+
+
+def uncompressed(path: Path, source: str) -> Path:
+    """Return the file itself, or its unpacked copy if it is compressed with gzip, zstd, bzip2 or xz.
+
+    source: the file's name in messages. Raises DataError if the file unpacks to an unreasonable size or to more than
+    the disk holds, StorageError if the copy cannot be written, and the unpacker's error if the file is damaged.
+    """
+    opener = _opener(path)
+    if opener is None:
+        return path
+    status = path.stat()
+    identity = f"{path} {status.st_size} {status.st_mtime_ns}"
+    folder = cache_dir("unpacked")
+    target = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.jsonl"
+    if not target.exists():
+        _remove_abandoned(folder)
+        limit = max(UNSUSPICIOUS, _MAX_EXPANSION * status.st_size)
+        with writing(folder, "NEMO_OPD_CACHE"), NamedTemporaryFile(dir=folder, suffix=_PART, delete=False) as unpacked:
+            try:
+                with opener(path) as packed:
+                    _copy(packed, unpacked, limit, source)
+                unpacked.flush()
+                os.fsync(unpacked.fileno())
+                os.chmod(unpacked.name, umask_mode())
+                # Caches of derived data are keyed by this time, so it must not depend on when the copy was made.
+                os.utime(unpacked.name, ns=(status.st_mtime_ns, status.st_mtime_ns))
+                Path(unpacked.name).rename(target)
+            finally:
+                Path(unpacked.name).unlink(missing_ok=True)
+    return target
+
+
+def _zstd(path: Path) -> IO[bytes]:
+    return pa.input_stream(str(path), compression="zstd")
+
+
+_Opener = Callable[[Path], AbstractContextManager[Any]]
+_OPENERS: dict[bytes, _Opener] = {
+    b"\x1f\x8b": gzip.GzipFile,
+    b"\x28\xb5\x2f\xfd": _zstd,
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+}
+"""Openers keyed by a file's first bytes; its name does not matter."""
+
+
+def _opener(path: Path) -> _Opener | None:
+    with path.open("rb") as file:
+        start = file.read(max(map(len, _OPENERS)))
+    return next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
+
+
+def _copy(packed: IO[bytes], unpacked: IO[bytes], limit: int, source: str) -> None:
+    folder = cache_dir()
+    free = shutil.disk_usage(folder).free - SPARE
+    size = 0
+    while block := packed.read(_BLOCK_BYTES):
+        size += len(block)
+        if size > limit:
+            raise DataError(
+                f"{source} unpacks to more than {limit / 1e9:.1f} GB, {_MAX_EXPANSION} times its size, as no text "
+                "does; unpack it yourself if you trust it"
+            )
+        if size > free:
+            raise DataError(
+                f"{source} unpacks to more than the {max(free, 0) / 1e9:.1f} GB that {folder} may take; set "
+                "$NEMO_OPD_CACHE to a folder with more room, or unpack the file yourself"
+            )
+        unpacked.write(block)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove unfinished copies of killed runs. A copy that is still being unpacked changes all the time."""
+    for part in folder.glob(f"*{_PART}"):
+        with suppress(OSError):
+            if time.time() - part.stat().st_mtime > _ABANDONED_S:
+                part.unlink()
+
+
+@contextmanager
+def reading(key: str, *value: object, way_out: str = "check that it is complete and of this format") -> Iterator[None]:
+    """Turn any error that a reader raises inside into a DataError: the libraries' errors share no base class."""
+    try:
+        yield
+    except OPDError:
+        raise
+    except Exception as error:
+        causes = list(_causes(error))
+        if (raised := next((cause for cause in causes if isinstance(cause, OPDError)), None)) is not None:
+            raise raised from None  # `datasets` wraps errors of builders
+        described = " ".join(f"{type(causes[-1]).__name__}: {causes[-1]}".split())
+        raise DataError(f"{key}={summarize(value)} cannot be read: {described}; {way_out}") from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes, the original cause last."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def summarize(value: object) -> str:
+    """Format one value in quotes, several as the first and a count."""
+    if not isinstance(value, (list, tuple)):
+        return repr(str(value))
+    more = f" and {len(value) - 1} more" if len(value) > 1 else ""
+    return f"{str(value[0])!r}{more}"
+
+
+@contextmanager
+def writing(folder: Path, variable: str) -> Iterator[None]:
+    """Raise a one-line StorageError if writing below `folder` fails inside; pass other errors on.
+
+    variable: environment variable that names the folder.
+    """
+    try:
+        yield
+    except OPDError:
+        raise
+    except Exception as error:
+        number = error_number(error)
+        if number is None or not (number in _WRITE_ERRORS or _names_file_below(error, folder)):
+            raise
+        raise StorageError(refusal(folder, number, instead=elsewhere(variable))) from error
+
+
+def _names_file_below(error: Exception, folder: Path) -> bool:
+    name = getattr(error, "filename", None)
+    return isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
+
+
+def elsewhere(variable: str) -> str:
+    return f"set ${variable} to another folder"
+
+
+def await_turn(lock: Path, variable: str) -> None:
+    """Wait while another process holds the file's lock; libraries wait silently and without end.
+
+    variable: environment variable that names the folder. Raises StorageError after WAIT_S.
+    """
+    deadline = time.monotonic() + WAIT_S
+    if _is_held(lock):
+        _log.warning("waiting for another process that converts the same data; it holds %s", lock)
+    while _is_held(lock):
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"another process has held {lock} for more than {WAIT_S:.0f} s; see whether it still works, end it, or "
+                f"{elsewhere(variable)}"
+            )
+        time.sleep(_POLL_S)
+
+
+def _is_held(lock: Path) -> bool:
+    """Return whether another process has locked the file; False if the file system has no locks."""
+    try:
+        with lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
