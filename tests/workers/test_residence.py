@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_opd.workers import offload
+from nemo_opd.workers import offload as host
 from nemo_opd.workers.offload import DeviceOffload, HostCopy, storages_of
 from tests.models.world import alone, as_rank
 
@@ -50,7 +50,7 @@ def model() -> nn.Sequential:
 @pytest.mark.parametrize("block", [2**28, 64, 100])
 def test_values_leave_and_come_back_to_the_same_tensors(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Bugs: bytes in the wrong place where a storage is in two blocks; views and ties that are copies afterwards."""
-    monkeypatch.setattr(offload, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(host, "_BLOCK_BYTES", block)
     own = model()
     view, tied = own[1].weight[2:4], nn.Parameter(own[0].weight.data)
     expected = [parameter.detach().clone() for parameter in (*own.parameters(), tied)]
@@ -104,8 +104,8 @@ def test_a_sharded_model_trains_as_if_it_had_not_left() -> None:
                     for unit in (*own, own):
                         unit.reshard()
                     weights.hold(own.parameters())
-                    moments.hold(offload._moments(optimizer))
-                    assert held_bytes(own.parameters()) == held_bytes(offload._moments(optimizer)) == 0
+                    moments.hold(host._moments(optimizer))
+                    assert held_bytes(own.parameters()) == held_bytes(host._moments(optimizer)) == 0
                     moments.restore()
                     weights.restore()
                 own(torch.arange(10) * step % 7).square().sum().backward()
@@ -169,10 +169,10 @@ def test_one_wait_and_no_emptied_cache_where_all_fits(
                 optimizer.step()
                 optimizer.zero_grad()
             assert (held_bytes(own.parameters()) == 0) == offload
-            assert (held_bytes(offload._moments(optimizer)) == 0) == offload
+            assert (held_bytes(host._moments(optimizer)) == 0) == offload
             with place.use():
                 assert held_bytes(own.parameters()) > 0
-                assert (held_bytes(offload._moments(optimizer)) == 0) == offload
+                assert (held_bytes(host._moments(optimizer)) == 0) == offload
             assert seen == Counter(waits=2 * (step + 1) * offload, empties=2 * (step + 1) * empties_cache)
     assert own.moves == offload
 
