@@ -20,7 +20,11 @@ from tests.site.pages import DOCS, ROOT
 
 TEXT = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 SECTIONS = {part.splitlines()[0]: part for part in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]}
-KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind in OPDError.__subclasses__()]
+KINDS = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, OPDError) and kind is not OPDError
+]
 RUNS = [
     (name, *run) for name, part in SECTIONS.items() for run in re.findall(r"^\$ (.*)\nerror: (.*)$", part, re.MULTILINE)
 ]
