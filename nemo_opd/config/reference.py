@@ -29,6 +29,8 @@ _DIALECT = "http://json-schema.org/draft-07/schema#"
 _REFERENCE_TYPE = "Reference"
 _WIDTH = 80
 """Characters of a line of `--help`."""
+_MANY = 3
+"""Types from which on a key that they share is described once."""
 _DROPPED_KEYS = frozenset({"required", "discriminator", "title"})
 _RENAMED_KEYS = {"oneOf": "anyOf", "prefixItems": "items"}
 """`items` is the name of `prefixItems` in the dialect that editors support."""
@@ -47,7 +49,7 @@ class _Key:
 @dataclass(frozen=True)
 class _Table:
     tag: str
-    """Type of the settings; empty for keys that all types share."""
+    """Type of the settings; empty for keys that several types share."""
     meaning: str
     keys: tuple[_Key, ...]
 
@@ -91,8 +93,9 @@ def _section_markdown(section: _Section) -> Iterator[str]:
         yield from ("", section.meaning)
     for table in section.tables:
         yield ""
-        if table.tag:
-            yield from (f"**`type: {table.tag}`** {table.meaning}".rstrip(), "")
+        tag = f"**`type: {table.tag}`** " if table.tag else ""
+        if heading := f"{tag}{table.meaning}".rstrip():
+            yield from (heading, "")
         yield from _table_markdown(table.keys)
 
 
@@ -113,7 +116,7 @@ def _table_markdown(keys: Iterable[_Key]) -> Iterator[str]:
 
 
 def help_text(model: type[BaseModel], config_dir: Path, program: str, only: Sequence[str] = ()) -> str:
-    """Return usage, group options and all settings, or only the settings of the _sections `only`.
+    """Return usage, group options and all settings, or only those of the sections `only`.
 
     Raises ConfigError for an unknown section.
     """
@@ -158,12 +161,14 @@ def _section_help(section: _Section) -> Iterator[str]:
     for table in section.tables:
         if table.tag:
             yield from ("", *_wrapped(f"{section.name} of type={table.tag}: {table.meaning}", 0))
+        elif table.meaning:
+            yield from ("", *_wrapped(f"{section.name}: {table.meaning}", 0))
         yield from _table_help(f"{prefix}.", table)
 
 
 def _table_help(prefix: str, table: _Table) -> Iterator[str]:
     for key in table.keys:
-        if key.type:  # _sections have their own entry
+        if key.type:  # sections have their own entry
             yield from _key_help(prefix, key)
 
 
@@ -265,44 +270,76 @@ def _value_or_reference(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sections(model: type[BaseModel]) -> Iterator[_Section]:
-    """Yield all _sections, each before its subsections."""
-    printed: dict[type[BaseModel], str] = {}
+    """Yield all sections, each before its subsections."""
+    shown: dict[type[BaseModel], tuple[str, type[BaseModel]]] = {}
+    for name, field in model.model_fields.items():
+        for kind in models_in(field.annotation):
+            for base in kind.__mro__[1:]:
+                shown.setdefault(base, (name, kind))
     for name in model.model_fields:
-        yield from _section(name, model, name, 0, printed)
+        yield from _section(name, model, name, 0, shown)
 
 
 def _section(
-    key: str, owner: type[BaseModel], name: str, depth: int, printed: dict[type[BaseModel], str]
+    key: str,
+    owner: type[BaseModel],
+    name: str,
+    depth: int,
+    shown: dict[type[BaseModel], tuple[str, type[BaseModel]]],
 ) -> Iterator[_Section]:
     """Yield a section and its subsections.
 
-    printed: the section that first printed each model; later choices of the same types refer to it.
+    shown: the section with each model's keys, and the model there: the same one, or one derived from it. Other choices
+    of the same types refer to it.
     """
     models = models_in(owner.model_fields[name].annotation)
-    if len(models) > 1 and all(model in printed for model in models):
+    if len(models) > 1 and all(model in shown for model in models):
+        section, _ = shown[models[0]]
+        missing = {field for model in models for field in shown[model][1].model_fields} - {
+            field for model in models for field in model.model_fields
+        }
+        without = f", without {', '.join(f'`{field}`' for field in sorted(missing))}" if missing else ""
         tags = ", ".join(map(_tag, models))
-        yield _Section(
-            key, depth, f"{meaning_of(owner, name)} The types of `{printed[models[0]]}`: {tags}.".strip(), ()
-        )
+        meaning = f"{meaning_of(owner, name)} The types of `{section}`{without}: {tags}."
+        yield _Section(key, depth, meaning.strip(), ())
         return
     for model in models:
-        printed.setdefault(model, key)
+        shown.setdefault(model, (key, model))
     if models:
         yield _Section(key, depth, meaning_of(owner, name), tuple(_tables(models)))
     inner = {f"{key}.{field}": (model, field) for model in models for field in model.model_fields}
     for path, (model, field) in inner.items():
-        yield from _section(path, model, field, depth + 1, printed)
+        yield from _section(path, model, field, depth + 1, shown)
 
 
 def _tables(models: list[type[BaseModel]]) -> Iterator[_Table]:
+    """Yield the keys that all types share, those that several types share, and the keys of each type."""
     first = models[0]
     if len(models) == 1:
         yield _Table("", "", _keys_of(first))
         return
     common = {name for name in first.model_fields if all(_is_same_field(name, first, model) for model in models)}
     yield _Table("", "", _keys_of(first, without=first.model_fields.keys() - common))
+    shared: dict[str, type[BaseModel]] = {}
     for model in models:
-        yield _Table(_tag(model), _in_one_line(model.__doc__ or ""), _keys_of(model, without={"type", *common}))
+        for name in model.model_fields.keys() - common - shared.keys():
+            if sum(_is_same_field(name, model, other) for other in models) >= _MANY:
+                shared[name] = model
+    if shared:
+        keys = [key for model in models for key in _keys_of(model) if shared.get(key.name) is model]
+        yield _Table("", "Keys of several types, which name them:", tuple(keys))
+    for model in models:
+        names = [name for name in model.model_fields if name in shared and _is_same_field(name, shared[name], model)]
+        also = f" Also: {', '.join(f'`{name}`' for name in names)}." if names else ""
+        meaning = " ".join(map(_in_one_line, _meanings_of(model))) + also
+        yield _Table(_tag(model), meaning, _keys_of(model, without={"type", *common, *names}))
+
+
+def _meanings_of(model: type[BaseModel]) -> list[str]:
+    """Return the docstring of a type of settings, after that of the same type that it derives from."""
+    kinds = [kind for kind in model.__mro__[1:] if issubclass(kind, BaseModel) and "type" in kind.model_fields]
+    bases = [kind for kind in kinds if _tag(kind) == _tag(model)]
+    return [kind.__doc__ for kind in (*reversed(bases), model) if kind.__doc__]
 
 
 def _keys_of(model: type[BaseModel], without: Any = ()) -> tuple[_Key, ...]:
