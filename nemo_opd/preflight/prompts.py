@@ -25,6 +25,7 @@ from nemo_opd.data.rollouts import RolloutSampleMaker, read_prompts
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import AlignmentError, ConfigError, DataError
+from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, figure_names, load_benchmarks
 from nemo_opd.evaluation.inputs import ResolvedSet, build_set_reward, is_left_out
 from nemo_opd.evaluation.likelihoods import longest_request
 from nemo_opd.evaluation.questions import read_questions
@@ -43,7 +44,6 @@ from nemo_opd.types import Batch
 from nemo_opd.users_code import import_callbacks
 
 if TYPE_CHECKING:
-    from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark
     from nemo_opd.evaluation.benchmarks import TextModel
 
 _log = logging.getLogger(__name__)
@@ -321,8 +321,6 @@ def load_tasks(config: RunConfig) -> tuple[LoadedBenchmark, ...]:
     if is_left_out(evaluation):
         _log.warning("skipping the demo's benchmark, since lm-eval is not installed (`pip install 'nemo-opd[eval]'`)")
         return ()
-    from nemo_opd.evaluation.benchmark_tasks import load_benchmarks  # needs an optional library
-
     loaded = load_benchmarks(evaluation, "evaluation.")
     for key, settings in (("keep_best", config.train.keep_best), ("early_stopping", config.train.early_stopping)):
         if settings is not None:
@@ -332,8 +330,6 @@ def load_tasks(config: RunConfig) -> tuple[LoadedBenchmark, ...]:
 
 def _check_metric(metric: str, key: str, loaded: Sequence[LoadedBenchmark]) -> None:
     """Raise ConfigError if the metric names a benchmark that lacks it."""
-    from nemo_opd.evaluation.benchmark_tasks import figure_names
-
     for benchmark in loaded:
         prefix, figures = f"eval/{benchmark.settings.label}/", figure_names(benchmark)
         name = metric.removeprefix(prefix)

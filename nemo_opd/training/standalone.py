@@ -24,6 +24,7 @@ from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError
+from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, load_benchmarks
 from nemo_opd.evaluation.estimates import Estimate
 from nemo_opd.evaluation.inputs import ResolvedSet, build_set_reward, resolved_sets
 from nemo_opd.evaluation.likelihoods import Scored, longest_request
@@ -51,7 +52,6 @@ from nemo_opd.workers.frozen import FrozenWorker
 from nemo_opd.workers.memory import EVALUATED_TASKS
 
 if TYPE_CHECKING:
-    from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark
     from nemo_opd.evaluation.benchmarks import BenchmarkResult
 
 _MICRO_BATCH_TOKENS = 16_384
@@ -215,8 +215,6 @@ def _load_benchmarks(config: EvaluationConfig) -> tuple[LoadedBenchmark, ...]:
             f"rollout.type={config.rollout.type}: benchmarks need likelihoods, which only workers compute; write "
             "rollout=hf, or leave benchmarks out"
         )
-    from nemo_opd.evaluation.benchmark_tasks import load_benchmarks  # needs an optional library
-
     return load_benchmarks(config, "")
 
 
