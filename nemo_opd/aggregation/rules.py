@@ -87,10 +87,12 @@ def weighted_by_confidence(
     if batch.sampled is None:
         return batch
     prompts, entries = batch.sampled.prompts, zip(batch.teachers, scores, alphas, strict=True)
-    return replace(batch, teachers=tuple(_weighted(*entry, prompts) for entry in entries))
+    return replace(batch, teachers=tuple(_with_rollout_weights(*entry, prompts) for entry in entries))
 
 
-def _weighted(teacher: TeacherRows, scores: SequenceScores | None, alpha: float | None, prompts: Tensor) -> TeacherRows:
+def _with_rollout_weights(
+    teacher: TeacherRows, scores: SequenceScores | None, alpha: float | None, prompts: Tensor
+) -> TeacherRows:
     if scores is None or alpha is None:
         return teacher
     logprob = mean_logprob(scores)

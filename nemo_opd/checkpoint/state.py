@@ -1,6 +1,6 @@
-"""The student's training state: master weights, optimizer, schedule and random generators.
+"""The ranks' part of a checkpoint: trained weights and their averages, optimizer, schedule and random generators.
 
-It is written while all ranks wait, or in the background.
+It is written while all ranks wait, or in the background. The driver's part is `manager.Progress`.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""Batch order, determined by the seed and the batch's index in the run, and the packing of rows."""
+"""Batch order, determined by the seed and the batch's index in the run, and the packing of rows.
+
+`_DocumentOrder.of_epoch` shuffles the documents of an epoch; `PackedOrder._rows` shuffles the rows of a block.
+"""
 
 from __future__ import annotations
 

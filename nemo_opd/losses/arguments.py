@@ -1,4 +1,7 @@
-"""Checks of the losses' arguments."""
+"""Units of losses: the scored tokens and chunks of a batch, and the rows of logits that predict them (methods.md §5.1).
+
+Also checks of the losses' arguments.
+"""
 
 from __future__ import annotations
 
@@ -201,7 +204,7 @@ def weighted_label_rows(mask: Tensor, sequence_weights: Tensor | None) -> tuple[
 
 
 def chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> ChunkUnits:
-    """Return the units in chunk ids [B, S] and [B, T], through `compute_on_host`."""
+    """Return the units in chunk ids [B, S] and [B, T], with the row before each chunk, through `compute_on_host`."""
     return ChunkUnits(*compute_on_host(_chunk_units, student_chunk_id, teacher_chunk_id))
 
 

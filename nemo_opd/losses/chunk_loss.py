@@ -233,7 +233,7 @@ def first_position_term(
     on_cells: OnCells | None = None,
     further_aheads: Sequence[ReadAhead] = (),
 ) -> Term:
-    """Build the term τ² · Σ compare over units (methods.md §5, §7.1).
+    """Build the term τ² · Σ compare over units, at the rows that predict chunks' first tokens (methods.md §5, §7.1).
 
     cells_per_unit: fp32 numbers per unit at the memory peak of a block, with both sides' logits; positions: numbers of
     additional positions, see `unit_cells`. compare_onto: `compare` in closed form; on_cells: `compare` for kernels.
@@ -265,7 +265,7 @@ def first_position_term(
 
 @dataclass(frozen=True, slots=True)
 class ChunkPositions:
-    """Logit rows that predict the tokens of units, grouped by unit."""
+    """Logit rows that predict all tokens of units, grouped by unit; `ChunkUnits` has only the first row of each."""
 
     rows: Tensor
     """int64 [R]: indices into [B·S]."""

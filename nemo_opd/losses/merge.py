@@ -1,4 +1,7 @@
-"""Compared positions of an aligned chunk, merging of several positions, and the chunk loss (methods.md §5.2)."""
+"""Compared positions of an aligned chunk, merging of several positions, and the chunk loss (methods.md §5.2).
+
+`arguments.chunk_units` finds the rows that predict the first tokens of chunks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,11 @@ _LIVE_COPIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Rule that merges a chunk's positions."""
+    """Rule for the positions of a chunk that are compared.
+
+    `term` and `teacher_rows` must use the same rows. `ChunkInputs.units` always has the rows of first tokens, since
+    `continuation_weight` starts from them.
+    """
 
     kind: str
     """One of _MERGES. first: each side's first position of the chunk. For parity with other systems: mean, over all

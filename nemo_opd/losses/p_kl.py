@@ -50,12 +50,12 @@ def p_kl(
 
     p̃ = Rᵀp at the row that predicts a chunk's first student token, q at the row that predicts its first teacher token;
     q̂ and p̂ are q and p̃ renormalised on the covered columns of R. vocab_topk: compare the covered columns with the
-    largest teacher logits of this call, and all other covered columns as one cell; by default each column. merge: by
-    default "first"; "mean", for parity: p is the arithmetic and q the geometric mean over the rows of all tokens of a
-    chunk. coverage_coef: by default 1. continuation_weight: factor of the `alm` term of chunks with several tokens on a
-    side. A `LearnedProjection` as `projection` gets a gradient too. compat="nemo_rl": merge "mean", no coverage term,
-    no shared cell; the vocab_topk columns are chosen over all teacher positions and normalised before the mean. Raises
-    ConfigError for shapes, sizes or names that do not fit.
+    largest teacher logits of this call, and all other covered columns as one cell; by default each column. merge: see
+    `Merge`, by default "first"; "mean", for parity: p is the arithmetic and q the geometric mean over the rows of all
+    tokens of a chunk. coverage_coef: by default 1. continuation_weight: factor of the `alm` term of chunks with several
+    tokens on a side. A `LearnedProjection` as `projection` gets a gradient too. compat="nemo_rl": merge "mean", no
+    coverage term, no shared cell; the vocab_topk columns are chosen over all teacher positions and normalised before
+    the mean. Raises ConfigError for shapes, sizes or names that do not fit.
     """
     check_compat(compat, ("nemo_rl",))
     merging = Merge(fixed_by(compat, "merge", merge, "mean", "first"), arithmetic_student=True)

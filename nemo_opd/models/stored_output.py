@@ -101,7 +101,7 @@ class StoredHiddenStates(_StoredOutput):
 
 
 class StoredTopK(_StoredOutput):
-    """Stored likeliest tokens of each position."""
+    """Likeliest tokens of each position, from a cache or, for a served teacher, requested when they are read."""
 
     def __init__(self, answers: Answers, layout: SparseLayout, device: str) -> None:
         super().__init__(answers, device)

@@ -48,6 +48,7 @@ class PromptLogprobs:
 class ServerProgram(ABC):
     """A program's request for the log-probabilities of a prompt, and its reply.
 
+    Programs that sample are `rollout.server.program.Program`.
     The request samples one token and ignores it, to get the distribution after the prompt's last token.
     """
 

@@ -164,8 +164,9 @@ def with_rollouts(
     rewards: Sequence[float],
     config: RunConfig,
 ) -> Batch:
-    """Return the batch with the log-probabilities, advantages and weights of its rollouts.
+    """Return the batch with the log-probabilities, advantages and weights of its rollouts (methods.md §10).
 
+    Weights by a teacher's likelihood are added later, by `weighted_by_confidence`.
     Its first rows are `rollouts`, the rows after them the dataset's responses to the prompts in `from_dataset`.
     """
     num_rows, width = batch.student.ids.shape

@@ -303,7 +303,10 @@ class Session:
             raise _StoppedError
 
     def save(self) -> None:
-        """Write a checkpoint of this step; with `train.async_save` only begin to write it."""
+        """Write a checkpoint of this step; with `train.async_save` only begin to write it.
+
+        `Progress` is the driver's part, which `_restore_driver` reads; `StudentWorker.save` writes the ranks' part.
+        """
         progress = Progress(
             step=self.step,
             loader=self.lookahead.state_dict(),

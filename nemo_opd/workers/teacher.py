@@ -209,7 +209,7 @@ class TeacherWorker(FrozenWorker):
 
 
 class _StoredTeacherWorker(TeacherWorker):
-    """A teacher that hands over stored output instead of running a forward pass."""
+    """A teacher that hands over output from a cache or servers instead of running a forward pass."""
 
     def __init__(
         self, stored: StoredHiddenStates | StoredTopK, settings: TeacherBase, *, device: str, **arguments: Any

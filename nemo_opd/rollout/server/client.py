@@ -78,7 +78,7 @@ class Http:
     """Single calls to one server. Every failure raises an `error` that names the address."""
 
     url: str
-    """_Address without trailing slash."""
+    """Address without trailing slash."""
     timeout_s: float
     """Limit of an entire call, even if the answer arrives slowly."""
     trust_env: bool
