@@ -17,6 +17,7 @@ from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import EngineSpec, Request, Sampling
+from nemo_opd.rollout.server import guard
 from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.program import cause
 from tests.rollout import fake_server
@@ -169,3 +170,20 @@ def test_it_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
 
     wait_for_number(0, tmp_path)
     assert not temporary.exists()
+
+
+def test_the_shared_memory_of_a_killed_server_is_removed() -> None:
+    """Bug: vLLM's segments of 400 MB, which stay in /dev/shm if it needs longer to end than it is given."""
+    script = (
+        "import signal, time; from multiprocessing.shared_memory import SharedMemory\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); segment = SharedMemory(create=True, size=8)\n"
+        "print(segment.name, flush=True); time.sleep(1000)"
+    )
+    command = [sys.executable, guard.__file__, sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        segment = Path("/dev/shm", process.stdout.readline().strip())
+        assert segment.exists()
+        process.stdin.close()
+    assert not segment.exists()

@@ -2,7 +2,7 @@
 
     python guard.py COMMAND …
 
-The server's temporary files, including sockets, are in a folder that is removed with it.
+The server's temporary files, including sockets, are in a folder that is removed with it, and so is its shared memory.
 
 Standard input is a pipe that nobody writes to; it closes when the run ends, however it ends.
 Exits with the server's code. Imports nothing from this package, so that it starts quickly.
@@ -11,6 +11,7 @@ Exits with the server's code. Imports nothing from this package, so that it star
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import subprocess
@@ -25,6 +26,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_S = 0.2
 GRACE_S = 5.0
 """Time between SIGTERM and SIGKILL."""
+_SEGMENT = re.compile(r"/dev/shm/(psm_|sem\.mp-)\w+$")
 
 
 def main(command: list[str]) -> int:
@@ -58,13 +60,27 @@ def _is_closed() -> bool:
 def _end_descendants() -> None:
     """Terminate all processes below this one, and kill those that remain after `GRACE_S`."""
     deadline = time.monotonic() + GRACE_S
+    shared_memory = set()
     for process in _descendants():
+        shared_memory |= _shared_memory(process)
         _send(process, signal.SIGTERM)
     while remaining := _descendants():
         if time.monotonic() > deadline:
             for process in remaining:
                 _send(process, signal.SIGKILL)
         psutil.wait_procs(remaining, timeout=_POLL_S)
+    for file in shared_memory:  # a killed process cannot remove it
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file)
+
+
+def _shared_memory(process: psutil.Process) -> set[str]:
+    """Return the files of the `multiprocessing` segments and semaphores that the process maps."""
+    try:
+        with open(f"/proc/{process.pid}/maps", encoding="utf-8", errors="replace") as maps:
+            return {match[0] for line in maps if (match := _SEGMENT.search(line))}
+    except OSError:
+        return set()
 
 
 def _descendants() -> list[psutil.Process]:
