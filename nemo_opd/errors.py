@@ -4,7 +4,12 @@ A message says what is wrong (with the key and the value), why, and how to corre
 because workers raise them in other processes.
 """
 
-from pydantic import ValidationError
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class OPDError(Exception):

@@ -23,7 +23,7 @@ def test_a_copy_on_the_path_that_is_not_installed_has_a_version(tmp_path: Path) 
     """Bugs: PackageNotFoundError at the end of each run, and a benchmark that measures and dies of `git describe`."""
     package = tmp_path / "nemo_opd"
     package.mkdir()
-    for name in ("__init__.py", "paths.py", "errors.py", "version.py"):
+    for name in ("__init__.py", "paths.py", "errors.py"):
         shutil.copy(ROOT / "nemo_opd" / name, package)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     # Without site-packages, where the tests' own environment has the package.

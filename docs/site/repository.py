@@ -1,8 +1,7 @@
 """Pages written for a reader of the repository, as pages of the site: a hook of MkDocs.
 
-A link of a page to a file outside of docs/, such as `../nemo_opd/losses/p_kl.py#L36`, is right in the repository. For
-the site each such file becomes a page, code with an anchor for each line, and links are written anew. So the site needs
-neither the repository nor a network.
+A link of a page to a file outside of docs/, such as `../nemo_opd/losses/p_kl.py`, is right in the repository. For the
+site each such file becomes a page, and links are written anew. So the site needs neither the repository nor a network.
 """
 
 import re
@@ -135,11 +134,10 @@ def parts(markdown: str) -> list[tuple[str, bool]]:
 
 
 def code_page(path: str) -> str:
-    """Return the Markdown of a page that shows a file, with an anchor `L<number>` for each line."""
+    """Return the Markdown of a page that shows a file."""
     try:
         lexer = get_lexer_for_filename(path)
     except ClassNotFound:
         lexer = TextLexer()
     code = highlight((ROOT / path).read_text(encoding="utf-8"), lexer, HtmlFormatter(nowrap=True))
-    lines = "".join(f'<span id="L{i}">{line}\n</span>' for i, line in enumerate(code.splitlines(), 1))
-    return f'# {escape(path)}\n\n<div class="highlight repository"><pre><code>{lines}</code></pre></div>\n'
+    return f'# {escape(path)}\n\n<div class="highlight"><pre><code>{code}</code></pre></div>\n'
