@@ -140,10 +140,13 @@ class Ours:
         """What was held against what was estimated; to be called while the workers are there."""
         memories = self.plan.memory.memories
         if self.plan.device == "cuda":
+            whole = MemoryFound("a whole GPU, all processes", fullest_gpu() / GIB, memories[0].peak / GIB)
+            if not worker_processes():  # with cluster.launcher=local the teachers' tensors are in the student's process
+                return [whole]
             student = max(record["perf/peak_memory_gb"] for record in self.records)
             return [
                 MemoryFound("student's tensors on a GPU, peak", student, of_owner(memories[0], "student") / GIB),
-                MemoryFound("a whole GPU, all processes", fullest_gpu() / GIB, memories[0].peak / GIB),
+                whole,
             ]
         workers = worker_processes()
         if not workers:  # with cluster.launcher=local all is in this process

@@ -64,10 +64,12 @@ class GradientSink:
         """Add the gradient of the losses [u, X], which may be overwritten."""
         if self.places is not None:
             self.total.index_add_(0, self.places, gradient.mul_(self.factors))
-        elif self.is_first:
-            torch.mul(gradient, self.factors, out=self.total)
-        else:
+        elif not self.is_first:
             self.total.addcmul_(gradient, self.factors)
+        elif torch.compiler.is_compiling():  # Dynamo takes no strided `out`, as aligned rows are
+            self.total.copy_(gradient * self.factors)
+        else:
+            torch.mul(gradient, self.factors, out=self.total)
 
 
 ClosedForm = Callable[[UnitRows, slice, GradientSink], Tensor]
