@@ -88,7 +88,7 @@ def run_config(options: argparse.Namespace, inputs: Inputs, loss: str) -> RunCon
     base: dict[str, Any] = {
         "run": {"name": "step", "output_dir": str(inputs.scratch / f"run_{loss}")},
         "train": {
-            "max_steps": options.warmup + options.rounds,
+            "max_steps": options.warmup + options.rounds + (options.profile is not None),
             "global_batch_size": options.rows,
             "micro_batch_size": options.micro,
             "max_length": inputs.length,
@@ -170,6 +170,8 @@ def measure(options: argparse.Namespace, inputs: Inputs, loss: str) -> Case:
                 except GoldError as error:
                     gold, missing = None, str(error)
         found = ours.memory()
+        if options.profile is not None:
+            ours.profile(options.profile)
         kept = slice(options.warmup, None)
         gold_way = None if gold is None else Way(GOLD, theirs[kept], gold.peak_bytes() / GIB)
         work = ours.work[options.warmup + options.rounds // 2]
@@ -243,6 +245,12 @@ def arguments() -> argparse.Namespace:
         help="exit status 1 if the MFU is below it, or memory a fifth away from its estimate",
     )
     parser.add_argument("--without-gold", action="store_true", help="also where TRL is installed")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="of one more step, for chrome://tracing; with cluster.launcher=local",
+    )
     parser.add_argument("--gold-limit", type=float, default=120, metavar="SECONDS", help="for a step of GOLD")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")

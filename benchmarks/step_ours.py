@@ -5,9 +5,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import torch
 import yaml
 from omegaconf import OmegaConf
 from step_flops import StepWork
@@ -87,6 +89,12 @@ class Ours:
         record = train_step(self._session)
         self.records.append(record)
         return record["perf/step_s"]
+
+    def profile(self, trace: Path) -> None:
+        """Write a Chrome trace of one step: kernels, and operations with their shapes."""
+        with torch.profiler.profile(record_shapes=True) as profiler:
+            self.step()
+        profiler.export_chrome_trace(str(trace))
 
     def validate(self) -> None:
         """Validate on the batch of the last step."""

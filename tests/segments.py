@@ -16,5 +16,6 @@ def mapped_by(pid: int) -> set[int]:
 
 
 def left_of(inodes: set[int]) -> list[str]:
-    """Paths of those that are still there."""
-    return [entry.path for entry in os.scandir(FOLDER) if entry.inode() in inodes]
+    """Paths of those that are still there, but for the CUDA driver's own, which outlive a killed process."""
+    entries = [entry for entry in os.scandir(FOLDER) if not entry.name.startswith("cuda.shm.")]
+    return [entry.path for entry in entries if entry.inode() in inodes]

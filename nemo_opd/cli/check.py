@@ -82,7 +82,7 @@ def plan(models: Path, scratch: Path, *, has_gpu: bool) -> list[list[Part]]:
         [Part("step", 110, _step(models, scratch, "--set", "cluster.launcher=local", has_gpu=has_gpu))],
         [
             Part("tests", 150, _pytest(4, "loadfile", without=_RUNS)),
-            Part("demos", 300, (sys.executable, "-m", "nemo_opd.cli.check_parts", "demos", str(scratch / "demos"))),
+            Part("demos", 240, (sys.executable, "-m", "nemo_opd.cli.check_parts", "demos", str(scratch / "demos"))),
         ],
         [_kernels(has_gpu, "time")] if has_gpu else [],
         [Part("losses", 60, _script("losses_floor.py", *positions.split(), "--output", str(scratch)))],

@@ -169,4 +169,5 @@ def test_on_a_gpu(family: str) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             found = layers.compared(name, dtype, CUDA)
             assert found["gradient"] <= found["of PyTorch"] + torch.finfo(dtype).eps / 4 + FP32, (name, dtype)
-            assert found["forward"] <= torch.finfo(dtype).eps, (name, dtype)
+            # Kernels and PyTorch each round the sigmoid and its product: half an eps four times.
+            assert found["forward"] <= 2 * torch.finfo(dtype).eps, (name, dtype)
