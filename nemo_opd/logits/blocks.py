@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -23,7 +23,7 @@ head: compared with 512 rows, a row takes 1.5 to 2.5 times as long with 32 and 1
 """
 LEAST_BLOCK_BYTES = 256 * 2**20
 """Minimum budget on any other device."""
-_MEMORY_DIVISOR = 32
+_MEMORY_DIVISOR = 16
 """A budget is a device's memory divided by this. Each block reads the heads once and launches every kernel once."""
 LONGEST = 4
 """Maximum length of a block that grows to find a row that no unit spans, in multiples of the rows within budget."""
@@ -52,7 +52,7 @@ class Block:
         return slice(self.steps[0][term][0].start, self.steps[-1][term][0].stop)
 
 
-def blocks(source: LogitRows, terms: Sequence[Term]) -> Iterator[Block]:
+def blocks(source: LogitRows, terms: Sequence[Term], in_kernels: Container[int] = ()) -> Iterator[Block]:
     """Yield this process's blocks; over the processes of a share, they contain each unit of every term once.
 
     A step has at least one unit, and by default no more units of a term than fit the budget. A block has one step, or
@@ -61,8 +61,16 @@ def blocks(source: LogitRows, terms: Sequence[Term]) -> Iterator[Block]:
     also in the next block. The processes of a share get equally many rows (up to such a stretch), the same number of
     blocks, and the same number of steps in concurrent blocks, since they read shared sources collectively. With several
     terms, the host waits for the device if it does not know their rows. Raises ConfigError for a chunk_size below 1.
+
+    in_kernels: indices of terms that kernels compute, a row at a time: only what they read limits their steps.
     """
     rows, places = _joined_rows(terms)
+    places = [
+        replace(place, most_rows=_kernel_rows(source, terms))
+        if i in in_kernels and place.term.chunk_size is None
+        else place
+        for i, place in enumerate(places)
+    ]
     index, processes = source.share
     all_blocks = list(_all_blocks(source, rows, places, _Lengths.of(source, terms)))
     for first in range(0, len(all_blocks), processes):
@@ -118,6 +126,17 @@ def rows_at_once(source: LogitRows, terms: Sequence[Term]) -> int:
             row_bytes += ahead.row_bytes
     fitting = _budget(source) // max(row_bytes, 1)
     return max(fitting, least_rows(source.device.type))
+
+
+def _kernel_rows(source: LogitRows, terms: Sequence[Term]) -> int:
+    """Return the rows of a step of terms that kernels compute, which need no temporaries of a row's size.
+
+    The budget must hold what `rows_at_once` does not count: the gradient of given logits, and rows that a step reads
+    for itself.
+    """
+    row_bytes = 0 if source.is_product else width_of(terms) * source.dtype.itemsize
+    row_bytes += sum(ahead.row_bytes for term in terms for ahead in term.aheads if not ahead.is_worth_while)
+    return min(rows_at_once(source, terms), max(_budget(source) // max(row_bytes, 1), 1))
 
 
 def least_rows(device: str) -> int:
@@ -247,9 +266,13 @@ class _Places:
     on_device: Tensor
     """int64 [R]"""
     on_host: Sequence[int]
+    most_rows: int | None = None
+    """Limit on the rows of a step; by default the cells of its units are limited."""
 
     def end_of_step(self, source: LogitRows, begin: int) -> int:
         """Return the end of a step that begins at this row, so that it has no more of the term than allowed."""
+        if self.most_rows is not None:
+            return begin + self.most_rows
         start = self._first_unit(begin)
         if start == self.term.num_units:
             return self.num_rows

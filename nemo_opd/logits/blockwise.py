@@ -115,7 +115,7 @@ def _sums_and_gradients(
     sums, gradients = _zeros(source, terms), source.gradients()
     joint = _JointTerms(source, terms, gradients)
     learned = {i: torch.zeros_like(term.learned) for i, term in enumerate(terms) if term.learned is not None}
-    for block in blocks(source, terms):
+    for block in blocks(source, terms, joint):
         block_gradient = _BlockGradient(terms, block, gradients, compute_dtype(source), joint, learned)
         logits = _read(source, terms, block)
         for step in block.steps:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.logits.rows import Gradients, TrainableRows, empty_rows, kept_dtype, new_leaf, row_distance
+from nemo_opd.logits.rows import ALIGNMENT, Gradients, TrainableRows, empty_rows, kept_dtype, new_leaf, row_distance
 
 _LARGEST_FP16_EXPONENT = 14
 """Exponent of a gradient's largest entry after scaling, before it is rounded to fp16."""
@@ -185,7 +185,7 @@ def _scale_to_fp16(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scaled_product(a: Tensor, b: Tensor, factor: Tensor | None) -> Tensor:
     """Compute a @ b · factor; in bf16 for bf16 operands, since the result is rounded to bf16 anyway."""
-    if factor is None and a.dtype == b.dtype:
+    if factor is None and a.dtype == b.dtype and len(_parts_of_inner(a, b)) == 1:
         return a @ b
     result = product(a, b)
     return result if factor is None else result.mul_(factor)
@@ -212,11 +212,45 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     may have different dtypes. out: rows for the result, with any stride.
     """
     dtype = _product_dtype(a.dtype, b.dtype)
-    if a.dtype == b.dtype == dtype:
-        return torch.mm(a, b, out=out)
-    if a.dtype == b.dtype and _is_native(a.device.type, a.dtype):
-        return torch.mm(a, b, out_dtype=dtype, out=out)
+    if a.dtype == b.dtype and (a.dtype == dtype or _is_native(a.device.type, a.dtype)):
+        if out is None:
+            out = empty_rows(len(a), b.shape[1], dtype, a.device)
+        return _multiply(a, b, out, is_added=False)
     return _upcast_product(a.to(dtype), b, out)
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, *, is_added: bool) -> Tensor:
+    """Write a @ b to `out`, or add it, in parts whose sizes suit a GPU. Operands have the same dtype."""
+    wider = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    for rows in _parts(len(a), a.device, is_innermost=a.stride(0) == 1):
+        for columns in _parts(b.shape[1], a.device, is_innermost=True):
+            target = out[rows, columns]
+            for i, inner in enumerate(_parts_of_inner(a, b)):
+                if is_added or i > 0:
+                    torch.addmm(target, a[rows, inner], b[inner, columns], out=target, **wider)
+                else:
+                    torch.mm(a[rows, inner], b[inner, columns], out=target, **wider)
+    return out
+
+
+def _parts_of_inner(a: Tensor, b: Tensor) -> list[slice]:
+    return _parts(len(b), a.device, is_innermost=a.stride(1) == 1 or b.stride(0) == 1)
+
+
+def _parts(size: int, device: torch.device, *, is_innermost: bool) -> list[slice]:
+    """Cut a size of matrices on a GPU into a multiple of 64 and the rest, if 8 does not divide it.
+
+    On an H100 cuBLAS takes seven times as long for 151,669 columns as for 151,616 and 53, wherever their rows begin.
+    is_innermost: numbers along this size are neighbours in memory, in some matrix of the product.
+    """
+    whole = size - size % ALIGNMENT
+    if not is_innermost or size % 8 == 0 or whole == 0 or not _is_cut(device):
+        return [slice(0, size)]
+    return [slice(0, whole), slice(whole, size)]
+
+
+def _is_cut(device: torch.device) -> bool:
+    return device.type != "cpu"
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -230,7 +264,7 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         if total is None:
             return product(a, b)
         if a.dtype == b.dtype != dtype:
-            return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+            return _multiply(a, b, total, is_added=True)
         return total.add_(product(a, b))
     if total is None:
         return (a @ b).to(dtype)

@@ -205,7 +205,7 @@ def new_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(torch.is_grad_enabled())
 
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """Row strides are multiples of this many numbers: 128 bytes in 16 bits.
 
 If rows are not aligned to 16 bytes, as with Qwen3's 151,669 columns, cuBLAS falls back to kernels of earlier GPUs, and
@@ -215,7 +215,7 @@ Triton's kernels load one number at a time.
 
 def row_distance(width: int, device: torch.device) -> int:
     """Return the stride of rows of `width` numbers."""
-    return width if device.type == "cpu" else -(-width // _ALIGNMENT) * _ALIGNMENT
+    return width if device.type == "cpu" else -(-width // ALIGNMENT) * ALIGNMENT
 
 
 def empty_rows(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -76,7 +76,7 @@ def difference(case: Case, further_rows: int, dtype: torch.dtype) -> Difference:
         sent = dict(zip(MOVED, to_device_batched([getattr(batch, name) for name in MOVED], DEVICE), strict=True))
         with Strides() as strides:
             ours = value_and_gradients(case, replace(batch, **sent), further_rows, dtype)
-        with patch.object(rows, "_ALIGNMENT", 1), Strides() as plain_strides:
+        with patch.object(rows, "ALIGNMENT", 1), Strides() as plain_strides:
             plain = value_and_gradients(case, replace(batch, **sent), further_rows, dtype)
         is_equal = all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(ours, plain, strict=True))
     return Difference(is_equal, strides.misaligned, len(plain_strides.misaligned))
