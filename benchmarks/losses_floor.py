@@ -55,8 +55,14 @@ def losses(sides: Sides) -> None:
 
 @torch.no_grad()
 def products(sides: Sides) -> None:
-    """Multiply as the losses must: logits of each head, then the gradients of the student's hidden states and head."""
-    student, same, cross = ((side.hidden[0], side.head.weight) for side in (sides.student, sides.same, sides.cross))
+    """Multiply as the losses must: logits of each head, then the gradients of the student's hidden states and head.
+
+    A head's last rows, up to 63, are left out: a GPU takes several times as long for an odd number of them.
+    """
+    student, same, cross = (
+        (side.hidden[0], side.head.weight[: max(len(side.head.weight) // 64, 1) * 64])
+        for side in (sides.student, sides.same, sides.cross)
+    )
     compared = int(sides.chunks.max())  # chunks; the first has no predictor
     for (hidden, weight), rows in ((same, len(same[0]) - 1), (cross, compared)):
         hidden[:rows] @ weight.t()

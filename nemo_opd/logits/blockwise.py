@@ -245,7 +245,7 @@ class _JointTerms:
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    def __contains__(self, term: int) -> bool:
+    def __contains__(self, term: object) -> bool:
         return any(term in group for group in self._groups)
 
     def add(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -221,7 +222,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, is_added: bool) -> Tensor:
     """Write a @ b to `out`, or add it, in parts whose sizes suit a GPU. Operands have the same dtype."""
-    wider = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    wider: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
     for rows in _parts(len(a), a.device, is_innermost=a.stride(0) == 1):
         for columns in _parts(b.shape[1], a.device, is_innermost=True):
             target = out[rows, columns]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -97,6 +99,25 @@ def test_products_are_of_as_many_rows_as_the_budget_has_room_for(budget, sizes, 
     term = Term(torch.arange(6), nothing, unit_cells(6, 1), 1, chunk_size=1)
     assert [len(block.rows) for block in blocks(Product(torch.zeros(1, 1, 1)), [term])] == sizes
     assert [len(block.rows) for block in blocks(SOURCE, [term])] == [1] * 6
+
+
+def test_only_terms_outside_kernels_cut_a_block_into_steps(monkeypatch):
+    """Bug: 253 of a block's 1,772 rows at a time, for temporaries that no kernel has: half of an H100 was idle."""
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 160)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_PRODUCT_ROWS", 1)
+    wide, narrow = (Term(torch.arange(30), nothing, unit_cells(30, cells), 4) for cells in (40, 10))
+
+    def rows(source, terms, in_kernels):
+        return [
+            [units.stop - units.start for (units, _), *_ in block.steps] for block in blocks(source, terms, in_kernels)
+        ]
+
+    product = Product(torch.zeros(1, 1, 1))
+    assert rows(product, [wide], ()) == [[1] * 10] * 3
+    assert rows(product, [wide], {0}) == [[10]] * 3
+    assert rows(product, [wide, narrow], {0}) == [[4, 4, 4], [4, 4, 4], [4, 2]]
+    assert rows(product, [replace(wide, chunk_size=5)], {0}) == [[5, 5]] * 3
+    assert rows(SOURCE, [wide], {0}) == [[10]] * 3
 
 
 def test_a_wide_vocabulary_has_as_many_rows_as_a_product_needs():

@@ -93,16 +93,13 @@ class Sides:
     ) -> "Sides":
         """Make them with hidden states and heads that `draw` makes, as torch.empty does.
 
-        divisor: of widths and vocabularies. between: a projection; None: made up.
+        divisor: of widths and vocabularies. between: a projection, whose vocabularies the heads get; None: made up.
         """
         sizes = [(width // divisor, vocabulary // divisor) for width, vocabulary in (STUDENT, SAME, CROSS)]
         if between is None:
             between = projection(sizes[0][1], sizes[2][1])
         own_size, other_size = between.student_vocab_size, between.teacher_vocab_size
-        sizes = [
-            (width, max(rows, size))
-            for (width, rows), size in zip(sizes, (own_size, own_size, other_size), strict=True)
-        ]
+        sizes = [(width, size) for (width, _), size in zip(sizes, (own_size, own_size, other_size), strict=True)]
         places = torch.arange(positions).unsqueeze(0)
         in_chunks = places - (places + 1) // 4
         pairs = torch.from_numpy(between.shared_pairs[:positions].astype(np.int64))
