@@ -215,7 +215,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     dtype = _product_dtype(a.dtype, b.dtype)
     if a.dtype == b.dtype and (a.dtype == dtype or _is_native(a.device.type, a.dtype)):
         if out is None:
-            out = empty_rows(len(a), b.shape[1], dtype, a.device)
+            out = a.new_empty(len(a), b.shape[1], dtype=dtype)
         return _multiply(a, b, out, is_added=False)
     return _upcast_product(a.to(dtype), b, out)
 
