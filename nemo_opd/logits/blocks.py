@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -192,21 +193,26 @@ def _matched(local: Block, concurrent: Sequence[Block]) -> Block:
 def _all_blocks(source: LogitRows, rows: Tensor, places: Sequence[_Places], lengths: _Lengths) -> Iterator[Block]:
     """Yield the blocks of all processes of a share; the rows are divided equally among them."""
     process_rows, begin, read_to = -(-len(rows) // source.share[1]), 0, 0
+    cuts = _cuts_between_units(places, len(rows))
     while begin < len(rows):
-        limit = _row_between_units_after(places, min(begin + process_rows, len(rows)), lengths.overlapping)
+        limit = min(begin + process_rows, len(rows))
+        next_cut = cuts[bisect_left(cuts, limit)]
+        limit = next_cut if next_cut - limit <= lengths.overlapping else limit
         while begin < limit:
-            steps, next_begin, end = _steps_from(source, places, begin, limit, lengths)
+            steps, next_begin, end = _steps_from(source, places, cuts, begin, limit, lengths)
             yield Block(rows[begin:end], tuple(steps), overlaps=begin < read_to)
             begin, read_to = next_begin, max(read_to, end)
 
 
 def _steps_from(
-    source: LogitRows, places: Sequence[_Places], begin: int, limit: int, lengths: _Lengths
+    source: LogitRows, places: Sequence[_Places], cuts: Sequence[int], begin: int, limit: int, lengths: _Lengths
 ) -> tuple[list[Step], int, int]:
     """Return the steps of the block that begins at a row, the first row of the next block, and the end of this one."""
     steps, start, covered = [], begin, begin
     while start < min(limit, begin + (lengths.overlapping if start < covered else lengths.usual)):
-        end = _end_of_step(source, places, start, limit)
+        end = min([limit, *(place.end_of_step(source, start) for place in places)])
+        if (last_cut := cuts[bisect_right(cuts, end) - 1]) > start:
+            end = last_cut
         units = [place.units_in(start, end) for place in places]
         steps.append(tuple((part, place.in_block(part, begin)) for place, part in zip(places, units, strict=True)))
         covered = max([covered, end, *(place.end_of_units(part) for place, part in zip(places, units, strict=True))])
@@ -214,28 +220,16 @@ def _steps_from(
     return steps, min(place.next_begin(start) for place in places), covered
 
 
-def _end_of_step(source: LogitRows, places: Sequence[_Places], begin: int, limit: int) -> int:
-    """Return the end of the step that begins at this row, between units if possible."""
-    end = min([limit, *(place.end_of_step(source, begin) for place in places)])
-    between_units = _row_between_units_before(places, end, begin)
-    return between_units if between_units > begin else end
-
-
-def _row_between_units_before(places: Sequence[_Places], row: int, first: int) -> int:
-    """Return the last row up to `row` that no unit spans; the search stops at `first`."""
-    while row > first and (begin := min(place.spanning_unit(row).start for place in places)) < row:
-        row = begin
-    return row
-
-
-def _row_between_units_after(places: Sequence[_Places], row: int, within: int) -> int:
-    """Return the first row from `row` on that no unit spans; `row` itself if it is more than `within` rows away."""
-    end = row
-    while (next_end := max(place.spanning_unit(end).stop for place in places)) > end:
-        if next_end - row > within:
-            return row
-        end = next_end
-    return end
+def _cuts_between_units(places: Sequence[_Places], num_rows: int) -> list[int]:
+    """Return the rows, in ascending order, at which a block may begin or end, as no unit of any term spans them."""
+    spans = np.zeros(num_rows + 1, np.int64)
+    for place in places:
+        if place.term.begins is not None:
+            begins, term_rows = np.asarray(place.term.begins), np.asarray(place.on_host, np.int64)
+            np.add.at(spans, term_rows[begins[:-1]] + 1, 1)
+            np.add.at(spans, term_rows[begins[1:] - 1] + 1, -1)
+    cuts: list[int] = np.flatnonzero(spans.cumsum() == 0).tolist()
+    return cuts
 
 
 def _joined_rows(terms: Sequence[Term]) -> tuple[Tensor, list[_Places]]:
@@ -291,12 +285,6 @@ class _Places:
         """Return the first row of the next unit that begins at this row or later; the number of rows if none does."""
         unit = self._first_unit(row)
         return self.num_rows if unit == self.term.num_units else self._rows_of(unit).start
-
-    def spanning_unit(self, row: int) -> slice:
-        """Return the rows of the unit that begins before this row and ends after it; an empty slice if none does."""
-        unit = self._first_unit(row) - 1
-        rows = self._rows_of(unit) if unit >= 0 else slice(row, row)
-        return rows if rows.stop > row else slice(row, row)
 
     def in_block(self, units: slice, begin: int) -> slice | Tensor:
         """Return the positions of the units' rows in a block that begins at this row; empty for no units."""

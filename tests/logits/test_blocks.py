@@ -77,7 +77,8 @@ def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows(source
             begins = [0, *lengths.cumsum(0).tolist()]
             size = int(torch.randint(1, 5, (1,), generator=generator))
             terms.append(Term(rows, nothing, unit_cells(6, 1), 1, begins, chunk_size=size))
-        seen: list[list[int]] = [[], [], []]
+        terms.append(Term(torch.zeros(0, dtype=torch.int64), nothing, unit_cells(0, 1), 1, [0]))
+        seen: list[list[int]] = [[], [], [], []]
         read: set[int] = set()
         for block in blocks(source, terms):
             assert len(block.rows.unique()) == len(block.rows)
@@ -86,9 +87,9 @@ def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows(source
             for step in block.steps:
                 for i, (part, places) in enumerate(step):
                     assert torch.equal(block.rows[places], terms[i].rows[terms[i].span(part)])
-                    assert part.stop - part.start <= terms[i].chunk_size
+                    assert part.stop - part.start <= (terms[i].chunk_size or 0)
                     seen[i] += range(part.start, part.stop)
-        assert seen == [list(range(6))] * 3
+        assert seen == [list(range(6))] * 3 + [[]]
 
 
 @pytest.mark.parametrize(("budget", "sizes"), [(4, [1] * 6), (8, [2, 2, 2]), (12, [3, 3]), (10**6, [6])])
