@@ -100,9 +100,9 @@ def by_size(name: str) -> list[tuple[float, str]]:
 
 def _read_run(folder: Path, name: str) -> SweptRun:
     """Return a run up to its last record; without records if they are damaged."""
-    metrics, results = folder / "metrics.jsonl", folder / _RESULTS
+    results = folder / _RESULTS
     try:
-        records = tuple(read(metrics)) if metrics.exists() else ()
+        records = tuple(read(folder / "metrics.jsonl"))
     except DataError:
         records = ()
     if results.exists():

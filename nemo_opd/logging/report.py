@@ -51,9 +51,7 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     can be reported. Raises DataError if one of them is damaged.
     """
     closing = closing or ClosingTable(before=None, after=None)
-    metrics = output_dir / "metrics.jsonl"
-    records = read(metrics) if metrics.exists() else []
-    folder = output_dir / "report"
+    records, folder = read(output_dir / "metrics.jsonl"), output_dir / "report"
     charts = [plot.write(folder, records, closing) for plot in PLOTS if plot.has_data(records)]
     answers = SampleLog(output_dir / "samples.jsonl").read()
     config, tables = read_config(output_dir), group_tables(records)
