@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from nemo_opd.checkpoint.manager import PROGRESS, STATE, TEMPORARY, Progress, read_whole
@@ -89,39 +90,34 @@ def to_hugging_face(
     keys = _WEIGHTS if average is None else ("averages", average)
     expected = _shapes_of(model) if average is None else _trained_shapes(model)
     _require_fit(shapes_in(state, keys), expected, what=str(checkpoint), student=student)
-    tokenizer = tokenizer_of(student, key="student")
-    adapters = _adapters(student)
-    dtype = dtype or stored_dtype(student.model, key="student.model")
+    tokenizer, adapters = tokenizer_of(student, key="student"), _adapters(student)
+    is_merged = adapters is None or adapters.settings.export == "merged"
+    dtype = (dtype or stored_dtype(student.model, key="student.model")) if is_merged else torch.float32
     with new_folder(output) as folder:
-        if adapters is None:
-            full = load_model(student.model, dtype, key="student.model")
-            _read_weights(state, keys, {name: value for name, value in full.state_dict().items() if name in expected})
-            _require_finite(checkpoint, full.state_dict(), dtype)
+        full = load_model(student.model, dtype, key="student.model") if is_merged else None
+        if full is not None and adapters is None:
+            weights = {name: value for name, value in full.state_dict().items() if name in expected}
         else:
-            learned = {name: torch.empty(parameter.shape) for name, parameter in adapter_parameters(model)}
-            _read_weights(state, keys, learned)
-            _require_finite(checkpoint, learned, torch.float32)
-            if adapters.settings.export == "adapter":
-                adapters.save(learned, model, folder)
-                tokenizer.save_pretrained(folder)
-                return torch.float32
-            full = load_model(student.model, dtype, key="student.model")
-            adapters.merge(learned, full)
-        # A run exports all weights in this dtype, even weights that transformers keeps in fp32.
-        full.save_pretrained(
-            folder, state_dict={name: stored(value, dtype) for name, value in full.state_dict().items()}
-        )
+            weights = {name: torch.empty(parameter.shape) for name, parameter in adapter_parameters(model)}
+        _read_weights(state, keys, weights)
+        in_dtype = dtype if adapters is None else torch.float32
+        if (problem := find_not_finite_here(weights, dtype=in_dtype)) is not None:
+            raise CheckpointError(
+                f"--checkpoint={checkpoint}: {problem} in {str(in_dtype).removeprefix('torch.')}; use another "
+                "checkpoint, or a wider --dtype"
+            )
+        if full is None:
+            assert adapters is not None
+            adapters.save(weights, model, folder)
+        else:
+            if adapters is not None:
+                adapters.merge(weights, full)
+            # A run exports all weights in this dtype, even weights that transformers keeps in fp32.
+            full.save_pretrained(
+                folder, state_dict={name: stored(value, dtype) for name, value in full.state_dict().items()}
+            )
         tokenizer.save_pretrained(folder)
     return dtype
-
-
-def _require_finite(checkpoint: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Raise CheckpointError if a value is NaN or infinite in `dtype`."""
-    if (problem := find_not_finite_here(weights, dtype=dtype)) is not None:
-        raise CheckpointError(
-            f"--checkpoint={checkpoint}: {problem} in {str(dtype).removeprefix('torch.')}; use another checkpoint, or "
-            "a wider --dtype"
-        )
 
 
 def shapes_in(state: Path, keys: Sequence[str] = _WEIGHTS) -> dict[str, torch.Size]:
@@ -246,19 +242,6 @@ def _recognize(folder: Path) -> str:
     return "it is incomplete or not a checkpoint; name a folder that a run wrote, such as RUN/checkpoints/step_000100"
 
 
-def require_same_adapters(saved: Mapping[str, object], current: Mapping[str, object], checkpoint: Path) -> None:
-    """Raise CheckpointError if the adapters were trained with other settings.
-
-    saved, current: results of `identity`.
-    """
-    for key in sorted(saved.keys() | current.keys()):
-        if key.startswith("student.lora") and saved.get(key) != current.get(key):
-            raise CheckpointError(
-                f"--checkpoint={checkpoint} was written with {key}={saved.get(key)!r}, but the settings have "
-                f"{current.get(key)!r}; give the run's own config.yaml as --config"
-            )
-
-
 def weights_to_start_from(reference: str, student: Student, model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the weights of a Hugging Face folder for a checkpoint of this student: full fp32 tensors, keyed by name.
 
@@ -335,28 +318,12 @@ def save_start(
     """
     optimizer = build_optimizer(model)
     scheduler = build_scheduler(optimizer)
-    _, optimizer_state = get_state_dict(model, optimizer)
+    _, entries = get_state_dict(model, optimizer)
+    # torch makes the entries by a step without gradients, which has increased their step counters.
+    zeros = cache(torch.zeros)  # one tensor of each shape and dtype
+    moments = tree_map_only(Tensor, lambda value: zeros(value.shape, dtype=value.dtype), entries["state"])
     means = {average: {name: weights[name] for name in _trained_shapes(model)} for average in averages}
-    write_sharded(sharded_state(dict(weights), _zeroed(optimizer_state), means), folder / STATE, no_dist=True)
+    write_sharded(sharded_state(dict(weights), {**entries, "state": moments}, means), folder / STATE, no_dist=True)
     write_rank_file(
         folder / STATE, 0, {"scheduler": scheduler.state_dict(), "rng": {"cpu": torch.Generator().get_state()}}
     )
-
-
-def _zeroed(optimizer_state: Any) -> dict[str, Any]:
-    """Return the entries with zeros, sharing one tensor per shape and dtype.
-
-    torch creates the entries by a step without gradients, which has increased the step counters.
-    """
-
-    @cache
-    def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
-    return {
-        **optimizer_state,
-        "state": {
-            name: {key: zeros(value.shape, value.dtype) for key, value in entries.items()}
-            for name, entries in optimizer_state["state"].items()
-        },
-    }

@@ -1,7 +1,6 @@
 """The settings that identify a run: a checkpoint written with other values belongs to another run.
 
-Settings for speed, placement, reporting, length and the way to obtain the same samples are free. Settings that affect
-the result are bound; `tests/checkpoint/test_free_settings.py` lists them, and fails for a field in neither list.
+Settings for speed, placement, reporting, length and the way to obtain the same samples are marked `MayChange`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,75 +9,24 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from nemo_opd.checkpoint.manager import CheckpointManager, NewestCheckpoint
-from nemo_opd.config import cluster, reward, rollout
-from nemo_opd.config.cluster import Cluster
-from nemo_opd.config.context import Context
-from nemo_opd.config.data import Data
-from nemo_opd.config.model import Lora, Model, Parallelism, Student
-from nemo_opd.config.reward import SandboxSettings
-from nemo_opd.config.rollout import Health
+from nemo_opd.config.base import may_change
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.run_fields import Console, Logging, Mlflow, RolloutFiles, Run, TensorBoard, Trackio, Wandb
-from nemo_opd.config.teacher import Endpoint, TeacherBase
-from nemo_opd.config.train import Train
+from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.errors import CheckpointError
 
-FREE: dict[type[BaseModel], str] = {
-    # These sections are free in full, although they share classes with bound sections.
-    RunConfig: "evaluation",
-    Data: "validation domain_key num_workers cache",
-    Run: "name output_dir resume dry_run push_to_hub callbacks",
-    Train: (
-        "max_steps epochs micro_batch_size micro_batch_tokens validate_every save_every keep_last keep_best "
-        "early_stopping save_before async_save compile_losses max_skipped_steps"
-    ),
-    Model: "compile fused_layers attn_implementation",
-    Student: "offload activation_checkpointing sync_each_micro_batch",
-    TeacherBase: "offload micro_batch_tokens on_missing",
-    # Addresses of servers and the way to reach them are free; the program is bound, as for rollouts.
-    Endpoint: "urls api_key request_timeout_s retries concurrency",
-    Context: "gap_every contrast",
-    Lora: "export",
-    Parallelism: "tp cp sequence_parallel replicas reshard_after_forward",
-    cluster.HandoffBase: "transport",
-    rollout.HFRollout: "batch_size",
-    # The address of a server and the way to reach it are free; the program is bound, as each has its own numerics.
-    rollout.ServerRollout: (
-        "url command options environment gpus sleep memory_share start_timeout_s request_timeout_s retries concurrency "
-        "weights_folder"
-    ),
-    reward.FunctionReward: "call_timeout_s",
-    SandboxSettings: "isolation workers",
-    rollout.EnvironmentBase: "call_timeout_s",
-    Health: "action patience max_length_growth max_truncation_rate min_entropy max_repetition max_mismatch",
-    Cluster: ("device launcher num_nodes gpus_per_node cpu_ranks placement teacher_ranks prefetch address timeout_s"),
-    Console: "enabled interval_s memory_table",
-    TensorBoard: "enabled",
-    Wandb: "enabled project entity mode",
-    Mlflow: "enabled tracking_uri experiment",
-    Trackio: "enabled project space",
-    RolloutFiles: "every file_mb keep_files",
-    Logging: "token_groups gradients_every",
-}
 
-
-def decided_in(table: dict[type[BaseModel], str], model: type[BaseModel], name: str) -> bool:
-    """Return whether the table lists the field for the model or one of its base classes."""
-    return any(name in table.get(base, "").split() for base in model.__mro__)
-
-
-def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
-    """Yield (dotted key, class, name) of every field to decide on: values, and sections that are free in full.
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the dotted key of each value, and of each section that may change in full, and whether it may change.
 
     The key of a list's element is `*`.
     """
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
-        inner, is_list = _sections(field.annotation)
-        if not inner or decided_in(FREE, model, name):
-            yield key, model, name
+        sections, is_list = _sections(field.annotation)
+        if not sections or may_change(field):
+            yield key, may_change(field)
             continue
-        for section in inner:
+        for section in sections:
             yield from fields(section, f"{key}.*." if is_list else f"{key}.")
 
 
@@ -91,8 +39,8 @@ def _sections(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
     return [model for models, _ in inner for model in models], is_list or any(many for _, many in inner)
 
 
-FREE_KEYS = frozenset(key for key, model, name in fields(RunConfig) if decided_in(FREE, model, name))
-"""Dotted keys of free settings, with `*` for list indices."""
+FREE_KEYS = frozenset(key for key, is_free in fields(RunConfig) if is_free)
+"""Dotted keys of settings that may change, with `*` for list indices."""
 
 
 _OLD_VALUES: dict[str, object] = {
@@ -111,12 +59,12 @@ def identity(config: RunConfig) -> dict[str, object]:
 
 
 def _bound(settings: Mapping[str, object]) -> dict[str, object]:
-    """Drop the free settings."""
-    return {key: value for key, value in settings.items() if not _may_change(key)}
+    """Drop the settings that may change."""
+    return {key: value for key, value in settings.items() if not _is_free(key)}
 
 
-def _may_change(key: str) -> bool:
-    """Return whether a dotted key is free or in a free section."""
+def _is_free(key: str) -> bool:
+    """Return whether a setting or one of its sections may change."""
     parts = _with_wildcards(key).split(".")
     return any(".".join(parts[:depth]) in FREE_KEYS for depth in range(1, len(parts) + 1))
 
@@ -154,7 +102,7 @@ def require_same_run(saved: Mapping[str, object], current: Mapping[str, object],
     """Raise CheckpointError, naming the settings that differ, if the checkpoint belongs to another run."""
     old = {**_OLD_VALUES, "reward.extract.type": "boxed" if saved.get("reward.type") == "math" else "last_turn"}
     missing = {key: old[pattern] for key in current if (pattern := _with_wildcards(key)) in old}
-    saved = _bound({**missing, **saved})  # an older version may have stored settings that are free now
+    saved = _bound({**missing, **saved})  # an older version may have stored settings that may change now
     differing = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
     if not differing:
         return

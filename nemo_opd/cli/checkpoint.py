@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import yaml
 from rich.console import Console
 
-from nemo_opd.checkpoint.identity import identity
+from nemo_opd.checkpoint.identity import identity, require_same_run
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.cli.command import Command
 from nemo_opd.config.load import from_yaml, to_yaml
@@ -51,7 +51,6 @@ def _to_hf(arguments: Namespace, console: Console) -> None:
 
     from nemo_opd.checkpoint.convert import (
         read_whole_checkpoint,
-        require_same_adapters,
         require_unused,
         to_hugging_face,
     )
@@ -63,7 +62,11 @@ def _to_hf(arguments: Namespace, console: Console) -> None:
         progress = read_whole_checkpoint(checkpoint)
     require_unused(output)
     config = _read_config(arguments.config, _run_directory(checkpoint))
-    require_same_adapters(progress.settings, identity(config), checkpoint)
+    saved, current = (
+        {key: value for key, value in settings.items() if key.startswith("student.lora")}
+        for settings in (progress.settings, identity(config))
+    )
+    require_same_run(saved, current, str(checkpoint))
     lora = config.student.lora
     if dtype not in (None, "float32") and lora is not None and lora.export == "adapter":
         raise CheckpointError(

@@ -39,14 +39,16 @@ def _report(arguments: Namespace, console: Console) -> None:
 def report_sweep(root: Path, names: Sequence[str]) -> None:
     """Print a table of a sweep's runs and write `root`/report.html, if any run has started."""
     # matplotlib is slow to import, and few commands are sweeps
-    from nemo_opd.logging.comparison import read_sweep, sweep_table, write_sweep_report
+    from nemo_opd.logging.comparison import read_sweep, sweep_table, write_comparison
 
     runs = read_sweep(root, names)
     if not any(run.has_started for run in runs):
         return
     with suppress(OSError):
         Console().print(sweep_table(runs))
-    print_line(f"report  {write_sweep_report(root, runs)}")
+    page = root / "report.html"
+    write_comparison(page, runs)
+    print_line(f"report  {page}")
 
 
 def _closing_of(folder: Path) -> ClosingTable | None:
@@ -116,7 +118,7 @@ def _compare(arguments: Namespace, console: Console) -> None:
 
     runs = read_runs(arguments.folders)
     console.print(sweep_table(runs, "Runs"))
-    write_comparison(arguments.output, runs, answer_tables(runs))
+    write_comparison(arguments.output, runs, answer_tables(runs), instead="name another --output")
     print(f"report  {arguments.output}")
 
 

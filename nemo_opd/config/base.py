@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, Never, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+_T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V", bound=Hashable)
 
@@ -57,6 +59,16 @@ class _FrozenDict(dict[_K, _V]):
 
 Frozen = Annotated[dict[_K, _V], AfterValidator(_FrozenDict)]
 """Type of a field with arbitrary keys."""
+
+_MAY_CHANGE = "may change"
+MayChange = Annotated[_T, _MAY_CHANGE]
+"""Type of a field that may differ when a run is continued: the same results are computed with another value. A section
+so marked may change in full.
+"""
+
+
+def may_change(field: FieldInfo) -> bool:
+    return _MAY_CHANGE in field.metadata
 
 
 def choices(union: Any) -> tuple[type[Settings], ...]:

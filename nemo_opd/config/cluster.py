@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from nemo_opd.config.base import Settings
+from nemo_opd.config.base import MayChange, Settings
 
 
 class Cluster(Settings):
@@ -99,7 +99,7 @@ class EvaluationCluster(Settings):
 
 
 class HandoffBase(Settings):
-    transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
+    transport: MayChange[Literal["auto", "cuda_ipc", "shared_memory"]] = "auto"
     """auto: shared_memory on CPUs. On GPUs cuda_ipc; if a test before the run finds that processes cannot read each
     other's GPU memory, shared_memory with a warning. On GPUs, shared_memory is pinned host memory that each microbatch
     is copied through.

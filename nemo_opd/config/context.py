@@ -5,7 +5,7 @@ from string import Formatter
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import Settings
+from nemo_opd.config.base import MayChange, Settings
 
 PROMPT = "prompt"
 """Name of the student's prompt in a template: the text, or the user's last message."""
@@ -25,11 +25,11 @@ class Context(Settings):
     """
     key: str | None = None
     """The column with the whole prompt that the teacher reads: a text, or messages without the response."""
-    gap_every: int | None = Field(None, ge=1)
+    gap_every: MayChange[int | None] = Field(None, ge=1)
     """Steps between measurements of the privilege gap, mean(log q(y | context) − log q(y)). The teacher then reads the
     step's responses twice more, with and without its context. null: not measured.
     """
-    contrast: bool = False
+    contrast: MayChange[bool] = False
     """Also measure the gap with the context of another record: a third reading."""
 
     @field_validator("system_prompt", "template")

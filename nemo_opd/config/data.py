@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from nemo_opd.config.base import Settings, is_blank
+from nemo_opd.config.base import MayChange, Settings, is_blank
 from nemo_opd.errors import ConfigError
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
@@ -103,7 +103,7 @@ class Data(Settings):
 
     train: Source = Field(default_factory=Source)
     """Texts to learn from; on-policy, prompts."""
-    validation: ValidationSource = Field(default_factory=ValidationSource)
+    validation: MayChange[ValidationSource] = Field(default_factory=ValidationSource)
     """Validation documents; without a source validation is off."""
     text_key: str = "text"
     """The column with a document's text."""
@@ -123,7 +123,7 @@ class Data(Settings):
     """On-policy, with `text_key`: the column with the dataset's continuation of the prompt, if it has one. In a
     conversation the last assistant message is the continuation.
     """
-    domain_key: str | None = None
+    domain_key: MayChange[str | None] = None
     """The column with a validation text's domain; validation figures are also shown per domain."""
     append_eos: bool = True
     """End each text that is not cut with the end-of-sequence token of each tokenizer."""
@@ -138,9 +138,9 @@ class Data(Settings):
     end, and fill rows of that length with windows of several documents; `train.global_batch_size` then counts rows.
     Models see each window alone. false: every document is one sequence, cut at `train.max_length`.
     """
-    num_workers: int = Field(0, ge=0)
+    num_workers: MayChange[int] = Field(0, ge=0)
     """Processes that tokenize and align in advance; 0: a thread of the driver, one batch in advance."""
-    cache: bool = True
+    cache: MayChange[bool] = True
     """Tokenize and align each document once, and keep the result in `$NEMO_OPD_CACHE` for later epochs and runs."""
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ from nemo_opd.config.command_line import (
 )
 from nemo_opd.config.reference import help_text
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.secrets import FROM_ENVIRONMENT, is_reference, leaves, remember, require_values, shown_config
+from nemo_opd.config.secrets import has_references, remember, require_values, shown_config
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import configs_dir, package_version
 from nemo_opd.progress import separately
@@ -64,7 +64,7 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
 def from_yaml(path: Path) -> RunConfig:
     """Read a run's config.yaml; masked secrets stay masked."""
     written = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not any(is_reference(value, FROM_ENVIRONMENT) for _, value in leaves(written)):
+    if not has_references(written):
         return from_dict(written)
     try:
         data: Any = OmegaConf.to_container(OmegaConf.create(written), resolve=True)

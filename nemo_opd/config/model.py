@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import Frozen, Settings
+from nemo_opd.config.base import Frozen, MayChange, Settings
 from nemo_opd.config.train import AdamW, Optimizer, Scheduler
 
 
@@ -56,15 +56,15 @@ class Model(Settings):
     """A file with the chat template (Jinja), if the tokenizer has none or another one is needed."""
     chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
     """Arguments of the template besides the conversation, such as `enable_thinking: false`."""
-    parallelism: Parallelism = Field(default_factory=Parallelism)
+    parallelism: MayChange[Parallelism] = Field(default_factory=Parallelism)
     """Parallel layout of the model."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] | None = None
+    attn_implementation: MayChange[Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] | None] = None
     """Attention implementation of transformers; by default its own choice, usually sdpa. Flash attention is a separate
     package (flash-attn, flash-attn-3) and needs a GPU; sdpa uses PyTorch's.
     """
-    compile: bool = False
+    compile: MayChange[bool] = False
     """Compile the decoder layers with `torch.compile`: a few minutes at the start, then faster steps."""
-    fused_layers: Literal[True, False, "auto"] = "auto"
+    fused_layers: MayChange[Literal[True, False, "auto"]] = "auto"
     """Compute norms, rotary embeddings and gated activations of the layers with Triton kernels, which read and write
     each number once. auto: on GPUs in 16 bits without `compile`, if the family is supported (Llama, Mistral, Qwen,
     Phi-3); true: always, or fail.
@@ -132,7 +132,7 @@ class Lora(Settings):
     """Linear layers with an adapter, by the ends of their names, such as [q_proj, v_proj]. all-linear: all except the
     head.
     """
-    export: Literal["merged", "adapter"] = "merged"
+    export: MayChange[Literal["merged", "adapter"]] = "merged"
     """Form of `student` in checkpoints and of `final`. merged: a complete model. adapter: a folder for `peft`, which
     needs the base model.
     """
@@ -145,15 +145,15 @@ class Student(Model):
     """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:student`."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision; master weights are fp32 in any case. auto: bfloat16 on GPU, float32 on CPU."""
-    offload: Literal[True, False, "auto"] = "auto"
+    offload: MayChange[Literal[True, False, "auto"]] = "auto"
     """Move parameters and optimizer state to host memory while the teachers run. auto: if the memory estimate says that
     the run does not fit even with teachers offloaded.
     """
-    activation_checkpointing: bool = False
+    activation_checkpointing: MayChange[bool] = False
     """Keep only each layer's input and recompute the layer in the backward pass: a third more compute, and much less
     memory for long sequences.
     """
-    sync_each_micro_batch: Literal[True, False, "auto"] = "auto"
+    sync_each_micro_batch: MayChange[Literal[True, False, "auto"]] = "auto"
     """Reduce gradients over ranks after each microbatch (FSDP). false: each rank accumulates unsharded fp32 gradients,
     which are reduced once a step. auto: false on GPUs if that fits without `offload` by the memory estimate.
     """

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import YEAR_S, Frozen, Settings
+from nemo_opd.config.base import YEAR_S, Frozen, MayChange, Settings
 
 
 class LastTurn(Settings):
@@ -78,7 +78,7 @@ Isolation = Literal["bubblewrap", "namespaces", "process"]
 class SandboxSettings(Settings):
     """Limits of the programs that a reward runs."""
 
-    isolation: Literal["auto", "bubblewrap", "namespaces", "process"] = "auto"
+    isolation: MayChange[Literal["auto", "bubblewrap", "namespaces", "process"]] = "auto"
     """Kind of sandbox: bubblewrap, or Linux namespaces without it; auto: the first of the two that works. process:
     limits only, for machines that forbid namespaces, as many containers do (docs/sandbox.md lists what remains
     possible).
@@ -93,7 +93,7 @@ class SandboxSettings(Settings):
     """MiB of /tmp, the only folder that a program can write to, and of a single file."""
     output_kb: int = Field(1024, ge=1)
     """KiB that a program may print."""
-    workers: int | None = Field(None, ge=1)
+    workers: MayChange[int | None] = Field(None, ge=1)
     """Programs that run at the same time; by default one for each core that this process may use."""
 
 
@@ -196,7 +196,7 @@ class FunctionReward(SingleReward):
     type: Literal["function"] = "function"
     function: str = Field(pattern=r"^[\w.]+:\w+$")
     """`package.module:function`."""
-    call_timeout_s: float = Field(300, gt=0, le=YEAR_S)
+    call_timeout_s: MayChange[float] = Field(300, gt=0, le=YEAR_S)
     """Seconds for one rollout; a function that takes longer ends the run."""
 
 

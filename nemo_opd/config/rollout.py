@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import YEAR_S, Frozen, Settings
+from nemo_opd.config.base import YEAR_S, Frozen, MayChange, Settings
 from nemo_opd.config.teacher import whole_url
 
 
@@ -42,7 +42,7 @@ class HFRollout(RolloutBase):
     """Generation by transformers in the student's own processes, with its current weights."""
 
     type: Literal["hf"] = "hf"
-    batch_size: int = Field(64, ge=1)
+    batch_size: MayChange[int] = Field(64, ge=1)
     """Sequences that a rank samples at a time."""
 
     @model_validator(mode="after")
@@ -62,40 +62,40 @@ class ServerRollout(RolloutBase):
     type: Literal["server"] = "server"
     program: Literal["vllm", "sglang"] = "vllm"
     """Program of the server, started here or already running at `url`."""
-    url: str | None = None
+    url: MayChange[str | None] = None
     """Address of a running server, with the options listed in docs/on_policy.md; by default a server is started on this
     machine and stopped with the run.
     """
-    command: tuple[str, ...] | None = Field(None, min_length=1)
+    command: MayChange[tuple[str, ...] | None] = Field(None, min_length=1)
     """Command that starts the server, without model and port; by default the program's own. For a program in a separate
     virtual environment: [.venv-vllm/bin/vllm, serve].
     """
-    options: tuple[str, ...] = ()
+    options: MayChange[tuple[str, ...]] = ()
     """More arguments of that command."""
-    environment: Frozen[str, str] = Field(default_factory=dict)
+    environment: MayChange[Frozen[str, str]] = Field(default_factory=dict)
     """More environment variables of the server, such as CUDA_VISIBLE_DEVICES."""
-    gpus: int | None = Field(None, ge=1)
+    gpus: MayChange[int | None] = Field(None, ge=1)
     """GPUs reserved for a server started here, with tensor parallelism: the last GPUs of this machine. Training uses
     the first ones. By default the server shares the training's GPUs.
     """
-    sleep: Literal["auto"] | bool = "auto"
+    sleep: MayChange[Literal["auto"] | bool] = "auto"
     """Whether a vLLM started here releases its GPU memory while teachers and student compute, with its weights in host
     memory. auto: if it shares the training's GPUs, unless overlap=true.
     """
-    memory_share: float | None = Field(None, gt=0, le=1)
+    memory_share: MayChange[float | None] = Field(None, gt=0, le=1)
     """Share of each GPU's memory, or of the machine's memory on CPUs, that a server started here uses for weights and
     cache. By default 0.9 on separate GPUs (`gpus`, or `CUDA_VISIBLE_DEVICES` in `environment`); on the training's GPUs,
     the memory left by the estimate but at least 0.3; on CPUs 0.3.
     """
-    start_timeout_s: float = Field(600, gt=0)
+    start_timeout_s: MayChange[float] = Field(600, gt=0)
     """Seconds for a server started here to become ready, and for any server to load the student's weights."""
-    request_timeout_s: float = Field(300, gt=0)
+    request_timeout_s: MayChange[float] = Field(300, gt=0)
     """Seconds for the completions of one prompt."""
-    retries: int = Field(3, ge=0)
+    retries: MayChange[int] = Field(3, ge=0)
     """Number of times that a failed or unusable request is repeated."""
-    concurrency: int = Field(256, ge=1)
+    concurrency: MayChange[int] = Field(256, ge=1)
     """Maximum requests in flight."""
-    weights_folder: Path | None = None
+    weights_folder: MayChange[Path | None] = None
     """Folder to which the student is written for the server to load, in a subfolder `rollout_weights` that is removed
     at the end; by default the run's directory. Server and student must both see it. A vLLM started here loads only its
     first weights from it and reads later ones from the student's memory.
@@ -159,7 +159,7 @@ class EnvironmentBase(Settings):
     """Maximum turns of the student in one rollout."""
     max_response_tokens: int = Field(256, ge=1)
     """Maximum tokens of the environment between two turns; longer answers are cut and marked as cut."""
-    call_timeout_s: float = Field(300, gt=0, le=YEAR_S)
+    call_timeout_s: MayChange[float] = Field(300, gt=0, le=YEAR_S)
     """Seconds for one answer; an environment that takes longer ends the run."""
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from nemo_opd.config.base import Settings
+from nemo_opd.config.base import MayChange, Settings
 from nemo_opd.config.cluster import Cluster, Handoff, HiddenStatesHandoff
 from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import DEFAULT_NEW_TOKENS, Evaluation
@@ -138,19 +138,19 @@ class PushToHub(Settings):
 class Run(Settings):
     """Name, directory and start of a run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]+$")
+    name: MayChange[str] = Field("run", pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the run in the report and in wandb, and of its folder in `outputs`."""
-    output_dir: Path | None = None
+    output_dir: MayChange[Path | None] = None
     """Directory of the run, used as it is; by default `outputs/<name>/<time>`."""
     seed: int = Field(0, ge=0, le=LARGEST_SEED)
     """Seed of data order, sampling, new adapters and dropout."""
-    resume: Literal["auto", "never"] = "never"
+    resume: MayChange[Literal["auto", "never"]] = "never"
     """auto: continue from the newest complete checkpoint in `output_dir`, or start if it has none."""
-    dry_run: bool = False
+    dry_run: MayChange[bool] = False
     """Run all checks, print the plan and stop."""
-    push_to_hub: PushToHub | None = None
+    push_to_hub: MayChange[PushToHub | None] = None
     """Upload the model to the Hugging Face Hub at the end."""
-    callbacks: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = ()
+    callbacks: MayChange[tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...]] = ()
     """Your code in the loop, each `package.module:Class` or `package.module:function`; docs/command.md lists what they
     receive.
     """
@@ -195,13 +195,13 @@ class RunFields(Settings):
     """Score of a rollout, and of answers in question sets without their own reward."""
     environment: Environment | None = None
     """On-policy: environment that answers between the student's turns. By default the student has one turn."""
-    evaluation: Evaluation | None = None
+    evaluation: MayChange[Evaluation | None] = None
     """Questions that the student is asked during training, and its teachers once if enabled."""
-    health: Health = Field(default_factory=Health)
+    health: MayChange[Health] = Field(default_factory=Health)
     """On-policy: limits that warn or end the run when they are crossed."""
-    cluster: Cluster = Field(default_factory=Cluster)
+    cluster: MayChange[Cluster] = Field(default_factory=Cluster)
     """Machines, devices and processes."""
-    logging: Logging = Field(default_factory=Logging)
+    logging: MayChange[Logging] = Field(default_factory=Logging)
     """Destinations of metrics besides metrics.jsonl."""
 
     @property

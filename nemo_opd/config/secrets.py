@@ -7,19 +7,19 @@ is written back as it was, which is enough to repeat a run; other secrets are ma
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, TypeGuard
+from typing import Any
 
 from nemo_opd.errors import ConfigError
 
 MASK = "***"
-_WORDS = r"(?:api_?key|key|token|password|passwd|secret|credentials?|auth|signature|sig)"
-NAME = rf"(?:[A-Za-z0-9_.-]*[_.-])?{_WORDS}"
+NAME = r"(?:[A-Za-z0-9_.-]*[_.-])?(?:api_?key|key|token|password|passwd|secret|credentials?|auth|signature|sig)"
 """Pattern of names that end with such a word: HF_TOKEN and --api-key, but not --tokenizer or --max-num-batched-tokens.
 """
 _SECRET_NAME = re.compile(rf"-*{NAME}", re.IGNORECASE)
 _HARMLESS = re.compile(r"[\d.,:+-]{1,16}|true|false|yes|no|on|off", re.IGNORECASE)
+# A match ends with its secret.
 _IN_ADDRESSES = (
     # A password may contain @ and, wrongly, a slash; host:port/path@v1 is not a password.
     re.compile(r"(?<=://)(?P<secret>[^/\s?#\"')]+|[^/\s@:\"')]+:(?!\d+/)[^\s\"')]+)(?=@)"),
@@ -34,23 +34,21 @@ _IN_ARGUMENTS = (
     re.compile(r"\b(?:bearer|authorization\W+basic)\s+(?P<secret>[^\s'\"]+)", re.IGNORECASE),
     *_IN_ADDRESSES,
 )
-_REFERENCE, FROM_ENVIRONMENT = re.compile(r"\$\{"), re.compile(r"\$\{oc\.env:(\w+)")
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)")
 _SHORTEST, _SHORTEST_ELSEWHERE = 6, 12
 """Fewest characters of a secret, and of an environment variable's value outside secret fields, that are masked in any
 text; shorter ones would match by chance.
 """
-_ENVIRONMENT, _ARGUMENTS = "environment", ("options", "command")
+_ARGUMENTS = ("options", "command")
 """Keys of a server's section."""
-_API_KEY, _SERVED = "api_key", "served"
-"""Key of a served teacher, and the section that its keys are moved to once its tokenizer is known."""
-_PROBE = "what-is-secret"
-"""Placeholder that stands for a secret in tests of the masking."""
 
 _KeyPath = tuple[str | int, ...]
+_Leaves = Mapping[_KeyPath, Any]
 _replacements: dict[str, str] = {}
-"""Replacement texts, by secret value."""
-_references: dict[_KeyPath, tuple[str, str]] = {}
-"""Values and the references they came from, by path."""
+"""Replacement texts, keyed by secret."""
+_references: dict[tuple[str | int, str | int, PurePath], str] = {}
+"""References to the environment, keyed by top-level section, key and value: validation normalizes paths, makes lists of
+single values, and moves a served teacher's keys."""
 
 
 def remember(raw: Any, resolved: Any) -> None:
@@ -58,30 +56,22 @@ def remember(raw: Any, resolved: Any) -> None:
 
     raw, resolved: the configuration before and after references are resolved.
     """
-    texts = [(path, value, _value_at(raw, path)) for path, value in leaves(resolved) if isinstance(value, str)]
-    from_environment = {value for _, value, written in texts if value and is_reference(written, FROM_ENVIRONMENT)}
-    for path, value, written in texts:
-        if is_reference(written, _REFERENCE) and any(secret in value for secret in from_environment):
-            _references[path] = value, written
-        masked = masked_leaf(resolved, path, value)
-        if masked == MASK:
-            if path[-2] in _ARGUMENTS or _SECRET_NAME.fullmatch(str(path[-1])) or _looks_secret(value):
-                _replacements.setdefault(value, MASK)
-        elif masked != value:
-            _replacements.update(dict.fromkeys(_secrets_in(value, _IN_ARGUMENTS), MASK))
-        if isinstance(written, str):
-            _replacements.update(_variable_references(written, is_secret=masked != value))
-
-
-def _variable_references(written: str, *, is_secret: bool) -> dict[str, str]:
-    """Return the values of a text's environment variables and the references that replace them in other texts.
-
-    is_secret: whether the text is in a secret field. Elsewhere short values and paths are not secrets.
-    """
-    values = {name: os.environ.get(name, "") for name in FROM_ENVIRONMENT.findall(written)}
-    return {
-        value: f"${{oc.env:{name}}}" for name, value in values.items() if value and (is_secret or _looks_secret(value))
-    }
+    written, values = dict(leaves(raw)), dict(leaves(resolved))
+    texts = [(path, value, str(written.get(path))) for path, value in values.items() if isinstance(value, str)]
+    from_environment = {value for _, value, text in texts if value and _FROM_ENVIRONMENT.search(text)}
+    for path, value, text in texts:
+        if "${" in text and any(secret in value for secret in from_environment):
+            _references[_place(path, value)] = text
+        masked = masked_leaf(values, path, value)
+        if masked != MASK:
+            secrets = _secrets_in(value, _IN_ARGUMENTS) if masked != value else ()
+            _replacements.update(dict.fromkeys(secrets, MASK))
+        elif path[-2] in _ARGUMENTS or _SECRET_NAME.fullmatch(str(path[-1])) or _looks_secret(value):
+            _replacements.setdefault(value, MASK)
+        for name in _FROM_ENVIRONMENT.findall(text):
+            variable = os.environ.get(name, "")
+            if variable and (masked != value or _looks_secret(variable)):
+                _replacements[variable] = f"${{oc.env:{name}}}"
 
 
 def _looks_secret(value: str) -> bool:
@@ -89,8 +79,9 @@ def _looks_secret(value: str) -> bool:
     return len(value) >= _SHORTEST_ELSEWHERE and "/" not in value
 
 
-def is_reference(written: object, pattern: re.Pattern[str]) -> TypeGuard[str]:
-    return isinstance(written, str) and pattern.search(written) is not None
+def has_references(settings: Any) -> bool:
+    """Return whether a value is read from the environment."""
+    return any(isinstance(value, str) and _FROM_ENVIRONMENT.search(value) for _, value in leaves(settings))
 
 
 def without_secrets(text: str) -> str:
@@ -103,13 +94,20 @@ def without_secrets(text: str) -> str:
 
 def shown_config(settings: Any) -> Any:
     """Return a configuration's plain data with secrets masked."""
-    return _changed(settings, lambda path, value: _reference(path, value) or masked_leaf(settings, path, value))
+    values = dict(leaves(settings))
+
+    def shown(path: _KeyPath, value: str) -> str:
+        return _references.get(_place(path, value)) or masked_leaf(values, path, value)
+
+    return _changed(settings, shown)
 
 
 def require_values(settings: Any) -> None:
     """Raise ConfigError if a value is a mask, as in the config.yaml of a run that had a secret there."""
-    for path, value in leaves(settings):
-        if isinstance(value, str) and _is_masked(settings, path, value):
+    values = dict(leaves(settings))
+    for path, value in values.items():
+        # A mask in a place that is not masked is ordinary text.
+        if isinstance(value, str) and MASK in value and masked_leaf(values, path, value.replace(MASK, "x")) == value:
             key = ".".join(map(str, path))
             raise ConfigError(
                 f"{key}={value}: a secret that was masked when the file was written; write {key}=VALUE, or "
@@ -117,55 +115,33 @@ def require_values(settings: Any) -> None:
             )
 
 
-def _is_masked(settings: Any, path: _KeyPath, value: str) -> bool:
-    """Return whether masking produced this value; a mask in another place is ordinary text."""
-    return MASK in value and masked_leaf(settings, path, value.replace(MASK, _PROBE)) == value
+def _place(path: _KeyPath, value: str) -> tuple[str | int, str | int, PurePath]:
+    return path[0], next(part for part in reversed(path) if isinstance(part, str)), PurePath(value)
 
 
-def _reference(path: _KeyPath, value: str) -> str | None:
-    """Return the environment reference that a value was written as, even if validation changed the value.
-
-    Validation normalizes paths and makes lists of single values.
-    """
-    as_typed = tuple(part for part in path if part != _SERVED)
-    for candidate in (path, path[:-1], as_typed, as_typed[:-1]):
-        resolved, written = _references.get(candidate, (None, None))
-        if resolved is not None and PurePath(resolved) == PurePath(value):
-            return written
-    return None
-
-
-def masked_leaf(settings: Any, path: _KeyPath, value: str) -> str:
-    """Return a value with its secrets masked; MASK if all of it is secret."""
+def masked_leaf(values: _Leaves, path: _KeyPath, value: str) -> str:
+    """Return a value with its secrets masked; MASK if all of it is secret. values: all of the configuration."""
     *parent, last = path
     section = parent[-1] if len(parent) > 1 else None
-    if last == _API_KEY:
+    if last == "api_key":
         return MASK
-    if section == _ENVIRONMENT:
+    if section == "environment":
         is_plain = _HARMLESS.fullmatch(value) and not _SECRET_NAME.fullmatch(str(last))
         return value if is_plain else MASK
     if section in _ARGUMENTS and isinstance(last, int):
-        if not value.startswith("-") and _is_secret_option(_value_at(settings, tuple(parent)), last):
+        before = [str(values.get((*parent, i))) for i in range(last)]
+        options = [text for text in before if text.startswith("-")]
+        # An option may take several secrets.
+        if options and _SECRET_NAME.fullmatch(options[-1]) and not value.startswith("-"):
             return MASK
         return _masked_text(value, _IN_ARGUMENTS)
     return _masked_text(value, _IN_ADDRESSES)
 
 
-def _is_secret_option(arguments: Any, index: int) -> bool:
-    """Return whether an argument belongs to an option that takes one or more secrets."""
-    options = [text for text in (arguments or [])[:index] if isinstance(text, str) and text.startswith("-")]
-    return bool(options) and _SECRET_NAME.fullmatch(options[-1]) is not None
-
-
 def _masked_text(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
     for pattern in patterns:
-        text = pattern.sub(_masked_match, text)
+        text = pattern.sub(lambda match: match[0].removesuffix(match["secret"]) + MASK, text)
     return text
-
-
-def _masked_match(match: re.Match[str]) -> str:
-    start, end = (place - match.start() for place in match.span("secret"))
-    return f"{match[0][:start]}{MASK}{match[0][end:]}"
 
 
 def _secrets_in(text: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[str]:
@@ -174,7 +150,7 @@ def _secrets_in(text: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[str]
 
 def leaves(settings: Any, path: _KeyPath = ()) -> Iterator[tuple[_KeyPath, Any]]:
     """Yield path and value of everything that is not a dict or list."""
-    items = settings.items() if isinstance(settings, dict) else enumerate(settings) if _is_list(settings) else None
+    items = _items(settings)
     if items is None:
         yield path, settings
         return
@@ -184,22 +160,18 @@ def leaves(settings: Any, path: _KeyPath = ()) -> Iterator[tuple[_KeyPath, Any]]
 
 def _changed(settings: Any, change: Callable[[_KeyPath, str], str], path: _KeyPath = ()) -> Any:
     """Copy nested containers with every text changed."""
-    if isinstance(settings, dict):
-        return {key: _changed(value, change, (*path, key)) for key, value in settings.items()}
-    if _is_list(settings):
-        return [_changed(value, change, (*path, i)) for i, value in enumerate(settings)]
-    return change(path, settings) if isinstance(settings, str) else settings
+    if (items := _items(settings)) is None:
+        return change(path, settings) if isinstance(settings, str) else settings
+    changed = {key: _changed(value, change, (*path, key)) for key, value in items}
+    return changed if isinstance(settings, dict) else list(changed.values())
 
 
-def _value_at(settings: Any, path: _KeyPath) -> Any:
-    """Return the value at a path; None if it does not exist, as below a reference to a whole group."""
-    for part in path:
-        try:
-            settings = settings[part]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return settings
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple)
+def _items(settings: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return keys and values of a dict, indices and values of a list, and None for a single value."""
+    return (
+        settings.items()
+        if isinstance(settings, dict)
+        else enumerate(settings)
+        if isinstance(settings, list | tuple)
+        else None
+    )

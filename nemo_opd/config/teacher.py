@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import Frozen, Settings
+from nemo_opd.config.base import Frozen, MayChange, Settings
 from nemo_opd.config.context import Context
 from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
 from nemo_opd.config.model import Model, Student
@@ -26,7 +26,7 @@ _OF_A_MODEL = ("model", "tokenizer", "chat_template", "chat_template_kwargs", *_
 class Endpoint(Settings):
     """Servers of one model. Each can score any text."""
 
-    urls: tuple[str, ...] = Field(min_length=1)
+    urls: MayChange[tuple[str, ...]] = Field(min_length=1)
     """Addresses of running servers, without /v1. A request goes to the server with the fewest requests; a server that
     fails gets none until it answers again.
     """
@@ -38,13 +38,13 @@ class Endpoint(Settings):
     """Number of likeliest tokens requested at each position, besides the observed token. vLLM allows up to its
     --max-logprobs, by default 20.
     """
-    api_key: str | None = None
+    api_key: MayChange[str | None] = None
     """Key for the servers, sent as a bearer token; `${oc.env:NAME}` reads it from the environment."""
-    request_timeout_s: float = Field(300, gt=0)
+    request_timeout_s: MayChange[float] = Field(300, gt=0)
     """Seconds for the answer to one sequence."""
-    retries: int = Field(3, ge=0)
+    retries: MayChange[int] = Field(3, ge=0)
     """Number of times that a failed or unusable request is repeated."""
-    concurrency: int = Field(32, ge=1)
+    concurrency: MayChange[int] = Field(32, ge=1)
     """A rank's requests in flight, over all addresses."""
 
     @field_validator("urls", mode="before")
@@ -93,11 +93,11 @@ class TeacherBase(Model):
     """Use the student's adapters; false: only its base model. For weights=student and student.lora."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the weights and of the forward pass. auto: bfloat16 on GPU, float32 on CPU."""
-    micro_batch_tokens: int | None = Field(None, ge=2)
+    micro_batch_tokens: MayChange[int | None] = Field(None, ge=2)
     """Tokens of this teacher in one forward pass of a rank; by default the student's microbatch, scaled by this
     teacher's longest sequence.
     """
-    offload: Literal[True, False, "auto", "layers"] = "auto"
+    offload: MayChange[Literal[True, False, "auto", "layers"]] = "auto"
     """Move the parameters to host memory while other models use the device. auto: if the memory estimate says that the
     run does not fit otherwise, the largest teacher first. layers: keep decoder layers in host memory, with only the
     current and the next layer on the device, for a teacher that does not fit even alone.
@@ -106,7 +106,7 @@ class TeacherBase(Model):
     """Folder with the teacher's stored output (nemo-opd cache build), read instead of a forward pass; `model` is then
     the same folder. Usually written as type: cached, which detects the tokenizer.
     """
-    on_missing: Literal["stop", "ask"] = "stop"
+    on_missing: MayChange[Literal["stop", "ask"]] = "stop"
     """Handling of texts that the cache does not contain, or contains differently. stop: end the run and name the text.
     ask: before the first step, ask the model that the cache was built from, under its name at that time, about all such
     texts, and add its answers to the cache.

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from nemo_opd.config.base import Settings
+from nemo_opd.config.base import MayChange, Settings
 
 
 class ChosenMetric(Settings):
@@ -37,52 +37,52 @@ class EarlyStopping(ChosenMetric):
 class Train(Settings):
     """Steps, batches and checkpoints."""
 
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: MayChange[int | None] = Field(None, ge=1)
     """Optimizer steps; by default derived from `epochs` and the data."""
-    epochs: int | None = Field(None, ge=1)
+    epochs: MayChange[int | None] = Field(None, ge=1)
     """Passes over the training data."""
     global_batch_size: int = Field(64, ge=1)
     """Sequences in an optimizer step, over all ranks; with `data.packing`, rows of `max_length` tokens."""
-    micro_batch_size: int = Field(1, ge=1)
+    micro_batch_size: MayChange[int] = Field(1, ge=1)
     """Sequences of `max_length` in one forward and backward pass of a rank; more if they are shorter."""
-    micro_batch_tokens: int | None = Field(None, ge=2)
+    micro_batch_tokens: MayChange[int | None] = Field(None, ge=2)
     """Tokens in one forward and backward pass of a rank; by default `micro_batch_size` · `max_length`.
 
     A longer sequence is a microbatch by itself. Padding counts for models that read it.
     """
     max_length: int = Field(2048, ge=2)
     """Longest sequence in the student's tokens; longer documents are cut, with `data.packing` into several pieces."""
-    validate_every: int | None = Field(None, ge=1)
+    validate_every: MayChange[int | None] = Field(None, ge=1)
     """Steps between validations, besides those before the first and after the last step; by default only these two.
     Validation is off if `data.validation` names nothing: `data.validation.arrow_files=[]
     data.validation.max_samples=null`.
     """
-    save_every: int | None = Field(None, ge=1)
+    save_every: MayChange[int | None] = Field(None, ge=1)
     """Steps between checkpoints; the last step is always saved."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: MayChange[int] = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
-    async_save: bool = False
+    async_save: MayChange[bool] = False
     """Write the training state while training goes on, from a copy in host memory: 12 bytes per trained parameter of a
     rank, divided by the ranks that shard it. The model in Hugging Face form is written before training goes on.
     """
-    keep_best: KeepBest | None = None
+    keep_best: MayChange[KeepBest | None] = None
     """Save a checkpoint whenever a metric is among its `n` best values, and keep these besides `keep_last`; at the end
     `best/` is the student of the best checkpoint.
     """
-    early_stopping: EarlyStopping | None = None
+    early_stopping: MayChange[EarlyStopping | None] = None
     """End the run, as after its last step, when a metric has stopped improving."""
-    save_before: Annotated[timedelta, Field(gt=timedelta())] | None = None
+    save_before: MayChange[Annotated[timedelta, Field(gt=timedelta())] | None] = None
     """Time since the start of the job, as `03:45:00`. The run saves a checkpoint and ends before it, with exit status
     0. Steps, evaluations and checkpoints are assumed to take as long as the longest so far.
     """
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest norm of the gradient, or null for no clipping."""
-    compile_losses: bool | None = None
+    compile_losses: MayChange[bool | None] = None
     """Compute losses with Triton kernels, or compile their row functions with `torch.compile`; by default on GPUs.
 
     Either takes a few seconds at the start. On a CPU, which has no Triton, it needs a C++ compiler.
     """
-    max_skipped_steps: int = Field(5, ge=1)
+    max_skipped_steps: MayChange[int] = Field(5, ge=1)
     """Fail after this many consecutive steps that were skipped because loss or gradient was not finite."""
 
     @property

@@ -120,9 +120,8 @@ def write_card(output_dir: Path, exported: Exported, settings: str | None = None
     output_dir: the run's directory; config.yaml, metrics.jsonl, hardware.json and provenance.json are read if they
     exist. settings: YAML to use instead of config.yaml. Raises DataError if one of them is damaged.
     """
-    metrics = output_dir / "metrics.jsonl"
     config = read_config(output_dir) if settings is None else yaml.safe_load(settings)
-    records = [record for record in read(metrics) if record["step"] <= exported.step] if metrics.exists() else []
+    records = [record for record in read(output_dir / "metrics.jsonl") if record["step"] <= exported.step]
     provenance = read_provenance(output_dir)
     title = f"{run_name(config) or output_dir.name}{exported.suffix}"
     is_adapter = (exported.folder / "adapter_config.json").is_file()

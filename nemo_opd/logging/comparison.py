@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from nemo_opd.errors import DataError
-from nemo_opd.files import write_atomically
+from nemo_opd.files import ELSEWHERE, write_atomically
 from nemo_opd.logging.base import change, clock, figure, is_share, score, share
 from nemo_opd.logging.charts import Theme, question_measures, series, smooth, write_chart
 from nemo_opd.logging.console import titled_table
@@ -29,18 +29,11 @@ if TYPE_CHECKING:
 
 
 _REPORT, _RESULTS = "report/report.html", "results.json"
-_SWEEP_CURVES = (
-    ("val/bits_per_byte", "bits per byte"),
-    ("eval/pass@1", "pass@1"),
-    ("train/loss", "training loss, nats"),
-)
-"""Metrics and labels; the first metric that any run has is drawn."""
 _CURVE_TITLES = {"val/bits_per_byte": "Bits per byte", "train/loss": "Training loss, nats"}
 _DASHED_FROM = 6
 """Number of solid curves, one for each colour."""
 _NOT_COMPARED = ("run.output_dir", "run.resume")
 """Settings that differ between any two runs."""
-_ADVICE = "name another --output"
 _NUMBERS = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
 
 
@@ -107,9 +100,9 @@ def by_size(name: str) -> list[tuple[float, str]]:
 
 def _read_run(folder: Path, name: str) -> SweptRun:
     """Return a run up to its last record; without records if they are damaged."""
-    metrics, results = folder / "metrics.jsonl", folder / _RESULTS
+    results = folder / _RESULTS
     try:
-        records = tuple(read(metrics)) if metrics.exists() else ()
+        records = tuple(read(folder / "metrics.jsonl"))
     except DataError:
         records = ()
     if results.exists():
@@ -157,48 +150,27 @@ def _headings(measures: Sequence[str]) -> list[str]:
     return ["run", *(names.get(key, key.removeprefix("eval/")) for key in measures), "steps", "time"]
 
 
-def write_sweep_report(root: Path, runs: Sequence[SweptRun]) -> Path:
-    """Write sweep.png and report.html to the sweep's folder; return the page."""
-    measures = measures_of(runs)
-    charts = []
-    if curve := next((curve for curve in _SWEEP_CURVES if any(run.last(curve[0]) is not None for run in runs)), None):
-        key, label = curve
-        columns = 1 if max(len(run.name) for run in runs) > 30 else 3
-        curves = [(run.name, run.records) for run in runs]
-        draw = partial(_draw_runs, runs=curves, key=key, label=label)
-        title = f"{label[0].upper()}{label[1:]}"
-        charts.append(write_chart(root / "sweep.png", title, draw, (9, 4.2), legend_columns=columns))
-    page = render(
-        "sweep.html",
-        title=root.name,
-        folder=root,
-        heads=_headings(measures),
-        runs=runs,
-        measures=measures,
-        charts=charts,
-    )
-    write_atomically(root / "report.html", page)
-    return root / "report.html"
-
-
-def write_comparison(page: Path, runs: Sequence[SweptRun], tables: Sequence[TextTable]) -> None:
+def write_comparison(
+    page: Path, runs: Sequence[SweptRun], tables: Sequence[TextTable] = (), *, instead: str = ELSEWHERE
+) -> None:
     """Write the page, and its curves as PNG into a folder with its name.
 
-    tables: more tables, after the results.
+    tables: more tables, after the results. instead: advice if a file cannot be written.
     """
     measures = measures_of(runs)
     metrics = {key for run in runs for record in run.records for key in record}
     keys = [key for key in _CURVE_TITLES if key in metrics]
     keys += question_measures([record for run in runs for record in run.records])
     curves = [(run.name, run.records) for run in runs]
+    columns = 1 if max((len(run.name) for run in runs), default=0) > 30 else 3
     charts = [
         write_chart(
             page.with_suffix("") / f"{key.replace('/', '_')}.png",
             _CURVE_TITLES.get(key, key.removeprefix("eval/")),
             partial(_draw_runs, runs=curves, key=key, label=_CURVE_TITLES.get(key, key)),
             (9, 4.2),
-            legend_columns=3,
-            instead=_ADVICE,
+            legend_columns=columns,
+            instead=instead,
         )
         for key in keys
     ]
@@ -208,16 +180,16 @@ def write_comparison(page: Path, runs: Sequence[SweptRun], tables: Sequence[Text
     content = render(
         "comparison.html", title="Comparison", folder=page.parent, tables=all_tables, charts=charts, reports=reports
     )
-    write_atomically(page, content, instead=_ADVICE)
+    write_atomically(page, content, instead=instead)
 
 
 def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     """Return a table of the settings that differ between the runs, if any do."""
-    settings = [_flat(read_config(run.folder)) for run in runs]
-    keys = dict.fromkeys(key for by_key in settings for key in by_key if key not in _NOT_COMPARED)
-    rows = [[key, *(by_key.get(key, NOTHING) for by_key in settings)] for key in keys]
+    settings = {run.name: flat for run in runs if (flat := _flat(read_config(run.folder)))}
+    keys = dict.fromkeys(key for by_key in settings.values() for key in by_key if key not in _NOT_COMPARED)
+    rows = [[key, *(by_key.get(key, NOTHING) for by_key in settings.values())] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
-    return [TextTable("Settings that differ", ["", *(run.name for run in runs)], rows)] if rows else []
+    return [TextTable("Settings that differ", ["", *settings], rows)] if rows else []
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, str]:

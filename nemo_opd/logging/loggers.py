@@ -153,11 +153,13 @@ class JsonlLogger(Logger):
 
 
 def read(path: Path) -> list[dict[str, float]]:
-    """Return the records of metrics.jsonl in the order written, null as NaN, without a torn last line.
+    """Return the records of metrics.jsonl in the order written, null as NaN, without a torn last line; empty without a
+    file.
 
     Raises DataError for any other invalid line.
     """
-    return parse_lines(path, path.read_bytes().splitlines(), _record, "not a metrics record")
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return parse_lines(path, lines, _record, "not a metrics record")
 
 
 def parse_lines(path: Path, lines: Sequence[bytes], parse: Callable[[bytes], _T], problem: str) -> list[_T]:

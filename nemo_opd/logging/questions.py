@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -72,15 +72,30 @@ class ShownAnswer:
     """Name of the question set; empty for the unnamed one."""
 
 
-_VALUES = TypeAdapter(QuestionValues)
-_ANSWER = TypeAdapter(ShownAnswer)
+_Line = TypeVar("_Line", QuestionValues, ShownAnswer)
 
 
-class ValueLog:
-    """Appends to evaluation.jsonl, which is created with the first line."""
+class _LineLog(Generic[_Line]):
+    """A JSON Lines file of a run, which is created with its first line."""
+
+    kind: type[_Line]
+    problem: str
+    """What an invalid line is."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def read(self) -> list[_Line]:
+        """Return the lines in the order written, without a torn last line; empty without a file.
+
+        Raises DataError for any other invalid line.
+        """
+        adapter = TypeAdapter(self.kind)
+        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
+        parsed: list[_Line | None] = parse_lines(
+            self.path, lines, lambda line: adapter.validate_json(line, strict=True) if line else None, self.problem
+        )
+        return [line for line in parsed if line is not None]
 
     def truncate_after(self, step: int) -> None:
         """Drop lines after `step` (all if it is 0, as step 0 is evaluated again) and a torn last one.
@@ -88,79 +103,35 @@ class ValueLog:
         Raises DataError if the file is damaged.
         """
         if self.path.exists():
-            valid = (values for values in read_values(self.path) if step and values.step <= step)
-            write_atomically(self.path, "".join(map(_value_line, valid)).encode())
+            self.replace(line for line in self.read() if step and line.step <= step)
 
-    def write(self, values: QuestionValues) -> None:
-        """Append a line. Raises StorageError if the file cannot be written."""
-        with storage_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(_value_line(values))
-
-
-def read_values(path: Path) -> list[QuestionValues]:
-    """Return the lines in the order written; empty without a file. Raises DataError if it is damaged."""
-    if not path.exists():
-        return []
-    lines: Iterable[QuestionValues | None] = parse_lines(
-        path, path.read_bytes().split(b"\n"), _parse_values, "not question values"
-    )
-    return [values for values in lines if values is not None]
-
-
-def _parse_values(line: bytes) -> QuestionValues | None:
-    return _VALUES.validate_json(line) if line else None
-
-
-def _value_line(values: QuestionValues) -> str:
-    return json.dumps(asdict(values), allow_nan=False) + "\n"
-
-
-class SampleLog:
-    """Appends answers to samples.jsonl, which is created with the first one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def truncate_after(self, step: int) -> None:
-        """Drop answers after `step` (all if it is 0, as step 0 is evaluated again) and a torn last line.
-
-        Raises DataError if the file is damaged.
-        """
-        if self.path.exists():
-            write_samples(self.path, (answer for answer in read_samples(self.path) if step and answer.step <= step))
-
-    def write(self, answers: Iterable[ShownAnswer]) -> None:
-        """Append answers. Raises StorageError if the file cannot be written."""
+    def write(self, lines: Iterable[_Line]) -> None:
+        """Append lines. Raises StorageError if the file cannot be written."""
         with storage_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(_answer_lines(answers))
+            with self.path.open("ab") as file:
+                file.write(b"".join(map(_json_line, lines)))
+
+    def replace(self, lines: Iterable[_Line]) -> None:
+        """Replace the file atomically."""
+        write_atomically(self.path, b"".join(map(_json_line, lines)))
 
 
-def read_samples(path: Path) -> list[ShownAnswer]:
-    """Return the answers in the order written, without a torn last line.
+class ValueLog(_LineLog[QuestionValues]):
+    """evaluation.jsonl."""
 
-    Raises DataError for any other invalid line.
-    """
-    answers = parse_lines(path, path.read_bytes().split(b"\n"), _parse_sample, "not an answer")
-    return [answer for answer in answers if answer is not None]
+    kind, problem = QuestionValues, "not question values"
 
 
-def _parse_sample(line: bytes) -> ShownAnswer | None:
-    return _ANSWER.validate_json(line, strict=True) if line else None
+class SampleLog(_LineLog[ShownAnswer]):
+    """samples.jsonl."""
+
+    kind, problem = ShownAnswer, "not an answer"
 
 
-def write_samples(path: Path, answers: Iterable[ShownAnswer]) -> None:
-    """Replace the file atomically."""
-    write_atomically(path, _answer_lines(answers).encode())
-
-
-def _answer_lines(answers: Iterable[ShownAnswer]) -> str:
+def _json_line(line: QuestionValues | ShownAnswer) -> bytes:
     # Readable, except for lone surrogates, which byte-level tokenizers produce and UTF-8 cannot encode.
-    return "".join(
-        json.dumps(asdict(answer), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode() + "\n"
-        for answer in answers
-    )
+    return json.dumps(asdict(line), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
 
 
 def answers_by_question(answers: Sequence[ShownAnswer]) -> list[dict[str, ShownAnswer | None]]:

@@ -13,7 +13,7 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable, amount, change, clock, difference, figure, score, score_texts, share
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.plots import PLOTS
-from nemo_opd.logging.questions import answer_tables, answers_by_question, read_samples, read_values
+from nemo_opd.logging.questions import SampleLog, ValueLog, answer_tables, answers_by_question
 from nemo_opd.logging.records import (
     Records,
     config_text,
@@ -51,13 +51,11 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     can be reported. Raises DataError if one of them is damaged.
     """
     closing = closing or ClosingTable(before=None, after=None)
-    metrics, samples = output_dir / "metrics.jsonl", output_dir / "samples.jsonl"
-    records = read(metrics) if metrics.exists() else []
-    folder = output_dir / "report"
+    records, folder = read(output_dir / "metrics.jsonl"), output_dir / "report"
     charts = [plot.write(folder, records, closing) for plot in PLOTS if plot.has_data(records)]
-    answers = read_samples(samples) if samples.exists() else []
+    answers = SampleLog(output_dir / "samples.jsonl").read()
     config, tables = read_config(output_dir), group_tables(records)
-    tables += answer_tables(read_values(output_dir / "evaluation.jsonl"))
+    tables += answer_tables(ValueLog(output_dir / "evaluation.jsonl").read())
     if tables:
         write_atomically(folder / "tables.md", "\n".join(map(markdown, tables)).encode())
     page = render(

@@ -13,7 +13,7 @@ from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, Score, ScoreRow
 from nemo_opd.logging.comparison import SweptRun
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import PREFIX, score_keys
-from nemo_opd.logging.questions import QuestionValues, read_values
+from nemo_opd.logging.questions import QuestionValues, ValueLog
 from nemo_opd.logging.records import NOTHING, TextTable, number_of_set, read_config
 
 _Record = Mapping[str, float]
@@ -58,7 +58,7 @@ def closing_at(config: RunConfig, folder: Path, bits_per_byte: Mapping[str, floa
 def _scores_at(config: RunConfig, folder: Path, step: int | None) -> tuple[ScoreRow, ...]:
     if config.evaluation is None:
         return ()
-    records, values = read(folder / "metrics.jsonl"), read_values(folder / "evaluation.jsonl")
+    records, values = read(folder / "metrics.jsonl"), ValueLog(folder / "evaluation.jsonl").read()
     if step is not None:
         records = [record for record in records if record["step"] <= step]
     settings = config.evaluation
@@ -180,5 +180,5 @@ def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
 
 def _last_values(run: SweptRun) -> dict[tuple[str, str], QuestionValues]:
     """Return the student's last values, keyed by set and measure."""
-    logged = (values for values in read_values(run.folder / "evaluation.jsonl") if values.teacher is None)
+    logged = (values for values in ValueLog(run.folder / "evaluation.jsonl").read() if values.teacher is None)
     return {(values.set, measure): values for values in logged for measure in values.values}

@@ -33,8 +33,7 @@ class Finished:
     @property
     def metrics(self) -> list[dict[str, float]]:
         """One record per step, as in metrics.jsonl."""
-        file = self.output_dir / "metrics.jsonl"
-        return read(file) if file.exists() else []
+        return read(self.output_dir / "metrics.jsonl")
 
 
 def distil(config: Settings, overrides: Sequence[str] = (), *, callbacks: Sequence[Any] = ()) -> Finished:

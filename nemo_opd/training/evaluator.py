@@ -91,7 +91,7 @@ class Evaluator:
             for metric, by_question in result.values.items():
                 lower = (metric,) if metric in result.lower_is_better else ()
                 values = {metric: tuple(by_question.values())}
-                self._values.write(QuestionValues(step, result.name, teacher, tuple(by_question), values, lower))
+                self._values.write([QuestionValues(step, result.name, teacher, tuple(by_question), values, lower)])
             figures |= result.metrics
         return figures
 
@@ -115,7 +115,9 @@ class Evaluator:
             self._warn(result.failure_text(f"{resolved.label}, {who}"))
         self._samples.write(shown_answers(result, step, self._settings.num_samples_shown, teacher))
         questions = tuple(_question_name(question.prompt) for question in result.questions)
-        self._values.write(QuestionValues(step, resolved.name, teacher, questions, result.values, levels=result.levels))
+        self._values.write(
+            [QuestionValues(step, resolved.name, teacher, questions, result.values, levels=result.levels)]
+        )
         return result.metrics
 
     @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,32 +108,27 @@ class OwnTeachers:
         self._averages: dict[int, Average] = {}
         self._workers: dict[int, TeacherWorker] = {}
         for i, worker_arguments in arguments.items():
-            use = self._use(self._weights(i, worker_arguments["settings"], worker_arguments["device"]))
+            settings: TeacherBase = worker_arguments["settings"]
+            if settings.weights == "ema":
+                with residence.use(), needs_memory(averaging(f"teachers.{i}", settings.name)):
+                    offload = settings.offload is True and worker_arguments["device"] == "cuda"
+                    self._averages[i] = Average(model, settings.ema_decay, offload=offload)
+            use = partial(self._use, i, settings.adapters)
             source = TeacherModel(model=model, mesh=mesh, logit_rows=logit_rows, use=use, is_fixed=False)
             self._workers[i] = TeacherWorker(**worker_arguments, source=source)
 
-    def _weights(self, i: int, settings: TeacherBase, device: str) -> Callable[[], AbstractContextManager[None]]:
-        """Return a factory of contexts that give the module the teacher's weights."""
-        if settings.weights == "ema":
-            with self._residence.use(), needs_memory(averaging(f"teachers.{i}", settings.name)):
-                offload = settings.offload is True and device == "cuda"
-                self._averages[i] = Average(self._model, settings.ema_decay, offload=offload)
-            return self._averages[i].in_model
-        return nullcontext if settings.adapters else lambda: without_adapters(self._model)
-
-    def _use(self, weights: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
-        @contextmanager
-        def use() -> Iterator[None]:
-            self._model.eval()
-            with self._residence.use(), weights():
-                try:
-                    yield
-                finally:
-                    # Free gathered parameters: they are the teacher's.
-                    for unit in sharded_units(self._model):
-                        unit.reshard()
-
-        return use
+    @contextmanager
+    def _use(self, teacher: int, adapters: bool) -> Iterator[None]:
+        """Give the module a teacher's weights inside the context. adapters: whether they include the student's."""
+        self._model.eval()
+        weights = self.averaged(teacher if teacher in self._averages else None)
+        with self._residence.use(), weights, nullcontext() if adapters else without_adapters(self._model):
+            try:
+                yield
+            finally:
+                # Free gathered parameters: they are the teacher's.
+                for unit in sharded_units(self._model):
+                    unit.reshard()
 
     def call(self, teacher: int, method: str, arguments: tuple[Any, ...]) -> Any:
         """Call a method of a teacher. teacher: its index."""

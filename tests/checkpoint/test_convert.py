@@ -365,7 +365,7 @@ def test_settings_that_do_not_fit(
     assert f" with student.model={tiny.teacher_same} and " in refused(capsys, *command, other)
     if name == "adapter":
         said = refused(capsys, *command, edited(checkpoint, tmp_path, "alpha: 12", "alpha: 24"))
-        assert "was written with student.lora.alpha=12, but the settings have 24" in said
+        assert "student.lora.alpha=24, there 12; restore these settings" in said
         assert "--dtype=float16: student.lora.export=adapter" in refused(capsys, *command, "--dtype=float16")
     assert not (tmp_path / "out").exists()
 

@@ -11,7 +11,7 @@ from nemo_opd.cli.settings_verbs import evaluation_recipe
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import run_with_hydra, to_yaml, validated
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.logging.questions import read_samples
+from nemo_opd.logging.questions import SampleLog
 from nemo_opd.training.standalone import evaluate
 from tests.composition import CONFIGS, command_line
 
@@ -43,7 +43,7 @@ def test_an_evaluation_writes_what_it_found(questions: Path, tmp_path: Path) -> 
     console = Console(record=True, width=100)
     result = evaluate(config, console)[""]
     results = json.loads((folder / "results.json").read_text())
-    answers = read_samples(folder / "samples.jsonl")
+    answers = SampleLog(folder / "samples.jsonl").read()
 
     assert (results["num_questions"], results["num_dropped"]) == (3, 1)
     assert list(results["estimates"]) == ["pass@1", "pass@2", "maj@2", "mean@2", "greedy"]
@@ -140,5 +140,5 @@ def test_sets_and_benchmarks_have_their_own_figures(questions: Path, tmp_path: P
     assert "maj@2" not in found["boxes"].estimates
     assert results["benchmarks"]["next_line"]["num_questions"] == 8
     assert 0 <= results["benchmarks"]["next_line"]["estimates"]["acc"]["value"] <= 1
-    assert {one.set for one in read_samples(tmp_path / "out" / "samples.jsonl")} == {"sums", "boxes"}
+    assert {one.set for one in SampleLog(tmp_path / "out" / "samples.jsonl").read()} == {"sums", "boxes"}
     assert "next_line: 8 questions" in console.export_text()

@@ -17,7 +17,7 @@ from nemo_opd.logging.base import Score, ScoreRow
 from nemo_opd.logging.charts import LIGHT, Theme, smooth, write_chart
 from nemo_opd.logging.metrics import shares, step_parts
 from nemo_opd.logging.plots import draw_loss, draw_questions, draw_step_time, not_taken, parts_by_step
-from nemo_opd.logging.questions import ShownAnswer, write_samples
+from nemo_opd.logging.questions import SampleLog, ShownAnswer
 from nemo_opd.logging.records import MovedRow, write_hardware, write_projections
 from tests.exit_status import exit_status
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
@@ -114,8 +114,7 @@ def test_scores_stand_in_the_columns_of_their_models(tmp_path: Path) -> None:
 def test_answers_are_right_by_the_reward_that_scores_ask_for(tmp_path: Path, given: str, right: int) -> None:
     (tmp_path / "config.yaml").write_text(f"evaluation: {given}\n")
     rewards = (0.4, 0.5, 1.0, 1.5)
-    write_samples(
-        tmp_path / "samples.jsonl",
+    SampleLog(tmp_path / "samples.jsonl").replace(
         (ShownAnswer(0, i, "greedy", 0, "?", None, "!", reward, "stop", 1) for i, reward in enumerate(rewards)),
     )
     found = re.findall(">(right|wrong)<", write_report(tmp_path).read_text())

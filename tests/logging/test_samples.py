@@ -8,7 +8,7 @@ import pytest
 
 from nemo_opd.errors import DataError
 from nemo_opd.logging import write_report
-from nemo_opd.logging.questions import SampleLog, ShownAnswer, answers_by_question, read_samples
+from nemo_opd.logging.questions import SampleLog, ShownAnswer, answers_by_question
 from nemo_opd.logging.report import MAX_OPEN
 
 ONE = ShownAnswer(
@@ -42,7 +42,7 @@ def test_what_is_written_is_read_again(path: Path) -> None:
     SampleLog(path).write([replace(ONE, step=5, answer=None)])
 
     readable = replace(ONE, response="Zwei – 2\n?")  # UTF-8 has no lone surrogates
-    assert read_samples(path) == [readable, replace(readable, step=5, answer=None)]
+    assert SampleLog(path).read() == [readable, replace(readable, step=5, answer=None)]
     assert "Zwei –" in path.read_text(encoding="utf-8")
 
 
@@ -55,9 +55,9 @@ def test_a_run_that_continues_drops_what_it_will_do_again(path: Path) -> None:
     with path.open("a") as file:
         file.write('{"step": 30, "quest')
     log.truncate_after(10)
-    assert [(answer.step, answer.teacher) for answer in read_samples(path)] == [(0, None), (0, "big"), (10, None)]
+    assert [(answer.step, answer.teacher) for answer in SampleLog(path).read()] == [(0, None), (0, "big"), (10, None)]
     log.truncate_after(0)
-    assert read_samples(path) == []
+    assert SampleLog(path).read() == []
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"step": 1}', '{"step": "1"}', "[" * 100_000])
@@ -68,7 +68,7 @@ def test_a_damaged_line_is_named(path: Path, line: str) -> None:
     log.write([ONE])
 
     with pytest.raises(DataError, match=r"samples.jsonl, line 2 is not an answer \([^\n]*\); remove or repair it$"):
-        read_samples(path)
+        SampleLog(path).read()
 
 
 def test_the_first_and_the_last_evaluation_are_side_by_side(path: Path) -> None:
@@ -123,7 +123,7 @@ def test_answers_that_name_no_one_are_the_students(path: Path) -> None:
     assert record.pop("teacher") is None
     path.write_text(json.dumps(record) + "\n")
 
-    assert read_samples(path) == [replace(ONE, response="2")]
+    assert SampleLog(path).read() == [replace(ONE, response="2")]
 
 
 def test_texts_are_no_markup(path: Path) -> None:

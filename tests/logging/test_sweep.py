@@ -2,12 +2,18 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from nemo_opd.logging.comparison import by_size, measures_of, read_sweep, sweep_table, write_sweep_report
+from nemo_opd.logging.comparison import SweptRun, by_size, measures_of, read_sweep, sweep_table, write_comparison
 from tests.logging.synthetic import record, validation
+
+
+def page_of(root: Path, runs: Sequence[SweptRun]) -> str:
+    write_comparison(root / "report.html", runs)
+    return (root / "report.html").read_text()
 
 
 def write_run(folder: Path, bits: float, steps: int = 4, is_complete: bool = True, **more: float) -> None:
@@ -37,9 +43,9 @@ def test_each_run_is_a_row_with_its_own_result(tmp_path: Path) -> None:
     ]
     console = Console(width=80, record=True, quiet=True)
     console.print(sweep_table(runs))
-    page = write_sweep_report(tmp_path, runs).read_text()
+    page = page_of(tmp_path, runs)
     assert re.findall(r'href="([^"]*/report[^"]*)"', page) == ["run.seed=2/report/report.html"]
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "report" / "val_bits_per_byte.png").read_bytes().startswith(b"\x89PNG")
     assert not re.search(r"https?://|@import|url\(|<script", page)
 
 
@@ -53,11 +59,11 @@ def test_questions_have_their_interval(tmp_path: Path) -> None:
 
 def test_names_are_text_and_not_markup(tmp_path: Path) -> None:
     write_run(tmp_path / "<b>x", 1.5)
-    assert "<b>x" not in write_sweep_report(tmp_path, read_sweep(tmp_path)).read_text()
+    assert "<b>x" not in page_of(tmp_path, read_sweep(tmp_path))
 
 
 def test_a_sweep_of_nothing_has_a_page(tmp_path: Path) -> None:
-    assert "</html>" in write_sweep_report(tmp_path, read_sweep(tmp_path / "nothing")).read_text()
+    assert "</html>" in page_of(tmp_path, read_sweep(tmp_path / "nothing"))
 
 
 def test_numbers_are_sorted_by_size() -> None:
@@ -68,7 +74,9 @@ def test_a_run_that_was_refused_is_a_row(tmp_path: Path) -> None:
     write_run(tmp_path / "run.seed=1", 1.5)
     runs = read_sweep(tmp_path, ["run.seed=1", "run.seed=2"])
     assert [run.cells([])[1] for run in runs] == ["4", "refused, or not started"]
-    assert "run.seed=2/" not in write_sweep_report(tmp_path, runs).read_text()
+    page = page_of(tmp_path, runs)
+    assert "run.seed=2/" not in page
+    assert "Settings that differ" not in page, "from the settings of the run that has some"
 
 
 def test_evaluations_have_their_own_results(tmp_path: Path) -> None:
@@ -90,4 +98,4 @@ def test_evaluations_have_their_own_results(tmp_path: Path) -> None:
         "0",
         "1:01",
     ]
-    assert 'href="n=8/results.json"' in write_sweep_report(tmp_path, [run]).read_text()
+    assert 'href="n=8/results.json"' in page_of(tmp_path, [run])

@@ -15,7 +15,7 @@ from nemo_opd.config.load import validated
 from nemo_opd.data.record import Rollout
 from nemo_opd.errors import RolloutError
 from nemo_opd.logging.loggers import read
-from nemo_opd.logging.questions import ShownAnswer, read_samples
+from nemo_opd.logging.questions import SampleLog, ShownAnswer
 from nemo_opd.training.standalone import evaluate
 from tests.tiny import Tiny
 from tests.training.launch import run_here
@@ -44,7 +44,7 @@ def test_an_off_policy_run_asks_student_and_teachers(overrides: list[str], tmp_p
     folder = run_here(tmp_path / "run", [*overrides, "student.optimizer.lr=0.05", *benchmarks])
     first, *_, last = read(folder / "metrics.jsonl")
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    answers = read_samples(folder / "samples.jsonl")
+    answers = SampleLog(folder / "samples.jsonl").read()
 
     assert first["eval/own/greedy"] == last["eval/own/greedy"] == 0.5
     assert texts(answers, 0, None) != texts(answers, 2, None)
@@ -54,7 +54,7 @@ def test_an_off_policy_run_asks_student_and_teachers(overrides: list[str], tmp_p
         evaluate(standalone(model, config, alone), Console(quiet=True))
         found = json.loads((alone / "results.json").read_text())["benchmarks"]["next_line"]["estimates"]["acc"]
         record, ending = (last, "") if teacher is None else (first, f"/{teacher}")
-        assert texts(answers, step, teacher) == texts(read_samples(alone / "samples.jsonl"), 0, None)
+        assert texts(answers, step, teacher) == texts(SampleLog(alone / "samples.jsonl").read(), 0, None)
         assert found == {
             "value": record[f"eval/next_line/acc{ending}"],
             "low": record[f"eval/next_line/acc_low{ending}"],

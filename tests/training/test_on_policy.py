@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from nemo_opd.config.load import from_yaml
 from nemo_opd.logging.loggers import read
-from nemo_opd.logging.questions import ShownAnswer, read_samples
+from nemo_opd.logging.questions import SampleLog, ShownAnswer
 from nemo_opd.training.on_policy import distil
 from tests.training.launch import ROOT, Run, start
 
@@ -148,7 +148,7 @@ def test_a_run_that_continues_samples_the_same(
 
 def shown(run: Run, teacher: str | None) -> list[ShownAnswer]:
     """What the teacher answered; None: the student."""
-    return [one for one in read_samples(run.output_dir / "samples.jsonl") if one.teacher == teacher]
+    return [one for one in SampleLog(run.output_dir / "samples.jsonl").read() if one.teacher == teacher]
 
 
 def questions(output: str) -> str:

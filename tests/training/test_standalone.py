@@ -10,7 +10,7 @@ from rich.console import Console
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import validated
 from nemo_opd.errors import ConfigError
-from nemo_opd.logging.questions import read_samples
+from nemo_opd.logging.questions import SampleLog
 from nemo_opd.training.standalone import drive
 from tests.workers.local import in_world
 
@@ -52,11 +52,11 @@ def test_ranks_find_what_one_process_does(tmp_path: Path) -> None:
     settings = [config(tmp_path / name, cluster={"cpu_ranks": 2}, **own, **more) for name, own in layouts.items()]
     folders = in_world(2, asked, settings, tmp_path / "world 2")
 
-    answers = [each.response for each in read_samples(one / "samples.jsonl")]
+    answers = [each.response for each in SampleLog(one / "samples.jsonl").read()]
     assert any(answers)
     assert not any("e" in each for each in answers)
     for folder in folders:
-        assert [each.response for each in read_samples(folder / "samples.jsonl")] == answers
+        assert [each.response for each in SampleLog(folder / "samples.jsonl").read()] == answers
         assert found(folder) == found(one)
 
 
