@@ -57,6 +57,7 @@ def _closing_of(folder: Path) -> ClosingTable | None:
     from nemo_opd.config.load import from_yaml
     from nemo_opd.logging.base import Best
     from nemo_opd.logging.loggers import read
+    from nemo_opd.logging.metrics import BITS_PER_BYTE
     from nemo_opd.training.closing import closing_table
 
     try:
@@ -64,17 +65,16 @@ def _closing_of(folder: Path) -> ClosingTable | None:
     except (OSError, OPDError, YAMLError):
         return None
     records = read(folder / "metrics.jsonl")
-    bits_per_byte: dict[str, float] = {}
+    start = next((record for record in records if not record["step"]), {})
     best, metric = None, config.train.keep_best and config.train.keep_best.metric
     with suppress(OPDError):  # only checkpoints have these figures
-        if newest := checkpoints_of(config, folder).newest(hashed=False):
-            bits_per_byte = dict(newest.progress.bits_per_byte)
-            if metric and newest.progress.best.values and (folder / "best").is_dir():
-                step, value = next(iter(newest.progress.best.values.items()))
-                best = Best(metric, int(step), value)
-    validated = [record for record in records if record["step"] and "val/bits_per_byte" in record]
+        newest = checkpoints_of(config, folder).newest(hashed=False)
+        if newest and metric and newest.progress.best.values and (folder / "best").is_dir():
+            step, value = next(iter(newest.progress.best.values.items()))
+            best = Best(metric, int(step), value)
+    validated = [record for record in records if record["step"] and BITS_PER_BYTE in record]
     last = validated[-1] if validated else {}
-    table = closing_table(config, folder, bits_per_byte, last.get("val/bits_per_byte"), int(last.get("step", 0)))
+    table = closing_table(config, folder, start, last, int(last.get("step", 0)))
     return replace(table, best=best)
 
 
