@@ -39,13 +39,13 @@ def _report(arguments: Namespace, console: Console) -> None:
 def report_sweep(root: Path, names: Sequence[str]) -> None:
     """Print a table of a sweep's runs and write `root`/report.html, if any run has started."""
     # matplotlib is slow to import, and few commands are sweeps
-    from nemo_opd.logging.comparison import read_sweep, sweep_table, write_sweep_report
+    from nemo_opd.logging.comparison import headline_measures, read_sweep, sweep_table, write_sweep_report
 
     runs = read_sweep(root, names)
     if not any(run.has_started for run in runs):
         return
     with suppress(OSError):
-        Console().print(sweep_table(runs))
+        Console().print(sweep_table(runs, headline_measures(runs)))
     print_line(f"report  {write_sweep_report(root, runs)}")
 
 
@@ -92,6 +92,10 @@ examples:
 )
 
 
+_MOST_MEASURES = 4
+"""Measures in a terminal; the page has all."""
+
+
 def _add_compare_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="a run's directory")
     parser.add_argument(
@@ -111,11 +115,13 @@ def _compare(arguments: Namespace, console: Console) -> None:
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: not a run (there is no metrics.jsonl); name directories of runs")
     # matplotlib and transformers are slow to import
-    from nemo_opd.logging.comparison import read_runs, sweep_table, write_comparison
+    from nemo_opd.logging.comparison import measures_of, read_runs, sweep_table, unlike, write_comparison
     from nemo_opd.training.closing import answer_tables
 
     runs = read_runs(arguments.folders)
-    console.print(sweep_table(runs, "Runs"))
+    console.print(sweep_table(runs, measures_of(runs)[:_MOST_MEASURES], "Runs"))
+    for sentence in unlike(runs):
+        console.print(f"not alike  {sentence}", style="yellow", markup=False, highlight=False)
     write_comparison(arguments.output, runs, answer_tables(runs))
     print(f"report  {arguments.output}")
 
