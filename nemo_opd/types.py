@@ -118,8 +118,8 @@ class TokenRows(Rows):
     loss_mask: Tensor
     """bool [B, S]: token i is scored, by the logits at i−1. False at position 0 and in the padding."""
     num_bytes: Tensor
-    """int32 [B, S]: bytes of content that a token stands for if every model that reads the sequence predicts them,
-    otherwise 0. Their sum is the same for each of these models.
+    """int32 [B, S]: bytes of content per token; for a teacher's tokens, only bytes that all models of the sequence
+    predict.
     """
 
     def __len__(self) -> int:
@@ -252,6 +252,10 @@ class Batch(Rows):
     """
     domain: Tensor | None = field(default=None, metadata={_FILL: -1})
     """int64 [B]: domain of a validation text. None in parts of a global batch, and if texts have no domains."""
+    shared_bytes: Tensor | None = None
+    """int32 [B, S]: the student's bytes that all models of the sequence predict; each teacher's have the same sum. None
+    in parts of a global batch, and without teachers.
+    """
 
     def __len__(self) -> int:
         return len(self.student)
@@ -261,7 +265,7 @@ class Batch(Rows):
         student = self.student.rows(start, stop)
         width = student.ids.shape[1]
         teachers = tuple(teacher.rows(start, stop, width) for teacher in self.teachers)
-        part = replace(self, teachers=(), row=None, domain=None).part(start, stop)
+        part = replace(self, teachers=(), row=None, domain=None, shared_bytes=None).part(start, stop)
         sampled = None if part.sampled is None else part.sampled.narrowed(width)
         return replace(part, student=student, teachers=teachers, sampled=sampled)
 

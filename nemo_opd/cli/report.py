@@ -39,13 +39,13 @@ def _report(arguments: Namespace, console: Console) -> None:
 def report_sweep(root: Path, names: Sequence[str]) -> None:
     """Print a table of a sweep's runs and write `root`/report.html, if any run has started."""
     # matplotlib is slow to import, and few commands are sweeps
-    from nemo_opd.logging.comparison import read_sweep, sweep_table, write_comparison
+    from nemo_opd.logging.comparison import headline_measures, read_sweep, sweep_table, write_comparison
 
     runs = read_sweep(root, names)
     if not any(run.has_started for run in runs):
         return
     with suppress(OSError):
-        Console().print(sweep_table(runs))
+        Console().print(sweep_table(runs, headline_measures(runs)))
     page = root / "report.html"
     write_comparison(page, runs)
     print_line(f"report  {page}")
@@ -59,6 +59,7 @@ def _closing_of(folder: Path) -> ClosingTable | None:
     from nemo_opd.config.load import from_yaml
     from nemo_opd.logging.base import Best
     from nemo_opd.logging.loggers import read
+    from nemo_opd.logging.metrics import BITS_PER_BYTE
     from nemo_opd.training.closing import closing_table
 
     try:
@@ -66,17 +67,16 @@ def _closing_of(folder: Path) -> ClosingTable | None:
     except (OSError, OPDError, YAMLError):
         return None
     records = read(folder / "metrics.jsonl")
-    bits_per_byte: dict[str, float] = {}
+    start = next((record for record in records if not record["step"]), {})
     best, metric = None, config.train.keep_best and config.train.keep_best.metric
     with suppress(OPDError):  # only checkpoints have these figures
-        if newest := checkpoints_of(config, folder).newest(hashed=False):
-            bits_per_byte = dict(newest.progress.bits_per_byte)
-            if metric and newest.progress.best.values and (folder / "best").is_dir():
-                step, value = next(iter(newest.progress.best.values.items()))
-                best = Best(metric, int(step), value)
-    validated = [record for record in records if record["step"] and "val/bits_per_byte" in record]
+        newest = checkpoints_of(config, folder).newest(hashed=False)
+        if newest and metric and newest.progress.best.values and (folder / "best").is_dir():
+            step, value = next(iter(newest.progress.best.values.items()))
+            best = Best(metric, int(step), value)
+    validated = [record for record in records if record["step"] and BITS_PER_BYTE in record]
     last = validated[-1] if validated else {}
-    table = closing_table(config, folder, bits_per_byte, last.get("val/bits_per_byte"), int(last.get("step", 0)))
+    table = closing_table(config, folder, start, last, int(last.get("step", 0)))
     return replace(table, best=best)
 
 
@@ -92,6 +92,10 @@ examples:
     _add_report_arguments,
     _report,
 )
+
+
+_MOST_MEASURES = 4
+"""Measures in a terminal; the page has all."""
 
 
 def _add_compare_arguments(parser: ArgumentParser) -> None:
@@ -113,11 +117,13 @@ def _compare(arguments: Namespace, console: Console) -> None:
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: not a run (there is no metrics.jsonl); name directories of runs")
     # matplotlib and transformers are slow to import
-    from nemo_opd.logging.comparison import read_runs, sweep_table, write_comparison
+    from nemo_opd.logging.comparison import measures_of, read_runs, sweep_table, unlike, write_comparison
     from nemo_opd.training.closing import answer_tables
 
     runs = read_runs(arguments.folders)
-    console.print(sweep_table(runs, "Runs"))
+    console.print(sweep_table(runs, measures_of(runs)[:_MOST_MEASURES], "Runs"))
+    for sentence in unlike(runs):
+        console.print(f"not alike  {sentence}", style="yellow", markup=False, highlight=False)
     write_comparison(arguments.output, runs, answer_tables(runs), instead="name another --output")
     print(f"report  {arguments.output}")
 

@@ -246,7 +246,7 @@ def _validation_metrics(config: RunFields) -> Iterator[str]:
         return
     yield from ("val/loss", "val/ce", "val/bits_per_byte", "val/accuracy")
     if config.active_teachers:
-        yield from ("val/kd", *(f"val/kd/{name}" for name in config.active_names))
+        yield from ("val/shared_bits_per_byte", "val/kd", *(f"val/kd/{name}" for name in config.active_names))
 
 
 def _evaluation_metrics(config: RunFields) -> Iterator[str]:

@@ -21,12 +21,16 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 def collate(samples: Sequence[Sample]) -> Batch:
     """Collate samples into a batch, right-padded to the longest of each side. Routed samples are for one teacher alone.
 
-    Bytes count only if all models of a sample predict them; only chunks that are compared have ids.
+    A teacher's bytes, and `shared_bytes`, count only if all models of a sample predict them. Only chunks that are
+    compared have ids.
     """
-    samples = [compared(sample) for sample in samples]
     students = [sample.student for sample in samples]
-    teachers = zip(*(sample.teachers for sample in samples), strict=True)
-    batch = Batch(_token_rows(students), tuple(_teacher_rows(rows, students) for rows in teachers))
+    shared = [compared(sample) for sample in samples]
+    teachers = tuple(
+        _teacher_rows(rows, students) for rows in zip(*(sample.teachers for sample in shared), strict=True)
+    )
+    shared_bytes = _padded([sample.student.num_bytes for sample in shared], 0) if teachers else None
+    batch = Batch(_token_rows(students), teachers, shared_bytes=shared_bytes)
     routes = [sample.route for sample in samples if sample.route is not None]
     return mask_unrouted(batch, torch.tensor(routes)) if routes else batch
 

@@ -1,7 +1,8 @@
 """Records of a dataset: documents, prompts and their rollouts, and the columns that they are read from."""
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -231,6 +232,24 @@ def _from_json(text: str) -> Any:
         f"a conversation is malformed JSON: {reason} in {text[:60]!r}…; repair the column that data.messages_key or "
         "data.tools_key names"
     )
+
+
+def texts_hash(documents: Iterable[Document | Prompt]) -> str:
+    """Return a short hash of texts, conversations or prompts with their responses, in order.
+
+    Fields that teachers' contexts read and the teacher that a document names do not matter.
+    """
+    digest = hashlib.blake2b(digest_size=6)
+    for document in documents:
+        digest.update(json.dumps(_hashed_content(document), ensure_ascii=False, default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _hashed_content(document: Document | Prompt) -> object:
+    if isinstance(document, Prompt):
+        return [document.content, document.tools, document.response]
+    content = document.content if isinstance(document, Routed) else document
+    return content if isinstance(content, str) else [content.messages, content.tools]
 
 
 def is_field(column: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from nemo_opd.alignment.pieces import Pieces
 from nemo_opd.logging.metrics import merge
 from nemo_opd.logits.planned import UnitLossRecorder
 from nemo_opd.losses.metrics import with_calibration_error
-from nemo_opd.types import Batch, Mean, Metric, Rows, TeacherRows, TokenRows
+from nemo_opd.types import Batch, Mean, Metric, Rows, Sum, TeacherRows, TokenRows
 
 CLASSES = (
     "cjk",
@@ -55,15 +55,21 @@ _CHUNK_KINDS = ("1:1", "1:n", "n:1", "n:m", "unaligned")
 """Kinds by the number of student and teacher tokens in a chunk; `unaligned` tokens are in no compared chunk."""
 _ONE_TO_ONE, _ONE_TO_N, _N_TO_ONE, _N_TO_M, _UNALIGNED = range(len(_CHUNK_KINDS))
 _NONE = -1
+_ALL, _SHARED = "bits_per_byte", "shared_bits_per_byte"
+"""Measures over all bytes that the student predicts, and over the bytes that all models predict."""
+_SIZES = {_ALL: "bytes", _SHARED: "shared_bytes"}
+"""Name of the number of bytes, by measure."""
 
 
 def validate(models: _Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:
-    """Return the student's metrics over all batches, each reduced by its own rule."""
-    return with_calibration_error(_without_empty(merge(models.evaluate(batch) for batch in batches)))
+    """Return the student's metrics over all batches, each reduced by its own rule, with the bytes that they cover."""
+    metrics = with_calibration_error(_without_empty(merge(models.evaluate(batch) for batch in batches)))
+    sizes = {size: metrics[name] for name, size in _SIZES.items() if name in metrics}
+    return metrics | {size: Sum(metric.count) for size, metric in sizes.items() if isinstance(metric, Mean)}
 
 
 def validate_teachers(models: _Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:
-    """Return `bits_per_byte/<teacher>` on each teacher's tokens of the same texts, in total and for each group."""
+    """Return `shared_bits_per_byte/<teacher>` on each teacher's tokens of the same texts, in total and by group."""
     return _without_empty(merge(models.evaluate_teachers(batch) for batch in batches))
 
 
@@ -136,7 +142,7 @@ class TokenGroups:
     domains: tuple[str, ...] = ()
 
     def of_student(self, batch: Batch, losses: TokenLosses) -> dict[str, Metric]:
-        """Return share of tokens, cross-entropy, bits per byte and each teacher's KD for each group."""
+        """Return share of tokens, cross-entropy, bits per byte and per shared byte, and each teacher's KD by group."""
         student, metrics = batch.student, dict[str, Metric]()
         for table in self._tables(batch):
             is_counted = student.loss_mask & (table.labels != _NONE)
@@ -144,16 +150,19 @@ class TokenGroups:
             nats = _sums(table, table.labels, is_counted, losses.nats)
             metrics |= _means(table, _SHARE, tokens, tokens.sum().expand_as(tokens))
             metrics |= _means(table, "ce", nats, tokens)
-            metrics |= _bits_per_byte(table, "bits_per_byte", table.labels, student, losses.nats)
+            metrics |= _bits_per_byte(table, _ALL, table.labels, student, losses.nats)
+            if batch.shared_bytes is not None:
+                shared = replace(student, num_bytes=batch.shared_bytes)
+                metrics |= _bits_per_byte(table, _SHARED, table.shared_labels, shared, losses.nats)
             for (name, teacher), kd, is_unit in zip(self.parts, losses.kd, losses.is_unit, strict=True):
                 if teacher in table.teachers:
-                    units = _sums(table, table.labels, is_unit, is_unit)
+                    units = _sums(table, table.shared_labels, is_unit, is_unit)
                     measure = "kd" if name is None else f"kd/{name}"
-                    metrics |= _means(table, measure, _sums(table, table.labels, is_unit, kd), units)
+                    metrics |= _means(table, measure, _sums(table, table.shared_labels, is_unit, kd), units)
         return metrics
 
     def of_teachers(self, batch: Batch, nats: Sequence[Tensor]) -> dict[str, Metric]:
-        """Return each teacher's bits per byte for each group.
+        """Return each teacher's bits per shared byte for each group.
 
         nats: float64 [B, T] for each teacher, −log p of tokens with bytes.
         """
@@ -161,35 +170,23 @@ class TokenGroups:
         for table in self._tables(batch):
             for i in table.teachers:
                 rows = batch.teachers[i]
-                labels = _at_teacher(table.labels, rows)
-                metrics |= _bits_per_byte(table, f"bits_per_byte/{self.teachers[i]}", labels, rows.tokens, nats[i])
+                labels = _at_teacher(table.shared_labels, rows)
+                metrics |= _bits_per_byte(table, f"{_SHARED}/{self.teachers[i]}", labels, rows.tokens, nats[i])
         return metrics
 
     def _tables(self, batch: Batch) -> Iterator[_Table]:
         all_teachers = range(len(self.teachers))
         if batch.domain is not None:
             labels = batch.domain.unsqueeze(1).expand_as(batch.student.ids)
-            yield _Table(_DOMAIN, self.domains, labels, all_teachers)
-        yield _Table(_CLASS, CLASSES, self._stretch_classes(batch), all_teachers)
+            yield _Table(_DOMAIN, self.domains, labels, labels, all_teachers)
+        token_classes = self.classes.long()[batch.student.ids]
+        yield _Table(_CLASS, CLASSES, token_classes, _stretch_classes(batch, token_classes), all_teachers)
         for i, rows in enumerate(batch.teachers):
             if rows.chunks is not None:
                 labels = _chunk_kinds(rows.chunks.student, rows.chunks.teacher)
                 is_read = (rows.tokens.lengths > 0).unsqueeze(1)
-                yield _Table(f"{_CHUNK}/{self.teachers[i]}", _CHUNK_KINDS, labels.where(is_read, _NONE), (i,))
-
-    def _stretch_classes(self, batch: Batch) -> Tensor:
-        """Return the class of each token's stretch: int64 [B, S]."""
-        ids = batch.student.ids
-        opens = torch.ones_like(ids, dtype=torch.bool)
-        for rows in batch.teachers:
-            if rows.chunks is not None:
-                chunk = rows.chunks.student
-                opens[:, 1:] &= (chunk[:, 1:] != chunk[:, :-1]) | (chunk[:, 1:] < 0)
-        stretch = opens.long().cumsum(1) - 1
-        token_classes = self.classes.long()[ids]
-        # The class of a text is the lowest class of its characters.
-        lowest = torch.full_like(token_classes, len(CLASSES)).scatter_reduce(1, stretch, token_classes, "amin")
-        return lowest.gather(1, stretch)
+                labels = labels.where(is_read, _NONE)
+                yield _Table(f"{_CHUNK}/{self.teachers[i]}", _CHUNK_KINDS, labels, labels, (i,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +196,24 @@ class _Table:
     prefix: str
     names: tuple[str, ...]
     labels: Tensor
-    """int64 [B, S]: group of each student token, −1 for none."""
+    """int64 [B, S]: group of each student token, −1 for none; for the student's figures, whatever the teachers."""
+    shared_labels: Tensor
+    """The same for figures that student and teachers have in common."""
     teachers: Sequence[int]
     """Teachers that are compared in this table."""
+
+
+def _stretch_classes(batch: Batch, token_classes: Tensor) -> Tensor:
+    """Return the class of each token's stretch between places where all models cut: int64 [B, S]."""
+    opens = torch.ones_like(token_classes, dtype=torch.bool)
+    for rows in batch.teachers:
+        if rows.chunks is not None:
+            chunk = rows.chunks.student
+            opens[:, 1:] &= (chunk[:, 1:] != chunk[:, :-1]) | (chunk[:, 1:] < 0)
+    stretch = opens.long().cumsum(1) - 1
+    # The class of a text is the lowest class of its characters.
+    lowest = torch.full_like(token_classes, len(CLASSES)).scatter_reduce(1, stretch, token_classes, "amin")
+    return lowest.gather(1, stretch)
 
 
 def _chunk_kinds(student: Tensor, teacher: Tensor) -> Tensor:
@@ -258,12 +270,20 @@ def _means(table: _Table, measure: str, totals: Tensor, counts: Tensor) -> dict[
     return {f"{table.prefix}/{name}/{measure}": Mean(total, count) for name, total, count in groups}
 
 
+def shared_bits_per_byte(batch: Batch, nats: Tensor) -> dict[str, Metric]:
+    """Return the student's `shared_bits_per_byte`; nothing without teachers. nats: float64 [B, S], −log p of tokens."""
+    if batch.shared_bytes is None:
+        return {}
+    bits = nats[batch.shared_bytes > 0].sum() / math.log(2)
+    return {_SHARED: Mean(float(bits), int(batch.shared_bytes.sum()))}
+
+
 def teachers_bits_per_byte(batch: Batch, nats: Sequence[Tensor], names: Sequence[str]) -> dict[str, Metric]:
-    """Return `bits_per_byte/<teacher>`. nats: float64 [B, T] for each teacher, −log p of tokens with bytes."""
+    """Return `shared_bits_per_byte/<teacher>`. nats: float64 [B, T] for each teacher, −log p of tokens with bytes."""
     metrics: dict[str, Metric] = {}
     for name, rows, teacher_nats in zip(names, batch.teachers, nats, strict=True):
         num_bytes = (rows.tokens.num_bytes * rows.tokens.loss_mask)[:, 1:].sum()
-        metrics[f"bits_per_byte/{name}"] = Mean(float(teacher_nats.sum()) / math.log(2), int(num_bytes))
+        metrics[f"{_SHARED}/{name}"] = Mean(float(teacher_nats.sum()) / math.log(2), int(num_bytes))
     return metrics
 
 

@@ -61,8 +61,12 @@ class ClosingRow:
 
     name: str
     bits_per_byte: float | None
-    """None if nothing was validated."""
+    """The student's, over all validation bytes that it predicts, whatever the teachers. None for a teacher, and if
+    nothing was validated.
+    """
     note: str = ""
+    shared_bits_per_byte: float | None = None
+    """Over the validation bytes that student and teachers all predict; None without teachers."""
 
 
 class Score(NamedTuple):
@@ -142,12 +146,14 @@ class ClosingTable:
     def change(self, row: ClosingRow) -> float | None:
         """Return the relative change of bits per byte from the student before the run: −0.1 is a tenth fewer.
 
-        Returns None for that student's own row, and if either figure is unknown.
+        A teacher is compared over shared bytes. Returns None for that student's own row, and if a figure is unknown.
         """
-        start = self.before.bits_per_byte if self.before else None
-        if row is self.before or row.bits_per_byte is None or not start:
+        if self.before is None or row is self.before:
             return None
-        return row.bits_per_byte / start - 1
+        start, value = self.before.bits_per_byte, row.bits_per_byte
+        if row in self.teachers:
+            start, value = self.before.shared_bits_per_byte, row.shared_bits_per_byte
+        return None if value is None or not start else value / start - 1
 
 
 class Logger(ABC):

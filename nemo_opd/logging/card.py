@@ -78,6 +78,8 @@ class Provenance:
     """Versions of libraries by name."""
     student: ModelOrigin
     teachers: tuple[ModelOrigin, ...]
+    validation_texts: str | None = None
+    """Short hash of the validation texts in order, whatever the models; None without validation."""
 
     @property
     def models(self) -> tuple[ModelOrigin, ...]:

@@ -1,4 +1,4 @@
-"""Several runs on one page: results, settings that differ, curves, and validation by group."""
+"""Several runs on one page: results, differences that make them unlike, settings, curves, and validation by group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -18,9 +18,11 @@ from rich.table import Table
 from nemo_opd.errors import DataError
 from nemo_opd.files import ELSEWHERE, write_atomically
 from nemo_opd.logging.base import change, clock, figure, is_share, score, share
+from nemo_opd.logging.card import read_provenance
 from nemo_opd.logging.charts import Theme, question_measures, series, smooth, write_chart
 from nemo_opd.logging.console import titled_table
 from nemo_opd.logging.loggers import read
+from nemo_opd.logging.metrics import BITS_PER_BYTE, NUM_BYTES
 from nemo_opd.logging.records import NOTHING, Records, TextTable, figures_by_table, read_config, title_of
 from nemo_opd.logging.report import render
 
@@ -29,11 +31,17 @@ if TYPE_CHECKING:
 
 
 _REPORT, _RESULTS = "report/report.html", "results.json"
-_CURVE_TITLES = {"val/bits_per_byte": "Bits per byte", "train/loss": "Training loss, nats"}
+_CURVE_TITLES = {BITS_PER_BYTE: "Bits per byte", "train/loss": "Training loss, nats"}
+_VALIDATED = {BITS_PER_BYTE: "bits per byte", "val/ce": "CE, nats", "val/accuracy": "accuracy"}
+"""Heading by metric of validation."""
+_SAME_START = 1e-3
+"""Largest relative difference of the same student before training, from rounding in another layout or dtype."""
 _DASHED_FROM = 6
 """Number of solid curves, one for each colour."""
 _NOT_COMPARED = ("run.output_dir", "run.resume")
 """Settings that differ between any two runs."""
+_IDENTIFYING = ("name", "type", "model")
+"""Settings that identify a section."""
 _NUMBERS = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
 
 
@@ -49,6 +57,8 @@ class SweptRun:
     has_started: bool
     page: str | None
     """File in its folder, for readers, that it wrote at its end; None if it did not finish."""
+    validation_texts: str | None = None
+    """Hash of its validation texts; None if it recorded none."""
 
     def last(self, key: str) -> float | None:
         return next((record[key] for record in reversed(self.records) if key in record), None)
@@ -69,7 +79,9 @@ class SweptRun:
             if low is None or high is None:
                 return share(value)
             return score(value, low, high, is_share=is_share(key, value, low, high))
-        if key != "val/bits_per_byte":
+        if key == "val/accuracy":
+            return share(value)
+        if key != BITS_PER_BYTE:
             return figure(value)
         before = next(record[key] for record in self.records if key in record)
         return f"{value:.4f} ({change(value / before - 1)})" if before and len(self.records) > 1 else f"{value:.4f}"
@@ -108,7 +120,9 @@ def _read_run(folder: Path, name: str) -> SweptRun:
     if results.exists():
         records = (_evaluation_record(results),)
     page = next((page for page in (_REPORT, _RESULTS) if (folder / page).exists()), None)
-    return SweptRun(name, folder, records, (folder / "config.yaml").exists(), page)
+    provenance = read_provenance(folder)
+    texts = None if provenance is None else provenance.validation_texts
+    return SweptRun(name, folder, records, (folder / "config.yaml").exists(), page, texts)
 
 
 def _evaluation_record(results: Path) -> dict[str, float]:
@@ -125,9 +139,8 @@ def _evaluation_record(results: Path) -> dict[str, float]:
     return record
 
 
-def sweep_table(runs: Sequence[SweptRun], title: str = "Sweep") -> Table:
-    """Return a table with a row for each run, with only the first two measures to fit a width of 80."""
-    measures = measures_of(runs)[:2]
+def sweep_table(runs: Sequence[SweptRun], measures: Sequence[str], title: str = "Sweep") -> Table:
+    """Return a table with a row for each run."""
     table = titled_table(title)
     for i, head in enumerate(_headings(measures)):
         table.add_column(head, justify="right" if i else "left", overflow="fold")
@@ -140,14 +153,50 @@ def measures_of(runs: Sequence[SweptRun]) -> list[str]:
     """Return the metrics that have a column: validation and questions, or the training loss if there are neither."""
     records = [record for run in runs for record in run.records]
     metrics = {key for record in records for key in record}
-    measures = [key for key in ("val/bits_per_byte",) if key in metrics] + question_measures(records)
+    measures = [key for key in _VALIDATED if key in metrics] + question_measures(records)
     return measures or [key for key in ("train/loss",) if key in metrics]
+
+
+def headline_measures(runs: Sequence[SweptRun]) -> list[str]:
+    """Return the first two of `measures_of`, without cross-entropy and accuracy, to fit a width of 80."""
+    return [key for key in measures_of(runs) if key == BITS_PER_BYTE or key not in _VALIDATED][:2]
 
 
 def _headings(measures: Sequence[str]) -> list[str]:
     """Return the headings of the columns of `SweptRun.cells`."""
-    names = {"val/bits_per_byte": "bits per byte", "train/loss": "loss"}
+    names = {**_VALIDATED, "train/loss": "loss"}
     return ["run", *(names.get(key, key.removeprefix("eval/")) for key in measures), "steps", "time"]
+
+
+def unlike(runs: Sequence[SweptRun]) -> list[str]:
+    """Say in a sentence for each run why its figures do not compare with the first validated run's."""
+    validated = [run for run in runs if _validated(run)]
+    return [sentence for run in validated[1:] for sentence in _unlike(run, validated[0])]
+
+
+def _unlike(run: SweptRun, first: SweptRun) -> Iterator[str]:
+    texts, sizes = (run.validation_texts, first.validation_texts), (run.last(NUM_BYTES), first.last(NUM_BYTES))
+    if texts[0] is None or texts[1] is None or sizes[0] is None or sizes[1] is None:
+        unknown = run if texts[0] is None or sizes[0] is None else first
+        yield f"{run.name}: {unknown.name} recorded no validation bytes, so it may not compare with {first.name}."
+    elif texts[0] != texts[1]:
+        yield f"{run.name}: it was validated on other texts than {first.name}, so bits per byte do not compare."
+    elif sizes[0] != sizes[1]:
+        yield (
+            f"{run.name}: its bits per byte are over {sizes[0]:,.0f} bytes, and those of {first.name} over "
+            f"{sizes[1]:,.0f}, so they do not compare."
+        )
+    (start, *_, end), (first_start, *_, first_end) = (2 * _validated(run), 2 * _validated(first))
+    bits, first_bits = start[BITS_PER_BYTE], first_start[BITS_PER_BYTE]
+    if start["step"] == first_start["step"] == 0 and abs(bits - first_bits) > _SAME_START * first_bits:
+        yield f"{run.name}: it started at {bits:.4f} bits per byte, {first.name} at {first_bits:.4f}."
+    steps = end["step"], first_end["step"]
+    if steps[0] != steps[1]:
+        yield f"{run.name}: its figures are of step {steps[0]:,.0f}, {first.name}'s of step {steps[1]:,.0f}."
+
+
+def _validated(run: SweptRun) -> list[Mapping[str, float]]:
+    return [record for record in run.records if BITS_PER_BYTE in record]
 
 
 def write_comparison(
@@ -178,22 +227,53 @@ def write_comparison(
     all_tables = [results, *tables, *setting_tables(runs), *_group_tables(runs)]
     reports = {run.name: os.path.relpath(run.folder / run.page, page.parent) for run in runs if run.page}
     content = render(
-        "comparison.html", title="Comparison", folder=page.parent, tables=all_tables, charts=charts, reports=reports
+        "comparison.html",
+        title="Comparison",
+        folder=page.parent,
+        tables=all_tables,
+        notes=unlike(runs),
+        charts=charts,
+        reports=reports,
     )
     write_atomically(page, content, instead=instead)
 
 
 def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
-    """Return a table of the settings that differ between the runs, if any do."""
-    settings = {run.name: flat for run in runs if (flat := _flat(read_config(run.folder)))}
-    keys = dict.fromkeys(key for by_key in settings.values() for key in by_key if key not in _NOT_COMPARED)
-    rows = [[key, *(by_key.get(key, NOTHING) for by_key in settings.values())] for key in keys]
-    rows = [row for row in rows if len(set(row[1:])) > 1]
-    return [TextTable("Settings that differ", ["", *settings], rows)] if rows else []
+    """Return a table of the settings that differ between the runs, if any do.
+
+    A section that a run lacks, such as a teacher, is one row.
+    """
+    settings = [_flat(read_config(run.folder)) for run in runs]
+    sections = [{prefix for key in by_key for prefix in _prefixes(key)} for by_key in settings]
+    keys = dict.fromkeys(key for by_key in settings for key in by_key if key not in _NOT_COMPARED)
+    differing = [key for key in keys if len({by_key.get(key) for by_key in settings}) > 1]
+    row_of = {
+        key: next((prefix for prefix in _prefixes(key) if any(prefix not in present for present in sections)), key)
+        for key in differing
+    }
+    rows = [[row, *(_setting(by_key, row) for by_key in settings)] for row in dict.fromkeys(row_of.values())]
+    return [TextTable("Settings that differ", ["", *(run.name for run in runs)], rows)] if rows else []
+
+
+def _prefixes(key: str) -> list[str]:
+    """Return the sections of a dotted key, the outermost first; an element of a list is one, the list is not."""
+    parts = key.split(".")
+    return [".".join(parts[:stop]) for stop in range(1, len(parts)) if not parts[stop].isdigit()]
+
+
+def _setting(by_key: Mapping[str, str], key: str) -> str:
+    """Return a setting's value, or what identifies a section."""
+    if key in by_key:
+        return by_key[key]
+    named = [by_key[f"{key}.{name}"] for name in _IDENTIFYING if f"{key}.{name}" in by_key]
+    inner = named or [f"{name.removeprefix(f'{key}.')}={by_key[name]}" for name in by_key if name.startswith(f"{key}.")]
+    return ", ".join(inner) or NOTHING
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, str]:
-    """Return values as JSON by dotted key; elements of a list are keyed by index."""
+    """Return values that are set as JSON by dotted key; elements of a list are keyed by index."""
+    if settings in (None, [], {}):
+        return {}
     if isinstance(settings, list) and any(isinstance(element, Mapping) for element in settings):
         settings = dict(enumerate(settings))
     if not isinstance(settings, Mapping):
@@ -215,7 +295,8 @@ def _group_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
             by_run = [by_table.get(table, {}).get(group, {}) for by_table in last]
             shares = [figures["share"] for figures in by_run if "share" in figures]
             cells = [_bits(figures.get("bits_per_byte"), by_run[0].get("bits_per_byte")) for figures in by_run]
-            rows.append([group.replace("_", " "), share(shares[0]) if shares else NOTHING, *cells])
+            if len({*cells}) > 1 or NOTHING not in cells:
+                rows.append([group.replace("_", " "), share(shares[0]) if shares else NOTHING, *cells])
         heads = ["", "share of tokens", *(run.name for run in runs)]
         tables.append(TextTable(f"{title_of(table)}: bits per byte after", heads, rows))
     return tables

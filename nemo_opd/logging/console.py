@@ -338,12 +338,15 @@ def _closing_table(closing: ClosingTable) -> Table:
     table = titled_table("Validation")
     table.add_column("model", overflow="fold")
     table.add_column("bits per byte", justify="right", no_wrap=True)
+    if closing.teachers:
+        table.add_column("shared bytes", justify="right", no_wrap=True)
     table.add_column("vs start", justify="right", no_wrap=True)
     table.add_column("", style="dim", overflow="fold")
     for row in closing.rows:
         style = "bold green" if row is closing.after else ""
-        bits = "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"
-        table.add_row(Text(row.name), bits, change(closing.change(row)), Text(row.note), style=style)
+        bits = [row.bits_per_byte, row.shared_bits_per_byte] if closing.teachers else [row.bits_per_byte]
+        figures = ["-" if value is None else f"{value:.4f}" for value in bits]
+        table.add_row(Text(row.name), *figures, change(closing.change(row)), Text(row.note), style=style)
     return table
 
 

@@ -23,6 +23,12 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 """Metrics of each part, in the order of a step; the first recorded metric of a part counts."""
 PREFIX = "eval/"
+BITS_PER_BYTE, SHARED_BITS_PER_BYTE = "val/bits_per_byte", "val/shared_bits_per_byte"
+"""The student's bits per byte over all validation bytes that it predicts, whatever the teachers, and over the bytes
+that all models predict; with `/<teacher>` a teacher's.
+"""
+NUM_BYTES = "val/bytes"
+"""Number of the bytes of BITS_PER_BYTE."""
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from nemo_opd.logging.base import ClosingTable, is_share
 from nemo_opd.logging.base import figure as figure_of
 from nemo_opd.logging.charts import Chart, Theme, keys, series, smooth, write_chart
-from nemo_opd.logging.metrics import OTHER, PARTS, PREFIX, STEP, by_set, step_parts
+from nemo_opd.logging.metrics import (
+    BITS_PER_BYTE,
+    OTHER,
+    PARTS,
+    PREFIX,
+    SHARED_BITS_PER_BYTE,
+    STEP,
+    by_set,
+    step_parts,
+)
 from nemo_opd.logging.records import SKIPPED, Records
 
 if TYPE_CHECKING:
@@ -138,15 +147,17 @@ def _draw_teachers(figure: Figure, records: Records, closing: ClosingTable, them
 
 
 def _draw_validation(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """Draw the student over the run, and each teacher as a horizontal line."""
+    """Draw the student over the run, and each teacher as a horizontal line, all over shared bytes."""
     axes = figure.subplots()
-    steps, bits = series(records, "val/bits_per_byte")
-    axes.plot(steps, bits, color=theme.cycle[0], marker="o", markersize=4.5, label="student")
+    key, label = BITS_PER_BYTE, "bits per byte"
+    if closing.teachers:
+        key, label = SHARED_BITS_PER_BYTE, "bits per byte, over shared bytes"
+    axes.plot(*series(records, key), color=theme.cycle[0], marker="o", markersize=4.5, label="student")
     for row, colour in zip(closing.teachers, cycle(theme.cycle[1:]), strict=False):
-        if row.bits_per_byte is not None:
-            axes.axhline(row.bits_per_byte, color=colour, linestyle=_DASHES[0], linewidth=1.5, label=row.name)
+        if row.shared_bits_per_byte is not None:
+            axes.axhline(row.shared_bits_per_byte, color=colour, linestyle=_DASHES[0], linewidth=1.5, label=row.name)
     axes.margins(y=0.08)
-    axes.set_ylabel("bits per byte")
+    axes.set_ylabel(label)
 
 
 def _draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:

@@ -59,7 +59,7 @@ _RUN_KEYS = (
 )
 _TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}", "dtype"), ("loss {}", "loss.type"))
 _GROUP_METRIC = re.compile(
-    r"val/(?P<table>domain|class|chunk/[^/]+)/(?P<group>.+)/(?P<measure>share|ce|(?:bits_per_byte|kd)(?:/[^/]+)?)"
+    r"val/(?P<table>domain|class|chunk/[^/]+)/(?P<group>.+)/(?P<measure>share|ce|bits_per_byte|(?:shared_bits_per_byte|kd)(?:/[^/]+)?)"
 )
 _TABLE_TITLES = {"domain": "by domain", "class": "by class of token", "chunk": "by aligned chunk, student : {}"}
 
@@ -225,16 +225,20 @@ def figures_by_table(record: Mapping[str, float]) -> dict[str, dict[str, dict[st
 
 
 def _group_table(name: str, first: Mapping[str, _Figures], last: Mapping[str, _Figures]) -> TextTable:
-    teachers = _suffixes(first.values(), "bits_per_byte/")
+    teachers = _suffixes(first.values(), "shared_bits_per_byte/")
     distilled = _suffixes(last.values(), "kd/")
-    heads = ["", "share of tokens", "bits per byte before", "after", *(f"teacher {name}" for name in teachers)]
+    heads = ["", "share of tokens", "bits per byte before", "after"]
+    if teachers:
+        heads += ["over shared bytes before", "after", *(f"teacher {name}" for name in teachers)]
     heads += ["cross-entropy after", *(f"KD of {name}" for name in distilled)]
     rows = []
     for group in sorted(last, key=lambda group: -last[group].get("share", 0)):
         start, end = first.get(group, {}), last[group]
-        student = start.get("bits_per_byte")
-        bits = [_bits(start, "bits_per_byte", None), _bits(end, "bits_per_byte", student)]
-        bits += [_bits(start, f"bits_per_byte/{teacher}", student) for teacher in teachers]
+        bits = _before_and_after(start, end, "bits_per_byte")
+        if teachers:
+            bits += _before_and_after(start, end, "shared_bits_per_byte")
+            student = start.get("shared_bits_per_byte")
+            bits += [_bits(start, f"shared_bits_per_byte/{teacher}", student) for teacher in teachers]
         losses = [_number(end, "ce"), *(_number(end, f"kd/{teacher}") for teacher in distilled)]
         rows.append([group.replace("_", " "), share(end.get("share", 0)), *bits, *losses])
     return TextTable(title_of(name), heads, rows)
@@ -253,6 +257,10 @@ def _suffixes(groups: Iterable[_Figures], prefix: str) -> list[str]:
 
 def _number(figures: _Figures, measure: str) -> str:
     return figure(figures[measure]) if measure in figures else NOTHING
+
+
+def _before_and_after(start: _Figures, end: _Figures, measure: str) -> list[str]:
+    return [_bits(start, measure, None), _bits(end, measure, start.get(measure))]
 
 
 def _bits(figures: _Figures, measure: str, start: float | None) -> str:

@@ -77,6 +77,11 @@ def results(closing: ClosingTable) -> dict[str, float]:
     """Return the figures of a closing table by name: bits per byte, scores, and the best checkpoint."""
     figures = {f"bits_per_byte/{row.name}": row.bits_per_byte for row in closing.rows if row.bits_per_byte is not None}
     figures |= {
+        f"shared_bits_per_byte/{row.name}": row.shared_bits_per_byte
+        for row in closing.rows
+        if row.shared_bits_per_byte is not None
+    }
+    figures |= {
         f"score/{row.measure}/{model}": score.value for row in closing.scores for model, score in row.by_model.items()
     }
     if closing.best is not None:
@@ -186,10 +191,11 @@ class TensorBoardLogger(Logger):
 
     def summary(self, closing: ClosingTable) -> None:
         assert self._writer is not None, "summary before start"
-        lines = ["| model | bits per byte | note |", "|---|---|---|"]
+        lines = ["| model | bits per byte | over shared bytes | note |", "|---|---|---|---|"]
         for model in closing.rows:
-            value = "" if model.bits_per_byte is None else f"{model.bits_per_byte:.4f}"
-            lines.append(f"| {model.name} | {value} | {model.note} |")
+            bits = model.bits_per_byte, model.shared_bits_per_byte
+            values = " | ".join("" if value is None else f"{value:.4f}" for value in bits)
+            lines.append(f"| {model.name} | {values} | {model.note} |")
         if closing.scores:
             lines += ["", "| measure | model | score |", "|---|---|---|"]
         for row in closing.scores:

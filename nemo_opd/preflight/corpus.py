@@ -20,7 +20,7 @@ from nemo_opd.data.context import Context, PrivilegedPrompt, with_others
 from nemo_opd.data.encoders import ChatEncoder, Encoder
 from nemo_opd.data.loader import Domains, TrainLoader, domains_of, made_of_all, validation_batches
 from nemo_opd.data.order import BatchOrder, PackedOrder, State, lengths_of
-from nemo_opd.data.record import MESSAGES, TEXT, Document, Routed, parsed, read_documents, read_rows
+from nemo_opd.data.record import MESSAGES, TEXT, Document, Routed, parsed, read_documents, read_rows, texts_hash
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import HasIdentity, SameTokenizer, Sample, SampleMaker, WindowMaker
 from nemo_opd.data.sources import load_documents
@@ -34,7 +34,7 @@ from nemo_opd.types import Batch
 _Reader = TypeVar("_Reader")
 _IdentifiedReader = TypeVar("_IdentifiedReader", bound=HasIdentity)
 _BLOCK_ROWS = 256
-"""Conversations read at a time when looking for one with an answer; usually the first has one."""
+"""Documents read at a time: when looking for a conversation with an answer, usually the first has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,15 @@ class Corpus:
     def text_bytes(self) -> int:
         """Total bytes of the training texts."""
         return int(pc.sum(pc.binary_length(self.train.data.column(TEXT))).as_py())
+
+    @property
+    def validation_hash(self) -> str | None:
+        """Hash of the validation texts; None without any."""
+        if self.validation is None:
+            return None
+        starts = range(0, len(self.validation), _BLOCK_ROWS)
+        blocks = (list(range(start, min(start + _BLOCK_ROWS, len(self.validation)))) for start in starts)
+        return texts_hash(document for block in blocks for document in read_documents(self.validation, block))
 
     def _order(self, config: RunConfig) -> BatchOrder:
         return BatchOrder(len(self.train), config.train.global_batch_size, config.run.seed, config.data.shuffle)

@@ -20,7 +20,7 @@ from nemo_opd.data.collate import collate
 from nemo_opd.data.context import PrivilegedPrompt, with_others
 from nemo_opd.data.loader import Domains, domains_of, in_domains
 from nemo_opd.data.order import BatchOrder, State
-from nemo_opd.data.record import TEACHER, Prompt, Rollout
+from nemo_opd.data.record import TEACHER, Prompt, Rollout, texts_hash
 from nemo_opd.data.rollouts import RolloutSampleMaker, read_prompts
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.sources import load_documents
@@ -102,6 +102,11 @@ class Prompts:
     def _routes(self) -> list[int]:
         """Index of the teacher named in each row of the training data."""
         return [self.teachers.index(name) for name in self.train.documents[TEACHER]]
+
+    @property
+    def validation_hash(self) -> str | None:
+        """Hash of the validation prompts with their responses; None without any."""
+        return None if self.validation is None else texts_hash(self.validation.all())
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield batches of all validation prompts with their responses, in order."""

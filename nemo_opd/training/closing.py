@@ -12,7 +12,7 @@ from nemo_opd.logging import ClosingRow, ClosingTable
 from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, Score, ScoreRow, difference, is_share
 from nemo_opd.logging.comparison import SweptRun
 from nemo_opd.logging.loggers import read
-from nemo_opd.logging.metrics import PREFIX, score_keys
+from nemo_opd.logging.metrics import BITS_PER_BYTE, PREFIX, SHARED_BITS_PER_BYTE, score_keys
 from nemo_opd.logging.questions import QuestionValues, ValueLog
 from nemo_opd.logging.records import NOTHING, TextTable, number_of_set, read_config
 
@@ -22,37 +22,39 @@ _Record = Mapping[str, float]
 def closing_table(
     config: RunConfig,
     folder: Path,
-    bits_per_byte: Mapping[str, float],
-    student_after: float | None,
+    start: _Record,
+    end: _Record,
     steps: int,
     *,
     is_end: bool = True,
 ) -> ClosingTable:
     """Build the closing table: bits per byte and scores of student and teachers.
 
-    folder: the run's directory. bits_per_byte: keyed by name, for the student before training and the teachers.
-    is_end: report the trained student's last scores; otherwise only scores measured at exactly `steps`.
+    folder: the run's directory. start: bits per byte before the first step, with the teachers' figures; end: after
+    `steps`. Both are keyed by logged name, and empty if not measured. is_end: report the trained student's last scores;
+    otherwise only scores measured at exactly `steps`.
     """
 
-    def row(name: str, bits: float | None, note: str = "") -> ClosingRow | None:
-        return None if bits is None else ClosingRow(name, bits, note)
+    def student(name: str, record: _Record, note: str = "") -> ClosingRow | None:
+        bits = record.get(BITS_PER_BYTE)
+        return None if bits is None else ClosingRow(name, bits, note, record.get(SHARED_BITS_PER_BYTE))
 
     teachers = [
-        row(f"teacher {teacher.name}", bits_per_byte.get(teacher.name), teacher.type.replace("_", " "))
+        ClosingRow(f"teacher {teacher.name}", None, teacher.type.replace("_", " "), shared)
         for teacher in config.active_teachers
+        if (shared := start.get(f"{SHARED_BITS_PER_BYTE}/{teacher.name}")) is not None
     ]
     return ClosingTable(
-        before=row(STUDENT_BEFORE, bits_per_byte.get(STUDENT_BEFORE)),
-        after=row(STUDENT_AFTER, student_after, f"{steps} steps"),
-        teachers=tuple(teacher for teacher in teachers if teacher is not None),
+        before=student(STUDENT_BEFORE, start),
+        after=student(STUDENT_AFTER, end, f"{steps} steps"),
+        teachers=tuple(teachers),
         scores=_scores_at(config, folder, None if is_end else steps),
     )
 
 
-def closing_at(config: RunConfig, folder: Path, bits_per_byte: Mapping[str, float], step: int) -> ClosingTable:
-    """Build the closing table as if the run had ended at a step."""
-    measured = _measured_at(read(folder / "metrics.jsonl"), step)
-    return closing_table(config, folder, bits_per_byte, measured.get("val/bits_per_byte"), step, is_end=False)
+def closing_at(config: RunConfig, folder: Path, start: _Record, step: int) -> ClosingTable:
+    """Build the closing table as if the run had ended at a step. start: as for `closing_table`."""
+    return closing_table(config, folder, start, _measured_at(read(folder / "metrics.jsonl"), step), step, is_end=False)
 
 
 def _scores_at(config: RunConfig, folder: Path, step: int | None) -> tuple[ScoreRow, ...]:

@@ -30,7 +30,7 @@ from nemo_opd.cluster.batch_grid import BatchGrid, dp_leader_ranks, reduced
 from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.evaluation.likelihoods import Scored
-from nemo_opd.evaluation.validation import joined_losses, teachers_bits_per_byte
+from nemo_opd.evaluation.validation import joined_losses, shared_bits_per_byte, teachers_bits_per_byte
 from nemo_opd.files import replacing
 from nemo_opd.handoff.outputs import Window, windows
 from nemo_opd.handoff.shared_memory import FileDescriptor
@@ -209,11 +209,13 @@ class Models:
         """Return the metrics of a global batch without an update. Other batches may be in flight."""
         scored = self.collect(self.submit(batch, "validation"))
         by_rank = self._call_student("evaluate", self._student_parts(scored), scored)
+        losses = joined_losses([by_rank[rank][1] for rank in dp_leader_ranks(self._grid.student)])
+        losses = self._grid.unpad(losses, scored.batch)
         metrics = self._reduced([metrics for metrics, _ in by_rank], scored)
+        metrics |= shared_bits_per_byte(scored.batch, losses.nats)
         if self._token_groups is None:
             return metrics
-        losses = joined_losses([by_rank[rank][1] for rank in dp_leader_ranks(self._grid.student)])
-        return metrics | self._token_groups.of_student(scored.batch, self._grid.unpad(losses, scored.batch))
+        return metrics | self._token_groups.of_student(scored.batch, losses)
 
     def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows, tuple[slice, ...]]]:
         """Return the rows, windows and microbatches of each student rank."""
@@ -249,7 +251,7 @@ class Models:
         return (self._student if teacher is None else self._teachers[teacher]).likelihoods(rows)
 
     def evaluate_teachers(self, batch: Batch) -> dict[str, Metric]:
-        """Return `bits_per_byte/<teacher>` of a global batch, and its values for the groups of tokens."""
+        """Return `shared_bits_per_byte/<teacher>` of a global batch, and its values for the groups of tokens."""
         nats: list[Tensor] = []
         by_teacher = self._cluster.gather(self._on_teachers("token_nats", batch))
         for by_rank, layout, rows in zip(by_teacher, self._grid.teachers, batch.teachers, strict=True):

@@ -194,23 +194,21 @@ def push_export(plan: Plan) -> None:
     print_line(f"pushed  {url}")
 
 
-def write_cards(plan: Plan, closing: ClosingTable, bits_per_byte: Mapping[str, float], step: int) -> None:
+def write_cards(plan: Plan, closing: ClosingTable, start: Mapping[str, float], step: int) -> None:
     """Write README.md into final/, best/ and final_<teacher>/.
 
-    closing: closing table of the student after `step`, the last. bits_per_byte: see `closing_table`.
+    closing: closing table of the student after `step`, the last. start: as for `closing_table`.
     """
-    for exported in _exported_folders(plan, closing, bits_per_byte, step):
+    for exported in _exported_folders(plan, closing, start, step):
         write_card(plan.output_dir, exported)
 
 
-def _exported_folders(
-    plan: Plan, closing: ClosingTable, bits_per_byte: Mapping[str, float], step: int
-) -> Iterator[Exported]:
+def _exported_folders(plan: Plan, closing: ClosingTable, start: Mapping[str, float], step: int) -> Iterator[Exported]:
     config, folder, best = plan.config, plan.output_dir, closing.best
     yield Exported(folder / "final", f"The student after {step:,} steps", step, closing)
     if best is not None:
         description = f"The student after {best.step:,} of {step:,} steps, at its best {best.metric}: {best.value:.4g}"
-        at_best = closing_at(config, folder, bits_per_byte, best.step)
+        at_best = closing_at(config, folder, start, best.step)
         yield Exported(folder / "best", description, best.step, at_best, " (best)")
     for teacher in config.active_teachers:
         if teacher.weights == "ema":
@@ -240,6 +238,7 @@ def provenance(plan: Plan, summary: RunSummary) -> Provenance:
                 plan.config.active_teachers, summary.teachers, plan.teachers, strict=True
             )
         ),
+        validation_texts=plan.data.validation_hash,
     )
 
 

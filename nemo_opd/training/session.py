@@ -16,8 +16,8 @@ from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.files import write_atomically
 from nemo_opd.logging import Loggers, build, write_report
 from nemo_opd.logging.activity import print_line
-from nemo_opd.logging.base import STUDENT_BEFORE
 from nemo_opd.logging.card import write_provenance
+from nemo_opd.logging.metrics import BITS_PER_BYTE, SHARED_BITS_PER_BYTE
 from nemo_opd.logging.metrics import values as values_of
 from nemo_opd.logging.records import write_hardware
 from nemo_opd.preflight.corpus import Corpus
@@ -33,7 +33,7 @@ from nemo_opd.training.interrupt import Interrupt, TimeLimit
 from nemo_opd.training.models import Models
 from nemo_opd.training.saving import Saving, export_best, export_models, provenance, push_export, write_cards
 from nemo_opd.training.step_metrics import KDScale, SkippedSteps, first_kd_warnings, objective_values
-from nemo_opd.types import Batch, Metrics
+from nemo_opd.types import Batch, Mean, Metrics
 from nemo_opd.users_code import Callbacks
 
 _VALIDATION, _EVALUATION = "validation", "evaluation"
@@ -63,10 +63,10 @@ class Session:
         self.patience = Patience(self.config.train.early_stopping)
         self.checkpoints = checkpoints_of(self.config, plan.output_dir)
         self.time_limit = TimeLimit(self.config.train.save_before, plan.checkpoint_bytes)
-        self.bits_per_byte: dict[str, float] = {}
-        """Bits per byte of the student before training, and of each teacher."""
-        self.student_after: float | None = None
-        """Bits per byte of the student at its last validation."""
+        self.start: dict[str, float] = {}
+        """Bits per byte of the student before training and of the teachers, under their logged names."""
+        self.validated: dict[str, float] = {}
+        """`val/*` of the student at its last validation."""
         self._validated_at = -1
         self._is_best = False
 
@@ -132,7 +132,7 @@ class Session:
         self.skipped.load_state_dict(progress.skipped_steps)
         self.best.load_state(progress.best)
         self.patience.load_state(progress.stopping)
-        self.bits_per_byte = dict(progress.bits_per_byte)
+        self.start = dict(progress.start)
         self.source.load_state_dict(progress.loader)
 
     def open_source(self) -> BatchSource:
@@ -261,23 +261,25 @@ class Session:
         self.engine.follow(self.step)
 
     def _validate_all(self) -> dict[str, float]:
-        """Validate student and teachers and return `val/*`, without the teachers' bits per byte."""
+        """Validate student and teachers and return `val/*`."""
         self.loggers.phase("validating the student and its teachers")
         values = self.validate()
-        self.bits_per_byte[STUDENT_BEFORE] = values["val/bits_per_byte"]
-        teachers = values_of(validate_teachers(self.models, self._validation_batches("validating the teachers")))
-        by_name = {name: teachers.pop(f"bits_per_byte/{name}") for name in self.config.active_names}
-        self._warn_of_not_finite({f"bits per byte of teacher {name}": bits for name, bits in by_name.items()})
-        # A teacher without routed validation texts has 0.
-        self.bits_per_byte |= {name: bits for name, bits in by_name.items() if bits != 0}
-        return values | {f"val/{name}": value for name, value in teachers.items()}
+        metrics = validate_teachers(self.models, self._validation_batches("validating the teachers"))
+        # A teacher without routed validation texts has no bytes.
+        measured = {name: metric for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
+        teachers = {f"val/{name}": value for name, value in values_of(measured).items()}
+        totals = [f"{SHARED_BITS_PER_BYTE}/{name}" for name in self.config.active_names]
+        self._warn_of_not_finite({name: teachers[name] for name in totals if name in teachers})
+        values |= teachers
+        self.start = {name: values[name] for name in (BITS_PER_BYTE, SHARED_BITS_PER_BYTE, *totals) if name in values}
+        return values
 
     def validate(self) -> dict[str, float]:
         """Validate the student with its current weights and return `val/*`."""
         with self.time_limit.evaluating(_VALIDATION):
             metrics = validate(self.models, self._validation_batches("validating the student"))
         named = objective_values(self.config, metrics, self.kd_scale.value, "val")
-        self.student_after, self._validated_at = named["val/bits_per_byte"], self.step
+        self.validated, self._validated_at = named, self.step
         self._warn_of_not_finite(named)
         return named
 
@@ -312,7 +314,7 @@ class Session:
             loader=self.lookahead.state_dict(),
             kd_scale=self.kd_scale.state_dict(),
             skipped_steps=self.skipped.state_dict(),
-            bits_per_byte=self.bits_per_byte,
+            start=self.start,
             best=self.best.state(),
             stopping=self.patience.state(),
             settings=identity(self.config),
@@ -347,7 +349,7 @@ class Session:
         """
         if self._validated_at < self.step and self.plan.data.validation is not None:
             self.validate()  # a finished run was started again, or the run ended early
-        self.skipped.require_sound_end(self.student_after)
+        self.skipped.require_sound_end(self.validated.get(BITS_PER_BYTE))
         if self.skipped.in_a_row:
             self.loggers.warn(
                 f"the last {self.skipped.in_a_row} steps were skipped, so the model has the weights of step "
@@ -361,9 +363,9 @@ class Session:
                 f"no best/ was exported: no kept checkpoint has a value of {settings.metric} (train.keep_best)"
             )
         folder = self.plan.output_dir
-        closing = closing_table(self.config, folder, self.bits_per_byte, self.student_after, self.step)
+        closing = closing_table(self.config, folder, self.start, self.validated, self.step)
         closing = replace(closing, best=best)
-        write_cards(self.plan, closing, self.bits_per_byte, self.step)
+        write_cards(self.plan, closing, self.start, self.step)
         write_report(folder, closing)
         self.loggers.summary(closing)
         push_export(self.plan)

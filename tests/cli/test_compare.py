@@ -8,7 +8,9 @@ import yaml
 
 from nemo_opd.cli.main import main
 from nemo_opd.evaluation.estimates import paired_difference
-from nemo_opd.logging.comparison import read_runs, setting_tables
+from nemo_opd.logging.card import ModelOrigin, Provenance, write_provenance
+from nemo_opd.logging.comparison import read_runs, setting_tables, unlike
+from nemo_opd.models.folder import OwnCard
 from nemo_opd.training.closing import answer_tables
 
 
@@ -69,6 +71,71 @@ def test_only_settings_that_differ(tmp_path: Path) -> None:
     (table,) = setting_tables(runs)
     assert list(table.heads) == ["", "a/run", "b/run"]
     assert [list(row) for row in table.rows] == [["lr", "0.1", "0.2"], ["teachers.0.weight", "1.0", "2.0"]]
+
+
+def write_validated(
+    folder: Path,
+    config: dict[str, object],
+    *,
+    start: float = 2.0,
+    num_bytes: int = 100,
+    texts: str = "a1",
+    steps: int = 2,
+) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    student = ModelOrigin("student", "s", "s", 9, OwnCard())
+    write_provenance(folder, Provenance("nemo-opd", {}, student, (), validation_texts=texts))
+    figures = {"val/bytes": num_bytes, "val/ce": 3.21, "val/accuracy": 0.25}
+    records = [{"step": step, "val/bits_per_byte": start - step / 8, **figures} for step in range(steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_unlike_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: figures over other bytes, of other students or of other steps side by side without a word."""
+    write_validated(tmp_path / "first", {})
+    write_validated(tmp_path / "same", {}, start=2.0005)
+    write_validated(tmp_path / "start", {}, start=2.01)
+    write_validated(tmp_path / "bytes", {}, num_bytes=99)
+    write_validated(tmp_path / "texts", {}, texts="b2")
+    write_validated(tmp_path / "early", {}, steps=1)
+    write_run(tmp_path / "old", 0.1, [1.0])
+    folders = [tmp_path / name for name in ("first", "same", "start", "bytes", "texts", "early", "old")]
+    expected = [
+        "start: it started at 2.0100 bits per byte, first at 2.0000.",
+        "bytes: its bits per byte are over 99 bytes, and those of first over 100, so they do not compare.",
+        "texts: it was validated on other texts than first, so bits per byte do not compare.",
+        "early: its figures are of step 1, first's of step 2.",
+        "old: old recorded no validation bytes, so it may not compare with first.",
+    ]
+    assert unlike(read_runs(folders)) == expected
+    page = tmp_path / "page.html"
+    assert main(["compare", *map(str, folders), "--output", str(page)]) == 0
+    printed = capsys.readouterr().out
+    for shown in ("3.210", "25.0 %", "CE, nats", "accuracy", "complete"):
+        assert shown in printed, shown
+    assert all(sentence.replace("'", "&#39;") in page.read_text() for sentence in expected)
+
+
+def test_a_section_that_a_run_lacks_is_one_row(tmp_path: Path) -> None:
+    """Bug: a row of nulls for each setting of a teacher that the other run does not have."""
+    teacher = {
+        "name": "big",
+        "model": "some/model",
+        "dtype": "auto",
+        "revision": None,
+        "parallelism": {"tp": 1, "cp": 1},
+    }
+    with_teacher = {"teachers": [teacher], "loss": {"type": "p_kl", "merge": "first", "beta": None}}
+    without = {"teachers": [], "loss": {"type": "gold", "beta": None}, "more": None}
+    runs = [write_validated(tmp_path / name, config) for name, config in (("a", with_teacher), ("b", without))]
+    (table,) = setting_tables(read_runs(runs))
+    assert [list(row) for row in table.rows] == [
+        ["loss.merge", "first", "-"],
+        ["loss.type", "p_kl", "gold"],
+        ["teachers.0", "big, some/model", "-"],
+    ]
 
 
 def test_answers_are_compared_question_by_question(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Padding, empty rows and shards keep every sample: the oracle is the list of samples itself."""
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -94,7 +94,13 @@ def assert_trimmed_and_masked(batch: Batch) -> None:
 @given(sample_lists())
 def test_a_batch_holds_its_samples(samples: list[Sample]) -> None:
     batch = collate(samples)
-    assert unpadded(batch) == [expected(compared(sample)) for sample in samples]
+    shared = [compared(sample) for sample in samples]
+    expected_rows = [
+        expected(replace(ours, student=sample.student)) for sample, ours in zip(samples, shared, strict=True)
+    ]
+    assert unpadded(batch) == expected_rows
+    assert batch.shared_bytes is not None
+    assert [row.sum() for row in batch.shared_bytes.numpy()] == [ours.student.num_bytes.sum() for ours in shared]
     assert_trimmed_and_masked(batch)
     assert batch.student.ids.dtype == batch.student.lengths.dtype == torch.int64
     assert batch.student.loss_mask.dtype == torch.bool

@@ -57,6 +57,15 @@ def test_nothing_to_validate_is_nothing() -> None:
     assert validate_teachers(Counted(), []) == {}
 
 
+def oracle_of_student(folder: Path, texts: list[str], max_length: int) -> tuple[float, int]:
+    """Bits per byte of all tokens but the first of each text, and their bytes, in Python floats."""
+    read = Read(folder, max_length)
+    scored = [token for text in texts for token in read(text) if token[2] is not None]
+    num_bytes = sum(end - start for start, end, _ in scored)
+    # The end of a sequence has no bytes: its bits do not count.
+    return math.fsum(bits for start, end, bits in scored if end > start and bits is not None) / num_bytes, num_bytes
+
+
 def oracle_bits_per_byte(model_folders: Sequence[Path], texts: list[str], max_lengths: Sequence[int]) -> list[float]:
     """Token by token in Python floats: −log2 of the probability of each token, over bytes, of the stretches between two
     offsets at which all models cut the text, if each model keeps and predicts all of its tokens there.
@@ -107,7 +116,7 @@ def bytes_of(tokenizer, token: int) -> list[str]:
     return list(tokenizer.convert_ids_to_tokens(token))
 
 
-def measured(plan: Plan) -> tuple[float, list[float]]:
+def measured(plan: Plan) -> tuple[dict[str, float], list[float]]:
     texts = plan.data.validation
     assert texts is not None
 
@@ -116,8 +125,8 @@ def measured(plan: Plan) -> tuple[float, list[float]]:
 
     with opened(plan) as models:
         teachers = values(validate_teachers(models, batches()))
-        student = validate(models, batches())["bits_per_byte"].value()
-        return student, [teachers[f"bits_per_byte/{name}"] for name in plan.config.active_names]
+        student = values(validate(models, batches()))
+        return student, [teachers[f"shared_bits_per_byte/{name}"] for name in plan.config.active_names]
 
 
 def test_bits_per_byte_of_student_and_teachers(tiny: Tiny, tmp_path: Path) -> None:
@@ -130,7 +139,11 @@ def test_bits_per_byte_of_student_and_teachers(tiny: Tiny, tmp_path: Path) -> No
     texts = list(documents[:]["text"])
     assert len(texts) == 5
     folders = (tiny.student, tiny.teacher_cross, tiny.teacher_same)
-    assert [student, *teachers] == pytest.approx(oracle_bits_per_byte(folders, texts, (1000,) * 3), rel=1e-5)
+    shared = [student["shared_bits_per_byte"], *teachers]
+    assert shared == pytest.approx(oracle_bits_per_byte(folders, texts, (1000,) * 3), rel=1e-5)
+    bits, num_bytes = oracle_of_student(tiny.student, texts, 1000)
+    assert student["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert student["bytes"] == num_bytes >= student["shared_bytes"]
 
 
 def test_bits_per_byte_of_texts_that_are_cut(tiny: Tiny, tmp_path: Path) -> None:
@@ -140,5 +153,19 @@ def test_bits_per_byte_of_texts_that_are_cut(tiny: Tiny, tmp_path: Path) -> None
     assert documents is not None
     folders = (tiny.student, tiny.teacher_cross, tiny.teacher_same)
     # The teacher with another tokenizer reads as far as the student does, in as many tokens as that takes.
-    expected = oracle_bits_per_byte(folders, list(documents[:]["text"]), (12, 1000, 12))
-    assert [student, *teachers] == pytest.approx(expected, rel=1e-5)
+    texts = list(documents[:]["text"])
+    expected = oracle_bits_per_byte(folders, texts, (12, 1000, 12))
+    assert [student["shared_bits_per_byte"], *teachers] == pytest.approx(expected, rel=1e-5)
+    bits, num_bytes = oracle_of_student(tiny.student, texts, 12)
+    assert (student["bits_per_byte"], student["bytes"]) == (pytest.approx(bits, rel=1e-5), num_bytes)
+
+
+def test_the_students_figures_do_not_depend_on_teachers(tiny: Tiny, tmp_path: Path) -> None:
+    """Bugs: bytes that only count if the teachers cut them alike, and classes of tokens by the teachers' cuts: the same
+    untrained student had other figures with a teacher than without."""
+    plans = [plan_of(tiny.overrides("train.max_length=1000", f"loss.kd_weight={weight}")) for weight in (0, 1)]
+    assert [len(plan.config.active_teachers) for plan in plans] == [0, 2]
+    (alone, _), (taught, _) = in_world(1, measured, plans, tmp_path)
+    assert {"bits_per_byte", "bytes", "ce", "accuracy", "class/word/bits_per_byte", "class/numeral/share"} <= {*alone}
+    assert "shared_bits_per_byte" not in alone
+    assert {name: taught[name] for name in alone} == pytest.approx(alone, rel=1e-6)

@@ -84,7 +84,7 @@ def test_people_read_models_results_curves_and_settings(run: Path) -> None:
     assert (models[4][1], models[4][-1]) == ("a¦b", "unknown")
     assert "Unknown: check the terms of a|b before this model is published" in card.text
     assert "- overlap 0.674" in card.text
-    assert rows(card, "| validation text")[3] == ["student after", "1.5000", "-25.0 %"]
+    assert rows(card, "| validation text")[3] == ["student after", "1.5000", "1.7500", "-25.0 %"]
     scores = rows(card, "| questions")
     assert scores[2][1:3] == ["20.0 % (10.0 to 30.0 %); after: +20.0 ± 10.0 points", "40.0 % (30.0 to 50.0 %)"]
     assert {len(row) for row in scores} == {4}

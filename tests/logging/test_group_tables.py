@@ -12,10 +12,12 @@ START = {
     "val/domain/web/news/share": 0.25,
     "val/domain/web/news/ce": 3.0,
     "val/domain/web/news/bits_per_byte": 2.0,
-    "val/domain/web/news/bits_per_byte/big": 1.0,
+    "val/domain/web/news/shared_bits_per_byte": 2.5,
+    "val/domain/web/news/shared_bits_per_byte/big": 1.0,
     "val/domain/code|x/share": 0.75,
     "val/domain/code|x/bits_per_byte": 4.0,
-    "val/domain/code|x/bits_per_byte/big": 5.0,
+    "val/domain/code|x/shared_bits_per_byte": 5.0,
+    "val/domain/code|x/shared_bits_per_byte/big": 6.0,
     "val/chunk/big/1:n/share": 1.0,
     "val/chunk/big/1:n/bits_per_byte": 2.0,
     "val/class/special/share": 0.5,
@@ -27,6 +29,7 @@ END = {
     "val/domain/web/news/ce": 2.5,
     "val/domain/web/news/kd/big": 0.5,
     "val/domain/web/news/bits_per_byte": 1.5,
+    "val/domain/web/news/shared_bits_per_byte": 2.0,
     "val/domain/code|x/share": 0.75,
     "val/domain/code|x/bits_per_byte": 4.4,
     "val/chunk/big/1:n/share": 1.0,
@@ -41,11 +44,14 @@ def test_figures_are_in_their_columns() -> None:
     a missing figure that shifts the row."""
     domains, classes, chunks = group_tables([START, {"step": 3, "train/loss": 1.0}, END])
     assert domains.title == "Validation by domain"
-    heads = ["", "share of tokens", "bits per byte before", "after", "teacher big", "cross-entropy after", "KD of big"]
-    assert list(domains.heads) == heads
+    heads = ["", "share of tokens", "bits per byte before", "after", "over shared bytes before", "after", "teacher big"]
+    assert list(domains.heads) == [*heads, "cross-entropy after", "KD of big"]
     assert [list(row) for row in domains.rows] == [
-        ["code|x", "75.0 %", "4.0000", "4.4000 (+10.0 %)", "5.0000 (+25.0 %)", "-", "-"],
-        ["web/news", "25.0 %", "2.0000", "1.5000 (-25.0 %)", "1.0000 (-50.0 %)", "2.500", "0.500"],
+        ["code|x", "75.0 %", "4.0000", "4.4000 (+10.0 %)", "5.0000", "-", "6.0000 (+20.0 %)", "-", "-"],
+        [
+            *("web/news", "25.0 %", "2.0000", "1.5000 (-25.0 %)"),
+            *("2.5000", "2.0000 (-20.0 %)", "1.0000 (-60.0 %)", "2.500", "0.500"),
+        ],
     ]
     assert [list(row) for row in classes.rows] == [["special", "50.0 %", "-", "-", "0.500"]]
     assert chunks.title == "Validation by aligned chunk, student : big"

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_opd.logging.comparison import SweptRun, by_size, measures_of, read_sweep, sweep_table, write_comparison
+from nemo_opd.logging.comparison import (
+    SweptRun,
+    by_size,
+    headline_measures,
+    measures_of,
+    read_sweep,
+    sweep_table,
+    write_comparison,
+)
 from tests.logging.synthetic import record, validation
 
 
@@ -42,7 +50,7 @@ def test_each_run_is_a_row_with_its_own_result(tmp_path: Path) -> None:
         ["1.0000 (-50.0 %)", "3, not complete", "0:06"],
     ]
     console = Console(width=80, record=True, quiet=True)
-    console.print(sweep_table(runs))
+    console.print(sweep_table(runs, headline_measures(runs)))
     page = page_of(tmp_path, runs)
     assert re.findall(r'href="([^"]*/report[^"]*)"', page) == ["run.seed=2/report/report.html"]
     assert (tmp_path / "report" / "val_bits_per_byte.png").read_bytes().startswith(b"\x89PNG")
@@ -54,7 +62,8 @@ def test_questions_have_their_interval(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 1.5, **asked)
     (run,) = read_sweep(tmp_path)
     assert run.cells(["eval/pass@1"])[1] == "43.0 % (36.0 to 50.0 %)"
-    assert measures_of([run]) == ["val/bits_per_byte", "eval/pass@1"]
+    assert measures_of([run]) == ["val/bits_per_byte", "val/ce", "eval/pass@1"]
+    assert headline_measures([run]) == ["val/bits_per_byte", "eval/pass@1"]
 
 
 def test_names_are_text_and_not_markup(tmp_path: Path) -> None:

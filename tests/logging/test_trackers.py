@@ -85,7 +85,9 @@ def test_results_and_paths_have_names(tmp_path: Path) -> None:
     assert results(RESULT) == {
         "bits_per_byte/student before": 2.0,
         "bits_per_byte/student after": 1.5,
-        "bits_per_byte/phi4mini": 1.25,
+        "shared_bits_per_byte/student before": 2.5,
+        "shared_bits_per_byte/student after": 1.75,
+        "shared_bits_per_byte/phi4mini": 1.25,
         "score/greedy/student before": 0.2,
         "score/greedy/student after": 0.4,
         "score/greedy/teacher phi4mini": 0.9,
