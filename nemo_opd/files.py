@@ -26,6 +26,7 @@ _WAYS_OUT = {
     errno.EFBIG: "raise the limit on a file's size (ulimit -f)",
     errno.EIO: "check the disk",
     errno.EROFS: "mount it for writing",
+    errno.ELOOP: "remove the symbolic link",
     errno.EACCES: "change its permissions",
     errno.EPERM: "change its permissions",
 }
@@ -104,6 +105,11 @@ def copy_whole(source: Path, folder: Path) -> None:
     with replacing(folder) as temporary, storage_errors(folder):
         shutil.copytree(source, temporary)
         settle(temporary)
+
+
+def no_links(path: str, flags: int) -> int:
+    """Open a file for `open(…, opener=no_links)`. Raises OSError if the file itself is a symbolic link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from nemo_opd.config.run_fields import Logging
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import DataError, OPDError, StorageError, first_problem
-from nemo_opd.files import storage_errors, write_atomically
+from nemo_opd.files import no_links, storage_errors, write_atomically
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.console import ConsoleLogger
 from nemo_opd.logging.trackers import MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
@@ -126,7 +126,7 @@ class JsonlLogger(Logger):
         with storage_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._truncate_after(step)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = open(self.path, "a", encoding="utf-8", opener=no_links)
 
     def _truncate_after(self, step: int) -> None:
         """Drop records after `step` (all if it is 0, as step 0 is validated again) and a torn last line."""
