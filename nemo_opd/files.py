@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO, cast
 
 from rich.filesize import decimal
 
@@ -107,8 +108,12 @@ def copy_whole(source: Path, folder: Path) -> None:
         settle(temporary)
 
 
-def no_links(path: str, flags: int) -> int:
-    """Open a file for `open(…, opener=no_links)`. Raises OSError if the file itself is a symbolic link."""
+def open_unlinked(path: Path, mode: str) -> TextIO:
+    """Open a text file. Raises OSError if it is a symbolic link."""
+    return cast(TextIO, open(path, mode, encoding="utf-8", opener=_without_links))
+
+
+def _without_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

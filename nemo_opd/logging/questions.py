@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from nemo_opd.files import no_links, storage_errors, write_atomically
+from nemo_opd.files import open_unlinked, storage_errors, write_atomically
 from nemo_opd.logging.base import is_mean, is_share, share
 from nemo_opd.logging.loggers import parse_lines
 from nemo_opd.logging.records import NOTHING, TextTable
@@ -93,7 +93,7 @@ class ValueLog:
 
     def write(self, values: QuestionValues) -> None:
         """Append a line. Raises StorageError if the file cannot be written."""
-        with storage_errors(self.path), open(self.path, "a", encoding="utf-8", opener=no_links) as file:
+        with storage_errors(self.path), open_unlinked(self.path, "a") as file:
             file.write(_value_line(values))
 
 
@@ -133,7 +133,7 @@ class SampleLog:
         """Append answers. Raises StorageError if the file cannot be written."""
         with storage_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8", opener=no_links) as file:
+            with open_unlinked(self.path, "a") as file:
                 file.write(_answer_lines(answers))
 
 
