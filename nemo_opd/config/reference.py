@@ -208,7 +208,7 @@ def _write_schemas(config_dir: Path) -> None:
 
 
 def _recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
-    """Return the schema of a recipe: a model's settings, all optional as groups may set them, and Hydra's list of defaults."""
+    """Return the schema of a recipe: a model's settings, all optional as groups may set them, and the `defaults`."""
     schema = _partial(model.model_json_schema(ref_template="#/definitions/{model}"))
     definitions = schema.pop("$defs")
     definitions[_REFERENCE_TYPE] = {

@@ -124,8 +124,8 @@ def _folder_tasks(settings: QuestionSets, prefix: str) -> TaskManager:
     folder = settings.task_folder
     if folder is not None and not is_demo(folder) and not settings.confirm_task_code:
         raise ConfigError(
-            f"{prefix}task_folder={folder}: tasks of lm-eval are programs, as their functions and templates run as this "
-            f"user; write {prefix}confirm_task_code=true if you trust the folder"
+            f"{prefix}task_folder={folder}: tasks of lm-eval are programs, as their functions and templates run "
+            f"as this user; write {prefix}confirm_task_code=true if you trust the folder"
         )
     if folder is None:
         return TaskManager(include_defaults=False)
