@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import glob
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO, cast
 
 from rich.filesize import decimal
 
@@ -26,12 +28,15 @@ _WAYS_OUT = {
     errno.EFBIG: "raise the limit on a file's size (ulimit -f)",
     errno.EIO: "check the disk",
     errno.EROFS: "mount it for writing",
+    errno.ELOOP: "remove the symbolic link",
     errno.EACCES: "change its permissions",
     errno.EPERM: "change its permissions",
 }
 """Ways out by error number."""
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 """End of the errors of safetensors and tokenizers, which are not OSErrors."""
+_OLD = ".old."
+"""Part of the name of a folder that another one replaces."""
 _RANDOM_CHARACTERS = 8
 """Number of characters that `tempfile` adds to a prefix."""
 
@@ -89,14 +94,46 @@ def replacing(folder: Path) -> Iterator[Path]:
     """
     temporary = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
+    put_back(folder.parent, glob.escape(folder.name))
     try:
         yield temporary
         with storage_errors(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            temporary.rename(folder)
-            sync(folder.parent)
+            move_into_place(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def move_into_place(new: Path, folder: Path) -> None:
+    """Rename `new` to `folder`, and remove the folder that was there, or keep it if renaming fails. Raises OSError.
+
+    Files that cannot be removed, in use on NFS, stay in a hidden folder until the next call of `put_back`.
+    """
+    old = None
+    if folder.exists():
+        old = folder.rename(tempfile.mkdtemp(prefix=f".{folder.name}{_OLD}", dir=folder.parent))
+    try:
+        new.rename(folder)
+    except OSError:
+        if old is not None:
+            old.rename(folder)
+        raise
+    sync(folder.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def put_back(parent: Path, name: str = "*") -> None:
+    """Undo what a killed `move_into_place` left: restore old folders without a new one, and remove the others.
+
+    name: pattern of the folders' names.
+    """
+    for old in parent.glob(f".{name}{_OLD}*"):
+        folder = parent / old.name[1:].rpartition(_OLD)[0]
+        with suppress(OSError):
+            if folder.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(folder)
 
 
 def copy_whole(source: Path, folder: Path) -> None:
@@ -104,6 +141,15 @@ def copy_whole(source: Path, folder: Path) -> None:
     with replacing(folder) as temporary, storage_errors(folder):
         shutil.copytree(source, temporary)
         settle(temporary)
+
+
+def open_unlinked(path: Path, mode: str) -> TextIO:
+    """Open a text file. Raises OSError if it is a symbolic link."""
+    return cast(TextIO, open(path, mode, encoding="utf-8", opener=_without_links))
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def write_synced(path: Path, content: bytes) -> None:

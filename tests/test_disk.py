@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,16 @@ from transformers import AutoTokenizer
 
 from nemo_opd.checkpoint.state import save_state
 from nemo_opd.errors import CheckpointError, DataError, OPDError, StorageError
-from nemo_opd.files import require_room, settle, storage_errors, umask_mode, write_atomically
+from nemo_opd.files import (
+    move_into_place,
+    put_back,
+    replacing,
+    require_room,
+    settle,
+    storage_errors,
+    umask_mode,
+    write_atomically,
+)
 from nemo_opd.logging.loggers import JsonlLogger
 from nemo_opd.logging.questions import SampleLog, ShownAnswer
 from nemo_opd.projection import ProjectionMatrix
@@ -157,7 +167,8 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_under_a_log(name: str, tmp_path: Path) -> None:
+def test_a_full_disk_under_a_log(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "O_NOFOLLOW", 0)  # the link stands for a file on the disk
     (tmp_path / name).symlink_to(FULL)
     with pytest.raises(StorageError, match=rf"/{name} could not be written \(No space left on device; .* free\); free"):
         WRITERS[name](tmp_path / name)
@@ -230,3 +241,63 @@ def test_files_get_the_mode_of_the_umask(tmp_path: Path) -> None:
             os.umask(before)
         modes = {path.name: path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
         assert modes == dict.fromkeys(("model.safetensors", "page.html", "projection.safetensors"), mode)
+
+
+def test_a_folder_with_files_that_cannot_be_removed_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a file in use on NFS left half of the old folder, and the new one was thrown away."""
+    folder = tmp_path / "final"
+    for content in ("old", "new"):
+        with monkeypatch.context() as busy, replacing(folder) as temporary:
+            temporary.mkdir()
+            (temporary / "model").write_text(content)
+            busy.setattr(shutil, "rmtree", lambda *_, **__: None)
+    assert (folder / "model").read_text() == "new"
+    with replacing(folder) as temporary:
+        temporary.mkdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["final"], "the old one is removed later"
+
+
+@pytest.mark.parametrize("failing", [1, 2], ids=["the old one aside", "the new one in"])
+def test_the_old_folder_stays_until_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """Bug: the old folder was removed before the new one had its name."""
+    folder, renames = tmp_path / "final", []
+    folder.mkdir()
+    (folder / "model").write_text("old")
+
+    def rename(path: Path, target: object) -> Path:
+        renames.append(path)
+        if len(renames) == failing:
+            raise OSError(errno.EIO, "Input/output error")
+        os.rename(path, str(target))
+        return Path(str(target))
+
+    new = tmp_path / "new"
+    new.mkdir()
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "rename", rename)
+        with pytest.raises(OSError, match="Input/output"):
+            move_into_place(new, folder)
+    assert (folder / "model").read_text() == "old"
+
+
+@pytest.mark.world
+def test_the_old_folder_comes_back_after_a_kill_between_the_renames(tmp_path: Path) -> None:
+    """Bug: neither the old folder nor the new one had its name."""
+    code = (
+        "import os, sys; from pathlib import Path; from nemo_opd.files import replacing\n"
+        "folder, rename = Path(sys.argv[1]), Path.rename\n"
+        "Path.rename = lambda path, target: os._exit(0) if target == folder else rename(path, target)\n"
+        "with replacing(folder) as temporary: temporary.mkdir()\n"
+    )
+    folder = tmp_path / "final"
+    folder.mkdir()
+    (folder / "model").write_text("old")
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
+    assert not folder.exists()
+    put_back(tmp_path)
+    assert (folder / "model").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]

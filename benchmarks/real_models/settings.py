@@ -264,6 +264,7 @@ def evaluation(model: str, output: str, place: Place, dtype: str) -> dict[str, A
         "device": "cpu",
         "benchmarks": [{"task": TASK}],
         "task_folder": str(place.tasks),
+        "confirm_task_code": True,
         "output_dir": output,
     }
 

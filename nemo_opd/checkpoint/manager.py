@@ -20,7 +20,16 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from nemo_opd.errors import CheckpointError, DamagedError, first_problem
-from nemo_opd.files import files_below, require_room, settle, storage_errors, sync, write_synced
+from nemo_opd.files import (
+    files_below,
+    move_into_place,
+    put_back,
+    require_room,
+    settle,
+    storage_errors,
+    sync,
+    write_synced,
+)
 from nemo_opd.progress import Work, working
 
 _NAME = re.compile(r"^step_(\d{6,})$")
@@ -140,9 +149,7 @@ class CheckpointManager:
                 record = {**asdict(progress), "format": _WITH_MANIFEST}
                 (temporary / PROGRESS).write_text(json.dumps(record, indent=1), encoding="utf-8")
                 seal(temporary)
-                shutil.rmtree(target, ignore_errors=True)
-                temporary.rename(target)
-                sync(self.folder)
+                move_into_place(temporary, target)
                 if not progress.skipped_steps.get("in_a_row"):
                     self._remove_old(best={int(step) for step in progress.best.values})
         finally:
@@ -164,7 +171,8 @@ class CheckpointManager:
             return 0
 
     def remove_incomplete(self) -> None:
-        """Remove folders that a killed run left half-written or half-removed."""
+        """Remove folders that a killed run left half-written or half-removed, and restore one that it was replacing."""
+        put_back(self.folder)
         for folder in self.folder.glob(f"{TEMPORARY}*"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -172,9 +180,7 @@ class CheckpointManager:
         """Rename a damaged checkpoint, so that it is neither used nor counted in `keep_last`."""
         aside = self.folder / f"{_DAMAGED}{self.path(step).name}"
         with storage_errors(self.path(step), CheckpointError, instead="remove it"):
-            shutil.rmtree(aside, ignore_errors=True)
-            self.path(step).rename(aside)
-            sync(self.folder)
+            move_into_place(self.path(step), aside)
 
     def newest(self, *, hashed: bool = True) -> NewestCheckpoint | None:
         """Return the newest complete checkpoint, or None without checkpoints.

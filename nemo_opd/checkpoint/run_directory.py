@@ -15,7 +15,7 @@ from nemo_opd.checkpoint.manager import CheckpointManager, NewestCheckpoint
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.run_fields import Run
 from nemo_opd.errors import ConfigError
-from nemo_opd.files import existing, storage_errors
+from nemo_opd.files import existing, open_unlinked, storage_errors
 
 LOCK_NAME = ".lock"
 _LOG = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class RunLock:
 
     def _take(self) -> TextIO:
         while True:
-            file = self.path.open("a+", encoding="utf-8")
+            file = open_unlinked(self.path, "a+")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

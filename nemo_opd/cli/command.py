@@ -1,6 +1,7 @@
 """Commands with options, and the streams and exit status of their process."""
 
 import io
+import logging
 import os
 import sys
 import traceback
@@ -17,6 +18,7 @@ from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import ConfigError, OPDError
 from nemo_opd.files import OF_THE_DISK, refusal
+from nemo_opd.logging.terminal import VisibleConsole, VisibleFormatter, visible
 from nemo_opd.paths import keep_compiled_code_private
 from nemo_opd.progress import quiet_libraries
 
@@ -45,7 +47,7 @@ class Command:
         with standard_streams():
             options = parser.parse_args(arguments)
             with exit_status("nothing was written", expected=(OPDError, OSError)):
-                return self.task(options, Console()) or 0
+                return self.task(options, VisibleConsole()) or 0
 
 
 def require_at_least(arguments: Namespace, **least: float) -> None:
@@ -68,6 +70,8 @@ def exit_status(if_interrupted: str, expected: tuple[type[Exception], ...] = (OP
     """
     quiet_libraries()
     keep_compiled_code_private()
+    if logging.lastResort is not None:  # prints warnings, as no handler is set up
+        logging.lastResort.setFormatter(VisibleFormatter())
     try:
         yield
     except expected as error:
@@ -128,7 +132,7 @@ def fail(message: str, status: int, notes: Iterable[str] = ()) -> NoReturn:
     if Processes.started().rank > 0:
         sys.exit(status)
     for note in notes:
-        print(without_secrets(note), file=sys.stderr)
+        print(visible(without_secrets(note)), file=sys.stderr)
     for line in without_secrets(message).splitlines():  # a configuration's problems are one line each
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {visible(line)}", file=sys.stderr)
     sys.exit(status)

@@ -14,6 +14,7 @@ from rich.console import Console
 from nemo_opd.cli.command import Command
 from nemo_opd.errors import ConfigError, DataError, OPDError
 from nemo_opd.logging.activity import print_line
+from nemo_opd.logging.terminal import VisibleConsole
 
 if TYPE_CHECKING:
     from nemo_opd.logging import ClosingTable
@@ -45,7 +46,7 @@ def report_sweep(root: Path, names: Sequence[str]) -> None:
     if not any(run.has_started for run in runs):
         return
     with suppress(OSError):
-        Console().print(sweep_table(runs, headline_measures(runs)))
+        VisibleConsole().print(sweep_table(runs, headline_measures(runs)))
     page = root / "report.html"
     write_comparison(page, runs)
     print_line(f"report  {page}")

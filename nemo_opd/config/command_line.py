@@ -119,7 +119,7 @@ class Sweep:
 
         typed: the command line's overrides.
         """
-        return cls(tuple(argument.lstrip("+").partition("=")[0] for argument in typed if _is_sweep(argument)))
+        return cls(tuple(argument.lstrip("+").partition("=")[0] for argument in typed if is_sweep(argument)))
 
     def place(self, data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
         """Return the next run's settings, with the folder that it writes to.
@@ -153,12 +153,18 @@ def _masked(key: str, value: str) -> str:
     return without_secrets(masked_leaf({}, tuple(key.split(".")), value))
 
 
-def _is_sweep(argument: str) -> bool:
+def is_sweep(argument: str) -> bool:
     """Return whether an override has several values, one for each run."""
     try:
         return OverridesParser.create().parse_override(argument).is_sweep_override()
     except HydraException:
         return False
+
+
+def swept_options(override: str) -> list[str]:
+    """Return an override for each value of a sweep over a group."""
+    sweep = OverridesParser.create().parse_override(override)
+    return [f"{override.partition('=')[0]}={value}" for value in sweep.sweep_string_iterator()]
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,9 @@ class QuestionSets(Questions):
     """
     task_folder: str | None = None
     """A folder with more tasks, as lm-eval's YAML files, or `demo:tasks`."""
+    confirm_task_code: bool = False
+    """Allow the code in `task_folder`, which lm-eval runs as this user: functions, templates, and metrics from the hub.
+    """
     confirm_run_unsafe_code: bool = False
     """Allow benchmarks that run programs written by the model. lm-eval runs them without a sandbox, as this user."""
 

@@ -26,8 +26,10 @@ from nemo_opd.config.command_line import (
     MULTIRUN_FLAGS,
     CommandLine,
     Sweep,
+    is_sweep,
     quoted,
     read_command_line,
+    swept_options,
 )
 from nemo_opd.config.reference import help_text
 from nemo_opd.config.run import RunConfig
@@ -51,9 +53,43 @@ def compose_settings(arguments: Sequence[str], model: type[S], config_dir: Path,
     """Return a command line's settings through Hydra's compose API, which takes half the time."""
     command = read_command_line(arguments, config_dir, config_name)
     file = command.config_file
-    with composition_errors(command), initialize_config_dir(str(file.parent), version_base="1.3"):
-        composed = hydra.compose(file.stem, [*command.settings, *command.overrides])
+    with composition_errors(command):
+        require_no_hydra_settings(command, config_dir, config_name)
+        with initialize_config_dir(str(file.parent), version_base="1.3"):
+            composed = hydra.compose(file.stem, [*command.settings, *command.overrides])
     return from_omegaconf(composed, model)
+
+
+def require_no_hydra_settings(command: CommandLine, config_dir: Path, config_name: str) -> None:
+    """Raise ConfigError if a file outside of `config_dir` changes settings of Hydra, as they name code that Hydra runs.
+
+    Settings of Hydra that are typed on the command line are the user's own.
+    """
+    file = command.config_file
+    if file.parent == config_dir.resolve():
+        return
+    overrides = [override for override in command.overrides if not override.lstrip("+~").startswith("hydra")]
+    swept = [override for override in overrides if is_sweep(override)]
+    fixed = [override for override in overrides if override not in swept]
+    expected = _hydra_settings(config_dir / f"{config_name}.yaml", command.settings, ())
+    # Only an option of a group can bring settings of Hydra with it.
+    options = (option for override in swept if not override.startswith("++") for option in swept_options(override))
+    for more in ((), *((option,) for option in options)):
+        settings = _hydra_settings(file, command.settings, (*fixed, *more))
+        if changed := [key for key, value in settings.items() if value != expected.get(key)]:
+            raise ConfigError(
+                f"{file}: it sets hydra.{changed[0]}; settings of Hydra can name code that it runs, so they are taken "
+                f"from the command line only; remove the section from the file, or from the files that it names"
+            )
+
+
+def _hydra_settings(file: Path, settings: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the composed settings of Hydra, without those that describe this composition."""
+    with initialize_config_dir(str(file.parent.resolve()), version_base="1.3"):
+        composed = hydra.compose(file.stem, [*settings, *overrides], return_hydra_config=True)
+    node: Any = OmegaConf.to_container(composed.hydra, resolve=False)
+    job = {key: value for key, value in node["job"].items() if key not in ("config_name", "override_dirname")}
+    return {key: value for key, value in node.items() if key not in ("overrides", "runtime")} | {"job": job}
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
@@ -132,6 +168,7 @@ def run_with_hydra(
             # Hydra writes a sweep's overrides into a file that nobody needs.
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
             sys.argv.append(f"hydra.sweep.dir={quoted(scratch)}")
+        require_no_hydra_settings(command, config_dir, config_name)
         hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(guarded)()
     end: BaseException | None = failures[0] if failures else KeyboardInterrupt() if not_started else None
     if end is not None and not_started:

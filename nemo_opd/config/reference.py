@@ -208,7 +208,7 @@ def _write_schemas(config_dir: Path) -> None:
 
 
 def _recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
-    """Return the schema of a recipe: a model's settings, all optional as groups may set them, and Hydra's own keys."""
+    """Return the schema of a recipe: a model's settings, all optional as groups may set them, and the `defaults`."""
     schema = _partial(model.model_json_schema(ref_template="#/definitions/{model}"))
     definitions = schema.pop("$defs")
     definitions[_REFERENCE_TYPE] = {
@@ -225,7 +225,7 @@ def _recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
     definitions["Defaults"] = {"type": "array", "items": entry}
     about = "An option of each group; `_self_` stands for this file."
     defaults = {"$ref": "#/definitions/Defaults", "description": about}
-    schema["properties"] |= {"defaults": defaults, "hydra": {"type": "object", "description": "Settings of Hydra."}}
+    schema["properties"] |= {"defaults": defaults}
     for group in choices:  # an option may build on another
         for inner in models_in(model.model_fields[group].annotation):
             definitions[inner.__name__]["properties"]["defaults"] = defaults

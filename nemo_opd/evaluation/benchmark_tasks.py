@@ -51,7 +51,7 @@ class LoadedBenchmark:
 
 def check_tasks(settings: QuestionSets, prefix: str) -> None:
     """Check within seconds that tasks exist, and load them if all are in `task_folder`. Raises as `load_benchmarks`."""
-    manager = _folder_tasks(settings)
+    manager = _folder_tasks(settings, prefix)
     require_tasks(settings, prefix, manager.all_tasks)
     if _has_all(manager, settings):
         load_benchmarks(settings, prefix)
@@ -109,7 +109,7 @@ def load_benchmarks(settings: QuestionSets, prefix: str) -> tuple[LoadedBenchmar
     from lm_eval.tasks import TaskManager
 
     with as_lm_eval_runs():
-        manager = _folder_tasks(settings)
+        manager = _folder_tasks(settings, prefix)
         if not _has_all(manager, settings):
             require_tasks(settings, prefix, manager.all_tasks)
             manager = TaskManager(include_path=manager.include_path)  # also reads the thousands of lm-eval's own tasks
@@ -117,11 +117,16 @@ def load_benchmarks(settings: QuestionSets, prefix: str) -> tuple[LoadedBenchmar
         return tuple(_load(benchmark, manager, settings, prefix, i) for i, benchmark in enumerate(benchmarks))
 
 
-def _folder_tasks(settings: QuestionSets) -> TaskManager:
-    """Return a manager of the tasks in `task_folder` only."""
+def _folder_tasks(settings: QuestionSets, prefix: str) -> TaskManager:
+    """Return a manager of the tasks in `task_folder` only. Raises ConfigError if its code is not confirmed."""
     from lm_eval.tasks import TaskManager
 
     folder = settings.task_folder
+    if folder is not None and not is_demo(folder) and not settings.confirm_task_code:
+        raise ConfigError(
+            f"{prefix}task_folder={folder}: tasks of lm-eval are programs, as their functions and templates run "
+            f"as this user; write {prefix}confirm_task_code=true if you trust the folder"
+        )
     if folder is None:
         return TaskManager(include_defaults=False)
     path = task_folder() if is_demo(folder) else Path(folder).expanduser()

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from nemo_opd.config.run_fields import Console as Settings
 from nemo_opd.logging.base import amount, clock, figure
+from nemo_opd.logging.terminal import VisibleConsole, visible
 from nemo_opd.progress import Work, current, working
 
 EARLY = 0.9
@@ -29,7 +30,7 @@ def busy(what: str) -> Iterator[None]:
     The live display goes to stderr and the lines to stdout, so both appear if a command's stdout is redirected.
     """
     with ExitStack() as stack:
-        terminal = Console(stderr=True)
+        terminal = VisibleConsole(stderr=True)
         if terminal.is_terminal:
             stack.enter_context(terminal.status(WorkLine()))
         if not sys.stdout.isatty():
@@ -60,12 +61,12 @@ def loading(what: str) -> Iterator[None]:
 def print_line(text: str) -> None:
     """Print a line, if stdout can be written."""
     with suppress(OSError):
-        print(text, flush=True)
+        print(visible(text), flush=True)
 
 
 def _print_current() -> None:
     if (work := current()) is not None:
-        print(work_line(work), flush=True)
+        print(visible(work_line(work)), flush=True)
 
 
 def work_line(work: Work) -> str:

@@ -14,9 +14,10 @@ from rich.console import Console
 from nemo_opd.config.run_fields import Logging
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import DataError, OPDError, StorageError, first_problem
-from nemo_opd.files import storage_errors, write_atomically
+from nemo_opd.files import open_unlinked, storage_errors, write_atomically
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.console import ConsoleLogger
+from nemo_opd.logging.terminal import VisibleConsole
 from nemo_opd.logging.trackers import MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 
 _log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def build(settings: Logging, output_dir: Path, *, console: Console | None = None
         optional.append(TrackioLogger(settings.trackio, output_dir))
     if settings.console.enabled:
         # Last, below the output of other loggers.
-        optional.append(ConsoleLogger(settings.console, console or Console()))
+        optional.append(ConsoleLogger(settings.console, console or VisibleConsole()))
     return Loggers([JsonlLogger(output_dir / "metrics.jsonl")], optional)
 
 
@@ -126,7 +127,7 @@ class JsonlLogger(Logger):
         with storage_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._truncate_after(step)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = open_unlinked(self.path, "a")
 
     def _truncate_after(self, step: int) -> None:
         """Drop records after `step` (all if it is 0, as step 0 is validated again) and a torn last line."""

@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
-from nemo_opd.files import storage_errors, write_atomically
+from nemo_opd.files import open_unlinked, storage_errors, write_atomically
 from nemo_opd.logging.base import is_mean, is_share, share
 from nemo_opd.logging.loggers import parse_lines
 from nemo_opd.logging.records import NOTHING, TextTable
@@ -109,12 +109,12 @@ class _LineLog(Generic[_Line]):
         """Append lines. Raises StorageError if the file cannot be written."""
         with storage_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
-                file.write(b"".join(map(_json_line, lines)))
+            with open_unlinked(self.path, "a") as file:
+                file.write("".join(map(_json_line, lines)))
 
     def replace(self, lines: Iterable[_Line]) -> None:
         """Replace the file atomically."""
-        write_atomically(self.path, b"".join(map(_json_line, lines)))
+        write_atomically(self.path, "".join(map(_json_line, lines)).encode())
 
 
 class ValueLog(_LineLog[QuestionValues]):
@@ -129,9 +129,10 @@ class SampleLog(_LineLog[ShownAnswer]):
     kind, problem = ShownAnswer, "not an answer"
 
 
-def _json_line(line: QuestionValues | ShownAnswer) -> bytes:
+def _json_line(line: QuestionValues | ShownAnswer) -> str:
     # Readable, except for lone surrogates, which byte-level tokenizers produce and UTF-8 cannot encode.
-    return json.dumps(asdict(line), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+    text = json.dumps(asdict(line), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "replace").decode() + "\n"
 
 
 def answers_by_question(answers: Sequence[ShownAnswer]) -> list[dict[str, ShownAnswer | None]]:

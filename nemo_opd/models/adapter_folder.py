@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils import find_adapter_config_file
 
 from nemo_opd.errors import ModelError
-from nemo_opd.files import replacing, settle, storage_errors
+from nemo_opd.files import open_unlinked, replacing, settle, storage_errors
 from nemo_opd.models.folder import adapter_base, demo_folder, has_tokenizer, is_adapter, reason
 from nemo_opd.models.quantised import dequantised, quantisation
 from nemo_opd.paths import cache_dir
@@ -138,7 +138,7 @@ def _files(folder: Path, *patterns: str) -> list[Path]:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file. Has no effect on file systems without locks."""
-    with path.open("a") as file:
+    with open_unlinked(path, "a") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -16,7 +16,7 @@ import numpy as np
 from nemo_opd.config.run_fields import RolloutFiles
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
-from nemo_opd.files import storage_errors, write_atomically
+from nemo_opd.files import open_unlinked, storage_errors, write_atomically
 from nemo_opd.logging.loggers import parse_lines
 from nemo_opd.progress import tracked
 from nemo_opd.rollout.base import Generator, Request, Sampling
@@ -302,7 +302,7 @@ class RolloutLog:
         values: Sequence[float | None] = rewards or [None] * len(rollouts)
         lines = (_json_line(step, rollout, value) for rollout, value in zip(rollouts, values, strict=True))
         with storage_errors(self.path):
-            with self.path.open("a", encoding="utf-8") as file:
+            with open_unlinked(self.path, "a") as file:
                 file.writelines(lines)
                 size = file.tell()
             if size >= self._settings.file_mb * 10**6:

@@ -109,7 +109,7 @@ class TimeLimit:
 
     def __init__(self, limit: timedelta | None, checkpoint_bytes: int) -> None:
         """limit: time since the start of the job, or None."""
-        self._end = None if limit is None else job_start() + limit.total_seconds()
+        self._end = None if limit is None else time.monotonic() + limit.total_seconds() - job_age_s()
         self._save_s = 1 + checkpoint_bytes / _BYTES_PER_S
         self._step_s = self._last = 0.0
         self._evaluation_s: dict[str, float] = {}
@@ -117,16 +117,16 @@ class TimeLimit:
 
     def begin(self) -> None:
         """Start timing the first step."""
-        self._last = time.time()
+        self._last = time.monotonic()
 
     @contextmanager
     def evaluating(self, kind: str) -> Iterator[None]:
         """Time a kind of evaluation, and exclude it from the time of the step."""
-        start = time.time()
+        start = time.monotonic()
         try:
             yield
         finally:
-            seconds = time.time() - start
+            seconds = time.monotonic() - start
             self._evaluation_s[kind] = max(self._evaluation_s.get(kind, 0.0), seconds)
             self._last += seconds
 
@@ -135,7 +135,7 @@ class TimeLimit:
 
         evaluations: kinds of evaluation in the next step.
         """
-        now = time.time()
+        now = time.monotonic()
         self._step_s, self._last = max(self._step_s, now - self._last), now
         needed_s = self._step_s + sum(self._evaluation_s.get(kind, 0.0) for kind in evaluations)
         return self._end is not None and now + needed_s + _MARGIN * self._save_s > self._end
@@ -145,8 +145,7 @@ class TimeLimit:
         self._save_s = max(self._save_s, seconds)
 
 
-def job_start() -> float:
-    """Return the start of the Slurm job, or without Slurm of this process, in seconds since 1970."""
-    if start := os.environ.get(_SLURM):
-        return float(start)
-    return psutil.Process().create_time()
+def job_age_s() -> float:
+    """Return the seconds since the start of the Slurm job, or without Slurm of this process."""
+    start = os.environ.get(_SLURM)
+    return time.time() - (float(start) if start else psutil.Process().create_time())

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from nemo_opd.cluster.launch import driving
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers
 from nemo_opd.logging import Timer
 from nemo_opd.logging.activity import busy
+from nemo_opd.logging.terminal import VisibleConsole
 from nemo_opd.preflight.inputs import require_kind
 from nemo_opd.preflight.plan import preflight
 from nemo_opd.preflight.summary import print_plan
@@ -35,7 +34,7 @@ def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
     with busy("checking settings, models, tokenizers and data"):
         plan = preflight(config)
     if config.run.dry_run:
-        print_plan(plan, Console())
+        print_plan(plan, VisibleConsole())
         return plan.output_dir
     fill_caches(plan)
     with lost_workers(), Session(plan, callbacks) as session:

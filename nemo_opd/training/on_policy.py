@@ -9,14 +9,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
-
 from nemo_opd.cluster.launch import driving
 from nemo_opd.config.rollout import Health
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.activity import busy
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import values
+from nemo_opd.logging.terminal import VisibleConsole
 from nemo_opd.preflight.inputs import require_kind
 from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.preflight.prompts import Prompts
@@ -51,7 +50,7 @@ def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
     with busy("checking settings, models, tokenizers and prompts"):
         plan = preflight(config)
     if config.run.dry_run:
-        print_plan(plan, Console())
+        print_plan(plan, VisibleConsole())
         return plan.output_dir
     with _OnPolicySession(plan, callbacks) as session:
         train(session)

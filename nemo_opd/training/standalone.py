@@ -34,6 +34,7 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.activity import busy
 from nemo_opd.logging.base import figure, is_share, share
 from nemo_opd.logging.questions import SampleLog
+from nemo_opd.logging.terminal import VisibleConsole
 from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
 from nemo_opd.models.parallelize import check_parallelism
@@ -64,7 +65,7 @@ _log = logging.getLogger(__name__)
 def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[str, EvaluationResult]:
     """Evaluate as `drive` does; return an empty dict on torchrun ranks other than the driver."""
     with driving(config.cluster.on(config.device)) as is_driver:
-        return drive(config, console or Console()) if is_driver else {}
+        return drive(config, console or VisibleConsole()) if is_driver else {}
 
 
 def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationResult]:

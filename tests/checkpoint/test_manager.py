@@ -134,6 +134,28 @@ def test_a_step_is_written_again(tmp_path: Path) -> None:
     assert entries(manager.path(3)) == ["manifest.json", "progress.json"]
 
 
+def test_a_step_that_cannot_be_removed_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a file in use on NFS ended the run, with half of the old checkpoint and without the new one."""
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    write(manager, 3)
+    with monkeypatch.context() as busy:
+        busy.setattr(shutil, "rmtree", lambda path, **_: None)
+        with manager.writing(progress(3)):
+            pass
+    assert manager.steps() == [3]
+    assert entries(manager.path(3)) == ["manifest.json", "progress.json"]
+    manager.remove_incomplete()
+    assert entries(tmp_path) == ["step_000003"]
+
+
+def test_a_step_that_a_killed_run_was_replacing_comes_back(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    write(manager, 3)
+    manager.path(3).rename(tmp_path / ".step_000003.old.abcdefgh")
+    manager.remove_incomplete()
+    assert manager.steps() == [3]
+
+
 def test_other_entries_are_left_alone(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     for name in ("notes", "step_12", "step_000001.bak", "best"):

@@ -115,7 +115,9 @@ def theirs(model: PreTrainedModel) -> HFLM:
 
 
 def loaded(folder: Path, task: str, shots: int | None = None, **more: Any) -> LoadedBenchmark:
-    settings = Evaluation(benchmarks=[{"task": task, "shots": shots}], task_folder=str(folder), **more)
+    settings = Evaluation(
+        benchmarks=[{"task": task, "shots": shots}], task_folder=str(folder), confirm_task_code=True, **more
+    )
     (found,) = load_benchmarks(settings, "evaluation.")
     return found
 
@@ -241,7 +243,9 @@ class Silent(Generator):
 
 
 def test_a_limit_and_shots_are_told_to_tasks(folder: Path, ours: LanguageModel) -> None:
-    settings = Evaluation(benchmarks=[{"task": "choices", "shots": 2, "limit": 3}], task_folder=str(folder))
+    settings = Evaluation(
+        benchmarks=[{"task": "choices", "shots": 2, "limit": 3}], task_folder=str(folder), confirm_task_code=True
+    )
     (benchmark,) = load_benchmarks(settings, "evaluation.")
     found = run_benchmark(benchmark, ours, 0.95, allows_code=False)
 

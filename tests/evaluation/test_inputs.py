@@ -53,7 +53,7 @@ def test_missing_data_of_a_task_are_found_before_pytorch_is_imported(tmp_path: P
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     task = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/gone.json}}}}\ntest_split: test\n"
     (tmp_path / "mine.yaml").write_text(f"task: mine\n{task}doc_to_text: text\ndoc_to_target: text\n")
-    last, imported = refusal(f"model=demo:student benchmarks=[mine] +task_folder={tmp_path}")
+    last, imported = refusal(f"model=demo:student benchmarks=[mine] +task_folder={tmp_path} confirm_task_code=true")
 
     assert last.startswith("error: benchmarks.0.task=mine: it cannot be read (FileNotFoundError: Unable to find")
     assert imported == "['datasets']"
@@ -65,3 +65,16 @@ def refusal(overrides: str) -> tuple[str, str]:
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     return refused.stderr.splitlines()[-1], refused.stdout.splitlines()[-1]
+
+
+@pytest.mark.world
+def test_the_code_of_tasks_is_confirmed(tmp_path: Path) -> None:
+    """Bug: a downloaded folder of tasks ran its Python files during the check of the settings."""
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    (tmp_path / "attack.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef load(**_): return {{}}\n")
+    (tmp_path / "mine.yaml").write_text("task: mine\ncustom_dataset: !function attack.load\n")
+    last, _ = refusal(f"model=demo:student benchmarks=[mine] +task_folder={tmp_path}")
+    assert "write confirm_task_code=true if you trust the folder" in last
+    assert not (tmp_path / "ran").exists()
+    refusal(f"model=demo:student benchmarks=[mine] +task_folder={tmp_path} confirm_task_code=true")
+    assert (tmp_path / "ran").exists()

@@ -4,7 +4,9 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+import pytest
 from rich.console import Console
 
 from nemo_opd.logging.comparison import (
@@ -12,6 +14,7 @@ from nemo_opd.logging.comparison import (
     by_size,
     headline_measures,
     measures_of,
+    read_runs,
     read_sweep,
     sweep_table,
     write_comparison,
@@ -52,7 +55,9 @@ def test_each_run_is_a_row_with_its_own_result(tmp_path: Path) -> None:
     console = Console(width=80, record=True, quiet=True)
     console.print(sweep_table(runs, headline_measures(runs)))
     page = page_of(tmp_path, runs)
-    assert re.findall(r'href="([^"]*/report[^"]*)"', page) == ["run.seed=2/report/report.html"]
+    (link,) = re.findall(r'href="([^"]*/report[^"]*)"', page)
+    assert unquote(link) == "run.seed=2/report/report.html"
+    assert "default-src 'none'" in page
     assert (tmp_path / "report" / "val_bits_per_byte.png").read_bytes().startswith(b"\x89PNG")
     assert not re.search(r"https?://|@import|url\(|<script", page)
 
@@ -69,6 +74,19 @@ def test_questions_have_their_interval(tmp_path: Path) -> None:
 def test_names_are_text_and_not_markup(tmp_path: Path) -> None:
     write_run(tmp_path / "<b>x", 1.5)
     assert "<b>x" not in page_of(tmp_path, read_sweep(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["javascript:alert(1)", "data:text", "a#b?c%20d"])
+def test_the_name_of_a_folder_is_only_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Bugs: a click on a run's name ran the script that was its name; a name with # led nowhere."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / name, 1.5)
+    sweep = page_of(tmp_path, read_sweep(tmp_path))
+    write_comparison(tmp_path / "page.html", read_runs([tmp_path / name]), [])
+    for page in (sweep, (tmp_path / "page.html").read_text()):
+        links = [link for link in re.findall(r'href="([^"]*)"', page) if link != "data:,"]
+        assert [urlsplit(link)[:2] for link in links] == [("", "")]
+        assert [unquote(urlsplit(link).path) for link in links] == [f"{name}/report/report.html"]
 
 
 def test_a_sweep_of_nothing_has_a_page(tmp_path: Path) -> None:
@@ -107,4 +125,4 @@ def test_evaluations_have_their_own_results(tmp_path: Path) -> None:
         "0",
         "1:01",
     ]
-    assert 'href="n=8/results.json"' in page_of(tmp_path, [run])
+    assert 'href="n%3D8/results.json"' in page_of(tmp_path, [run])

@@ -1,5 +1,6 @@
 """A Ray session, either started on this machine for the run or joined on a running cluster."""
 
+import errno
 import fcntl
 import logging
 import os
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,28 +258,53 @@ class SessionFolder:
 
 
 def remove_abandoned(root: Path) -> None:
-    """Remove session folders whose owners are gone, except folders of other users."""
-    for file in root.glob(f"{_PREFIX}*/{LOCK}"):
-        with suppress(OSError), file.open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(file.parent)
-    for folder in root.glob(f"{_PREFIX}*/{_FOR_RAY}"):
-        with suppress(OSError):
-            if _is_recreated(folder):
-                shutil.rmtree(folder.parent, ignore_errors=True)
+    """Remove this user's session folders whose owners are gone.
+
+    Anybody may create names under `root`, so links are not followed.
+    """
+    for folder in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError), _opened(folder) as descriptor:
+            if LOCK in os.listdir(descriptor):
+                with open(LOCK, "r+", opener=partial(_open_inside, descriptor)) as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove(folder)
+            elif _is_recreated(descriptor):
+                shutil.rmtree(_FOR_RAY, ignore_errors=True, dir_fd=descriptor)
+                folder.rmdir()
 
 
-def _is_recreated(folder: Path) -> bool:
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Yield a descriptor of a folder. Raises OSError if it is a link or another user's."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(folder))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_inside(folder: int, name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
+
+
+def _is_recreated(folder: int) -> bool:
     """Return whether an orphaned Ray process has recreated its folder after the session was removed."""
-    names = {path.name for path in folder.parent.iterdir()} | {path.name.partition("_")[0] for path in folder.iterdir()}
-    return names == {_FOR_RAY, "session"} and time.time() - folder.parent.stat().st_mtime > _RECREATED_S
+    if os.listdir(folder) != [_FOR_RAY] or time.time() - os.fstat(folder).st_mtime <= _RECREATED_S:
+        return False
+    for_ray = _open_inside(folder, _FOR_RAY, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return {name.partition("_")[0] for name in os.listdir(for_ray)} == {"session"}
+    finally:
+        os.close(for_ray)
 
 
 def _remove(folder: Path) -> None:
     """Remove a session folder, its lock last; if an ending process recreates files, the next run removes them."""
-    with suppress(OSError):
-        for path in folder.iterdir():
-            if path.name != LOCK:
-                shutil.rmtree(path, ignore_errors=True)
-        if [path.name for path in folder.iterdir()] == [LOCK]:
-            shutil.rmtree(folder)
+    with suppress(OSError), _opened(folder) as descriptor:
+        for name in {*os.listdir(descriptor)} - {LOCK}:
+            shutil.rmtree(name, ignore_errors=True, dir_fd=descriptor)
+        if os.listdir(descriptor) == [LOCK]:
+            os.unlink(LOCK, dir_fd=descriptor)
+            folder.rmdir()

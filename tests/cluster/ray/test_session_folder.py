@@ -70,3 +70,35 @@ def test_what_an_orphan_makes_again_is_removed_later(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"Ray needs a folder for its sockets under .*none, which cannot be created"):
         SessionFolder(tmp_path / "none")
+
+
+def test_abandoned_folders_are_not_removed_through_links(tmp_path: Path) -> None:
+    """Bug: a link that another user made in /tmp had this user's files removed."""
+    ours, shared = tmp_path / "ours", tmp_path / "shared"
+    for name in ("lock", "again/ray/session_2026/logs"):
+        (ours / name).mkdir(parents=True)
+    shared.mkdir()
+    (ours / "lock" / LOCK).touch()
+    (ours / "lock" / "data").mkdir()
+    (shared / "opd_folder").symlink_to(ours / "lock")
+    (shared / "opd_again").symlink_to(ours / "again")
+    (shared / "opd_inside").mkdir()
+    (shared / "opd_inside" / "ray").symlink_to(ours / "again" / "ray")
+    (shared / "opd_locked").mkdir()
+    (shared / "opd_locked" / LOCK).symlink_to(ours / "lock" / LOCK)
+    (shared / "opd_locked" / "data").symlink_to(ours / "lock" / "data")
+    for folder in (ours / "again", shared / "opd_inside"):
+        os.utime(folder, (0, 0))
+    before = sorted(tmp_path.rglob("*"))
+    remove_abandoned(shared)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: root removed what another user had prepared."""
+    (tmp_path / "opd_theirs" / "data").mkdir(parents=True)
+    (tmp_path / "opd_theirs" / LOCK).touch()
+    with monkeypatch.context() as other:
+        other.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        remove_abandoned(tmp_path)
+    assert (tmp_path / "opd_theirs" / "data").exists()
