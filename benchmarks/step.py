@@ -277,7 +277,7 @@ def main() -> int:
             inputs = make_inputs(options, student, teacher, length, Path(scratch))
             for loss in [] if options.write_only else options.loss:
                 cases.append(measure(options, inputs, loss))
-                print(json.dumps(cases[-1].summary), flush=True)
+                print(json.dumps(cases[-1].summary(peak)), flush=True)
                 # As soon as there is something: a run of large models is long.
                 text = write(options.output, Found(cases, peak, facts(options, cases)), FORMULA)
     Console(soft_wrap=True).print(text, markup=False)

@@ -84,11 +84,17 @@ class Case:
             return None
         return statistics.median(a / b for a, b in zip(self.ours.seconds, self.gold.seconds, strict=True))
 
-    @property
-    def summary(self) -> dict[str, object]:
-        """Tokens/s and peak memory of each trainer, and how long a step of ours takes relative to GOLD's."""
+    def summary(self, peak: float | None) -> dict[str, object]:
+        """Speed and memory of each trainer, and how long a step of ours takes relative to GOLD's; peak: FLOP/s."""
         ways = [self.ours] if self.gold is None else [self.ours, self.gold]
-        figures = {way.name: {"tokens/s": self.tokens_per_s(way), "peak, GiB": way.peak_gib} for way in ways}
+        figures = {
+            way.name: {
+                "tokens/s": self.tokens_per_s(way),
+                "MFU": None if peak is None else self.mfu(way, peak),
+                "peak, GiB": way.peak_gib,
+            }
+            for way in ways
+        }
         return {"case": self.name, **figures, "ours / GOLD": self.ratio}
 
     def parts(self) -> dict[str, float]:

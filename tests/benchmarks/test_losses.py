@@ -23,7 +23,7 @@ def cases() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         import losses_cases
-        import losses_texts
+        import losses_texts  # noqa: F401
         import losses_third_party  # noqa: F401
 
         yield losses_cases
