@@ -13,7 +13,7 @@ _MFU_FLOOR = "0.3"
 _LARGE = ("--student", "llama_1b", "--same-teacher", "llama_3b", "--teacher", "qwen_4b", "--length", "2048")
 _TINY = ("--student", "llama_tiny", "--same-teacher", "llama_tiny", "--teacher", "qwen_tiny", "--length", "32")
 _GOLD = ("--student", "llama_1b", "--teacher", "qwen_4b", "--length", "512")
-_TINY_GOLD = ("--student", "llama_tiny", "--teacher", "qwen_tiny", "--length", "32")
+_TINY_GOLD = ("--student", "llama_tiny", "--teacher", "qwen_tiny", "--length", "32", "--gold-limit", "400")
 _SLOWER = 5
 """Factor of the limits without a GPU: such a machine has few cores too, and all parts mostly import."""
 _RUNS = "tests/training"
