@@ -24,15 +24,13 @@ CHECKSUMS = "checksums.json"
 PART_BYTES = 40 * 2**20
 _BLOCK_BYTES = 8 * 2**20
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1}]
-"""Numbers of two bytes."""
+"""For numbers of two bytes."""
 
 
 def split(place: Place, parts: Path, part_bytes: int = PART_BYTES, block_bytes: int = _BLOCK_BYTES) -> dict[str, str]:
     """Write the parts and their checksums; return the checksums by the part's name.
 
-    block_bytes: are compressed by themselves, so that several cores share the work.
-
-    Raises SystemExit if the folder is not prepared, or `parts` contains other files.
+    block_bytes: bytes compressed by themselves, so that several cores share the work. Raises SystemExit if the folder is not prepared, or `parts` contains other files.
     """
     files = [place.original, place.gemma3, place.languages_train, place.languages_validation, place.facts]
     if missing := [str(file) for file in files if not file.exists()]:
