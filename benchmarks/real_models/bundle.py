@@ -30,7 +30,8 @@ _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1}]
 def split(place: Place, parts: Path, part_bytes: int = PART_BYTES, block_bytes: int = _BLOCK_BYTES) -> dict[str, str]:
     """Write the parts and their checksums; return the checksums by the part's name.
 
-    block_bytes: bytes compressed by themselves, so that several cores share the work. Raises SystemExit if the folder is not prepared, or `parts` contains other files.
+    block_bytes: bytes compressed by themselves, so that several cores share the work. Raises SystemExit if
+    the folder is not prepared, or `parts` contains other files.
     """
     files = [place.original, place.gemma3, place.languages_train, place.languages_validation, place.facts]
     if missing := [str(file) for file in files if not file.exists()]:
