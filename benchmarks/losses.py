@@ -122,8 +122,7 @@ def _logits(size: Size, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
     return student, logits(size.teacher_positions, size.teacher_vocab, 1, dtype).to(device)
 
 
-def compare_heads(heads: Heads, rivals: dict[str, losses_two_heads.HeadsLoss], repeats: int) -> list[HeadsRow]:
-    ways = {OURS: losses_two_heads.ours, NAIVE: losses_two_heads.naive, **rivals}
+def compare_heads(heads: Heads, ways: dict[str, losses_two_heads.HeadsLoss], repeats: int) -> list[HeadsRow]:
     steps = {name: (lambda of=of: of(heads)) for name, of in {**ways, FLOOR: losses_two_heads.gemm_floor}.items()}
     times = interleaved(steps, heads.leaves, repeats)
     floor = times.pop(FLOOR)
@@ -162,7 +161,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> Found:
         theirs = [*((*pair, square) for pair in rivals.of_logits), *((*pair, Size.of(plain)) for pair in of_text)]
         others = [compare(case, rival, size, dtypes, options.repeats, device) for rival, case, size in theirs]
         sizes = (options.positions, options.vocab, tuple(options.widths))
-        heads = compare_heads(Heads.random(*sizes, dtypes[0], device), rivals.of_heads, options.repeats)
+        ways = {OURS: losses_two_heads.ours, NAIVE: losses_two_heads.naive, **rivals.of_heads}
+        heads = compare_heads(Heads.random(*sizes, dtypes[0], device), ways, options.repeats)
     projection = text.projection if options.large else None
     large = losses_large.measure(options.large_positions, 128_256, projection, device) if options.large else []
     return Found(rows, others, heads, large, {**_facts(options, device, text), **rivals.absent})

@@ -114,21 +114,39 @@ def gold_cases(text: Text) -> list[tuple[str, Case]]:
 
 
 def _add_liger(found: Rivals, name: str, mask: Tensor, device: torch.device) -> None:
-    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
-
-    fused = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, compiled=device.type == "cuda")
-
-    def of_heads(heads: Heads) -> Tensor:
-        targets = torch.zeros(len(heads.student_rows), dtype=torch.long, device=device)
-        return fused(heads.student_rows, heads.student_weight, heads.teacher_rows, heads.teacher_weight, targets)
-
-    found.of_heads[name] = of_heads
+    found.of_heads.update(liger_heads(device))
     if device.type != "cuda":
         found.absent[f"{name}, Triton kernels"] = f"they need a GPU, and this is {device.type}"
         return
     found.of_logits.extend(
         (name, Case(f"same_vocab, {kind}", _same(kind, mask), _triton(b))) for kind, b in BETAS.items()
     )
+
+
+def liger_heads(device: torch.device) -> dict[str, HeadsLoss]:
+    """Liger-Kernel's fused linear JSDs: chunks in PyTorch, compiled on a GPU, and there also with its Triton kernel.
+
+    Raises PackageNotFoundError or ImportError without Liger-Kernel.
+    """
+    name = f"liger-kernel {version('liger-kernel')}"
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    chunked = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, compiled=device.type == "cuda")
+
+    def in_chunks(heads: Heads) -> Tensor:
+        targets = torch.zeros(len(heads.student_rows), dtype=torch.long, device=device)
+        return chunked(heads.student_rows, heads.student_weight, heads.teacher_rows, heads.teacher_weight, targets)
+
+    if device.type != "cuda":
+        return {name: in_chunks}
+    from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
+
+    fused = LigerFusedLinearJSD()
+
+    def with_triton(heads: Heads) -> Tensor:
+        return fused(heads.student_rows, heads.student_weight, heads.teacher_rows, heads.teacher_weight, None)
+
+    return {name: in_chunks, f"{name}, Triton kernel": with_triton}
 
 
 def _triton(beta: float) -> Loss:

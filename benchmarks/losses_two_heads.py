@@ -10,6 +10,7 @@ from losses_naive_divergences import full, jsd
 from torch import Tensor
 
 from nemo_opd import losses
+from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.logits.head import Head, HeadLogits
 
 HeadsLoss = Callable[["Heads"], Tensor]
@@ -31,10 +32,10 @@ class Heads:
 
     @staticmethod
     def random(positions: int, vocab: int, widths: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Heads:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def draw(*shape: int, scale: float) -> Tensor:
-            return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
+            return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
 
         own, theirs = widths
         heads = Heads(
@@ -75,6 +76,8 @@ class Heads:
 def ours(heads: Heads) -> Tensor:
     mask = torch.ones(heads.student_hidden.shape[:2], dtype=torch.bool, device=heads.student_hidden.device)
     student = HeadLogits(heads.student_hidden, Head(heads.student_weight))
+    if student.device.type == "cuda":  # the budget that a run gives its student
+        student.block_bytes = block_bytes("cuda", torch.cuda.get_device_properties(student.device).total_memory)
     teacher = HeadLogits(heads.teacher_hidden, Head(heads.teacher_weight))
     return losses.same_vocab(student, teacher, mask=mask, divergence="jsd").loss
 

@@ -33,7 +33,7 @@ from rich.console import Console
 from step_gold import Gold, GoldError, Job
 from step_models import PRESETS, Written, corpus_text, write_apart, write_texts
 from step_ours import GIB, Ours, configured
-from step_report import GOLD, OURS, Case, Found, Way, too_slow_or_misjudged, write
+from step_report import GOLD, OURS, Case, Found, Way, gold_is_missing, too_slow_or_misjudged, write
 
 from nemo_opd.config import RunConfig
 from nemo_opd.models.load import load_tokenizer
@@ -167,6 +167,7 @@ def measure(options: argparse.Namespace, inputs: Inputs, loss: str) -> Case:
             if gold is not None:
                 try:
                     theirs.append(gold.step())
+                    print(json.dumps({"trainer": GOLD, "step_s": theirs[-1]}), flush=True)
                 except GoldError as error:
                     gold, missing = None, str(error)
         found = ours.memory()
@@ -244,7 +245,9 @@ def arguments() -> argparse.Namespace:
         metavar="SHARE",
         help="exit status 1 if the MFU is below it, or memory a fifth away from its estimate",
     )
-    parser.add_argument("--without-gold", action="store_true", help="also where TRL is installed")
+    whether_gold = parser.add_mutually_exclusive_group()
+    whether_gold.add_argument("--without-gold", action="store_true", help="also where TRL is installed")
+    whether_gold.add_argument("--require-gold", action="store_true", help="exit status 1 if GOLD cannot be measured")
     parser.add_argument(
         "--profile",
         type=Path,
@@ -274,10 +277,13 @@ def main() -> int:
             inputs = make_inputs(options, student, teacher, length, Path(scratch))
             for loss in [] if options.write_only else options.loss:
                 cases.append(measure(options, inputs, loss))
+                print(json.dumps(cases[-1].summary(peak)), flush=True)
                 # As soon as there is something: a run of large models is long.
                 text = write(options.output, Found(cases, peak, facts(options, cases)), FORMULA)
     Console(soft_wrap=True).print(text, markup=False)
     problems = [] if options.mfu_floor is None else too_slow_or_misjudged(cases, options.mfu_floor)
+    if options.require_gold:
+        problems += gold_is_missing(cases)
     print("\n".join(problems))
     return int(bool(problems))
 

@@ -84,6 +84,19 @@ class Case:
             return None
         return statistics.median(a / b for a, b in zip(self.ours.seconds, self.gold.seconds, strict=True))
 
+    def summary(self, peak: float | None) -> dict[str, object]:
+        """Speed and memory of each trainer, and how long a step of ours takes relative to GOLD's; peak: FLOP/s."""
+        ways = [self.ours] if self.gold is None else [self.ours, self.gold]
+        figures = {
+            way.name: {
+                "tokens/s": self.tokens_per_s(way),
+                "MFU": None if peak is None else self.mfu(way, peak),
+                "peak, GiB": way.peak_gib,
+            }
+            for way in ways
+        }
+        return {"case": self.name, **figures, "ours / GOLD": self.ratio}
+
     def parts(self) -> dict[str, float]:
         """Median seconds of our step's parts."""
         every = [step_parts(record) for record in self.records]
@@ -165,6 +178,11 @@ def too_slow_or_misjudged(cases: Sequence[Case], mfu_floor: float) -> list[str]:
             if abs(one.estimated_gib / one.measured_gib - 1) > ESTIMATE_ERROR
         ]
     return problems
+
+
+def gold_is_missing(cases: Sequence[Case]) -> list[str]:
+    """Return a problem for each case without GOLD."""
+    return [f"{case.name}: GOLD is not measured: {case.gold_is_missing}" for case in cases if case.gold is None]
 
 
 def notes(found: Found, formula: str) -> str:

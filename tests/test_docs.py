@@ -1,9 +1,13 @@
 """What the documentation shows works, and what it points to exists."""
 
 import ast
+import json
 import re
+import statistics
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,3 +157,60 @@ def test_architecture_names_every_package() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     packages = {file.parts[1] for file in tracked("nemo_opd") if len(file.parts) > 2}
     assert packages <= set(re.findall(r"`(\w+)/`", page.partition("## Where to look")[2]))
+
+
+GPU_RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+RECIPE = "llama_1b ← llama_3b + qwen_4b, 2,048 tokens, p_kl"
+"""The step of which README and docs/performance.md give speed and MFU."""
+
+
+def gpu_records() -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
+    """Yield records of measurements on GPUs, each with its date and its commit's time for an order.
+
+    They are lines of losses_floor.py, and summaries of steps: the check keeps them as a part's values.
+    """
+    for file in GPU_RESULTS.rglob("gpu_check.json"):
+        check = json.loads(file.read_text(encoding="utf-8"))
+        values = [value for part in check["parts"].values() for value in part["values"]]
+        yield from ((order_of(check["facts"]), value) for value in values)
+    for file in GPU_RESULTS.rglob("losses_floor.jsonl"):
+        lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+        yield from ((order_of(line), line) for line in lines)
+    for file in GPU_RESULTS.rglob("step.json"):
+        steps = json.loads(file.read_text(encoding="utf-8"))
+        for case in steps["cases"]:
+            seconds, flops = statistics.median(case["ours"]["seconds"]), case["flops"].values()
+            figures = {
+                "tokens/s": sum(case["work"]["student_lengths"]) / seconds,
+                "MFU": sum(sum(side.values()) for side in flops) / (seconds * case["devices"] * steps["peak"]),
+            }
+            name = f"{case['student']} ← {case['teacher']}, {case['length']:,} tokens, {case['loss']}"
+            yield order_of(steps["facts"]), {"case": name, "nemo_opd": figures}
+
+
+def order_of(facts: dict[str, str]) -> tuple[str, int]:
+    """Return the date and the time of the commit, 0 if the repository does not have it."""
+    command = ["git", "log", "-1", "--format=%ct", facts["commit"].removesuffix("-dirty")]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    return facts["date"], int(shown or 0)
+
+
+def test_figures_of_a_gpu_are_the_newest_measured() -> None:
+    """Bug: a new measurement whose figures README and docs/performance.md do not give, or a figure with a typo."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    performance = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    steps = [(order, record["nemo_opd"]) for order, record in gpu_records() if record.get("case") == RECIPE]
+    step = sorted(steps, key=lambda pair: pair[0])[-1][1]  # the last of a check is on Ray
+    for text, pattern in (
+        (readme, r"reads ([\d,]+) tokens a second at an MFU of (0\.\d+)"),
+        (performance, r"\| ([\d,]+) tokens/s, MFU (0\.\d+) \|\n"),
+    ):
+        tokens, mfu = re.findall(pattern, text)[0]
+        assert float(tokens.replace(",", "")) == pytest.approx(step["tokens/s"], rel=0.005)
+        assert float(mfu) == pytest.approx(step["MFU"], abs=0.005)
+
+    budget, ratio = "budget of a block, times the default", "losses / products"
+    losses = [(order, record) for order, record in gpu_records() if record.get(budget) == 1]
+    newest = max(losses, key=lambda pair: (pair[0], pair[1]["positions"]))[1]
+    (shown,) = re.findall(r"the heads' products, ([\d,]+) positions \|.*\| (\d\.\d+) times \|\n", performance)
+    assert shown == (f"{newest['positions']:,}", f"{newest[ratio]:.2f}")

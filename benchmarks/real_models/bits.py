@@ -12,17 +12,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def bits_per_byte(model_folder: Path, validation: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
+def bits_per_byte(
+    model_folder: Path, validation: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> dict[str, float]:
     """Return bits per byte over all texts, under the key `all`, and by domain. The tokenizer is a byte-level one.
 
     The first token of a text is no target, and neither it nor an end-of-text token counts, as in the product.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).to(device).eval()
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for line in validation.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        ids = torch.tensor([tokenizer(row["text"])["input_ids"]])
+        ids = torch.tensor([tokenizer(row["text"])["input_ids"]], device=device)
         with torch.no_grad():
             scores = model(ids).logits[0, :-1].float().log_softmax(-1)
         nats = -scores.gather(1, ids[0, 1:, None]).sum().item()

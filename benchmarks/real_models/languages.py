@@ -1,7 +1,8 @@
-"""Texts in other languages from two sources: GNOME's help to train on, Debian's installation guide to measure on.
+"""Texts in other languages: GNOME's and LibreOffice's help to train on, Debian's installation guide to measure on.
 
-Both are packages of Debian: gnome-user-docs (CC BY-SA 3.0) and installation-guide-amd64 (GPL 2 or later). Their
-paragraphs are read, each once, without those that are not translated: the original's, and those in ASCII alone.
+All are packages of Debian: gnome-user-docs (CC BY-SA 3.0), libreoffice-help-* (MPL 2.0) and installation-guide-amd64
+(GPL 2 or later). Their paragraphs are read, each once, without those that are not translated: the original's, and those
+in ASCII alone.
 """
 
 import re
@@ -9,6 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,8 +19,15 @@ from benchmarks.real_models.texts import Document, fitting
 
 TRAINED = ("es", "ja", "ru", "zh_CN")
 MEASURED = ("en", *TRAINED)
-PACKAGES = ("gnome-user-docs", "installation-guide-amd64")
+_OFFICE_NAMES = {language: language.replace("_", "-") for language in TRAINED}
+"""Folders of LibreOffice's help."""
+PACKAGES = (
+    "gnome-user-docs",
+    "installation-guide-amd64",
+    *(f"libreoffice-help-{name.lower()}" for name in _OFFICE_NAMES.values()),
+)
 _HELP, _GUIDE = Path("usr/share/help"), Path("usr/share/doc/installation-guide-amd64")
+_OFFICE = Path("usr/share/libreoffice/help")
 _PARAGRAPH_BYTES, _PAGE_BYTES = 40, 500
 """Shorter paragraphs and pages are left out."""
 
@@ -40,16 +49,17 @@ def _run(*command: str, cwd: Path) -> None:
         subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(
-            f"error: {error}; this needs Debian or Ubuntu, or both packages (.deb) in {cwd} and dpkg-deb"
+            f"error: {error}; this needs Debian or Ubuntu, or the packages (.deb) in {cwd} and dpkg-deb"
         ) from None
 
 
 def training_pages(unpacked: Path, num_bytes: int) -> list[Document]:
-    """Return pages of GNOME's help, about `num_bytes` of each language."""
+    """Return pages of GNOME's help and then of LibreOffice's, about `num_bytes` of each language."""
     chosen = []
-    for language in TRAINED:
+    for language, office_name in _OFFICE_NAMES.items():
         total = 0
-        for page in _pages(unpacked / _HELP, language, untranslated="C"):
+        office = (replace(page, domain=language) for page in _pages(unpacked / _OFFICE, office_name, untranslated="en"))
+        for page in chain(_pages(unpacked / _HELP, language, untranslated="C"), office):
             if total >= num_bytes:
                 break
             total += len(page.text.encode())

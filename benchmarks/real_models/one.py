@@ -41,10 +41,12 @@ def run_one(setting: Setting, seed: int, size: Size, place: Place, results: Path
     if setting.experiment == "languages":
         # The run counts the bytes that all its models predict, which differ between runs with the teacher and without.
         start, end = (
-            bits_per_byte(model, place.languages_validation, torch.float32)
+            bits_per_byte(model, place.languages_validation, torch.float32, size.device)
             for model in (place.original, folder / "final")
         )
         outcome = replace(outcome, start=start, end=end)
+    if size.device == "cuda":
+        outcome = replace(outcome, hardware=torch.cuda.get_device_name())
     write_outcome(results, replace(outcome, settings=without_folder(outcome.settings, place.root)))
     for name in ("checkpoints", "final", "final_told"):
         shutil.rmtree(folder / name, ignore_errors=True)

@@ -15,7 +15,10 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.loggers import read
 
 CPU_TIMES = "cpu.jsonl"
-_KEPT = ("train/ce", "train/loss", "train/kd", "val/bits_per_byte", "eval/sums/greedy", "eval/sums/pass@1")
+_KEPT = (
+    *("train/ce", "train/loss", "train/kd", "val/bits_per_byte", "eval/sums/greedy", "eval/sums/pass@1"),
+    *("train/student_tokens", "perf/step_s"),
+)
 """Curves of a result."""
 
 

@@ -38,6 +38,15 @@ class Size:
     on_policy_steps: int = 24
     on_policy_rows: int = 32
     dtype: str = "bfloat16"
+    device: Literal["cpu", "cuda"] = "cpu"
+
+
+ON_GPU = Size(steps=450, rows=32, max_length=2048, device="cuda")
+"""Size of off-policy runs on a GPU: about 10⁷ tokens, as most texts are shorter than a row."""
+_ROWS_AT_A_TIME = 8
+"""Largest microbatch off-policy."""
+_DATA_WORKERS = 8
+"""Processes that tokenize and align for a GPU."""
 
 
 def student(name: str) -> dict[str, Any]:
@@ -217,7 +226,7 @@ def configuration(setting: Setting, seed: int, steps: int, size: Size, place: Pl
     run = {
         "run": {"name": setting.name, "output_dir": str(folder), "seed": seed, "resume": "auto"},
         "train": {"max_steps": steps, "save_every": max(1, steps // 2), "keep_last": 1},
-        "cluster": {"launcher": "local", "device": "cpu"},
+        "cluster": {"launcher": "local", "device": size.device},
         "logging": {"console": {"enabled": False}},
     }
     filled = merged(merged(common, dict(setting.changes)), run)
@@ -229,14 +238,23 @@ def _off_policy(setting: Setting, size: Size) -> dict[str, Any]:
     files, lr = ("languages_", 1e-4) if is_languages else ("", 3e-4)
     validation = {"validation": {"jsonl_files": ["{root}/data/validation.jsonl"]}, "domain_key": "domain"}
     return {
-        "student": {"dtype": size.dtype, "optimizer": {"lr": lr}, "scheduler": {"warmup_steps": 4}},
+        "student": {
+            "dtype": size.dtype,
+            "optimizer": {"lr": lr},
+            "scheduler": {"warmup_steps": max(1, size.steps // 10)},
+        },
         "data": {
+            "num_workers": _DATA_WORKERS if size.device == "cuda" else 0,
             "train": {"jsonl_files": [f"{{root}}/data/{files}train.jsonl"]},
             # How documents are packed depends on the models of a run; without packing all runs read the same rows.
             **({"packing": False} if is_languages else validation),
             "append_eos": False,
         },
-        "train": {"global_batch_size": size.rows, "micro_batch_size": size.rows, "max_length": size.max_length},
+        "train": {
+            "global_batch_size": size.rows,
+            "micro_batch_size": min(size.rows, _ROWS_AT_A_TIME),
+            "max_length": size.max_length,
+        },
     }
 
 

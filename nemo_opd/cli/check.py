@@ -14,9 +14,9 @@ import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from nemo_opd.cli.check_plan import Part, plan, sanitized
 from nemo_opd.cli.command import Command
 from nemo_opd.commands import ending_on_signals
 from nemo_opd.paths import CHECKOUT, UNKNOWN, commit, package_version
@@ -36,13 +37,6 @@ _SAME = ("commit", "machine", "packages")
 _PACKAGES = ("torch", "transformers", "ray", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _TEST = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)(?= tests/|[^\n]*\[ *\d+%\])")
 """A test in pytest's output, even if that ends before its summary; with several workers its name follows."""
-_MFU_FLOOR = "0.3"
-_LARGE = ("--student", "llama_1b", "--same-teacher", "llama_3b", "--teacher", "qwen_4b", "--length", "2048")
-_TINY = ("--student", "llama_tiny", "--same-teacher", "llama_tiny", "--teacher", "qwen_tiny", "--length", "32")
-_SLOWER = 5
-"""Factor of the limits without a GPU: such a machine has few cores too, and all parts mostly import."""
-_RUNS = "tests/training"
-"""Tests of whole runs, which take as long as all other tests together."""
 _LEAST_S = 25.0
 """Remaining seconds below which no part is started."""
 _LAST_LINES = 12
@@ -52,82 +46,6 @@ _MARK = "NEMO_OPD_CHECK_PART"
 """Environment variable that all processes of a part inherit, even those that start a session, as Ray's do."""
 _ENDED_S = 15.0
 _RESULTS = Path() if CHECKOUT is None else CHECKOUT / "benchmarks" / "results" / "gpu"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A command in its own process. Its results are the JSON lines that it prints; its exit status reports failure."""
-
-    name: str
-    limit_s: float
-    command: tuple[str, ...]
-    is_interpreted: bool = False
-    """Triton's kernels run in its interpreter."""
-
-    @property
-    def needs_checkout(self) -> bool:
-        """Whether it is a script or a test, which the package does not contain."""
-        return self.command[1:2] != ("-m",) or "pytest" in self.command
-
-
-def plan(models: Path, scratch: Path, *, has_gpu: bool) -> list[list[Part]]:
-    """Return groups of parts; the parts of a group run at the same time. Without a GPU they are small.
-
-    models: folder of the models of the measured steps. scratch: folder for other files.
-    """
-    positions = "--positions 2048 8192 --budgets 2 1 0.5 --device cuda" if has_gpu else "--positions 16 --divisor 64"
-    parts = [
-        [Part("machine", 75, (sys.executable, "-m", "nemo_opd.cli.check_parts", "machine"))],
-        [Part("models", 100, _step(models, scratch, "--write-only", has_gpu=has_gpu)), _kernels(has_gpu, "check")],
-        [Part("step", 110, _step(models, scratch, "--set", "cluster.launcher=local", has_gpu=has_gpu))],
-        [
-            Part("tests", 150, _pytest(4, "loadfile", without=_RUNS)),
-            Part("demos", 240, (sys.executable, "-m", "nemo_opd.cli.check_parts", "demos", str(scratch / "demos"))),
-        ],
-        [_kernels(has_gpu, "time")] if has_gpu else [],
-        [Part("losses", 60, _script("losses_floor.py", *positions.split(), "--output", str(scratch)))],
-        [Part("ray-step", 120, _step(models, scratch, has_gpu=has_gpu))],
-        [Part("plain-step", 75, _script("step_plain.py", str(models)))],
-        [Part("runs", 240, _pytest(5, "worksteal", only=_RUNS))],
-    ]
-    factor = 1 if has_gpu else _SLOWER
-    return [[replace(part, limit_s=factor * part.limit_s) for part in group] for group in parts if group]
-
-
-def _sanitized() -> Part:
-    """Return the kernels under compute-sanitizer, which names the failing kernel and address."""
-    return Part(
-        "sanitizer", 80, ("compute-sanitizer", "--tool", "memcheck", *_script("losses_kernels.py", "check", "--small"))
-    )
-
-
-def _script(name: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, f"benchmarks/{name}", *arguments)
-
-
-def _kernels(has_gpu: bool, mode: str) -> Part:
-    name, limit_s = {"check": ("kernels", 100), "time": ("kernel-times", 60)}[mode]
-    return Part(name, limit_s, _script("losses_kernels.py", mode), is_interpreted=not has_gpu)
-
-
-def _step(models: Path, scratch: Path, *more: str, has_gpu: bool) -> tuple[str, ...]:
-    sizes = ("--rows", "16", "--micro", "4", "--rounds", "4", "--mfu-floor", _MFU_FLOOR) if has_gpu else ()
-    shared = ("--loss", "p_kl", "--without-gold", "--models", str(models), "--output", str(scratch))
-    return _script("step.py", *(_LARGE if has_gpu else _TINY), *sizes, *shared, *more)
-
-
-def _pytest(workers: int, dist: str, *, only: str = "tests", without: str | None = None) -> tuple[str, ...]:
-    """Return the command for the tests marked `gpu`. The project's settings have -q, so -vv prints a line per test."""
-    files: Sequence[str] = () if CHECKOUT is None else gpu_test_files(CHECKOUT)
-    files = [file for file in files if file.startswith(only) and (without is None or not file.startswith(without))]
-    options = ("-m", "gpu", "-vv", "-n", str(workers), "--dist", dist, "--tb=short", "-p", "no:cacheprovider")
-    return (sys.executable, "-m", "pytest", *options, *files)
-
-
-def gpu_test_files(root: Path) -> list[str]:
-    """Return the test files that contain tests marked `gpu`: other files may need libraries that this machine lacks."""
-    files = sorted((root / "tests").rglob("test_*.py"))
-    return [str(file.relative_to(root)) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
 
 
 @dataclass(frozen=True)
@@ -250,11 +168,11 @@ def _check(options: Namespace, console: Console) -> int:
     with ending_on_signals(), _scratch(options.models) as (models, scratch), _clocks(options.output):
         waiting = plan(models, scratch, has_gpu=has_gpu)
         while waiting:
-            parts = [part for part in waiting.pop(0) if part.name in (*options.only, _sanitized().name)]
+            parts = [part for part in waiting.pop(0) if part.name in (*options.only, sanitized().name)]
             try:
                 for name, output in _run(parts, scratch, report, end_s):
                     if name == "kernels" and "CUDA error" in output and shutil.which("compute-sanitizer"):
-                        waiting.insert(0, [_sanitized()])
+                        waiting.insert(0, [sanitized()])
             except KeyboardInterrupt as interrupt:
                 interrupt.add_note(f"results of finished parts are in {options.output / _FILE}")
                 raise
@@ -273,6 +191,8 @@ def _run(parts: list[Part], scratch: Path, report: Report, end_s: float) -> Iter
             begun = time.monotonic()
             if part.needs_checkout and CHECKOUT is None:
                 report.add(part.name, Result(f"{_SKIPPED}: needs a checkout with the tests and the benchmarks"))
+            elif part.package and _version(part.package) is None:
+                report.add(part.name, Result(f"{_SKIPPED}: {part.package} is not installed"))
             elif end_s - begun < _LEAST_S:
                 report.add(part.name, Result(f"{_SKIPPED}: no time left"))
             else:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,8 @@ import torch
 
 from nemo_opd import commands
 from nemo_opd.cli import check
-from nemo_opd.cli.check import Part, Report, Result, gpu_test_files, parts_before, plan, read_output
+from nemo_opd.cli.check import Report, Result, parts_before, read_output
+from nemo_opd.cli.check_plan import Part, gpu_test_files, plan
 from nemo_opd.paths import UNKNOWN
 from tests.composition import ROOT
 from tests.waiting import wait_until
@@ -47,7 +49,10 @@ def test_numbers_come_first_and_no_part_takes_the_time_of_all(has_gpu: bool) -> 
     names = [part.name for together in parts for part in together]
     assert names.index("machine") < names.index("kernels") < names.index("step") < names.index("tests")
     assert names[-1] == "runs"
-    assert not has_gpu or max(part.limit_s for together in parts for part in together) <= 240
+    limits = {part.name: part.limit_s for together in parts for part in together}
+    assert not has_gpu or max(limits.values()) <= 240
+    assert not has_gpu or max(limits["gold"], limits["liger"]) <= 90
+    assert names.index("ray-step") < names.index("gold") < names.index("liger") < names.index("runs")
     assert len(set(names)) == len(names)
 
 
@@ -133,6 +138,12 @@ def test_nothing_begins_that_has_no_time_left(run_parts: Callable[..., Report]) 
     assert report.parts["late"].outcome == "skipped: no time left"
 
 
+def test_a_comparison_without_the_other_package_is_skipped(run_parts: Callable[..., Report]) -> None:
+    """Bug: on a machine without TRL the check fails, or passes as if GOLD had been measured."""
+    report = run_parts(Part("other", 30, (sys.executable, "-m", "no_such_module"), package="no-such-package"))
+    assert report.parts["other"].outcome == "skipped: no-such-package is not installed"
+
+
 @pytest.mark.world
 def test_output_that_stays_open_does_not_stop_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: after the kill, a wait without a limit for a process that cannot be killed or has left the session."""
@@ -183,7 +194,9 @@ def test_without_a_gpu_all_that_can_be_done_is_done(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
     outcomes = {name: part["outcome"].partition(":")[0] for name, part in parts.items()}
-    small = ("machine", "models", "kernels", "step", "demos", "losses", "ray-step", "plain-step")
-    assert outcomes == {**dict.fromkeys(small, "passed"), **dict.fromkeys(("tests", "runs"), "skipped")}
+    small = ("machine", "models", "kernels", "step", "demos", "losses", "ray-step", "plain-step", "gold")
+    liger = {"liger": "passed" if find_spec("liger_kernel") else "skipped"}
+    assert outcomes == {**dict.fromkeys(small, "passed"), **dict.fromkeys(("tests", "runs"), "skipped"), **liger}
     assert parts["step"]["values"]
+    assert parts["gold"]["values"][-1]["ours / GOLD"] > 0
     assert "needs a CUDA device" in (tmp_path / "gpu_check.log").read_text()

@@ -24,6 +24,7 @@ def cases() -> Iterator[ModuleType]:
         patch.syspath_prepend(str(BENCHMARKS))
         import losses_cases
         import losses_texts  # noqa: F401
+        import losses_third_party  # noqa: F401
 
         yield losses_cases
 
@@ -75,3 +76,20 @@ def test_cross_tokenizer(cases: ModuleType, temperature: float, swapped: bool) -
     teacher = logits((1, text.teacher_ids.shape[1], projection.teacher_vocab_size), 1)
     for case in cases.cross_tokenizer_cases(text, 20, temperature):
         check(case, student, teacher)
+
+
+def test_ways_from_hidden_states(cases: ModuleType) -> None:
+    """Bug: another package is timed on another loss: a sum, other rows, or the divergence with the sides swapped."""
+    third_party, two_heads = sys.modules["losses_third_party"], sys.modules["losses_two_heads"]
+    cpu = torch.device("cpu")
+    heads = two_heads.Heads.random(9, 50, (12, 16), torch.float32, cpu)
+    rivals = third_party.find(torch.ones(1, 9, dtype=torch.bool), cpu)
+    assert rivals.has_trl
+    results = []
+    for way in (two_heads.naive, two_heads.ours, *rivals.of_heads.values()):
+        loss = way(heads)
+        results.append((loss.detach(), *torch.autograd.grad(loss, heads.leaves)))
+    for result in results[1:]:
+        for actual, expected in zip(result, results[0], strict=True):
+            # fp32: sums of 50 numbers with an error of 6e-8 each, relative to the largest
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * expected.abs().max().item())

@@ -5,6 +5,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real_models import languages, one, outcomes
 from benchmarks.real_models.bits import bits_per_byte
+from benchmarks.real_models.bundle import CHECKSUMS, join, split
 from benchmarks.real_models.models import kept_layers, with_single_digits
 from benchmarks.real_models.originals import Original, join_parts
 from benchmarks.real_models.outcomes import Outcome, read_outcomes, write_outcome
@@ -24,8 +27,8 @@ from benchmarks.real_models.place import Place
 from benchmarks.real_models.prepare import prepare
 from benchmarks.real_models.questions import TASK
 from benchmarks.real_models.report import write_report
-from benchmarks.real_models.run import planned
-from benchmarks.real_models.settings import LATER_SEEDS, SETTINGS, Size, configuration
+from benchmarks.real_models.run import _wait, arguments, planned, size_of
+from benchmarks.real_models.settings import LATER_SEEDS, ON_GPU, SETTINGS, Size, configuration
 from benchmarks.real_models.texts import Document, training_texts
 from nemo_opd.alignment import pieces_of
 from nemo_opd.config.load import from_dict
@@ -142,6 +145,19 @@ def test_paragraphs_of_manuals(tmp_path: Path) -> None:
     assert japanese.text.splitlines()[1] == "1番目。電子メールを使えるように設定します。"
 
 
+def test_training_texts_come_from_the_second_manual_if_the_first_is_too_short(tmp_path: Path) -> None:
+    """Bugs: 10⁷ tokens of one manual are fifty passes over it; a language named as a folder is another domain."""
+    gnome, office = tmp_path / "usr/share/help/zh_CN", tmp_path / "usr/share/libreoffice/help/zh-CN/text"
+    for folder in (gnome, office):
+        folder.mkdir(parents=True)
+    page = '<page xmlns="http://projectmallard.org/1.0/">{}</page>'
+    (gnome / "a.page").write_text(page.format(f"<p>{'打开文件' * 60}</p>"), encoding="utf-8")
+    (office / "b.html").write_text(f"<p>{'保存文档' * 60}</p>", encoding="utf-8")
+    pages = languages.training_pages(tmp_path, 10**6)
+    assert [(page.domain, page.text[:2]) for page in pages] == [("zh_CN", "打开"), ("zh_CN", "保存")]
+    assert [page.name for page in languages.training_pages(tmp_path, 500)] == ["a"]
+
+
 def test_digits_of_a_gguf_tokenizer_are_single_tokens(place: Place) -> None:
     tokenizer = with_single_digits(AutoTokenizer.from_pretrained(place.original))
     pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
@@ -154,6 +170,63 @@ def test_settings_have_names_of_their_own_and_compose(place: Place) -> None:
         assert setting.control is None or setting.control in BY_NAME
         from_dict(configuration(setting, 0, 3, SIZE, place))
     assert {name for names in LATER_SEEDS.values() for name in names} <= set(BY_NAME)
+
+
+def test_a_run_on_a_gpu_is_larger_and_says_its_device(place: Place) -> None:
+    """Bugs: runs on a GPU with the CPU's two rows, or a setting of the CPU's published runs that changes with it."""
+    size = size_of(arguments(["--device", "cuda", "--steps", "7"]))
+    assert size == replace(ON_GPU, steps=7)
+    assert size_of(arguments([])) == Size()
+    on_gpu, on_cpu = (configuration(BY_NAME["gemma_drop"], 0, own.steps, own, place) for own in (ON_GPU, Size()))
+    config = from_dict(on_gpu)
+    assert (config.cluster.device, config.student.dtype) == ("cuda", "bfloat16")
+    assert config.train.global_batch_size * config.train.max_length * config.train.max_steps >= 10**7
+    assert on_cpu["student"]["scheduler"] == {"warmup_steps": 4}
+    assert on_cpu["train"]["micro_batch_size"] == on_cpu["train"]["global_batch_size"] == 2
+
+
+@pytest.mark.world
+def test_a_run_is_ended_when_the_time_is_over() -> None:
+    """Bug: the last run of a lent machine takes the time in which results are fetched."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert _wait(process, time.monotonic() + 0.5) is None
+    assert process.returncode == -signal.SIGTERM
+    with subprocess.Popen(["false"]) as process:
+        assert _wait(process, math.inf) == 1
+
+
+def test_parts_of_a_bundle_become_the_folder_again(tmp_path: Path) -> None:
+    """Bugs: a part over the limit of a transfer, parts in another order, a damaged part that becomes a model."""
+    place, parts = Place(tmp_path / "here"), tmp_path / "parts"
+    with pytest.raises(SystemExit, match=r"models/original, .*missing; run .*prepare"):
+        split(place, parts)
+    weights = {folder: os.urandom(300_000) for folder in (place.original, place.gemma3)}
+    for folder, content in weights.items():
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(content)
+    place.data.mkdir()
+    for file in (place.languages_train, place.languages_validation, place.facts):
+        file.write_text(file.name)
+    (place.models / "half").mkdir()
+    names = list(split(place, parts, part_bytes=100_000, block_bytes=50_000))
+    assert len(names) >= 6
+    assert all((parts / name).stat().st_size <= 100_000 for name in names)
+    with pytest.raises(SystemExit, match="not empty"):
+        split(place, parts)
+
+    there = Place(tmp_path / "there")
+    join(parts, there)
+    assert {folder: (there.models / folder.name / "model.safetensors").read_bytes() for folder in weights} == weights
+    assert there.languages_train.read_text() == place.languages_train.name
+    assert not (there.models / "half").exists()
+
+    (parts / names[1]).write_bytes(b"damaged")
+    (parts / names[3]).unlink()
+    with pytest.raises(SystemExit, match=f"{names[1]}, {names[3]}: missing or damaged"):
+        join(parts, there)
+    (parts / CHECKSUMS).unlink()
+    with pytest.raises(SystemExit, match=f"{CHECKSUMS} is missing"):
+        join(parts, there)
 
 
 def test_first_seed_of_all_comes_first() -> None:

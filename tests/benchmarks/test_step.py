@@ -179,6 +179,24 @@ def test_the_report_has_what_was_found(step: dict[str, ModuleType], tmp_path: Pa
     assert stored["facts"] == {"commit": "abc"}
 
 
+def test_a_missing_baseline_is_said(step: dict[str, ModuleType]) -> None:
+    """Bug: GOLD runs out of memory, and the check of a GPU passes without a comparison."""
+    report = step["step_report"]
+    both, alone = case(step, [4.0, 4.0, 4.0]), case(step, None)
+    assert report.gold_is_missing([both, alone]) == [f"{alone.name}: GOLD is not measured: TRL is not installed"]
+    assert both.summary(1e12) == {
+        "case": both.name,
+        "nemo_opd": {"tokens/s": 50.0, "MFU": 1.0, "peak, GiB": 1.5},
+        "TRL GOLD": {"tokens/s": 25.0, "MFU": 1.0, "peak, GiB": 2.5},
+        "ours / GOLD": 0.5,
+    }
+    assert alone.summary(None) == {
+        "case": alone.name,
+        "nemo_opd": {"tokens/s": 50.0, "MFU": None, "peak, GiB": 1.5},
+        "ours / GOLD": None,
+    }
+
+
 @pytest.mark.parametrize(
     ("estimated", "mfu", "problem"),
     [
