@@ -79,9 +79,8 @@ class SandboxSettings(Settings):
     """Limits of the programs that a reward runs."""
 
     isolation: Literal["auto", "bubblewrap", "namespaces", "process"] = "auto"
-    """Kind of sandbox: bubblewrap, or Linux namespaces without it; auto: the first of the two that works. process:
-    limits only, for machines that forbid namespaces, as many containers do (docs/sandbox.md lists what remains
-    possible).
+    """Kind of sandbox: bubblewrap, or Linux namespaces without it; auto: the first that works. process: limits only,
+    for machines that forbid namespaces (docs/sandbox.md lists what remains possible).
     """
     timeout_s: float = Field(5, gt=0, le=3600)
     """Processor time of a program with all its processes, in seconds. A program that waits has four times as long."""
@@ -171,7 +170,7 @@ class CodeReward(AnswerReward):
     """The column with the tests: code, or pairs of input and output (docs/sandbox.md)."""
     entry_point_key: str | None = None
     """The column with the name of the tested function, such as HumanEval's `entry_point`; by default the last function
-    that the question defines.
+    in the question.
     """
     sandbox: SandboxSettings = Field(default_factory=SandboxSettings)
     """Limits and isolation of the program."""
@@ -188,9 +187,8 @@ class EnvironmentReward(SingleReward):
 
 
 class FunctionReward(SingleReward):
-    """Your own function, `package.module:function`, called with a Rollout (nemo_opd.data.record); returns a number.
-
-    `rollout.prompt.row` has all columns of the row.
+    """Your own function, called with a Rollout (nemo_opd.data.record); returns a number. `rollout.prompt.row` has all
+    columns of the row.
     """
 
     type: Literal["function"] = "function"

@@ -29,9 +29,7 @@ class Console(Settings):
     enabled: bool = True
     """Live progress in a terminal, and occasional lines elsewhere."""
     interval_s: float = Field(10, ge=0)
-    """Outside a terminal: seconds between lines about finished steps or longer work. The first, last and validated
-    steps are always printed.
-    """
+    """Outside a terminal: seconds between lines of progress. The first, last and validated steps are always printed."""
     memory_table: bool = False
     """With run.dry_run, show the whole memory estimate, part by phase."""
 
@@ -76,7 +74,7 @@ class Mlflow(Settings):
     """Log the metrics, the settings and the results to MLflow."""
     tracking_uri: str | None = None
     """Address of a server, or a database such as `sqlite:////home/me/mlflow.db`; by default MLFLOW_TRACKING_URI, or
-    `mlflow.db` in the current directory if it is not set.
+    `mlflow.db` in the current directory.
     """
     experiment: str = "nemo_opd"
     """Experiment of the run; created if it does not exist."""
@@ -90,8 +88,8 @@ class Trackio(Settings):
     project: str = "nemo_opd"
     """Project of the run."""
     space: str | None = Field(None, pattern=r"^[\w.-]+(/[\w.-]+)?$")
-    """Space on the Hugging Face Hub, `user/name`, that shows the runs, created if it does not exist; by default a
-    database on this machine, which `trackio show` shows.
+    """Space on the Hugging Face Hub, `user/name`, created if it does not exist; by default a database on this machine,
+    for `trackio show`.
     """
 
 
@@ -113,8 +111,8 @@ class Logging(Settings):
     trackio: Trackio = Field(default_factory=Trackio)
     """Metrics for trackio."""
     gradients_every: int | None = Field(None, ge=1)
-    """Steps between comparisons of the KD gradient with the CE gradient: their norms and their cosine. Such a step runs
-    a forward and a backward pass for each, and holds one more gradient.
+    """Steps between comparisons of the KD gradient with the CE gradient: norms and cosine. Such a step runs a forward
+    and a backward pass for each, and holds one more gradient.
     """
 
 
@@ -182,7 +180,10 @@ class RunFields(Settings):
     one teacher.
     """
     loss: Loss = Field(default_factory=PKLLoss)
-    """Comparison with the teachers, with the weights of distillation and of cross-entropy."""
+    """Comparison with the teachers, with the weights of distillation and of cross-entropy. It is the loss of every
+    teacher without its own. If it is a cross-tokenizer loss, teachers with the student's tokenizer get same_vocab with
+    the same divergence and temperature (the defaults for alm and uld).
+    """
     aggregation: Aggregation = Field(default_factory=WeightedSum)
     """Combination of several teachers into one objective."""
     handoff: Handoff = Field(default_factory=HiddenStatesHandoff)
