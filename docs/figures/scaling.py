@@ -151,7 +151,6 @@ LAYOUTS = (
     row("1 GPU", "1B", "32B", 1, 1, 64, 4, CHECKPOINTED),
     row("1 GPU", "4B", "8B", 1, 1, 64, 1, CHECKPOINTED),
     row("1 GPU, LoRA", "4B", "8B", 1, 1, 64, 4, CHECKPOINTED, "student.lora.rank=16"),
-    row("2 GPUs", "4B", "8B", 1, 2, 64, 4, CHECKPOINTED),
     row("8 GPUs", "8B", "32B", 1, 8, 64, 4, CHECKPOINTED, *teacher_tp(8)),
     row("8 GPUs", "8B", "70B", 1, 8, 64, 4, CHECKPOINTED, *teacher_tp(8)),
     row("8 GPUs", "32B", "70B", 1, 8, 64, 1, CHECKPOINTED, *teacher_tp(8)),
@@ -169,7 +168,6 @@ LAYOUTS = (
         "cluster.teacher_ranks=8",
         *teacher_tp(4),
     ),
-    row("4 nodes", "32B", "70B", 4, 8, 128, 4, CHECKPOINTED, "student.parallelism.tp=2", *teacher_tp(8)),
     row("16 nodes", "8B", "70B 32B", 16, 8, 512, 4, CHECKPOINTED, *teacher_tp(8, 8)),
     row("8 nodes", "70B", "70B", 8, 8, 256, 4, CHECKPOINTED, *teacher_tp(8)),
 )
@@ -204,7 +202,6 @@ def sampling(machines: str, student: str, teacher: str, nodes: int, gpus: int, *
 
 
 ROLLOUTS = (
-    sampling("1 GPU", "1B", "8B", 1, 1),
     sampling("8 GPUs", "8B", "32B", 1, 8, *teacher_tp(8)),
     sampling("8 GPUs", "8B", "32B", 1, 8, "rollout.batch_size=8", *teacher_tp(8)),
     sampling("4 nodes", "32B", "70B", 4, 8, "rollout.batch_size=4", *teacher_tp(8)),
