@@ -65,7 +65,7 @@ class _Section:
 
 
 def page() -> str:
-    """Return the Markdown page: a table for each section, and one for each type that adds keys."""
+    """Return the Markdown page: a list of keys for each section, and one for each type that adds keys."""
     parts = (
         *_sections(RunConfig),
         _Section("evaluate.py", 0, "", (_Table("", "", _keys_of(EvaluationConfig)),)),
@@ -77,7 +77,8 @@ def page() -> str:
             "",
             "Made by `uv run python -m nemo_opd.config.reference` from the models in `nemo_opd/config/`. On the",
             "command line a setting is `section.key=value`, or `teachers.0.key=value` for an element of a list.",
-            "A key whose default is `null` may be left unset. Keys that an earlier section has are only named.",
+            "In brackets are the type of a value and the default. A key whose default is `null` may be left unset.",
+            "Keys that an earlier section has are only named.",
             *(line for part in _without_repeats(parts) for line in _section_markdown(part)),
             "",
         )
@@ -135,22 +136,18 @@ def _section_markdown(section: _Section) -> Iterator[str]:
         if heading := f"{tag}{table.meaning}".rstrip():
             yield from ("", heading)
         if table.keys:
-            yield from ("", *_table_markdown(table.keys))
+            yield ""
+        for key in table.keys:
+            yield _key_markdown(key)
 
 
-def _table_markdown(keys: Iterable[_Key]) -> Iterator[str]:
-    rows = [
-        (
-            f"`{key.name}`",
-            f"`{key.type.removesuffix(' | null') if key.default == 'null' else key.type}`" if key.type else "",
-            key.default if key.default in ("", "required") else f"`{key.default}`",
-            key.meaning,
-        )
-        for key in keys
-    ]
-    yield from ("| key | type | default | meaning |", "|---|---|---|---|")
-    for row in rows:
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+def _key_markdown(key: _Key) -> str:
+    """Return an element of a list: the key with its type and default, and its meaning."""
+    if not key.type:  # a section
+        return f"* `{key.name}`: {key.meaning}"
+    kind = key.type.removesuffix(" | null") if key.default == "null" else key.type
+    default = key.default if key.default == "required" else f"`{key.default}`"
+    return f"* `{key.name}` (`{kind}`; {default}): {key.meaning}"
 
 
 def help_text(model: type[BaseModel], config_dir: Path, program: str, only: Sequence[str] = ()) -> str:
