@@ -24,17 +24,16 @@ class Cluster(Settings):
     """On CPU, the ranks of the student and of each teacher, over all nodes."""
     placement: Literal["colocated", "separate"] = "colocated"
     """colocated: student and teachers take turns on the same devices. separate: every teacher has its own devices and
-    can read the next batch while the student trains. A teacher with the student's weights always runs in the student's
-    processes, and reads a batch after the previous update.
+    can read the next batch while the student trains.
     """
     teacher_ranks: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """placement=separate: the ranks of each teacher over all nodes, one number for all teachers or a list in their
-    order. On GPUs the student gets the remaining GPUs, and the default shares the GPUs of a node equally, with the
-    remainder to the student. On CPU these processes are added to the student's; by default `cpu_ranks`.
+    order. On GPUs the student gets the remaining GPUs; by default the GPUs of a node are shared equally. On CPU these
+    processes are added to the student's; by default `cpu_ranks`.
     """
     prefetch: int = Field(1, ge=0)
     """placement=separate, off-policy: batches that the teachers read ahead of the student, each with memory for its
-    output. More than one helps if teachers need more time for some batches than for others.
+    output.
     """
     address: str | None = None
     """A running Ray cluster (`auto`, `host:port`); by default a local one is started and stopped."""

@@ -42,7 +42,7 @@ class Source(Settings):
     parquet_files: Files = ()
     """Paths or globs of Parquet files."""
     jsonl_files: Files = ()
-    """Paths or globs of files with a JSON object per line, optionally compressed with gzip, zstd, bzip2 or xz."""
+    """Paths or globs of files with a JSON object per line, also compressed with gzip, zstd, bzip2 or xz."""
     text_files: Files = ()
     """Paths or globs of text files; each file is one document."""
     hub: HubDataset | None = None
@@ -135,13 +135,13 @@ class Data(Settings):
     """Shuffle the documents anew each epoch, seeded by `run.seed`."""
     packing: bool = True
     """Off-policy, for plain texts: cut long documents into windows, and fill rows of `train.max_length` tokens with
-    windows of several documents; `train.global_batch_size` then counts rows. Models see each window alone. false: every
-    document is one sequence, cut at `train.max_length`.
+    windows of several documents, which models see alone. false: every document is one sequence, cut at
+    `train.max_length`.
     """
     num_workers: int = Field(0, ge=0)
     """Processes that tokenize and align in advance; 0: a thread of the driver."""
     cache: bool = True
-    """Tokenize and align each document once, and keep the result in `$NEMO_OPD_CACHE` for later epochs and runs."""
+    """Tokenize and align each document once, and keep the result in `$NEMO_OPD_CACHE`."""
 
     @model_validator(mode="after")
     def tools_belong_to_messages(self) -> "Data":

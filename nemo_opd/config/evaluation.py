@@ -42,13 +42,9 @@ class Questions(Settings):
     max_new_tokens: int | None = Field(None, ge=1)
     """Maximum tokens in one turn of the student; by default `rollout.max_new_tokens`, or 256 without rollouts."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer and are not part of it, such as `["\\n\\nQuestion:"]` for a model that has not learned
-    to stop. Not with an environment.
-    """
+    r"""Texts that end an answer and are not part of it, such as `["\n\nQuestion:"]`. Not with an environment."""
     level_key: str | None = None
-    """The column with a question's difficulty or kind, such as MATH's `level`; the report also shows accuracy per
-    level.
-    """
+    """The column with a question's difficulty or kind, by which the report also shows accuracy."""
     correct_reward: float = 1.0
     """Smallest reward of a correct answer, for pass@k, maj@k and greedy; mean@n averages the rewards."""
     confidence: float = Field(0.95, gt=0, lt=1)
@@ -164,7 +160,7 @@ class QuestionSets(Questions):
 
     on_error: Literal["warn", "stop"] = "warn"
     """warn: an answer whose reward fails counts as wrong, and in a run a set that fails in another way is skipped, both
-    with a warning. stop: either is an error. A worker that fails ends the run in any case.
+    with a warning. stop: either is an error.
     """
 
     @model_validator(mode="before")
@@ -238,9 +234,7 @@ class Evaluation(QuestionSets):
     every: int | None = Field(None, ge=1)
     """Optimizer steps between evaluations; by default only before the first and after the last step."""
     teachers: bool = False
-    """Also ask each teacher once, before the first step, with its own tokenizer and chat template and the student's
-    sampling settings, by transformers in the teacher's workers.
-    """
+    """Also ask each teacher once, before the first step, with its own tokenizer and chat template."""
     batch_size: int = Field(64, ge=1)
     """Off-policy: sequences that a rank of the student samples at a time. On-policy, `rollout.batch_size` is used."""
     teacher_batch_size: int = Field(64, ge=1)

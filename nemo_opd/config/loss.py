@@ -121,7 +121,7 @@ class NormalizedTerm(Settings):
 
     normalizer: Literal["units", "student_tokens"] = "units"
     """Divisor of the sum. units: the compared chunks; student_tokens: the student's scored tokens in texts with such
-    chunks, so that at equal weights a chunk counts as much as a token of cross-entropy (methods.md §7.1).
+    chunks (methods.md §7.1).
     """
 
 
@@ -174,8 +174,8 @@ class PairedTerm(ChunkTerm):
     compat: Literal["nemo_rl", "trl"] | None = None
     """Reproduce the loss of this system, for parity."""
     merge: Literal["first", "mean", "observed"] | None = None
-    """Compared positions of a chunk: the first (default); for parity the mean over all, or the first times the
-    probabilities of the chunk's later tokens (observed).
+    """Compared positions of a chunk: the first; for parity the mean over all, or the first times the probabilities of
+    the chunk's later tokens (observed).
     """
     common_weight: float | None = Field(None, ge=0)
     """Weight of the divergence on matched tokens; 1 by default."""
@@ -245,8 +245,8 @@ class BytePrefixTerm(ChunkTerm):
     """starts: each chunk's first position; all: also student tokens that begin inside a teacher token."""
     ends: Literal["drop", "cover", "rest"] = "drop"
     """positions=all: teacher tokens that would have ended at a position inside the realised token. drop: leave them out
-    (forward_kl on a dataset's texts only); cover: a rest cell, plus teacher tokens that began one token earlier (any
-    divergence, also samples); rest: the rest cell, as in BPM, which is biased.
+    (forward_kl on a dataset's texts only); cover: nearly exact, for any divergence and samples; rest: the rest cell, as
+    in BPM, which is biased.
     """
     pieces: Literal["spelling", "longest_prefix"] = "spelling"
     """Split of a teacher token into student tokens. spelling: by the student's tokenizer; longest_prefix: greedily, the
@@ -323,8 +323,7 @@ class SampledKLTerm(ImportanceSettings):
     """KL estimator per token or chunk (methods.md §10.4)."""
     update: Literal["policy_gradient", "direct"] = "policy_gradient"
     """policy_gradient: the negative estimate is the advantage in a clipped policy gradient; direct: differentiate the
-    estimate, times its importance weight. In expectation, direct gives the gradient of the reverse KL with k2 and of
-    the forward KL with k3.
+    estimate, times its importance weight (docs/losses.md).
     """
     clip_low: float = Field(0.2, ge=0, lt=1)
     """policy_gradient: clip the ratio to the model that sampled, at temperature 1, below at 1 − clip_low."""

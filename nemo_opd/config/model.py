@@ -64,7 +64,7 @@ class Model(Settings):
     """Compile the decoder layers with `torch.compile`: a few minutes at the start, then faster steps."""
     fused_layers: Literal[True, False, "auto"] = "auto"
     """Compute norms, rotary embeddings and gated activations with Triton kernels. auto: on GPUs in 16 bits without
-    `compile`, if the family is supported (Llama, Mistral, Qwen, Phi-3); true: always, or fail.
+    `compile`, if the family is supported (Llama, Mistral, Qwen, Phi-3).
     """
 
     @model_validator(mode="after")

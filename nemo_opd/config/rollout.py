@@ -83,8 +83,8 @@ class ServerRollout(RolloutBase):
     training's GPUs, unless overlap=true.
     """
     memory_share: float | None = Field(None, gt=0, le=1)
-    """Share of each GPU's (or, on CPUs, the machine's) memory that a server started here uses for weights and cache. By
-    default 0.9 on its own GPUs; on the training's GPUs the memory left by the estimate, at least 0.3; on CPUs 0.3.
+    """Share of each GPU's (or, on CPUs, the machine's) memory that a server started here uses. By default 0.9 on its
+    own GPUs; on the training's GPUs the memory left by the estimate, at least 0.3; on CPUs 0.3.
     """
     start_timeout_s: float = Field(600, gt=0)
     """Seconds for a server started here to become ready, and for any server to load the student's weights."""
@@ -196,6 +196,4 @@ class Health(Settings):
     """Largest share of a response's 4-grams that occurred earlier in it; no alarm if the first steps exceeded it too.
     """
     max_mismatch: float = Field(0.1, gt=0)
-    """Largest mean |log-probability by the engine − by the trainer| of sampled tokens, in nats. Rounding to bf16
-    explains about half of the default.
-    """
+    """Largest mean |log-probability by the engine − by the trainer| of sampled tokens, in nats."""

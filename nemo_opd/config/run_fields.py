@@ -112,7 +112,7 @@ class Logging(Settings):
     """Metrics for trackio."""
     gradients_every: int | None = Field(None, ge=1)
     """Steps between comparisons of the KD gradient with the CE gradient: norms and cosine. Such a step runs a forward
-    and a backward pass for each, and holds one more gradient.
+    and a backward pass for each.
     """
 
 

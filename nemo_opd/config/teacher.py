@@ -95,8 +95,7 @@ class TeacherBase(Model):
     """
     offload: Literal[True, False, "auto", "layers"] = "auto"
     """Move the parameters to host memory while other models use the device. auto: if the run does not fit otherwise,
-    the largest teacher first. layers: keep decoder layers in host memory, two at a time on the device, for a teacher
-    that does not fit even alone.
+    the largest teacher first. layers: keep decoder layers in host memory, two at a time on the device.
     """
     cache: str | None = None
     """Folder with the teacher's stored output (nemo-opd cache build), read instead of a forward pass. Usually written
@@ -228,8 +227,8 @@ class OwnIdsTeacher(TeacherBase):
     windows that every model can read; of other texts, nothing beyond it is learned from this teacher.
     """
     equal_history: EqualHistory = "text"
-    """Agreement that is required between the texts that student and teacher have read before a compared chunk. text: up
-    to white space and Unicode form; bytes: byte for byte; none: no agreement.
+    """Texts that both sides must have read alike before a compared chunk. text: up to white space and Unicode form;
+    bytes: byte for byte; none: no agreement.
     """
     loss: LossTerm | None = None
     """This teacher's own loss term instead of the one that `loss` gives it."""

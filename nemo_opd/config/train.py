@@ -52,8 +52,8 @@ class Train(Settings):
     max_length: int = Field(2048, ge=2)
     """Longest sequence in the student's tokens; longer documents are cut, with `data.packing` into several pieces."""
     validate_every: int | None = Field(None, ge=1)
-    """Steps between validations, besides those before the first and after the last step. Validation is off if
-    `data.validation` names nothing: `data.validation.arrow_files=[] data.validation.max_samples=null`.
+    """Steps between validations, besides those before the first and after the last step. Validation is off with
+    `data.validation.arrow_files=[] data.validation.max_samples=null`.
     """
     save_every: int | None = Field(None, ge=1)
     """Steps between checkpoints; the last step is always saved."""
@@ -130,16 +130,14 @@ class AdamW(Adam):
 
 
 class AdamW8bit(Adam):
-    """AdamW of bitsandbytes with 8-bit moments in blocks of 256 numbers (matrices of 4096 numbers or more), for a
-    student on one rank.
-    """
+    """AdamW of bitsandbytes with 8-bit moments, for a student on one rank."""
 
     type: Literal["adamw_8bit"] = "adamw_8bit"
 
 
 class Muon(Adam):
     """torch.optim.Muon (momentum with orthogonalized updates) for the matrices of the decoder layers; AdamW with
-    `betas` and `eps` for embeddings, head, norms and biases.
+    `betas` and `eps` for all other weights.
     """
 
     type: Literal["muon"] = "muon"
@@ -150,8 +148,7 @@ class Muon(Adam):
     ns_steps: int = Field(5, ge=1, lt=100)
     """Newton–Schulz iterations of the orthogonalization."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor of lr for an A × B matrix: 0.2 · √max(A, B), which suits AdamW's lr and weight_decay, or √max(1, A / B).
-    """
+    """Factor of lr for an A × B matrix: 0.2 · √max(A, B), which suits AdamW's lr, or √max(1, A / B)."""
     others_lr: float | None = Field(None, gt=0)
     """Peak learning rate of AdamW; by default lr."""
 
