@@ -31,8 +31,8 @@ class AnswerLine(Settings):
 
 
 class Choice(Settings):
-    """The letter of a multiple choice: the last \\boxed{…}, otherwise the last letter named as the answer, otherwise the
-    last one that stands alone.
+    """The letter of a multiple choice: the last \\boxed{…}, otherwise the last letter named as the answer, otherwise
+    the last one that stands alone.
     """
 
     type: Literal["choice"] = "choice"
