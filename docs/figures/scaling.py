@@ -25,8 +25,7 @@ from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.preflight.delivery import arriving_bytes, check_deliveries, plan_deliveries
 from nemo_opd.preflight.memory import largest_parts, resolve_resharding, settle_memory
-from nemo_opd.preflight.memory_parts import Machine, MemoryEstimate, MemoryInputs, ModelSetup, Phase
-from nemo_opd.preflight.memory_processes import SAMPLING, student_batch
+from nemo_opd.preflight.memory_parts import Machine, MemoryEstimate, MemoryInputs, ModelSetup
 from nemo_opd.preflight.model_info import model_size
 from nemo_opd.preflight.ranks import require_batch_divides, resolve_layouts, resolve_placement, resolve_replicas
 
@@ -195,39 +194,6 @@ def shown(layout: Layout) -> str:
     return f"{found} in {layout.replicas} copies" if layout.replicas > 1 else found
 
 
-def sampling(machines: str, student: str, teacher: str, nodes: int, gpus: int, *more: str) -> Example:
-    """Return an example with 256 rollouts a step, prompts of 2,048 tokens and answers of 4,096."""
-    rollouts = ("rollout.type=hf", "rollout.n=4", "rollout.max_new_tokens=4096", "train.max_length=6144")
-    return row(machines, student, teacher, nodes, gpus, 256, 2, CHECKPOINTED, *rollouts, *more)
-
-
-ROLLOUTS = (
-    sampling("8 GPUs", "8B", "32B", 1, 8, *teacher_tp(8)),
-    sampling("8 GPUs", "8B", "32B", 1, 8, "rollout.batch_size=8", *teacher_tp(8)),
-    sampling("4 nodes", "32B", "70B", 4, 8, "rollout.batch_size=4", *teacher_tp(8)),
-    sampling("4 nodes", "32B", "70B", 4, 8, "student.parallelism.tp=4", *teacher_tp(8)),
-)
-
-
-def rollout_rows() -> Iterator[list[str]]:
-    for example in ROLLOUTS:
-        found = check(example)
-        memory = found.memory.memories[0]
-        parts = {part.name: part.at(Phase.ROLLOUT) for part in memory.parts if part.owner == "student"}
-        others = max(memory.total(other) for other in memory.phases if other is not Phase.ROLLOUT)
-        yield [
-            example.title,
-            f"{found.names[0]} ← {found.names[1]}",
-            shown(found.student),
-            str(student_batch(found.config, found.student.dp).rows),
-            *(f"{parts[name] / GIB:.1f}" for name in SAMPLING),
-            f"{memory.total(Phase.ROLLOUT) / GIB:.0f}",
-            f"{others / GIB:.0f}",
-            found.offloaded,
-            "yes" if found.memory.fits else "**no**",
-        ]
-
-
 def model_rows() -> Iterator[list[str]]:
     for name, shape in SHAPES.items():
         size, weights = shape.size, shape.size.parameters
@@ -261,20 +227,6 @@ MODELS = (
     "the same as logits, MiB",
 )
 COLUMNS = ("machines", "models", "student", "teachers", "microbatch", "GiB of a GPU", "at", "offloaded", "fits")
-SAMPLED = (
-    "machines",
-    "models",
-    "student",
-    "at a time",
-    "weights, whole",
-    "cache",
-    "activations",
-    "logits",
-    "GiB of a GPU",
-    "in other phases",
-    "offloaded",
-    "fits",
-)
 EXAMPLE = re.compile(r"<!-- example (?P<name>\w+) -->\n```yaml\n(?P<yaml>.*?)```", re.DOTALL)
 
 
@@ -300,7 +252,6 @@ def blocks(page: str) -> dict[str, str]:
     made = {
         "models": table(MODELS, model_rows()),
         "layouts": table(COLUMNS, layout_rows()),
-        "rollouts": table(SAMPLED, rollout_rows()),
     }
     for example in documented(page):
         found = check(example)
