@@ -14,7 +14,7 @@ class Cluster(Settings):
     """auto: cuda if a GPU is visible."""
     launcher: Literal["ray", "local"] = "ray"
     """ray: a process for each rank. local: no Ray; the ranks are this process alone, or the processes that torchrun
-    started on this machine, and rank 0 also drives the run.
+    started.
     """
     num_nodes: int = Field(1, ge=1)
     """Number of nodes. More than one needs a running Ray cluster, named by `address`."""
@@ -38,9 +38,7 @@ class Cluster(Settings):
     address: str | None = None
     """A running Ray cluster (`auto`, `host:port`); by default a local one is started and stopped."""
     timeout_s: float = Field(1800, gt=0)
-    """Longest wait, in seconds, for any process to load its model, read a batch, take a step or write a checkpoint, and
-    for a collective.
-    """
+    """Longest wait, in seconds, for any process or collective."""
 
     @model_validator(mode="after")
     def several_groups_of_processes_need_ray(self) -> Self:
@@ -98,8 +96,8 @@ class EvaluationCluster(Settings):
 
 class HandoffBase(Settings):
     transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
-    """auto: on CPUs shared_memory; on GPUs cuda_ipc, or shared_memory (pinned host memory) with a warning if a test
-    before the run finds that processes cannot read each other's GPU memory.
+    """auto: on CPUs shared_memory; on GPUs cuda_ipc, or shared_memory with a warning if a test before the run finds
+    that processes cannot read each other's GPU memory.
     """
 
 

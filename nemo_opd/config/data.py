@@ -113,7 +113,7 @@ class Data(Settings):
     learned.
     """
     tools_key: str | None = None
-    """The column with the tools that a conversation may call, as a list or as JSON; with `messages_key`."""
+    """The column with the tools that a conversation may call, as a list or as JSON."""
     learned_turns: LearnedTurns = "all"
     """Assistant messages that are learned, off-policy. all: all except those marked 0. last: of these, the ones after
     the user's last message. marked: only those marked 1. The mark is a message's `weight`, `train`, `training` or

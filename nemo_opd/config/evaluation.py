@@ -156,7 +156,7 @@ class QuestionSets(Questions):
     task_folder: str | None = None
     """A folder with more tasks, as lm-eval's YAML files, or `demo:tasks`."""
     confirm_run_unsafe_code: bool = False
-    """Allow benchmarks that run programs written by the model. lm-eval runs them without a sandbox, as this user."""
+    """Allow benchmarks that run programs written by the model, without a sandbox, as this user."""
 
     on_error: Literal["warn", "stop"] = "warn"
     """warn: an answer whose reward fails counts as wrong, and in a run a set that fails in another way is skipped, both

@@ -20,10 +20,10 @@ class ImportanceSettings(Settings):
     """Upper bound of the weights, or null for no bound."""
     importance_level: Literal["token", "sequence"] = "token"
     """Unit of a weight: each token (or chunk), or all sampled tokens of a sequence together, which needs an
-    `importance_cap` and one more product with the head.
+    `importance_cap`.
     """
     importance_veto: float | None = Field(None, gt=0, lt=1)
-    """Drop sequences with a token below this weight, or none if null. Needs one more product with the head."""
+    """Drop sequences with a token below this weight, or none if null."""
 
     @field_validator("importance_level")
     @classmethod
@@ -283,16 +283,16 @@ class BytePrefixTerm(ChunkTerm):
 
 
 class TCADTerm(DivergenceTerm):
-    """Divergence on likely tokens and the student's mass on them, for a teacher with the student's tokenizer. Each
-    sampled sequence counts once (methods.md §10.2).
+    """Divergence on likely tokens and the student's mass on them, for a teacher with the student's tokenizer
+    (methods.md §10.2).
     """
 
     type: Literal["tcad"] = "tcad"
     support_size: int = Field(256, ge=1)
     """Number of compared tokens."""
     support: Literal["interleaved", "union"] = "interleaved"
-    """interleaved: `support_size` tokens, alternating between the teacher's and the student's likeliest; union: each
-    side's `support_size` likeliest.
+    """interleaved: `support_size` tokens, alternating between the sides' likeliest; union: each side's `support_size`
+    likeliest.
     """
     coverage_coef: float = Field(1.0, ge=0)
     """Weight of −log of the student's mass on those tokens."""
@@ -314,9 +314,7 @@ class TCADTerm(DivergenceTerm):
 
 
 class SampledKLTerm(ImportanceSettings):
-    """KL estimated on the sampled tokens, or on their aligned chunks for a teacher with another tokenizer
-    (methods.md §10.4).
-    """
+    """KL estimated on the sampled tokens, or on their aligned chunks (methods.md §10.4)."""
 
     type: Literal["sampled_kl"] = "sampled_kl"
     estimator: Literal["k1", "k2", "k3"] = "k1"

@@ -23,7 +23,7 @@ class Boxed(Settings):
 
 
 class AnswerLine(Settings):
-    """Text from the last `Answer:` to the end of its line, without bold marks and a full stop at the end."""
+    """Text from the last `Answer:` to the end of its line."""
 
     type: Literal["answer_line"] = "answer_line"
     marker: str = "Answer:"
@@ -60,7 +60,7 @@ class Regex(Settings):
 
 
 class Json(Settings):
-    """A value of the last JSON object or list, bare or in a fenced block, if it matches a JSON schema."""
+    """A value of the last JSON object or list, if it matches a JSON schema."""
 
     type: Literal["json"] = "json"
     schema_file: Path | None = None
@@ -83,7 +83,7 @@ class SandboxSettings(Settings):
     for machines that forbid namespaces (docs/sandbox.md lists what remains possible).
     """
     timeout_s: float = Field(5, gt=0, le=3600)
-    """Processor time of a program with all its processes, in seconds. A program that waits has four times as long."""
+    """Processor time of a program with all its processes, in seconds; waiting programs have four times as long."""
     memory_mb: int = Field(1024, ge=64)
     """MiB of memory for a program with all its processes."""
     processes: int = Field(16, ge=1)
@@ -163,7 +163,7 @@ class MathReward(ExtractedReward):
 
 
 class CodeReward(AnswerReward):
-    """1 if the Python program of the last turn passes the row's tests in a sandbox, otherwise 0 (docs/sandbox.md)."""
+    """1 if the Python program of the last turn passes the row's tests, otherwise 0 (docs/sandbox.md)."""
 
     type: Literal["code"] = "code"
     answer_key: str = "test"
@@ -199,7 +199,7 @@ class FunctionReward(SingleReward):
 
 
 class FormatReward(SingleReward):
-    """1 if the last turn has the wanted form, whatever its content, otherwise 0: the form is what `extract` finds."""
+    """1 if the last turn has the wanted form, otherwise 0: the form is what `extract` finds."""
 
     type: Literal["format"] = "format"
     extract: Extraction

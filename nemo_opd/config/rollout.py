@@ -95,9 +95,8 @@ class ServerRollout(RolloutBase):
     concurrency: int = Field(256, ge=1)
     """Maximum requests in flight."""
     weights_folder: Path | None = None
-    """Folder, visible to server and student, in which the student is written for the server, in a subfolder
-    `rollout_weights` that is removed at the end; by default the run's directory. A vLLM started here loads only its
-    first weights from it.
+    """Folder, visible to server and student, in which the student is written for the server; by default the run's
+    directory. A vLLM started here loads only its first weights from it.
     """
 
     @field_validator("url")
@@ -189,11 +188,10 @@ class Health(Settings):
     max_length_growth: float = Field(4.0, gt=1)
     """Largest mean response length relative to the first steps."""
     max_truncation_rate: float = Field(0.9, gt=0, le=1)
-    """Largest share of truncated rollouts; no alarm if the first steps exceeded it too."""
+    """Largest share of truncated rollouts."""
     min_entropy: float = Field(0.02, ge=0)
-    """Smallest entropy in nats per token; no alarm if the first steps were below it too."""
+    """Smallest entropy in nats per token."""
     max_repetition: float = Field(0.5, gt=0, le=1)
-    """Largest share of a response's 4-grams that occurred earlier in it; no alarm if the first steps exceeded it too.
-    """
+    """Largest share of a response's 4-grams that occurred earlier in it."""
     max_mismatch: float = Field(0.1, gt=0)
     """Largest mean |log-probability by the engine − by the trainer| of sampled tokens, in nats."""

@@ -58,9 +58,7 @@ class RolloutFiles(Settings):
     """Files with the student's training samples: rollouts.jsonl."""
 
     every: int | None = Field(None, ge=1)
-    """Steps between batches whose rollouts are written (texts, ids, masks, log-probabilities and rewards), or null to
-    write none.
-    """
+    """Steps between batches whose rollouts are written, or null to write none."""
     file_mb: float = Field(100, gt=0)
     """Size in megabytes at which a file is full and a new one is started."""
     keep_files: int = Field(10, ge=1)
@@ -180,9 +178,8 @@ class RunFields(Settings):
     one teacher.
     """
     loss: Loss = Field(default_factory=PKLLoss)
-    """Comparison with the teachers, with the weights of distillation and of cross-entropy. It is the loss of every
-    teacher without its own. If it is a cross-tokenizer loss, teachers with the student's tokenizer get same_vocab with
-    the same divergence and temperature (the defaults for alm and uld).
+    """Comparison with the teachers that have no loss of their own. If it is a cross-tokenizer loss, teachers with the
+    student's tokenizer get same_vocab with the same divergence and temperature (the defaults for alm and uld).
     """
     aggregation: Aggregation = Field(default_factory=WeightedSum)
     """Combination of several teachers into one objective."""
@@ -199,7 +196,7 @@ class RunFields(Settings):
     evaluation: Evaluation | None = None
     """Questions that the student is asked during training, and its teachers once if enabled."""
     health: Health = Field(default_factory=Health)
-    """On-policy: limits that warn or end the run when they are crossed."""
+    """On-policy: limits that warn or end the run when they are crossed, if the first steps did not cross them too."""
     cluster: Cluster = Field(default_factory=Cluster)
     """Machines, devices and processes."""
     logging: Logging = Field(default_factory=Logging)

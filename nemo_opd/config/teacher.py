@@ -106,8 +106,7 @@ class TeacherBase(Model):
     the first step, ask the model that the cache was built from, and add its answers to the cache.
     """
     served: Endpoint | None = None
-    """Servers that are queried instead of a forward pass; `model` is then the name under which they serve it. Usually
-    written as type: served, which detects the tokenizer.
+    """Servers that are queried instead of a forward pass. Usually written as type: served, which detects the tokenizer.
     """
     context: Context | None = None
     """Another prompt, such as one with a worked solution, that this teacher reads before the response; by default the
@@ -223,8 +222,8 @@ class OwnIdsTeacher(TeacherBase):
     "<|eot_id|>"]}`. Tokens with the same role are compared; the inspect tool shows the detected roles.
     """
     max_length: int | None = Field(None, ge=2)
-    """Longest sequence in the teacher's tokens; by default the positions of its model. Packed documents are cut into
-    windows that every model can read; of other texts, nothing beyond it is learned from this teacher.
+    """Longest sequence in the teacher's tokens; by default the positions of its model. Of texts that are not packed,
+    nothing beyond it is learned from this teacher.
     """
     equal_history: EqualHistory = "text"
     """Texts that both sides must have read alike before a compared chunk. text: up to white space and Unicode form;

@@ -71,14 +71,12 @@ class Train(Settings):
     """End the run, as after its last step, when a metric has stopped improving."""
     save_before: Annotated[timedelta, Field(gt=timedelta())] | None = None
     """Time since the start of the job, as `03:45:00`, before which the run saves a checkpoint and ends with exit status
-    0. Steps, evaluations and checkpoints are assumed to take as long as the longest so far.
+    0 (docs/checkpoints.md).
     """
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest norm of the gradient, or null for no clipping."""
     compile_losses: bool | None = None
-    """Compute losses with Triton kernels, or compile their row functions with `torch.compile`; by default on GPUs. On a
-    CPU it needs a C++ compiler.
-    """
+    """Compute losses with Triton kernels or `torch.compile`; by default on GPUs. On a CPU it needs a C++ compiler."""
     max_skipped_steps: int = Field(5, ge=1)
     """Fail after this many consecutive steps that were skipped because loss or gradient was not finite."""
 
