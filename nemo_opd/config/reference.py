@@ -367,7 +367,7 @@ def _tables(models: list[type[BaseModel]]) -> Iterator[_Table]:
                 shared[name] = model
     if shared:
         keys = [key for model in models for key in _keys_of(model) if shared.get(key.name) is model]
-        yield _Table("", "Keys of several types, which name them:", tuple(keys))
+        yield _Table("", "Keys of several types:", tuple(keys))
     for model in models:
         names = [name for name in model.model_fields if name in shared and _is_same_field(name, shared[name], model)]
         also = f" Also: {', '.join(f'`{name}`' for name in names)}." if names else ""
