@@ -25,8 +25,7 @@ from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.preflight.delivery import arriving_bytes, check_deliveries, plan_deliveries
 from nemo_opd.preflight.memory import largest_parts, resolve_resharding, settle_memory
-from nemo_opd.preflight.memory_parts import Machine, MemoryEstimate, MemoryInputs, ModelSetup, Phase
-from nemo_opd.preflight.memory_processes import SAMPLING, student_batch
+from nemo_opd.preflight.memory_parts import Machine, MemoryEstimate, MemoryInputs, ModelSetup
 from nemo_opd.preflight.model_info import model_size
 from nemo_opd.preflight.ranks import require_batch_divides, resolve_layouts, resolve_placement, resolve_replicas
 
@@ -151,7 +150,6 @@ LAYOUTS = (
     row("1 GPU", "1B", "32B", 1, 1, 64, 4, CHECKPOINTED),
     row("1 GPU", "4B", "8B", 1, 1, 64, 1, CHECKPOINTED),
     row("1 GPU, LoRA", "4B", "8B", 1, 1, 64, 4, CHECKPOINTED, "student.lora.rank=16"),
-    row("2 GPUs", "4B", "8B", 1, 2, 64, 4, CHECKPOINTED),
     row("8 GPUs", "8B", "32B", 1, 8, 64, 4, CHECKPOINTED, *teacher_tp(8)),
     row("8 GPUs", "8B", "70B", 1, 8, 64, 4, CHECKPOINTED, *teacher_tp(8)),
     row("8 GPUs", "32B", "70B", 1, 8, 64, 1, CHECKPOINTED, *teacher_tp(8)),
@@ -169,7 +167,6 @@ LAYOUTS = (
         "cluster.teacher_ranks=8",
         *teacher_tp(4),
     ),
-    row("4 nodes", "32B", "70B", 4, 8, 128, 4, CHECKPOINTED, "student.parallelism.tp=2", *teacher_tp(8)),
     row("16 nodes", "8B", "70B 32B", 16, 8, 512, 4, CHECKPOINTED, *teacher_tp(8, 8)),
     row("8 nodes", "70B", "70B", 8, 8, 256, 4, CHECKPOINTED, *teacher_tp(8)),
 )
@@ -195,40 +192,6 @@ def shown(layout: Layout) -> str:
     degrees = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
     found = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "1 rank"
     return f"{found} in {layout.replicas} copies" if layout.replicas > 1 else found
-
-
-def sampling(machines: str, student: str, teacher: str, nodes: int, gpus: int, *more: str) -> Example:
-    """Return an example with 256 rollouts a step, prompts of 2,048 tokens and answers of 4,096."""
-    rollouts = ("rollout.type=hf", "rollout.n=4", "rollout.max_new_tokens=4096", "train.max_length=6144")
-    return row(machines, student, teacher, nodes, gpus, 256, 2, CHECKPOINTED, *rollouts, *more)
-
-
-ROLLOUTS = (
-    sampling("1 GPU", "1B", "8B", 1, 1),
-    sampling("8 GPUs", "8B", "32B", 1, 8, *teacher_tp(8)),
-    sampling("8 GPUs", "8B", "32B", 1, 8, "rollout.batch_size=8", *teacher_tp(8)),
-    sampling("4 nodes", "32B", "70B", 4, 8, "rollout.batch_size=4", *teacher_tp(8)),
-    sampling("4 nodes", "32B", "70B", 4, 8, "student.parallelism.tp=4", *teacher_tp(8)),
-)
-
-
-def rollout_rows() -> Iterator[list[str]]:
-    for example in ROLLOUTS:
-        found = check(example)
-        memory = found.memory.memories[0]
-        parts = {part.name: part.at(Phase.ROLLOUT) for part in memory.parts if part.owner == "student"}
-        others = max(memory.total(other) for other in memory.phases if other is not Phase.ROLLOUT)
-        yield [
-            example.title,
-            f"{found.names[0]} ← {found.names[1]}",
-            shown(found.student),
-            str(student_batch(found.config, found.student.dp).rows),
-            *(f"{parts[name] / GIB:.1f}" for name in SAMPLING),
-            f"{memory.total(Phase.ROLLOUT) / GIB:.0f}",
-            f"{others / GIB:.0f}",
-            found.offloaded,
-            "yes" if found.memory.fits else "**no**",
-        ]
 
 
 def model_rows() -> Iterator[list[str]]:
@@ -264,20 +227,6 @@ MODELS = (
     "the same as logits, MiB",
 )
 COLUMNS = ("machines", "models", "student", "teachers", "microbatch", "GiB of a GPU", "at", "offloaded", "fits")
-SAMPLED = (
-    "machines",
-    "models",
-    "student",
-    "at a time",
-    "weights, whole",
-    "cache",
-    "activations",
-    "logits",
-    "GiB of a GPU",
-    "in other phases",
-    "offloaded",
-    "fits",
-)
 EXAMPLE = re.compile(r"<!-- example (?P<name>\w+) -->\n```yaml\n(?P<yaml>.*?)```", re.DOTALL)
 
 
@@ -303,7 +252,6 @@ def blocks(page: str) -> dict[str, str]:
     made = {
         "models": table(MODELS, model_rows()),
         "layouts": table(COLUMNS, layout_rows()),
-        "rollouts": table(SAMPLED, rollout_rows()),
     }
     for example in documented(page):
         found = check(example)

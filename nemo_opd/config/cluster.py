@@ -13,8 +13,8 @@ class Cluster(Settings):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda if a GPU is visible."""
     launcher: Literal["ray", "local"] = "ray"
-    """ray: a process for each rank of the student and of each teacher. local: no Ray; this process is the only rank of
-    all models, or the processes that torchrun started on this machine are the ranks, and rank 0 also drives the run.
+    """ray: a process for each rank. local: no Ray; the ranks are this process alone, or the processes that torchrun
+    started.
     """
     num_nodes: int = Field(1, ge=1)
     """Number of nodes. More than one needs a running Ray cluster, named by `address`."""
@@ -23,26 +23,22 @@ class Cluster(Settings):
     cpu_ranks: int = Field(1, ge=1)
     """On CPU, the ranks of the student and of each teacher, over all nodes."""
     placement: Literal["colocated", "separate"] = "colocated"
-    """colocated: student and teachers take turns on the same devices, each with a rank on every device. separate: every
-    teacher has its own devices and can read the next batch while the student trains. A teacher with the student's
-    weights always runs in the student's processes, and reads a batch after the previous update.
+    """colocated: student and teachers take turns on the same devices. separate: every teacher has its own devices and
+    can read the next batch while the student trains.
     """
     teacher_ranks: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...] | None = None
-    """placement=separate: the ranks of each teacher over all nodes, as one number for all teachers or a list with one
-    for each teacher that has separate devices, in their order. A rank is a GPU, and the student gets the remaining
-    GPUs; by default the GPUs of a node are shared equally, and the student also gets the remainder. On CPU a rank is a
-    process besides the student's; by default each teacher has `cpu_ranks`.
+    """placement=separate: the ranks of each teacher over all nodes, one number for all teachers or a list in their
+    order. On GPUs the student gets the remaining GPUs; by default the GPUs of a node are shared equally. On CPU these
+    processes are added to the student's; by default `cpu_ranks`.
     """
     prefetch: int = Field(1, ge=0)
-    """placement=separate, off-policy: batches that the teachers read ahead of the student. Each needs memory for one
-    more batch of their output; more than one helps if teachers need more time for some batches than for others.
+    """placement=separate, off-policy: batches that the teachers read ahead of the student, each with memory for its
+    output.
     """
     address: str | None = None
     """A running Ray cluster (`auto`, `host:port`); by default a local one is started and stopped."""
     timeout_s: float = Field(1800, gt=0)
-    """Longest wait, in seconds, for any process: loading its model, reading a batch, taking a step, writing a
-    checkpoint. Also the limit of a collective among the processes of a group.
-    """
+    """Longest wait, in seconds, for any process or collective."""
 
     @model_validator(mode="after")
     def several_groups_of_processes_need_ray(self) -> Self:
@@ -100,9 +96,8 @@ class EvaluationCluster(Settings):
 
 class HandoffBase(Settings):
     transport: MayChange[Literal["auto", "cuda_ipc", "shared_memory"]] = "auto"
-    """auto: shared_memory on CPUs. On GPUs cuda_ipc; if a test before the run finds that processes cannot read each
-    other's GPU memory, shared_memory with a warning. On GPUs, shared_memory is pinned host memory that each microbatch
-    is copied through.
+    """auto: on CPUs shared_memory; on GPUs cuda_ipc, or shared_memory with a warning if a test before the run finds
+    that processes cannot read each other's GPU memory.
     """
 
 

@@ -15,19 +15,17 @@ class Context(Settings):
     """A teacher's own prompt before the response that is compared. The student never reads it."""
 
     system_prompt: str | None = None
-    """With conversations: the system message that the teacher reads instead of the conversation's. May name fields of
-    the record, as `template` does.
-    """
+    """With conversations: the system message that the teacher reads instead. May name columns as `template` does."""
     template: str | None = None
-    """Text that the teacher reads instead of the prompt or, in a conversation, of the user's last message. `{prompt}`
-    stands for the replaced text, any other name in braces for a column of the record, as in `{prompt}\\n\\nA solution:
-    {solution}`. `{{` and `}}` are braces.
+    r"""Text that the teacher reads instead of the prompt or, in a conversation, of the user's last message. `{prompt}`
+    stands for the replaced text, any other name in braces for a column, as in `{prompt}\n\nA solution: {solution}`;
+    `{{` and `}}` are braces.
     """
     key: str | None = None
     """The column with the whole prompt that the teacher reads: a text, or messages without the response."""
     gap_every: MayChange[int | None] = Field(None, ge=1)
-    """Steps between measurements of the privilege gap, mean(log q(y | context) − log q(y)). The teacher then reads the
-    step's responses twice more, with and without its context. null: not measured.
+    """Steps between measurements of the privilege gap (methods.md §13.1), for which the teacher reads the step's
+    responses twice more. null: not measured.
     """
     contrast: MayChange[bool] = False
     """Also measure the gap with the context of another record: a third reading."""

@@ -42,7 +42,7 @@ class Source(Settings):
     parquet_files: Files = ()
     """Paths or globs of Parquet files."""
     jsonl_files: Files = ()
-    """Paths or globs of files with a JSON object per line, optionally compressed with gzip, zstd, bzip2 or xz."""
+    """Paths or globs of files with a JSON object per line, also compressed with gzip, zstd, bzip2 or xz."""
     text_files: Files = ()
     """Paths or globs of text files; each file is one document."""
     hub: HubDataset | None = None
@@ -108,40 +108,40 @@ class Data(Settings):
     text_key: str = "text"
     """The column with a document's text."""
     messages_key: str | None = None
-    """The column with a conversation: a list of messages with `role` and `content`, or the list as JSON. If set, each
-    model's own chat template renders the conversation, only the assistant's messages are learned, and `text_key` is
-    unused.
+    """The column with a conversation: a list of messages with `role` and `content`, or the list as JSON. If set,
+    `text_key` is unused, each model's chat template renders the conversation, and only the assistant's messages are
+    learned.
     """
     tools_key: str | None = None
-    """The column with the tools that a conversation may call, as a list or as JSON; with `messages_key`."""
+    """The column with the tools that a conversation may call, as a list or as JSON."""
     learned_turns: LearnedTurns = "all"
-    """Assistant messages that are learned, off-policy. all: all except those marked 0. last: the part of these after
+    """Assistant messages that are learned, off-policy. all: all except those marked 0. last: of these, the ones after
     the user's last message. marked: only those marked 1. The mark is a message's `weight`, `train`, `training` or
-    `loss_mask`: 0 or false, 1 or true.
+    `loss_mask`.
     """
     response_key: str | None = None
-    """On-policy, with `text_key`: the column with the dataset's continuation of the prompt, if it has one. In a
-    conversation the last assistant message is the continuation.
+    """On-policy, with `text_key`: the column with the dataset's continuation of the prompt. In a conversation it is the
+    last assistant message.
     """
     domain_key: MayChange[str | None] = None
     """The column with a validation text's domain; validation figures are also shown per domain."""
     append_eos: bool = True
     """End each text that is not cut with the end-of-sequence token of each tokenizer."""
     special_tokens: Literal["read", "text"] = "read"
-    """Reading of text that spells a special token, such as `<s>` in HTML. read: as the special token; text: as ordinary
-    text. For plain texts off-policy; in conversations the chat template writes special tokens.
+    """Text that spells a special token, such as `<s>` in HTML, is read as the special token (read) or as ordinary text
+    (text). For plain texts off-policy.
     """
     shuffle: bool = True
     """Shuffle the documents anew each epoch, seeded by `run.seed`."""
     packing: bool = True
-    """Off-policy, for plain texts: cut documents longer than `train.max_length` into windows instead of dropping the
-    end, and fill rows of that length with windows of several documents; `train.global_batch_size` then counts rows.
-    Models see each window alone. false: every document is one sequence, cut at `train.max_length`.
+    """Off-policy, for plain texts: cut long documents into windows, and fill rows of `train.max_length` tokens with
+    windows of several documents, which models see alone. false: every document is one sequence, cut at
+    `train.max_length`.
     """
     num_workers: MayChange[int] = Field(0, ge=0)
-    """Processes that tokenize and align in advance; 0: a thread of the driver, one batch in advance."""
+    """Processes that tokenize and align in advance; 0: a thread of the driver."""
     cache: MayChange[bool] = True
-    """Tokenize and align each document once, and keep the result in `$NEMO_OPD_CACHE` for later epochs and runs."""
+    """Tokenize and align each document once, and keep the result in `$NEMO_OPD_CACHE`."""
 
     @model_validator(mode="after")
     def tools_belong_to_messages(self) -> "Data":

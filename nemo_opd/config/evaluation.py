@@ -42,13 +42,9 @@ class Questions(Settings):
     max_new_tokens: int | None = Field(None, ge=1)
     """Maximum tokens in one turn of the student; by default `rollout.max_new_tokens`, or 256 without rollouts."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer and are not part of it, such as `["\\n\\nQuestion:"]` for a model that has not learned
-    to stop. Not with an environment.
-    """
+    r"""Texts that end an answer and are not part of it, such as `["\n\nQuestion:"]`. Not with an environment."""
     level_key: str | None = None
-    """The column with a question's difficulty or kind, such as MATH's `level`; the report also shows accuracy per
-    level.
-    """
+    """The column with a question's difficulty or kind, by which the report also shows accuracy."""
     correct_reward: float = 1.0
     """Smallest reward of a correct answer, for pass@k, maj@k and greedy; mean@n averages the rewards."""
     confidence: float = Field(0.95, gt=0, lt=1)
@@ -163,12 +159,11 @@ class QuestionSets(Questions):
     """Allow the code in `task_folder`, which lm-eval runs as this user: functions, templates, and metrics from the hub.
     """
     confirm_run_unsafe_code: bool = False
-    """Allow benchmarks that run programs written by the model. lm-eval runs them without a sandbox, as this user."""
+    """Allow benchmarks that run programs written by the model, without a sandbox, as this user."""
 
     on_error: Literal["warn", "stop"] = "warn"
-    """warn: an answer whose reward fails counts as wrong, with a warning; in a run, a set that fails in another way (a
-    server that does not answer) is skipped with a warning, and training goes on. stop: either is an error. A worker
-    that fails ends the run in any case.
+    """warn: an answer whose reward fails counts as wrong, and in a run a set that fails in another way is skipped, both
+    with a warning. stop: either is an error.
     """
 
     @model_validator(mode="before")
@@ -242,15 +237,11 @@ class Evaluation(QuestionSets):
     every: int | None = Field(None, ge=1)
     """Optimizer steps between evaluations; by default only before the first and after the last step."""
     teachers: bool = False
-    """Also ask each teacher once, before the first step: with its own tokenizer and chat template and the student's
-    sampling settings, by transformers in the teacher's workers. Takes as long as a large model needs to answer.
-    """
+    """Also ask each teacher once, before the first step, with its own tokenizer and chat template."""
     batch_size: int = Field(64, ge=1)
     """Off-policy: sequences that a rank of the student samples at a time. On-policy, `rollout.batch_size` is used."""
     teacher_batch_size: int = Field(64, ge=1)
-    """Sequences that a rank of a teacher samples at a time, with all of its weights loaded: phase `answers` of the
-    memory estimate.
-    """
+    """Sequences that a rank of a teacher samples at a time."""
     num_samples_shown: int = Field(8, ge=0)
     """Questions of each set whose answers, by student and teachers, are in samples.jsonl and in the report."""
 

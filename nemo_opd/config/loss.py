@@ -19,13 +19,11 @@ class ImportanceSettings(Settings):
     importance_cap: float | None = Field(None, gt=0)
     """Upper bound of the weights, or null for no bound."""
     importance_level: Literal["token", "sequence"] = "token"
-    """Unit of a weight: each token (chunk, for a teacher with another tokenizer), or all sampled tokens of a sequence
-    together, which needs an `importance_cap` and one more product with the head.
+    """Unit of a weight: each token (or chunk), or all sampled tokens of a sequence together, which needs an
+    `importance_cap`.
     """
     importance_veto: float | None = Field(None, gt=0, lt=1)
-    """Drop sequences with a token below this weight, as the engine sampled something that the student considers
-    impossible, or none if null. Needs one more product with the head.
-    """
+    """Drop sequences with a token below this weight, or none if null."""
 
     @field_validator("importance_level")
     @classmethod
@@ -51,8 +49,8 @@ class DivergenceTerm(Settings):
     """Settings of all terms with a divergence (methods.md §3)."""
 
     divergence: DivergenceKind = "forward_kl"
-    """forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: between these two, set by `beta`;
-    mixed: their weighted sum, set by `mixed_weight`; tvd: half the L1 distance (methods.md §3.1).
+    """forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: between them; mixed: their weighted
+    sum; tvd: half the L1 distance (methods.md §3.1).
     """
     beta: float = Field(0.5, ge=0, le=1)
     """jsd: 0 is forward KL, 1 is reverse KL."""
@@ -80,7 +78,7 @@ class SameVocabTerm(DivergenceTerm):
     """Tokens per side, for a support other than full."""
     normalization: Literal["full", "support", "rest"] = "rest"
     """Treatment of tokens outside the support. rest: they share one cell; support: both sides are renormalised without
-    them; full: they are dropped from the sum, for parity with systems that do so.
+    them; full: they are dropped from the sum.
     """
 
     @field_validator("normalization")
@@ -123,8 +121,7 @@ class NormalizedTerm(Settings):
 
     normalizer: Literal["units", "student_tokens"] = "units"
     """Divisor of the sum. units: the compared chunks; student_tokens: the student's scored tokens in texts with such
-    chunks, as in cross-entropy, so that at equal weights a chunk counts as much as a token of cross-entropy
-    (methods.md §7.1).
+    chunks (methods.md §7.1).
     """
 
 
@@ -154,8 +151,8 @@ class PKLTerm(ChunkTerm):
     coverage_coef: float | None = Field(None, ge=0)
     """Weight of −log of the student's mass on covered teacher columns; 1 by default."""
     vocab_topk: int | None = Field(None, ge=1)
-    """Number of covered columns with a cell to themselves, by largest teacher logit; other columns share one cell. By
-    default each column has a cell.
+    """Number of covered columns with their own cells, by largest teacher logit; other columns share one cell. By
+    default each has its own.
     """
 
     _preset = field_validator("merge", "coverage_coef")(_fixed_by_compat)
@@ -177,8 +174,8 @@ class PairedTerm(ChunkTerm):
     compat: Literal["nemo_rl", "trl"] | None = None
     """Reproduce the loss of this system, for parity."""
     merge: Literal["first", "mean", "observed"] | None = None
-    """Compared positions of a chunk: the first (default); for parity the mean over all, or the first times the
-    probabilities of the chunk's later tokens (observed).
+    """Compared positions of a chunk: the first; for parity the mean over all, or the first times the probabilities of
+    the chunk's later tokens (observed).
     """
     common_weight: float | None = Field(None, ge=0)
     """Weight of the divergence on matched tokens; 1 by default."""
@@ -245,14 +242,11 @@ class BytePrefixTerm(ChunkTerm):
 
     type: Literal["byte_prefix"] = "byte_prefix"
     positions: Literal["starts", "all"] = "starts"
-    """starts: each chunk's first position; all: also student tokens that begin inside a teacher token. KD is divided by
-    the number of compared positions.
-    """
+    """starts: each chunk's first position; all: also student tokens that begin inside a teacher token."""
     ends: Literal["drop", "cover", "rest"] = "drop"
-    """positions=all: treatment of teacher tokens that would have ended at a position inside the realised token. drop:
-    leave them out, which is exact in the mean over a dataset's texts, with forward_kl only; cover: put them into a rest
-    cell and add teacher tokens that began one token earlier, for every divergence and for samples; rest: put them into
-    the rest cell, as in BPM, which is biased.
+    """positions=all: teacher tokens that would have ended at a position inside the realised token. drop: leave them out
+    (forward_kl on a dataset's texts only); cover: nearly exact, for any divergence and samples; rest: the rest cell, as
+    in BPM, which is biased.
     """
     pieces: Literal["spelling", "longest_prefix"] = "spelling"
     """Split of a teacher token into student tokens. spelling: by the student's tokenizer; longest_prefix: greedily, the
@@ -289,16 +283,16 @@ class BytePrefixTerm(ChunkTerm):
 
 
 class TCADTerm(DivergenceTerm):
-    """Divergence on likely tokens and the student's mass on them, for a teacher with the student's tokenizer. Each
-    sampled sequence counts once (methods.md §10.2).
+    """Divergence on likely tokens and the student's mass on them, for a teacher with the student's tokenizer
+    (methods.md §10.2).
     """
 
     type: Literal["tcad"] = "tcad"
     support_size: int = Field(256, ge=1)
     """Number of compared tokens."""
     support: Literal["interleaved", "union"] = "interleaved"
-    """interleaved: `support_size` tokens, alternating between the teacher's and the student's likeliest; union: each
-    side's `support_size` likeliest.
+    """interleaved: `support_size` tokens, alternating between the sides' likeliest; union: each side's `support_size`
+    likeliest.
     """
     coverage_coef: float = Field(1.0, ge=0)
     """Weight of −log of the student's mass on those tokens."""
@@ -320,17 +314,14 @@ class TCADTerm(DivergenceTerm):
 
 
 class SampledKLTerm(ImportanceSettings):
-    """KL estimated on the sampled tokens, or on their aligned chunks for a teacher with another tokenizer
-    (methods.md §10.4).
-    """
+    """KL estimated on the sampled tokens, or on their aligned chunks (methods.md §10.4)."""
 
     type: Literal["sampled_kl"] = "sampled_kl"
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """KL estimator per token or chunk, with d = log p − log q: d, d²/2, or exp(−d) − 1 + d."""
+    """KL estimator per token or chunk (methods.md §10.4)."""
     update: Literal["policy_gradient", "direct"] = "policy_gradient"
-    """policy_gradient: use the negative estimate as the advantage of the token or chunk in a clipped policy gradient;
-    direct: differentiate the estimate, times its importance weight. In expectation, direct gives the gradient of the
-    reverse KL with k2 and of the forward KL with k3, also for samples of older weights.
+    """policy_gradient: the negative estimate is the advantage in a clipped policy gradient; direct: differentiate the
+    estimate, times its importance weight (docs/losses.md).
     """
     clip_low: float = Field(0.2, ge=0, lt=1)
     """policy_gradient: clip the ratio to the model that sampled, at temperature 1, below at 1 − clip_low."""
@@ -372,7 +363,7 @@ class ALMTerm(NormalizedTerm):
     type: Literal["alm"] = "alm"
     temperature: float = Field(100.0, gt=0)
     """Chunk likelihoods are raised to the power 1 / temperature. At 1, chunks that both sides find unlikely have almost
-    no gradient; above 100 the gradient hardly changes.
+    no gradient.
     """
 
 

@@ -20,14 +20,12 @@ class Parallelism(Settings):
     """Shard positions over the tensor-parallel ranks between attention and feed-forward blocks."""
 
     replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Copies of the model, each sharded over separate ranks (HSDP): weights are gathered within a copy, and gradients
-    are summed over copies once a step. 1: one copy over all ranks. auto: 1, except one copy per node on several GPU
-    nodes, if that fits without `offload` by the memory estimate.
+    """Copies of the model, each sharded over separate ranks (HSDP). 1: one copy over all ranks. auto: 1, or one copy
+    per node on several GPU nodes, if that fits without `offload`.
     """
     reshard_after_forward: Literal[True, False, "auto"] = "auto"
-    """Free a layer's gathered weights after its forward pass (FSDP). false: a rank keeps all weights unsharded and
-    gathers them once a step instead of twice a microbatch; a teacher's once. auto: false on GPUs if that fits without
-    `offload` by the memory estimate.
+    """Free a layer's gathered weights after its forward pass (FSDP). false: keep all weights unsharded, and gather them
+    once a step instead of twice a microbatch. auto: false on GPUs if that fits without `offload`.
     """
 
     @property
@@ -59,15 +57,14 @@ class Model(Settings):
     parallelism: MayChange[Parallelism] = Field(default_factory=Parallelism)
     """Parallel layout of the model."""
     attn_implementation: MayChange[Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] | None] = None
-    """Attention implementation of transformers; by default its own choice, usually sdpa. Flash attention is a separate
-    package (flash-attn, flash-attn-3) and needs a GPU; sdpa uses PyTorch's.
+    """Attention implementation of transformers; by default its own choice, usually sdpa. Flash attention needs a GPU
+    and a package of its own (flash-attn, flash-attn-3).
     """
     compile: MayChange[bool] = False
     """Compile the decoder layers with `torch.compile`: a few minutes at the start, then faster steps."""
     fused_layers: MayChange[Literal[True, False, "auto"]] = "auto"
-    """Compute norms, rotary embeddings and gated activations of the layers with Triton kernels, which read and write
-    each number once. auto: on GPUs in 16 bits without `compile`, if the family is supported (Llama, Mistral, Qwen,
-    Phi-3); true: always, or fail.
+    """Compute norms, rotary embeddings and gated activations with Triton kernels. auto: on GPUs in 16 bits without
+    `compile`, if the family is supported (Llama, Mistral, Qwen, Phi-3).
     """
 
     @model_validator(mode="after")
@@ -146,21 +143,19 @@ class Student(Model):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision; master weights are fp32 in any case. auto: bfloat16 on GPU, float32 on CPU."""
     offload: MayChange[Literal[True, False, "auto"]] = "auto"
-    """Move parameters and optimizer state to host memory while the teachers run. auto: if the memory estimate says that
-    the run does not fit even with teachers offloaded.
+    """Move parameters and optimizer state to host memory while the teachers run. auto: if, by the memory estimate, the
+    run does not fit even with teachers offloaded.
     """
     activation_checkpointing: MayChange[bool] = False
-    """Keep only each layer's input and recompute the layer in the backward pass: a third more compute, and much less
-    memory for long sequences.
+    """Recompute each layer in the backward pass from its input: a third more compute, and much less memory for long
+    sequences.
     """
     sync_each_micro_batch: MayChange[Literal[True, False, "auto"]] = "auto"
-    """Reduce gradients over ranks after each microbatch (FSDP). false: each rank accumulates unsharded fp32 gradients,
-    which are reduced once a step. auto: false on GPUs if that fits without `offload` by the memory estimate.
+    """Reduce gradients over ranks after each microbatch (FSDP). false: once a step, from unsharded fp32 gradients on
+    each rank. auto: false on GPUs if that fits without `offload`.
     """
     lora: Lora | None = None
-    """Train low-rank adapters in fp32 and freeze the model's weights, which are stored in the compute precision. By
-    default all weights are trained.
-    """
+    """Train low-rank adapters in fp32 and freeze the model's weights. By default all weights are trained."""
     optimizer: Optimizer = Field(default_factory=AdamW)
     """Optimizer of all trained weights."""
     scheduler: Scheduler = Field(default_factory=Scheduler)

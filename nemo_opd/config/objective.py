@@ -36,9 +36,7 @@ class Objective(Settings):
     scaling_decay: float = Field(0.99, gt=0, lt=1)
     """dynamic: decay of the moving averages."""
     scaling_cap: float = Field(100.0, gt=0, allow_inf_nan=False)
-    """dynamic: largest scale. If KD is below 1/scaling_cap of CE, there is almost nothing left to learn, and scaling it
-    up to CE would amplify noise.
-    """
+    """dynamic: largest scale, so that noise is not amplified when KD is almost 0."""
 
 
 class SameVocabLoss(Objective, SameVocabTerm):
@@ -145,8 +143,8 @@ class WeightedSum(AggregationBase):
 
     type: Literal["weighted_sum"] = "weighted_sum"
     weights: Literal["static", "bits_per_byte", "entropy", "max_probability"] = "static"
-    """static: each teacher's weight. Otherwise softmax_i(alpha · score_i + log weight_i) in each sequence. The score is
-    the negative bits per byte, the negative entropy per byte, or the mean largest probability per byte.
+    """static: each teacher's weight. Otherwise softmax_i(alpha · score_i + log weight_i) in each sequence (methods.md
+    §6.1).
     """
     alpha: float = Field(1.0, gt=0)
     """Sharpness of weights that are not static."""

@@ -6,7 +6,7 @@ import difflib
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -65,26 +65,66 @@ class _Section:
 
 
 def page() -> str:
-    """Return the Markdown page: a table for each section, and one for each type that adds keys."""
+    """Return the Markdown page: a list of keys for each section, and one for each type that adds keys."""
+    parts = (
+        *_sections(RunConfig),
+        _Section("evaluate.py", 0, "", (_Table("", "", _keys_of(EvaluationConfig)),)),
+        *_section("evaluate.py: data", EvaluationConfig, "data", 1, {}),
+    )
     return "\n".join(
         (
             "# Settings",
             "",
             "Made by `uv run python -m nemo_opd.config.reference` from the models in `nemo_opd/config/`. On the",
             "command line a setting is `section.key=value`, or `teachers.0.key=value` for an element of a list.",
-            *(line for part in _sections(RunConfig) for line in _section_markdown(part)),
-            "",
-            "## evaluate.py",
-            "",
-            *_table_markdown(_keys_of(EvaluationConfig)),
-            *(
-                line
-                for part in _section("evaluate.py: data", EvaluationConfig, "data", 1, {})
-                for line in _section_markdown(part)
-            ),
+            "In brackets are the type of a value and the default. A key whose default is `null` may be left unset.",
+            "Keys that an earlier section has are only named.",
+            *(line for part in _without_repeats(parts) for line in _section_markdown(part)),
             "",
         )
     )
+
+
+def _without_repeats(parts: Sequence[_Section]) -> Iterator[_Section]:
+    """Yield the sections; several keys that an earlier table has with the same meaning are only named, and keys that
+    are sections are left to their headings.
+    """
+    headings = {part.name: part.meaning for part in parts}
+    first_place: dict[_Key, tuple[str, str]] = {}
+    for part in parts:
+        tables = []
+        for table in part.tables:
+            place = (part.name, table.tag)
+            repeated: dict[tuple[str, str], list[_Key]] = {}
+            for key in table.keys:
+                if key.type and (earlier := first_place.setdefault(key, place)) != place:
+                    repeated.setdefault(earlier, []).append(key)
+            repeated = {earlier: keys for earlier, keys in repeated.items() if len(keys) > 1}
+            inner = [
+                key
+                for key in table.keys
+                if not key.type and headings.get(f"{part.name}.{key.name}", "").startswith(key.meaning or "?")
+            ]
+            named = [key for keys in repeated.values() for key in keys]
+            remaining = tuple(key for key in table.keys if key not in named and key not in inner)
+            sentences = [_reference(earlier, keys, part.name) for earlier, keys in repeated.items()]
+            if inner and table.tag:
+                sentences.insert(0, f"Sections: {_listed(inner)}.")
+            tables.append(_Table(table.tag, " ".join((table.meaning, *sentences)).strip(), remaining))
+        yield replace(part, tables=tuple(tables))
+
+
+def _reference(place: tuple[str, str], keys: Iterable[_Key], section: str) -> str:
+    """Return a sentence that names keys and the place that explains them."""
+    name, tag = place
+    where = f"`type: {tag}`" if name == section else f"[`{name}`](#{name.replace('.', '')})"
+    if tag and name != section:
+        where += f" of `type: {tag}`"
+    return f"As in {where}: {_listed(keys)}."
+
+
+def _listed(keys: Iterable[_Key]) -> str:
+    return ", ".join(f"`{key.name}`" for key in keys)
 
 
 def _section_markdown(section: _Section) -> Iterator[str]:
@@ -92,27 +132,22 @@ def _section_markdown(section: _Section) -> Iterator[str]:
     if section.meaning:
         yield from ("", section.meaning)
     for table in section.tables:
-        yield ""
         tag = f"**`type: {table.tag}`** " if table.tag else ""
         if heading := f"{tag}{table.meaning}".rstrip():
-            yield from (heading, "")
-        yield from _table_markdown(table.keys)
+            yield from ("", heading)
+        if table.keys:
+            yield ""
+        for key in table.keys:
+            yield _key_markdown(key)
 
 
-def _table_markdown(keys: Iterable[_Key]) -> Iterator[str]:
-    rows = [
-        (
-            f"`{key.name}`",
-            f"`{key.type}`" if key.type else "see its section",
-            key.default if key.default in ("", "required") else f"`{key.default}`",
-            key.meaning,
-        )
-        for key in keys
-    ]
-    if rows:
-        yield from ("| key | type | default | meaning |", "|---|---|---|---|")
-    for row in rows:
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+def _key_markdown(key: _Key) -> str:
+    """Return an element of a list: the key with its type and default, and its meaning."""
+    if not key.type:  # a section
+        return f"* `{key.name}`: {key.meaning}"
+    kind = key.type.removesuffix(" | null") if key.default == "null" else key.type
+    default = key.default if key.default == "required" else f"`{key.default}`"
+    return f"* `{key.name}` (`{kind}`; {default}): {key.meaning}"
 
 
 def help_text(model: type[BaseModel], config_dir: Path, program: str, only: Sequence[str] = ()) -> str:
@@ -307,7 +342,12 @@ def _section(
         shown.setdefault(model, (key, model))
     if models:
         yield _Section(key, depth, meaning_of(owner, name), tuple(_tables(models)))
-    inner = {f"{key}.{field}": (model, field) for model in models for field in model.model_fields}
+    inner: dict[str, tuple[type[BaseModel], str]] = {}
+    for model in models:
+        for field in model.model_fields:
+            path, types = f"{key}.{field}", models_in(model.model_fields[field].annotation)
+            if path not in inner or len(types) > len(models_in(inner[path][0].model_fields[field].annotation)):
+                inner[path] = (model, field)
     for path, (model, field) in inner.items():
         yield from _section(path, model, field, depth + 1, shown)
 
@@ -327,7 +367,7 @@ def _tables(models: list[type[BaseModel]]) -> Iterator[_Table]:
                 shared[name] = model
     if shared:
         keys = [key for model in models for key in _keys_of(model) if shared.get(key.name) is model]
-        yield _Table("", "Keys of several types, which name them:", tuple(keys))
+        yield _Table("", "Keys of several types:", tuple(keys))
     for model in models:
         names = [name for name in model.model_fields if name in shared and _is_same_field(name, shared[name], model)]
         also = f" Also: {', '.join(f'`{name}`' for name in names)}." if names else ""
@@ -336,10 +376,10 @@ def _tables(models: list[type[BaseModel]]) -> Iterator[_Table]:
 
 
 def _meanings_of(model: type[BaseModel]) -> list[str]:
-    """Return the docstring of a type of settings, after that of the same type that it derives from."""
+    """Return the docstrings of the same type of settings that a model derives from, or its own."""
     kinds = [kind for kind in model.__mro__[1:] if issubclass(kind, BaseModel) and "type" in kind.model_fields]
     bases = [kind for kind in kinds if _tag(kind) == _tag(model)]
-    return [kind.__doc__ for kind in (*reversed(bases), model) if kind.__doc__]
+    return [kind.__doc__ for kind in reversed(bases) if kind.__doc__] or [model.__doc__ or ""]
 
 
 def _keys_of(model: type[BaseModel], without: Any = ()) -> tuple[_Key, ...]:
@@ -398,7 +438,9 @@ def _default_of(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return ""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 def _in_one_line(text: str) -> str:

@@ -23,7 +23,7 @@ class Boxed(Settings):
 
 
 class AnswerLine(Settings):
-    """Text from the last `Answer:` to the end of its line, without bold marks and a full stop at the end."""
+    """Text from the last `Answer:` to the end of its line."""
 
     type: Literal["answer_line"] = "answer_line"
     marker: str = "Answer:"
@@ -32,7 +32,7 @@ class AnswerLine(Settings):
 
 class Choice(Settings):
     """The letter of a multiple choice: the last \\boxed{…}, otherwise the last letter named as the answer, otherwise
-    the last one that stands alone, in brackets or before a full stop or bracket.
+    the last one that stands alone.
     """
 
     type: Literal["choice"] = "choice"
@@ -60,7 +60,7 @@ class Regex(Settings):
 
 
 class Json(Settings):
-    """A value of the last JSON object or list, bare or in a fenced block, if it matches a JSON schema."""
+    """A value of the last JSON object or list, if it matches a JSON schema."""
 
     type: Literal["json"] = "json"
     schema_file: Path | None = None
@@ -79,12 +79,11 @@ class SandboxSettings(Settings):
     """Limits of the programs that a reward runs."""
 
     isolation: MayChange[Literal["auto", "bubblewrap", "namespaces", "process"]] = "auto"
-    """Kind of sandbox: bubblewrap, or Linux namespaces without it; auto: the first of the two that works. process:
-    limits only, for machines that forbid namespaces, as many containers do (docs/sandbox.md lists what remains
-    possible).
+    """Kind of sandbox: bubblewrap, or Linux namespaces without it; auto: the first that works. process: limits only,
+    for machines that forbid namespaces (docs/sandbox.md lists what remains possible).
     """
     timeout_s: float = Field(5, gt=0, le=3600)
-    """Processor time of a program with all its processes, in seconds. A program that waits has four times as long."""
+    """Processor time of a program with all its processes, in seconds; waiting programs have four times as long."""
     memory_mb: int = Field(1024, ge=64)
     """MiB of memory for a program with all its processes."""
     processes: int = Field(16, ge=1)
@@ -164,14 +163,14 @@ class MathReward(ExtractedReward):
 
 
 class CodeReward(AnswerReward):
-    """1 if the Python program of the last turn passes the row's tests in a sandbox, otherwise 0 (docs/sandbox.md)."""
+    """1 if the Python program of the last turn passes the row's tests, otherwise 0 (docs/sandbox.md)."""
 
     type: Literal["code"] = "code"
     answer_key: str = "test"
     """The column with the tests: code, or pairs of input and output (docs/sandbox.md)."""
     entry_point_key: str | None = None
     """The column with the name of the tested function, such as HumanEval's `entry_point`; by default the last function
-    that the question defines.
+    in the question.
     """
     sandbox: SandboxSettings = Field(default_factory=SandboxSettings)
     """Limits and isolation of the program."""
@@ -188,9 +187,8 @@ class EnvironmentReward(SingleReward):
 
 
 class FunctionReward(SingleReward):
-    """Your own function, `package.module:function`, called with a Rollout (nemo_opd.data.record); returns a number.
-
-    `rollout.prompt.row` has all columns of the row.
+    """Your own function, called with a Rollout (nemo_opd.data.record); returns a number. `rollout.prompt.row` has all
+    columns of the row.
     """
 
     type: Literal["function"] = "function"
@@ -201,7 +199,7 @@ class FunctionReward(SingleReward):
 
 
 class FormatReward(SingleReward):
-    """1 if the last turn has the wanted form, whatever its content, otherwise 0: the form is what `extract` finds."""
+    """1 if the last turn has the wanted form, otherwise 0: the form is what `extract` finds."""
 
     type: Literal["format"] = "format"
     extract: Extraction

@@ -27,14 +27,14 @@ class RolloutBase(Settings):
     top_k: int | None = Field(None, ge=1)
     """Sample from this many of the likeliest tokens, or from all if null."""
     on_policy_share: float = Field(1.0, ge=0, le=1)
-    """Share of each batch's prompts that the student continues itself; other prompts use the dataset's continuation
-    (the λ of GKD).
+    """Share of each batch's prompts that the student continues itself (the λ of GKD); other prompts use the dataset's
+    continuation.
     """
     staleness: int = Field(0, ge=0)
     """Maximum optimizer steps that the sampling weights may lag behind the student's."""
     overlap: bool = False
-    """Sample the next batch while the student learns from the current one; needs staleness of at least 1 and an engine
-    in a separate process.
+    """Sample the next batch while the student learns from the current one; needs staleness of at least 1 and
+    type=server.
     """
 
 
@@ -63,29 +63,28 @@ class ServerRollout(RolloutBase):
     program: Literal["vllm", "sglang"] = "vllm"
     """Program of the server, started here or already running at `url`."""
     url: MayChange[str | None] = None
-    """Address of a running server, with the options listed in docs/on_policy.md; by default a server is started on this
-    machine and stopped with the run.
+    """Address of a running server (docs/on_policy.md has its options); by default one is started on this machine and
+    stopped with the run.
     """
     command: MayChange[tuple[str, ...] | None] = Field(None, min_length=1)
-    """Command that starts the server, without model and port; by default the program's own. For a program in a separate
-    virtual environment: [.venv-vllm/bin/vllm, serve].
+    """Command that starts the server, without model and port, such as [.venv-vllm/bin/vllm, serve]; by default the
+    program's own.
     """
     options: MayChange[tuple[str, ...]] = ()
     """More arguments of that command."""
     environment: MayChange[Frozen[str, str]] = Field(default_factory=dict)
     """More environment variables of the server, such as CUDA_VISIBLE_DEVICES."""
     gpus: MayChange[int | None] = Field(None, ge=1)
-    """GPUs reserved for a server started here, with tensor parallelism: the last GPUs of this machine. Training uses
-    the first ones. By default the server shares the training's GPUs.
+    """GPUs reserved for a server started here, with tensor parallelism: the last ones of this machine. By default it
+    shares the training's GPUs.
     """
     sleep: MayChange[Literal["auto"] | bool] = "auto"
-    """Whether a vLLM started here releases its GPU memory while teachers and student compute, with its weights in host
-    memory. auto: if it shares the training's GPUs, unless overlap=true.
+    """Whether a vLLM started here releases its GPU memory while teachers and student compute. auto: if it shares the
+    training's GPUs, unless overlap=true.
     """
     memory_share: MayChange[float | None] = Field(None, gt=0, le=1)
-    """Share of each GPU's memory, or of the machine's memory on CPUs, that a server started here uses for weights and
-    cache. By default 0.9 on separate GPUs (`gpus`, or `CUDA_VISIBLE_DEVICES` in `environment`); on the training's GPUs,
-    the memory left by the estimate but at least 0.3; on CPUs 0.3.
+    """Share of each GPU's (or, on CPUs, the machine's) memory that a server started here uses. By default 0.9 on its
+    own GPUs; on the training's GPUs the memory left by the estimate, at least 0.3; on CPUs 0.3.
     """
     start_timeout_s: MayChange[float] = Field(600, gt=0)
     """Seconds for a server started here to become ready, and for any server to load the student's weights."""
@@ -96,9 +95,8 @@ class ServerRollout(RolloutBase):
     concurrency: MayChange[int] = Field(256, ge=1)
     """Maximum requests in flight."""
     weights_folder: MayChange[Path | None] = None
-    """Folder to which the student is written for the server to load, in a subfolder `rollout_weights` that is removed
-    at the end; by default the run's directory. Server and student must both see it. A vLLM started here loads only its
-    first weights from it and reads later ones from the student's memory.
+    """Folder, visible to server and student, in which the student is written for the server; by default the run's
+    directory. A vLLM started here loads only its first weights from it.
     """
 
     @field_validator("url")
@@ -190,15 +188,10 @@ class Health(Settings):
     max_length_growth: float = Field(4.0, gt=1)
     """Largest mean response length relative to the first steps."""
     max_truncation_rate: float = Field(0.9, gt=0, le=1)
-    """Largest share of truncated rollouts; no alarm if the first steps exceeded it too."""
+    """Largest share of truncated rollouts."""
     min_entropy: float = Field(0.02, ge=0)
-    """Smallest entropy in nats per token; no alarm if the first steps were below it too."""
+    """Smallest entropy in nats per token."""
     max_repetition: float = Field(0.5, gt=0, le=1)
-    """Largest share of a response's 4-grams that occurred earlier in it; no alarm if the first steps exceeded it too.
-    """
+    """Largest share of a response's 4-grams that occurred earlier in it."""
     max_mismatch: float = Field(0.1, gt=0)
-    """Largest mean |log-probability by the engine − by the trainer| of sampled tokens, in nats.
-
-    Rounding alone stays below half of the default: bf16 rounds a logit between 16 and 32 by up to 1/16, and two such
-    roundings differ by 1/24 on average.
-    """
+    """Largest mean |log-probability by the engine − by the trainer| of sampled tokens, in nats."""

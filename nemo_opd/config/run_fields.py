@@ -29,9 +29,7 @@ class Console(Settings):
     enabled: bool = True
     """Live progress in a terminal, and occasional lines elsewhere."""
     interval_s: float = Field(10, ge=0)
-    """Outside a terminal: seconds between lines about finished steps or longer work. The first, last and validated
-    steps are always printed.
-    """
+    """Outside a terminal: seconds between lines of progress. The first, last and validated steps are always printed."""
     memory_table: bool = False
     """With run.dry_run, show the whole memory estimate, part by phase."""
 
@@ -60,9 +58,7 @@ class RolloutFiles(Settings):
     """Files with the student's training samples: rollouts.jsonl."""
 
     every: int | None = Field(None, ge=1)
-    """Steps between batches whose rollouts are written (texts, ids, masks, log-probabilities and rewards), or null to
-    write none.
-    """
+    """Steps between batches whose rollouts are written, or null to write none."""
     file_mb: float = Field(100, gt=0)
     """Size in megabytes at which a file is full and a new one is started."""
     keep_files: int = Field(10, ge=1)
@@ -76,7 +72,7 @@ class Mlflow(Settings):
     """Log the metrics, the settings and the results to MLflow."""
     tracking_uri: str | None = None
     """Address of a server, or a database such as `sqlite:////home/me/mlflow.db`; by default MLFLOW_TRACKING_URI, or
-    `mlflow.db` in the current directory if it is not set.
+    `mlflow.db` in the current directory.
     """
     experiment: str = "nemo_opd"
     """Experiment of the run; created if it does not exist."""
@@ -90,8 +86,8 @@ class Trackio(Settings):
     project: str = "nemo_opd"
     """Project of the run."""
     space: str | None = Field(None, pattern=r"^[\w.-]+(/[\w.-]+)?$")
-    """Space on the Hugging Face Hub, `user/name`, that shows the runs, created if it does not exist; by default a
-    database on this machine, which `trackio show` shows.
+    """Space on the Hugging Face Hub, `user/name`, created if it does not exist; by default a database on this machine,
+    for `trackio show`.
     """
 
 
@@ -113,8 +109,8 @@ class Logging(Settings):
     trackio: Trackio = Field(default_factory=Trackio)
     """Metrics for trackio."""
     gradients_every: int | None = Field(None, ge=1)
-    """Steps between comparisons of the KD gradient with the CE gradient: their norms and their cosine. Such a step runs
-    a forward and a backward pass for each, and holds one more gradient.
+    """Steps between comparisons of the KD gradient with the CE gradient: norms and cosine. Such a step runs a forward
+    and a backward pass for each.
     """
 
 
@@ -182,7 +178,9 @@ class RunFields(Settings):
     one teacher.
     """
     loss: Loss = Field(default_factory=PKLLoss)
-    """Comparison with the teachers, with the weights of distillation and of cross-entropy."""
+    """Comparison with the teachers that have no loss of their own. If it is a cross-tokenizer loss, teachers with the
+    student's tokenizer get same_vocab with the same divergence and temperature (the defaults for alm and uld).
+    """
     aggregation: Aggregation = Field(default_factory=WeightedSum)
     """Combination of several teachers into one objective."""
     handoff: Handoff = Field(default_factory=HiddenStatesHandoff)
@@ -198,7 +196,7 @@ class RunFields(Settings):
     evaluation: MayChange[Evaluation | None] = None
     """Questions that the student is asked during training, and its teachers once if enabled."""
     health: MayChange[Health] = Field(default_factory=Health)
-    """On-policy: limits that warn or end the run when they are crossed."""
+    """On-policy: limits that warn or end the run when they are crossed, if the first steps did not cross them too."""
     cluster: MayChange[Cluster] = Field(default_factory=Cluster)
     """Machines, devices and processes."""
     logging: MayChange[Logging] = Field(default_factory=Logging)

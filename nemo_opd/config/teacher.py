@@ -27,16 +27,14 @@ class Endpoint(Settings):
     """Servers of one model. Each can score any text."""
 
     urls: MayChange[tuple[str, ...]] = Field(min_length=1)
-    """Addresses of running servers, without /v1. A request goes to the server with the fewest requests; a server that
-    fails gets none until it answers again.
-    """
+    """Addresses of running servers, without /v1. A server that fails gets no requests until it answers again."""
     program: Literal["vllm", "sglang", "openai"] = "vllm"
-    """Program of the servers. openai: completions with echo=true and logprobs, with tokens written as token_id:NUMBER
-    (vLLM's return_tokens_as_token_ids).
+    """Program of the servers. openai: completions with echo=true and logprobs, with tokens as token_id:NUMBER (vLLM's
+    return_tokens_as_token_ids).
     """
     logprobs: int = Field(20, ge=1)
-    """Number of likeliest tokens requested at each position, besides the observed token. vLLM allows up to its
-    --max-logprobs, by default 20.
+    """Likeliest tokens requested at each position, besides the observed token. vLLM allows up to its --max-logprobs, by
+    default 20.
     """
     api_key: MayChange[str | None] = None
     """Key for the servers, sent as a bearer token; `${oc.env:NAME}` reads it from the environment."""
@@ -82,38 +80,33 @@ class TeacherBase(Model):
     weight: float = Field(1.0, ge=0)
     """Weight in the sum or mean over teachers; no effect if each text has one teacher."""
     weights: Literal["frozen", "student", "ema"] = "frozen"
-    """Source of the weights. frozen: `model`. student: the student's current weights. ema: an exponential moving
-    average of the student's weights.
+    """Source of the weights. frozen: `model`. student: the student's current weights. ema: their exponential moving
+    average.
     """
     ema_decay: float = Field(0.99, ge=0, lt=1)
-    """Decay at each update of the student: the average becomes decay · average + (1 − decay) · student. For
-    weights=ema.
-    """
+    """weights=ema: the average becomes decay · average + (1 − decay) · student at each update of the student."""
     adapters: bool = True
-    """Use the student's adapters; false: only its base model. For weights=student and student.lora."""
+    """weights=student with student.lora: use the student's adapters; false: only its base model."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the weights and of the forward pass. auto: bfloat16 on GPU, float32 on CPU."""
     micro_batch_tokens: MayChange[int | None] = Field(None, ge=2)
-    """Tokens of this teacher in one forward pass of a rank; by default the student's microbatch, scaled by this
-    teacher's longest sequence.
+    """Tokens of this teacher in one forward pass of a rank; by default as the student's, scaled by this teacher's
+    longest sequence.
     """
     offload: MayChange[Literal[True, False, "auto", "layers"]] = "auto"
-    """Move the parameters to host memory while other models use the device. auto: if the memory estimate says that the
-    run does not fit otherwise, the largest teacher first. layers: keep decoder layers in host memory, with only the
-    current and the next layer on the device, for a teacher that does not fit even alone.
+    """Move the parameters to host memory while other models use the device. auto: if the run does not fit otherwise,
+    the largest teacher first. layers: keep decoder layers in host memory, two at a time on the device.
     """
     cache: str | None = None
-    """Folder with the teacher's stored output (nemo-opd cache build), read instead of a forward pass; `model` is then
-    the same folder. Usually written as type: cached, which detects the tokenizer.
+    """Folder with the teacher's stored output (nemo-opd cache build), read instead of a forward pass. Usually written
+    as type: cached, which detects the tokenizer.
     """
     on_missing: MayChange[Literal["stop", "ask"]] = "stop"
-    """Handling of texts that the cache does not contain, or contains differently. stop: end the run and name the text.
-    ask: before the first step, ask the model that the cache was built from, under its name at that time, about all such
-    texts, and add its answers to the cache.
+    """Texts that the cache does not contain, or contains differently. stop: end the run and name the text. ask: before
+    the first step, ask the model that the cache was built from, and add its answers to the cache.
     """
     served: Endpoint | None = None
-    """Servers that are queried instead of a forward pass; `model` is then the name under which they serve it. Usually
-    written as type: served, which detects the tokenizer.
+    """Servers that are queried instead of a forward pass. Usually written as type: served, which detects the tokenizer.
     """
     context: Context | None = None
     """Another prompt, such as one with a worked solution, that this teacher reads before the response; by default the
@@ -221,22 +214,20 @@ class OwnIdsTeacher(TeacherBase):
     top_k: int = Field(4, ge=1)
     """projection=auto: entries kept per row."""
     projection_lr: float | None = Field(None, gt=0)
-    """Peak learning rate of the projection's weights, trained with the student on its learning-rate schedule, or null
-    to fix them. For loss.type=p_kl or h_kl.
+    """Peak learning rate of the projection's weights, trained on the student's schedule, or null to fix them. For
+    loss.type=p_kl or h_kl.
     """
     roles: Frozen[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Role → the special tokens, of either side, that have it, if it is not detected: `{end_of_turn: ["<|stop|>",
-    "<|eot_id|>"]}`. Tokens with the same role are compared with each other; the inspect tool shows the detected roles.
+    """Role → the special tokens of either side that have it, if it is not detected: `{end_of_turn: ["<|stop|>",
+    "<|eot_id|>"]}`. Tokens with the same role are compared; the inspect tool shows the detected roles.
     """
     max_length: int | None = Field(None, ge=2)
-    """Longest sequence in the teacher's tokens; by default the positions of its model. Packed documents are cut into
-    windows that every model can read. Other texts are read up to this length, and the student learns nothing from this
-    teacher beyond it.
+    """Longest sequence in the teacher's tokens; by default the positions of its model. Of texts that are not packed,
+    nothing beyond it is learned from this teacher.
     """
     equal_history: EqualHistory = "text"
-    """Agreement that is required between the texts that student and teacher have read before a compared chunk; their
-    templates and tokenizers may drop or rewrite earlier turns' thinking, white space and accents. text: the same
-    contents up to white space and Unicode form; bytes: byte for byte; none: no agreement.
+    """Texts that both sides must have read alike before a compared chunk. text: up to white space and Unicode form;
+    bytes: byte for byte; none: no agreement.
     """
     loss: LossTerm | None = None
     """This teacher's own loss term instead of the one that `loss` gives it."""
@@ -264,8 +255,8 @@ class CrossTokenizerTeacher(OwnIdsTeacher):
 
 
 class CachedTeacher(OwnIdsTeacher):
-    """A teacher whose answers were stored in a folder; no model is loaded. It becomes of type same_tokenizer if it has
-    the student's tokenizer, otherwise of type cross_tokenizer, as config.yaml shows.
+    """A teacher whose answers were stored in a folder; no model is loaded. It becomes same_tokenizer or
+    cross_tokenizer, as config.yaml shows.
     """
 
     type: Literal["cached"]
@@ -286,8 +277,7 @@ class CachedTeacher(OwnIdsTeacher):
 
 class ServedTeacher(Endpoint, OwnIdsTeacher):
     """A teacher on servers, which return the log-probabilities of each position's likeliest tokens; no model is loaded.
-    It becomes of type same_tokenizer if it has the student's tokenizer, otherwise of type cross_tokenizer, as
-    config.yaml shows.
+    It becomes same_tokenizer or cross_tokenizer, as config.yaml shows.
     """
 
     type: Literal["served"]

@@ -46,42 +46,37 @@ class Train(Settings):
     micro_batch_size: MayChange[int] = Field(1, ge=1)
     """Sequences of `max_length` in one forward and backward pass of a rank; more if they are shorter."""
     micro_batch_tokens: MayChange[int | None] = Field(None, ge=2)
-    """Tokens in one forward and backward pass of a rank; by default `micro_batch_size` · `max_length`.
-
-    A longer sequence is a microbatch by itself. Padding counts for models that read it.
+    """Tokens in one forward and backward pass of a rank; by default `micro_batch_size` · `max_length`. A longer
+    sequence is a microbatch by itself.
     """
     max_length: int = Field(2048, ge=2)
     """Longest sequence in the student's tokens; longer documents are cut, with `data.packing` into several pieces."""
     validate_every: MayChange[int | None] = Field(None, ge=1)
-    """Steps between validations, besides those before the first and after the last step; by default only these two.
-    Validation is off if `data.validation` names nothing: `data.validation.arrow_files=[]
-    data.validation.max_samples=null`.
+    """Steps between validations, besides those before the first and after the last step. Validation is off with
+    `data.validation.arrow_files=[] data.validation.max_samples=null`.
     """
     save_every: MayChange[int | None] = Field(None, ge=1)
     """Steps between checkpoints; the last step is always saved."""
     keep_last: MayChange[int] = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     async_save: MayChange[bool] = False
-    """Write the training state while training goes on, from a copy in host memory: 12 bytes per trained parameter of a
-    rank, divided by the ranks that shard it. The model in Hugging Face form is written before training goes on.
+    """Write the training state while training goes on, from a copy in host memory: 12 bytes per trained parameter,
+    divided by the ranks that shard it.
     """
     keep_best: MayChange[KeepBest | None] = None
-    """Save a checkpoint whenever a metric is among its `n` best values, and keep these besides `keep_last`; at the end
-    `best/` is the student of the best checkpoint.
+    """Keep the checkpoints of the `n` best values of a metric besides `keep_last`; at the end `best/` is the student of
+    the best one.
     """
     early_stopping: MayChange[EarlyStopping | None] = None
     """End the run, as after its last step, when a metric has stopped improving."""
     save_before: MayChange[Annotated[timedelta, Field(gt=timedelta())] | None] = None
-    """Time since the start of the job, as `03:45:00`. The run saves a checkpoint and ends before it, with exit status
-    0. Steps, evaluations and checkpoints are assumed to take as long as the longest so far.
+    """Time since the start of the job, as `03:45:00`, before which the run saves a checkpoint and ends with exit status
+    0 (docs/checkpoints.md).
     """
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest norm of the gradient, or null for no clipping."""
     compile_losses: MayChange[bool | None] = None
-    """Compute losses with Triton kernels, or compile their row functions with `torch.compile`; by default on GPUs.
-
-    Either takes a few seconds at the start. On a CPU, which has no Triton, it needs a C++ compiler.
-    """
+    """Compute losses with Triton kernels or `torch.compile`; by default on GPUs. On a CPU it needs a C++ compiler."""
     max_skipped_steps: MayChange[int] = Field(5, ge=1)
     """Fail after this many consecutive steps that were skipped because loss or gradient was not finite."""
 
@@ -133,16 +128,14 @@ class AdamW(Adam):
 
 
 class AdamW8bit(Adam):
-    """AdamW of bitsandbytes with 8-bit moments in blocks of 256 numbers (matrices of 4096 numbers or more), for a
-    student on one rank.
-    """
+    """AdamW of bitsandbytes with 8-bit moments, for a student on one rank."""
 
     type: Literal["adamw_8bit"] = "adamw_8bit"
 
 
 class Muon(Adam):
     """torch.optim.Muon (momentum with orthogonalized updates) for the matrices of the decoder layers; AdamW with
-    `betas` and `eps` for embeddings, head, norms and biases.
+    `betas` and `eps` for all other weights.
     """
 
     type: Literal["muon"] = "muon"
@@ -153,16 +146,13 @@ class Muon(Adam):
     ns_steps: int = Field(5, ge=1, lt=100)
     """Newton–Schulz iterations of the orthogonalization."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor of lr for an A × B matrix: 0.2 · √max(A, B), which suits AdamW's lr and weight_decay, or √max(1, A / B).
-    """
+    """Factor of lr for an A × B matrix: 0.2 · √max(A, B), which suits AdamW's lr, or √max(1, A / B)."""
     others_lr: float | None = Field(None, gt=0)
     """Peak learning rate of AdamW; by default lr."""
 
 
 class Adafactor(Decoupled):
-    """torch.optim.Adafactor, which keeps mean squares per row and column of a matrix instead of per weight; for a
-    student on one rank.
-    """
+    """torch.optim.Adafactor, with mean squares per row and column of a matrix; for a student on one rank."""
 
     type: Literal["adafactor"] = "adafactor"
     beta2_decay: float = Field(-0.8, lt=0)
@@ -180,9 +170,7 @@ class ClassOptimizer(OptimizerBase):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class, such as `{momentum: 0.9}`."""
     sharded: bool = False
-    """Declare that the class works on sharded parameters (DTensor): its update is elementwise, or uses only operations
-    that DTensor supports. Needed on more than one rank.
-    """
+    """Declare that the class works on sharded parameters (DTensor). Needed on more than one rank."""
 
 
 Optimizer = Annotated[AdamW | AdamW8bit | Muon | Adafactor | ClassOptimizer, Field(discriminator="type")]
