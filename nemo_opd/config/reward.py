@@ -67,6 +67,8 @@ class Json(Settings):
     """A file with the JSON schema; by default any JSON matches."""
     key: str | None = None
     """Path of the value, such as `answer` or `steps.0.result`; by default all of it, as JSON with sorted keys."""
+    timeout_s: float = Field(5, gt=0, le=3600)
+    """Seconds to compare one response with the schema; after that nothing is extracted."""
 
 
 Extraction = Annotated[LastTurn | Boxed | AnswerLine | Choice | Regex | Json, Field(discriminator="type")]

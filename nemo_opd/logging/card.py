@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -30,6 +29,7 @@ from nemo_opd.logging.records import (
 )
 from nemo_opd.logging.report import render
 from nemo_opd.models.folder import OwnCard
+from nemo_opd.plain_yaml import load_yaml
 
 CARD = "README.md"
 _PROVENANCE = "provenance.json"
@@ -121,7 +121,7 @@ def write_card(output_dir: Path, exported: Exported, settings: str | None = None
     exist. settings: YAML to use instead of config.yaml. Raises DataError if one of them is damaged.
     """
     metrics = output_dir / "metrics.jsonl"
-    config = read_config(output_dir) if settings is None else yaml.safe_load(settings)
+    config = read_config(output_dir) if settings is None else load_yaml(settings)
     records = [record for record in read(metrics) if record["step"] <= exported.step] if metrics.exists() else []
     provenance = read_provenance(output_dir)
     title = f"{run_name(config) or output_dir.name}{exported.suffix}"

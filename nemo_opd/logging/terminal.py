@@ -8,7 +8,7 @@ from rich.segment import Segment
 
 _PICTURES = 0x2400
 """Unicode's picture of the control character 0; the pictures of the next 31 follow."""
-_SHOWN = {code: _PICTURES + code for code in range(0x20) if chr(code) not in "\n\t"}
+_SHOWN: dict[int, int | str] = {code: _PICTURES + code for code in range(0x20) if chr(code) not in "\n\t"}
 _SHOWN |= {0x7F: 0x2421, **{code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}}
 
 
