@@ -74,16 +74,15 @@ class Json(Settings):
 Extraction = Annotated[LastTurn | Boxed | AnswerLine | Choice | Regex | Json, Field(discriminator="type")]
 
 
-Isolation = Literal["bubblewrap", "namespaces", "process"]
+Isolation = Literal["bubblewrap", "namespaces", "none"]
 
 
 class SandboxSettings(Settings):
     """Limits of the programs that a reward runs."""
 
-    isolation: Literal["auto", "bubblewrap", "namespaces", "process"] = "auto"
-    """Kind of sandbox: bubblewrap, or Linux namespaces without it; auto: the first of the two that works. process:
-    limits only, for machines that forbid namespaces, as many containers do (docs/sandbox.md lists what remains
-    possible).
+    isolation: Literal["auto", "bubblewrap", "namespaces", "none"] = "auto"
+    """Kind of sandbox: bubblewrap, or Linux namespaces without it; auto: the first of the two that works. none: limits
+    of time and memory, and otherwise everything that you may do; only for programs that you trust.
     """
     timeout_s: float = Field(5, gt=0, le=3600)
     """Processor time of a program with all its processes, in seconds. A program that waits has four times as long."""
@@ -97,6 +96,16 @@ class SandboxSettings(Settings):
     """KiB that a program may print."""
     workers: int | None = Field(None, ge=1)
     """Programs that run at the same time; by default one for each core that this process may use."""
+
+    @field_validator("isolation", mode="before")
+    @classmethod
+    def process_is_removed(cls, value: object) -> object:
+        if value == "process":
+            raise ValueError(
+                "it is removed, as programs could get around it; write auto, and allow namespaces if this machine "
+                "forbids them (docs/sandbox.md), or none for programs that you trust"
+            )
+        return value
 
 
 class RewardBase(Settings):
