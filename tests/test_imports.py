@@ -15,7 +15,7 @@ from nemo_opd.extras import EXTRAS
 
 PACKAGE = Path(nemo_opd.__file__).parent
 ORDER = (
-    "errors types paths progress files commands rotary",
+    "errors types paths progress files plain_yaml commands rotary",
     "config",
     "extras",
     "teacher_cache",

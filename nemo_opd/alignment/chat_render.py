@@ -154,6 +154,8 @@ class ChatRenderer:
     def _render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
         try:
             return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        except AlignmentError:
+            raise
         except Exception as error:
             k = self._first_rejected(messages, tools)
             raise AlignmentError(

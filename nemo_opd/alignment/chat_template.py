@@ -5,12 +5,14 @@ messages.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from nemo_opd.alignment.pieces import name_of
 from nemo_opd.config.data import LearnedTurns
 from nemo_opd.errors import AlignmentError
+from nemo_opd.users_code import UsersCodeError, called
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +29,10 @@ MARKS = ("weight", "train", "training", "loss_mask")
 _MEDIA = ("image", "video", "audio")
 """Words in the types of parts that are not text, such as `image_url`."""
 
+TEMPLATE_S = 20.0
+"""Longest rendering in seconds. The sandbox of templates limits each loop, but not loops in loops."""
+_T = TypeVar("_T")
+
 _PROBE_WORD = "probeword"
 _SPELLINGS_OF_NONE = ("None", "null")
 """None as templates print it, and as JSON."""
@@ -34,6 +40,26 @@ _PROBE_ARGUMENTS = {"probekey": "probevalue"}
 _PROBE_QUESTION: Message = {"role": "user", "content": "?"}
 _PROBE_ID = "probe0001"
 """Letters and digits, nine as Mistral's templates require."""
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **settings: Any) -> str:
+    """Return the text of `tokenizer.apply_chat_template`.
+
+    Raises AlignmentError if it takes longer than `TEMPLATE_S`, and any other exception of the template.
+    """
+    render = partial(tokenizer.apply_chat_template, list(messages), tokenize=False, **settings)
+    return str(_limited(render, tokenizer))
+
+
+def _limited(render: Callable[[], _T], tokenizer: PreTrainedTokenizerBase) -> _T:
+    try:
+        return called(render, timeout_s=TEMPLATE_S, key="the longest time")
+    except UsersCodeError as error:
+        if error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise AlignmentError(
+            f"the chat template of {name_of(tokenizer)} {error}; set a chat_template that ends"
+        ) from None
 
 
 class ChatTemplate:
@@ -51,10 +77,15 @@ class ChatTemplate:
         """Keyed by role and whether the message has calls."""
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
-        """Render messages from `plain_messages`. Raises any exception: a template is a program."""
+        """Render messages from `plain_messages`.
+
+        Raises AlignmentError if it takes too long, and any other exception: a template is a program.
+        """
         adapted = [self._adapted(message) for message in messages]
         try:
             return self._render(adapted, tools, add_generation_prompt)
+        except AlignmentError:
+            raise
         except Exception:
             if all(message.get("content") is not None for message in adapted):
                 raise
@@ -63,9 +94,11 @@ class ChatTemplate:
     def render_or_none(
         self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False
     ) -> str | None:
-        """Render messages as `render` does, or return None if the template rejects them."""
+        """Render messages as `render` does, or return None if the template rejects them. Raises AlignmentError."""
         try:
             return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        except AlignmentError:
+            raise
         except Exception:
             return None
 
@@ -114,9 +147,11 @@ class ChatTemplate:
         return self._reads_none[kind]
 
     def _probe(self, messages: Sequence[Message]) -> str:
-        """Render messages, or return "" if the template rejects them."""
+        """Render messages, or return "" if the template rejects them. Raises AlignmentError if it takes too long."""
         try:
             return self._render(messages, None, add_generation_prompt=False)
+        except AlignmentError:
+            raise
         except Exception:
             return ""
 
@@ -128,14 +163,14 @@ class ChatTemplate:
             **self._template_kwargs,
         }
         if all(message.get("content") is not None for message in conversation):
-            return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, **settings))
+            return apply_template(self._tokenizer, conversation, **settings)
         # The tokenizer's method drops keys that are None. Imported here since the import takes a second.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._tokenizer.get_chat_template(None, settings["tools"])
         settings = {**self._tokenizer.special_tokens_map, **settings}
-        texts = render_jinja_template([conversation], chat_template=template, **settings)[0]
-        return str(texts[0])
+        render = partial(render_jinja_template, [conversation], chat_template=template, **settings)
+        return str(_limited(render, self._tokenizer)[0][0])
 
 
 def _parts(content: str | None) -> list[dict[str, str]]:

@@ -13,7 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_opd.alignment.chat_template import apply_template
 from nemo_opd.alignment.chat_turns import TurnTokens, token_pattern
+from nemo_opd.errors import AlignmentError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -185,7 +187,9 @@ def _render_probe(tokenizer: PreTrainedTokenizerBase, num_messages: int) -> str:
     if not tokenizer.chat_template:
         return ""
     try:
-        return str(tokenizer.apply_chat_template(_PROBE_MESSAGES[:num_messages], tokenize=False))
+        return apply_template(tokenizer, _PROBE_MESSAGES[:num_messages])
+    except AlignmentError:
+        raise
     except Exception as error:  # a template is someone else's program and may raise anything
         _log.debug("the chat template does not render a plain conversation: %s", error)
         return ""

@@ -36,6 +36,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.secrets import has_references, remember, require_values, shown_config
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import configs_dir, package_version
+from nemo_opd.plain_yaml import load_yaml
 from nemo_opd.progress import separately
 
 S = TypeVar("S", bound=Settings)
@@ -99,7 +100,7 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
 
 def from_yaml(path: Path) -> RunConfig:
     """Read a run's config.yaml; masked secrets stay masked."""
-    written = yaml.safe_load(path.read_text(encoding="utf-8"))
+    written = load_yaml(path.read_text(encoding="utf-8"))
     if not has_references(written):
         return from_dict(written)
     try:

@@ -67,20 +67,22 @@ class Json(Settings):
     """A file with the JSON schema; by default any JSON matches."""
     key: str | None = None
     """Path of the value, such as `answer` or `steps.0.result`; by default all of it, as JSON with sorted keys."""
+    timeout_s: float = Field(5, gt=0, le=3600)
+    """Seconds to compare one response with the schema; after that nothing is extracted."""
 
 
 Extraction = Annotated[LastTurn | Boxed | AnswerLine | Choice | Regex | Json, Field(discriminator="type")]
 
 
-Isolation = Literal["bubblewrap", "namespaces", "process"]
+Isolation = Literal["bubblewrap", "namespaces", "none"]
 
 
 class SandboxSettings(Settings):
     """Limits of the programs that a reward runs."""
 
-    isolation: MayChange[Literal["auto", "bubblewrap", "namespaces", "process"]] = "auto"
-    """Kind of sandbox: bubblewrap, or Linux namespaces without it; auto: the first that works. process: limits only,
-    for machines that forbid namespaces (docs/sandbox.md lists what remains possible).
+    isolation: MayChange[Literal["auto", "bubblewrap", "namespaces", "none"]] = "auto"
+    """Kind of sandbox: bubblewrap, or Linux namespaces without it; auto: the first of the two that works. none: limits
+    of time and memory, and otherwise everything that you may do; only for programs that you trust.
     """
     timeout_s: float = Field(5, gt=0, le=3600)
     """Processor time of a program with all its processes, in seconds; waiting programs have four times as long."""
@@ -94,6 +96,16 @@ class SandboxSettings(Settings):
     """KiB that a program may print."""
     workers: MayChange[int | None] = Field(None, ge=1)
     """Programs that run at the same time; by default one for each core that this process may use."""
+
+    @field_validator("isolation", mode="before")
+    @classmethod
+    def process_is_removed(cls, value: object) -> object:
+        if value == "process":
+            raise ValueError(
+                "it is removed, as programs could get around it; write auto, and allow namespaces if this machine "
+                "forbids them (docs/sandbox.md), or none for programs that you trust"
+            )
+        return value
 
 
 class RewardBase(Settings):

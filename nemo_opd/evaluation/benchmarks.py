@@ -15,6 +15,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
+from nemo_opd.alignment.chat_template import apply_template
 from nemo_opd.config.evaluation import DEFAULT_NEW_TOKENS, Benchmark
 from nemo_opd.errors import DataError, OPDError, RolloutError
 from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, as_lm_eval_runs
@@ -88,14 +89,12 @@ class LanguageModel(TemplateLM):
         return list(self.tokenizer.encode(string, **arguments))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **self._model.template_kwargs,
-            )
+        return apply_template(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **self._model.template_kwargs,
         )
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

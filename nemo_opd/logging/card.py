@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -30,6 +29,7 @@ from nemo_opd.logging.records import (
 )
 from nemo_opd.logging.report import render
 from nemo_opd.models.folder import OwnCard
+from nemo_opd.plain_yaml import load_yaml
 
 CARD = "README.md"
 _PROVENANCE = "provenance.json"
@@ -122,7 +122,7 @@ def write_card(output_dir: Path, exported: Exported, settings: str | None = None
     output_dir: the run's directory; config.yaml, metrics.jsonl, hardware.json and provenance.json are read if they
     exist. settings: YAML to use instead of config.yaml. Raises DataError if one of them is damaged.
     """
-    config = read_config(output_dir) if settings is None else yaml.safe_load(settings)
+    config = read_config(output_dir) if settings is None else load_yaml(settings)
     records = [record for record in read(output_dir / "metrics.jsonl") if record["step"] <= exported.step]
     provenance = read_provenance(output_dir)
     title = f"{run_name(config) or output_dir.name}{exported.suffix}"

@@ -21,6 +21,7 @@ from nemo_opd.config.evaluation import Questions
 from nemo_opd.errors import DataError
 from nemo_opd.files import storage_errors, write_atomically
 from nemo_opd.logging.base import RunSummary, change, figure, share
+from nemo_opd.plain_yaml import load_yaml
 
 _Fact = tuple[str, str]
 """Label and value."""
@@ -95,7 +96,7 @@ def read_config(output_dir: Path) -> dict[str, Any]:
     Raises DataError if the file is damaged.
     """
     try:
-        config = yaml.safe_load(config_text(output_dir)) or {}
+        config = load_yaml(config_text(output_dir)) or {}
         if not isinstance(config, dict):
             raise ValueError("it has no keys")
     except (ValueError, yaml.YAMLError) as error:

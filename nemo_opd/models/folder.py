@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from nemo_opd.demo import DEMO_PREFIX, is_demo, model_path
 from nemo_opd.errors import ConfigError, HubError, ModelError
+from nemo_opd.plain_yaml import load_yaml
 from nemo_opd.teacher_cache import shard
 
 _WEIGHT_FILES = (
@@ -261,12 +262,15 @@ def read_own_card(reference: str) -> OwnCard:
 def _read_card(folder: Path, reference: str) -> OwnCard:
     # Imported here, since the import takes as long as all others of a command.
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.repocard import metadata_load
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     try:
         file = folder / _CARD if folder.is_dir() else Path(hf_hub_download(reference, _CARD, etag_timeout=5))
-        metadata = metadata_load(file) or {}
+        block = REGEX_YAML_BLOCK.search(file.read_text(encoding="utf-8"))
+        metadata = load_yaml(block[2]) if block else None
     except (OSError, ValueError, yaml.YAMLError):
+        return OwnCard()
+    if not isinstance(metadata, dict):
         return OwnCard()
     return OwnCard(
         license=_text(metadata.get("license")),

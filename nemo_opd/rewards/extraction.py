@@ -156,12 +156,13 @@ def _last_match(pattern: re.Pattern[str], timeout_s: float, text: str) -> str | 
     return None if match is None else match[1] if pattern.groups else match[0]
 
 
-def _validator(settings: Json) -> Any:
-    """Return the schema's validator, or None without a schema."""
+def _validator(settings: Json) -> Callable[[Any], bool] | None:
+    """Return a function that compares a value with the schema, or None without a schema."""
     if settings.schema_file is None:
         return None
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
+    from jsonschema_specifications import REGISTRY
 
     try:
         schema = json.loads(settings.schema_file.read_text(encoding="utf-8"))
@@ -173,12 +174,13 @@ def _validator(settings: Json) -> Any:
             f"reward.extract.schema_file={settings.schema_file}: not a JSON schema: {reason}; correct the file or the "
             "path"
         ) from error
-    return validator_class(schema)
+    # Only the definitions of JSON schemas: by default, an unknown reference is fetched from the network.
+    return partial(_is_valid, validator_class(schema, registry=REGISTRY), settings.timeout_s)
 
 
-def _json_value(key: str | None, validator: Any, text: str) -> str | None:
+def _json_value(key: str | None, is_valid: Callable[[Any], bool] | None, text: str) -> str | None:
     value = _last_json(text)
-    if value is None or not _is_valid(value, validator):
+    if value is None or (is_valid is not None and not is_valid(value)):
         return None
     for part in key.split(".") if key else ():
         if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
@@ -190,18 +192,21 @@ def _json_value(key: str | None, validator: Any, text: str) -> str | None:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
-def _is_valid(value: Any, validator: Any) -> bool:
-    """Return whether a value matches the schema. Raises RolloutError for a dangling reference in the schema."""
-    if validator is None:
-        return True
+def _is_valid(validator: Any, timeout_s: float, value: Any) -> bool:
+    """Return whether a value matches the schema in time. Raises RolloutError for a schema that cannot be applied."""
     from referencing.exceptions import Unresolvable
 
     try:
-        return bool(validator.is_valid(value))
-    except Unresolvable as error:
-        raise RolloutError(
-            f"reward.extract.schema_file: the reference {error.ref} cannot be found; define it in the schema itself"
-        ) from error
+        return bool(called(validator.is_valid, value, timeout_s=timeout_s, key="reward.extract.timeout_s"))
+    except UsersCodeError as error:
+        if isinstance(error.__cause__, Unresolvable):
+            raise RolloutError(
+                f"reward.extract.schema_file: the reference {error.__cause__.ref} cannot be found; define it in the "
+                "schema itself"
+            ) from error
+        if error.__cause__ is not None:
+            raise RolloutError(f"reward.extract.schema_file: the schema {error}; correct it") from error
+        return False
 
 
 def _last_json(text: str) -> Any:

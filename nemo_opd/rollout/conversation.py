@@ -11,6 +11,7 @@ import numpy as np
 
 from nemo_opd.alignment import ChatRenderer
 from nemo_opd.alignment.chat import LocatedTokens, locate_tokens
+from nemo_opd.alignment.chat_template import apply_template
 from nemo_opd.alignment.chat_turns import common_prefix
 from nemo_opd.alignment.token_roles import turn_end_ids
 from nemo_opd.data.record import Message, Prompt
@@ -258,7 +259,9 @@ def parser_of(written: str) -> _Parse:
 def written_call(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
     """Return the chat template's text for a probe call; empty if the template fails."""
     try:
-        return str(tokenizer.apply_chat_template(_PROBE_CALL, tokenize=False, **template_kwargs))
+        return apply_template(tokenizer, _PROBE_CALL, **template_kwargs)
+    except AlignmentError:
+        raise
     except Exception:  # a template is a program: it may fail with any exception
         return ""
 

@@ -68,7 +68,7 @@ class SandboxedProcess:
     ) -> None:
         """Start `script`, a file in `INSIDE`, with the descriptors `inherited` as its arguments."""
         self._settings = settings
-        self._scratch = tempfile.mkdtemp(prefix="nemo_opd_program_") if isolation == "process" else None
+        self._scratch = tempfile.mkdtemp(prefix="nemo_opd_program_") if isolation == "none" else None
         report, report_to = os.pipe()
         try:
             self._process = subprocess.Popen(

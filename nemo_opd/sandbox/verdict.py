@@ -3,7 +3,6 @@
 import ast
 import hashlib
 import json
-import logging
 import os
 import tempfile
 import threading
@@ -18,10 +17,10 @@ from typing import IO, Any, Self
 
 from nemo_opd.config.reward import Isolation, SandboxSettings
 from nemo_opd.errors import ConfigError, DataError, RolloutError
-from nemo_opd.sandbox.inside.isolation import landlock_version
 from nemo_opd.sandbox.process import Ending, SandboxedProcess, SandboxError
 
-_log = logging.getLogger(__name__)
+_DOCKER_FLAGS = " ".join(f"--security-opt {name}=unconfined" for name in ("seccomp", "apparmor", "systempaths"))
+"""Options of `docker run` that allow namespaces, and mounting /proc in them."""
 _CHECK = "check"
 """Function of the tests that takes the program's function, as in HumanEval."""
 _DEFINITIONS = (
@@ -133,14 +132,12 @@ def isolation_of(settings: SandboxSettings, key: str) -> Isolation:
     for kind in kinds:
         problem = _problem_of(kind, settings)
         if problem is None:
-            if kind == "process":
-                _log.warning("%s.isolation=process: %s", key, _missing_protection())
             return kind
         problems.append(f"{kind}: {problem}")
     raise ConfigError(
         f"{key}.isolation={settings.isolation}: no sandbox for untrusted programs works here "
-        f"({'; '.join(problems)}); install bubblewrap (apt install bubblewrap), allow unprivileged user namespaces, or "
-        f"accept less protection with {key}.isolation=process (docs/sandbox.md)"
+        f"({'; '.join(problems)}); install bubblewrap (apt install bubblewrap), or allow unprivileged user namespaces, "
+        f"in Docker with `{_DOCKER_FLAGS}`; {key}.isolation=none is for programs that you trust (docs/sandbox.md)"
     )
 
 
@@ -151,15 +148,6 @@ def _problem_of(kind: Isolation, settings: SandboxSettings) -> str | None:
     except SandboxError as error:
         return str(error)
     return None if verdict.passed else f"a correct program fails ({verdict.reason}); raise the limits"
-
-
-def _missing_protection() -> str:
-    if landlock_version():
-        return "programs share the machine's processes and memory with the run; files are protected by Landlock"
-    return (
-        "programs can read and write every file of this user, and end its processes; Landlock, which would protect "
-        "them, is not available"
-    )
 
 
 def judge(isolation: Isolation, settings: SandboxSettings, program: str, tests: Tests) -> Verdict:

@@ -7,6 +7,7 @@ A shard is a safetensors file, so that other programs can read it.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,10 +18,12 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from safetensors.numpy import save
 
 from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
+from nemo_opd.plain_yaml import load_yaml
 
 KEY_BYTES = 16
 OPENING = 16
@@ -75,10 +78,28 @@ class Shard:
             self._tokens, self._rows = tensors["tokens"], tensors["rows"]
             checksum = zlib.crc32(b"".join(tensors[name].tobytes() for name in _INDEX))
             is_intact = str(checksum) == header["__metadata__"]["index_checksum"]
-        except (OSError, KeyError, TypeError, ValueError) as error:
+            self._check_shapes()
+        except Exception as error:  # the file may hold anything
             raise DataError(f"{path} is damaged ({error}); {_WAY_OUT}") from error
         if not is_intact:
             raise DataError(f"{path} is damaged (its index was changed); {_WAY_OUT}")
+
+    def _check_shapes(self) -> None:
+        """Raise ValueError if the tensors do not fit each other."""
+        n, num_tokens = len(self.keys), len(self._tokens)
+        expected = {
+            "keys": (self.keys, (n, KEY_BYTES), np.uint8),
+            "openings": (self.openings, (n,), np.uint64),
+            "begins": (self.begins, (n + 1,), np.int64),
+            "checksums": (self._checksums, (n,), np.uint32),
+            "tokens": (self._tokens, (num_tokens, *self._tokens.shape[1:2]), np.uint8),
+            "rows": (self._rows, (num_tokens, *self._rows.shape[1:2]), np.uint8),
+        }
+        for name, (tensor, shape, dtype) in expected.items():
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ValueError(f"{name} has the shape {list(tensor.shape)} and the type {tensor.dtype}")
+        if self.begins[0] or self.begins[-1] != num_tokens or np.any(self.begins[1:] < self.begins[:-1]):
+            raise ValueError("its segments are not in order")
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -160,12 +181,16 @@ class CacheManifest:
         return self.form == "hidden_states" or self.top_k >= self.vocab_size
 
 
+_MANIFEST = TypeAdapter(CacheManifest)
+
+
 def read_manifest(folder: str | Path) -> CacheManifest:
     """Read a cache's manifest. Raises DataError if it is missing, unreadable or of another version."""
     path = Path(folder) / MANIFEST
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        manifest = CacheManifest(**content)
+        content = load_yaml(path.read_text(encoding="utf-8"))
+        CacheManifest(**content)  # refuses unknown keys
+        manifest = _MANIFEST.validate_python(content)
     except FileNotFoundError as error:
         raise DataError(f"{folder} is not a teacher cache: it has no {MANIFEST}; build one with {_BUILD}") from error
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
@@ -252,5 +277,7 @@ def _mapped(path: Path, entry: dict[str, Any], begin: int) -> NDArray[Any]:
         raise ValueError("its end is missing")
     shape = tuple(entry["shape"])
     if not stop - start:
+        if math.prod(shape):
+            raise ValueError("a tensor without bytes has elements")
         return np.zeros(shape, _DTYPES[entry["dtype"]])
     return np.memmap(path, _DTYPES[entry["dtype"]], "r", begin + start, shape)

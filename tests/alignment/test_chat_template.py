@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -31,6 +32,18 @@ def chat(arguments: Any, content: Any = None) -> list[dict[str, Any]]:
 def rendered(body: str, messages: list[dict[str, Any]]) -> str:
     template = ChatTemplate(with_template(byte_level(), HEAD + body + END), {})
     return pickle.loads(pickle.dumps(template)).render(plain_messages(messages))
+
+
+def test_a_template_that_loops_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: loops in loops, each shorter than the sandbox's limit, kept a run busy for years."""
+    monkeypatch.setattr("nemo_opd.alignment.chat_template.TEMPLATE_S", 0.3)
+    loops = "".join(f"{{% for i{n} in range(99999) %}}" for n in range(4)) + "{% endfor %}" * 4
+    tokenizer = with_template(byte_level(), HEAD + "{{ m.content }}" + loops + END)
+    messages = [{"role": "user", "content": "Hi"}]
+    start = time.monotonic()
+    with pytest.raises(AlignmentError, match=r"did not return in 0\.3 s .*that ends"):
+        ChatRenderer(tokenizer).render(messages)
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("arguments", [{"city": "Zürich", "n": None}, '{"city": "Zürich", "n": null}'])

@@ -20,7 +20,7 @@ from tests.rewards.rollouts import rollout
 
 PROMPT = 'import math\n\ndef helper(x):\n    return math.floor(x)\n\ndef half(x):\n    """Half of x."""\n'
 TESTS = "def check(candidate):\n    assert candidate(7) == 3\n"
-SANDBOX: dict[str, Any] = {"sandbox": {"isolation": "process"}}
+SANDBOX: dict[str, Any] = {"sandbox": {"isolation": "none"}}
 SETTINGS = CodeReward(**SANDBOX)
 
 

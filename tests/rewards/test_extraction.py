@@ -83,6 +83,30 @@ def test_json_has_to_match_its_schema(tmp_path: Path) -> None:
     assert extracted('{"answer": "4"}', **settings) is None
 
 
+def test_a_schema_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a reference to another machine was asked for, at the first answer."""
+    asked = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda *arguments, **_: asked.append(arguments))
+    (tmp_path / "schema.json").write_text('{"$ref": "http://127.0.0.1:9/schema.json"}')
+    with pytest.raises(RolloutError, match=r"127.0.0.1:9/schema.json cannot be found"):
+        extracted("{}", type="json", schema_file=str(tmp_path / "schema.json"))
+    assert not asked
+
+
+def test_a_pattern_of_a_schema_has_a_limit(tmp_path: Path) -> None:
+    """Bug: one answer of a model kept a run busy for years."""
+    (tmp_path / "schema.json").write_text('{"items": {"pattern": "^(a+)+$"}}')
+    settings = {"type": "json", "schema_file": str(tmp_path / "schema.json"), "timeout_s": 0.2}
+    assert extracted(json.dumps(["a" * 40 + "!"]), **settings) is None
+    assert extracted('["aaa"]', **settings) == '["aaa"]'
+
+
+def test_a_schema_that_refers_to_itself_is_an_error_of_the_reward(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"$ref": "#"}')
+    with pytest.raises(RolloutError, match=r"the schema raised RecursionError"):
+        extracted("{}", type="json", schema_file=str(tmp_path / "schema.json"))
+
+
 def test_a_schema_that_refers_to_nothing_is_an_error_of_the_reward(tmp_path: Path) -> None:
     """Bug: an error of the library, which ends a run with a stack of calls."""
     (tmp_path / "schema.json").write_text('{"$ref": "#/$defs/none"}')

@@ -85,6 +85,20 @@ def answer(n): return {WANTED}
 }
 """Ends and resources."""
 
+SUPERVISOR = """
+import os, resource, time
+if not os.fork():
+    time.sleep(99)
+for pid in {os.getppid(), 1, *map(int, filter(str.isdigit, os.listdir("/proc")))} - {0, os.getpid()}:
+    try: resource.prlimit(pid, resource.LIMIT, (0, 0))
+    except (OSError, ValueError): pass
+time.sleep(99)
+"""
+BOMBS |= {
+    f"{limit} of the supervisor": Attack(SUPERVISOR.replace("LIMIT", limit))
+    for limit in ("RLIMIT_CPU", "RLIMIT_NOFILE")
+}
+
 CHEATS = {
     "leaves at once": Attack("import os\nos._exit(0)"),
     "leaves when asked": Attack(_answer("import os\nos._exit(0)")),
@@ -183,6 +197,11 @@ def reaching(home: str, secret: str, outside: str, port: int, socket: str, drive
             open(sys.argv[0], "a").write("")
             return True
             """,
+        "changes the mode of a file": f"import os\nos.chmod({home + '/token'!r}, 0o666)\nreturn True",
+        "changes the times of a file": f"import os\nos.utime({home + '/token'!r}, (0, 0))\nreturn True",
+        "changes the owner of a file": f"import os\nos.chown({home + '/token'!r}, os.getuid(), -1)\nreturn True",
+        "changes the mode of the sandbox's own files": "import os, sys\nos.chmod(sys.argv[0], 0o777)\nreturn True",
+        "changes the times of the sandbox's own files": "import os, sys\nos.utime(sys.argv[0], (0, 0))\nreturn True",
         "connects to a port": f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)\nreturn True",
         "connects to a socket": f"import socket\nsocket.socket(socket.AF_UNIX).connect({socket!r})\nreturn True",
         "connects to a name": f"import socket\nsocket.socket(socket.AF_UNIX).connect('\\0' + {socket!r})\nreturn True",

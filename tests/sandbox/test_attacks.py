@@ -15,14 +15,13 @@ from nemo_opd.cluster.ray.services import has_ended
 from nemo_opd.config.reward import Isolation, SandboxSettings
 from nemo_opd.errors import ConfigError
 from nemo_opd.sandbox import process
-from nemo_opd.sandbox.inside.isolation import landlock_version
 from nemo_opd.sandbox.process import INSIDE, SandboxedProcess
 from nemo_opd.sandbox.verdict import Assertions, Checker, InputOutput, Tests, Verdict, isolation_of
 from tests.sandbox.attacks import BOMBS, CHEATS, PRINTS, REACHED, TESTS, WANTED, Attack, reaching
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.world
-KINDS: tuple[Isolation, ...] = ("bubblewrap", "namespaces", "process")
+KINDS: tuple[Isolation, ...] = ("bubblewrap", "namespaces")
 SECRET = "hf_verysecrettoken"
 ATTACKS = BOMBS | CHEATS | PRINTS
 REACHING = reaching("", "", "", 0, "", 0)
@@ -85,8 +84,7 @@ def verdicts(request: pytest.FixtureRequest, outside: dict[str, Attack]) -> dict
     tried["prints what is right"] = ("print(7)", SEVEN)
     with Checker(settings, "sandbox") as checker:
         waiting = {name: checker.submit(*each) for name, each in tried.items()}
-        found = {name: each.result() for name, each in waiting.items()}
-    return {"isolation": Verdict(True, kind), **found}
+        return {name: each.result() for name, each in waiting.items()}
 
 
 def test_right_programs_pass(verdicts: dict[str, Verdict]) -> None:
@@ -97,8 +95,6 @@ def test_right_programs_pass(verdicts: dict[str, Verdict]) -> None:
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_counts_as_wrong(verdicts: dict[str, Verdict], name: str) -> None:
-    if name == "full scratch" and verdicts["isolation"].reason == "process":
-        pytest.skip("isolation=process limits each file of the scratch alone")
     verdict, wanted = verdicts[name], ATTACKS[name].reasons
     assert not verdict.passed
     assert not wanted or verdict.reason in (*wanted, *ON_A_BUSY_MACHINE)
@@ -111,8 +107,6 @@ def test_memory_is_counted_over_processes(verdicts: dict[str, Verdict]) -> None:
 
 @pytest.mark.parametrize("name", REACHING)
 def test_what_is_outside_is_out_of_reach(verdicts: dict[str, Verdict], name: str) -> None:
-    if verdicts["isolation"].reason == "process" and landlock_version() < 6 and "connects" not in name:
-        pytest.skip("isolation=process protects files and processes by Landlock alone")
     assert not verdicts[name].passed
 
 

@@ -10,7 +10,7 @@ from nemo_opd.sandbox import verdict
 from nemo_opd.sandbox.process import SandboxError
 from nemo_opd.sandbox.verdict import Checker, InputOutput, Verdict, isolation_of, read_tests
 
-SETTINGS = SandboxSettings(isolation="process", workers=4)
+SETTINGS = SandboxSettings(isolation="none", workers=4)
 HUMAN_EVAL = "METADATA = {}\ndef check(candidate):\n    assert candidate([3, 1], k=1) == [1, 3]\n"
 CASES = {
     "as HumanEval": (
@@ -137,8 +137,10 @@ def test_a_machine_without_sandboxes_is_told_before_training(monkeypatch: pytest
         isolation_of(SandboxSettings(), "reward.sandbox")
     assert str(caught.value) == (
         "reward.sandbox.isolation=auto: no sandbox for untrusted programs works here (bubblewrap: no bubblewrap; "
-        "namespaces: no namespaces); install bubblewrap (apt install bubblewrap), allow unprivileged user namespaces, "
-        "or accept less protection with reward.sandbox.isolation=process (docs/sandbox.md)"
+        "namespaces: no namespaces); install bubblewrap (apt install bubblewrap), or allow unprivileged user "
+        "namespaces, in Docker with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
+        "--security-opt systempaths=unconfined`; reward.sandbox.isolation=none is for programs that you trust "
+        "(docs/sandbox.md)"
     )
 
 

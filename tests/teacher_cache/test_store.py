@@ -4,14 +4,17 @@ import json
 import os
 import signal
 import stat
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from nemo_opd.errors import DataError
 from nemo_opd.teacher_cache.reader import SHARDS, CacheReader, CacheWriter, shard_files
@@ -153,6 +156,48 @@ def test_what_is_damaged_is_refused(tmp_path: Path, damage: Callable[[Path], Non
     damage(path)
     with pytest.raises(DataError, match=f"{path.name}.*damaged"):
         list(CacheReader(folder).each())
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "no object": {"header": []},
+    "deep nesting": {"text": "[" * 100_000},
+    "a shape without bytes": {"tokens": {"dtype": "U8", "shape": [1 << 62, 4], "data_offsets": [0, 0]}},
+    "a shape beyond the file": {"rows": {"dtype": "U8", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 8]}},
+    "negative offsets": {"rows": {"dtype": "U8", "shape": [1, 1], "data_offsets": [-(1 << 70), 4]}},
+    "another type": {"begins": {"dtype": "U64", "shape": [4], "data_offsets": [0, 32]}},
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_header_is_refused(tmp_path: Path, attack: dict[str, Any]) -> None:
+    """Bug: a traceback of a library, or a process without memory, in place of a message."""
+    (path,) = shard_files(filled(tmp_path, range(3), 10_000))
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    text = attack.get("text") or json.dumps(attack.get("header", {**header, **attack}))
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + content[begin:])
+    with pytest.raises(DataError, match=f"{path.name} is damaged"):
+        Shard(path)
+
+
+@pytest.mark.parametrize("begins", [[0, 5, 3], [1, 2, 3], [0, 1, 1 << 40], [0, -5, 1]])
+def test_segments_outside_of_the_shard_are_refused(tmp_path: Path, begins: list[int]) -> None:
+    """Bug: a segment that is longer than its tokens, or overlaps another one."""
+    tokens = np.zeros((3, 2), np.uint8)
+    tensors = {
+        "keys": np.zeros((2, 16), np.uint8),
+        "openings": np.zeros(2, np.uint64),
+        "begins": np.array(begins, np.int64),
+        "checksums": np.zeros(2, np.uint32),
+        "tokens": tokens,
+        "rows": tokens,
+    }
+    index = zlib.crc32(b"".join(tensors[name].tobytes() for name in ("keys", "openings", "begins", "checksums")))
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(save(tensors, {"index_checksum": str(index)}))
+    with pytest.raises(DataError, match="its segments are not in order"):
+        Shard(path)
 
 
 def test_a_segment_that_was_asked_about_again_is_read(tmp_path: Path) -> None:

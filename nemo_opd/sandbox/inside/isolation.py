@@ -1,4 +1,4 @@
-"""Isolation of a program from the machine: namespaces, Landlock's limits of file access, a filter of system calls.
+"""Isolation of a program from the machine: namespaces, and a filter of system calls.
 
 Namespaces and their file system are set up as by bubblewrap. Only the standard library is imported.
 """
@@ -113,53 +113,6 @@ def _do(call: str, *arguments: object) -> None:
         raise OSError(number, f"{call} {texts}: {os.strerror(number)}")
 
 
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_LANDLOCK_GET_VERSION = 1
-_PATH_BENEATH = 1
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
-_READ_RIGHTS = _EXECUTE | _READ_FILE | _READ_DIR
-_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE
-_NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Version of Landlock → number of file rights; later versions have 16."""
-_TCP = 3
-_ABSTRACT_SOCKETS_AND_SIGNALS = 3
-
-
-def landlock_version() -> int:
-    """Return the version of the kernel's Landlock, or 0 without it."""
-    return max(0, _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_GET_VERSION))
-
-
-def restrict_files(readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Restrict this process and its children to these folders and files, and forbid access to processes outside.
-
-    Missing paths are skipped. Raises OSError if the kernel refuses.
-    """
-    abi = landlock_version()
-    rights = (1 << _NUM_RIGHTS.get(abi, 16)) - 1
-    rules = struct.pack("Q", rights)
-    if abi >= 4:
-        rules += struct.pack("Q", _TCP)
-    if abi >= 6:
-        rules += struct.pack("Q", _ABSTRACT_SOCKETS_AND_SIGNALS)
-    ruleset = _libc.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0)
-    _require(ruleset >= 0, "landlock_create_ruleset")
-    for paths, path_rights in ((readable, _READ_RIGHTS), (writable, rights)):
-        for path in filter(os.path.exists, paths):
-            allowed = path_rights if os.path.isdir(path) else path_rights & _FILE_RIGHTS
-            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            status = _libc.syscall(_LANDLOCK_ADD, ruleset, _PATH_BENEATH, struct.pack("=Qi", allowed, descriptor), 0)
-            os.close(descriptor)
-            _require(status == 0, "landlock_add_rule")
-    _require(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0) == 0, "landlock_restrict_self")
-    os.close(ruleset)
-
-
-def _require(succeeded: bool, call: str) -> None:
-    if not succeeded:
-        raise OSError(ctypes.get_errno(), call)
-
-
 _NEW_NAMESPACES = 0x7E020080
 """Flags of clone: CLONE_NEWUSER, NEWPID, NEWNET, NEWIPC, NEWUTS, NEWCGROUP, NEWNS and NEWTIME."""
 _FORBIDDEN = {
@@ -177,7 +130,6 @@ _FORBIDDEN = {
     },
 }  # fmt: skip
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_SESSION = {"x86_64": {"setpgid": 109, "setsid": 112}, "aarch64": {"setpgid": 154, "setsid": 157}}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _X32 = 0x40000000
@@ -189,29 +141,27 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _MODE_FILTER = 2
 
 
-def filter_calls(*, keeps_session: bool) -> None:
+def filter_calls() -> None:
     """Forbid sockets except pairs, shared memory and access to other processes' memory, also for children.
 
     Namespaces and resource limits do not cover these: a virtual machine's sockets to its host (AF_VSOCK) are outside of
     any network namespace, shared memory (`shmget`, `memfd_create`) does not count for any process, and a process is
-    root in a nested namespace. Sets no filter on other machines than `_ARCHITECTURE`.
-
-    keeps_session: forbid leaving the process group, so that all processes can be killed at once. Raises OSError if
-    the kernel refuses.
+    root in a nested namespace. Sets no filter on other machines than `_ARCHITECTURE`. Raises OSError if the kernel
+    refuses.
     """
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
     machine = os.uname().machine
     if machine not in _ARCHITECTURE:
         return
-    program = _filter(machine, keeps_session=keeps_session)
+    program = _filter(machine)
     code = ctypes.create_string_buffer(program)
     described = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code)))
     if _libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, described, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
 
 
-def _filter(machine: str, *, keeps_session: bool) -> bytes:
+def _filter(machine: str) -> bytes:
     """Return the filter in classic BPF, whose jumps count the instructions to skip."""
     denied = _ERRNO | errno.EPERM
     steps = [
@@ -222,8 +172,7 @@ def _filter(machine: str, *, keeps_session: bool) -> bytes:
     ]
     if machine == "x86_64":
         steps += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, denied)]
-    forbidden = {**_FORBIDDEN[machine], **(_SESSION[machine] if keeps_session else {})}
-    for number in forbidden.values():
+    for number in _FORBIDDEN[machine].values():
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, denied)]
     # The flags of clone3 are in memory, which a filter cannot read. The C library falls back to clone.
     steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]

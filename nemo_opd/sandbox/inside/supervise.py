@@ -57,8 +57,8 @@ class _Order:
 def main() -> None:
     order, command = _Order(sys.argv[1]), sys.argv[2:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-    # With isolation=process, this process must end the program's processes itself, so it gets a signal to catch.
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM if order.isolation == "process" else signal.SIGKILL, 0, 0, 0)
+    # With isolation=none, this process must end the program's processes itself, so it gets a signal to catch.
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM if order.isolation == "none" else signal.SIGKILL, 0, 0, 0)
     if order.isolation != "bubblewrap" and os.getppid() != order.parent:
         return
     for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, order.report_to, *order.inherited}:
@@ -78,7 +78,7 @@ def main() -> None:
     for descriptor in (0, 1, 2, *order.inherited):  # so that readers of the program's output see its end
         os.close(descriptor)
     report = _watch(child, order)
-    if order.isolation == "process":  # otherwise the kernel does it when this process ends
+    if order.isolation == "none":  # otherwise the kernel does it when this process ends
         _end_all(child)
     os.write(order.report_to, json.dumps(report).encode())
     os._exit(0)
@@ -100,12 +100,9 @@ def _exec_program(order: _Order, command: list[str]) -> None:
             (resource.RLIMIT_MEMLOCK, 0),
         ):
             _limit(limit, value)
-        if order.isolation != "process":  # without a namespace, all of the user's processes would count
-            _limit(resource.RLIMIT_NPROC, order.processes + 1)
-        if order.isolation == "process" and isolation.landlock_version():
-            devices = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
-            isolation.restrict_files(order.readable, [order.scratch, *devices])
-        isolation.filter_calls(keeps_session=order.isolation == "process")
+        if order.isolation != "none":
+            _limit(resource.RLIMIT_NPROC, order.processes + 1)  # outside of a namespace, it counts all of the user's
+            isolation.filter_calls()
         os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.execv(command[0], command)

@@ -1,0 +1,28 @@
+"""YAML of strangers: only plain values, and no more of them than the text has characters."""
+
+from typing import Any
+
+import yaml
+
+_MOST_CHARACTERS = 1 << 20
+"""A megabyte takes a quarter of a minute to read."""
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader without aliases: a few lines of nested aliases stand for billions of values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases are not read; write the value itself", mark)
+        return super().compose_node(parent, index)
+
+
+def load_yaml(text: str) -> Any:
+    """Return the value of a YAML text. Raises YAMLError, also for aliases, deep nesting and more than 1 MiB."""
+    if len(text) > _MOST_CHARACTERS:
+        raise yaml.YAMLError(f"it has {len(text):,} characters, and at most {_MOST_CHARACTERS:,} are read")
+    try:
+        return yaml.load(text, _Loader)
+    except (RecursionError, ValueError, OverflowError) as error:  # such as a date with 13 months
+        raise yaml.YAMLError(str(error)) from error
