@@ -47,7 +47,8 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
 
     Raises AlignmentError if it takes longer than `TEMPLATE_S`, and any other exception of the template.
     """
-    render = partial(tokenizer.apply_chat_template, list(messages), tokenize=False, **settings)
+    conversation: Any = list(messages)
+    render = partial(tokenizer.apply_chat_template, conversation, tokenize=False, **settings)
     return str(_limited(render, tokenizer))
 
 
