@@ -8,6 +8,8 @@ from pydantic import Field, field_validator, model_validator
 from nemo_opd.config.base import YEAR_S, Frozen, MayChange, Settings
 from nemo_opd.config.teacher import whole_url
 
+_ADDRESS_OPTIONS = ("--host", "--port", "--uds")
+
 
 class RolloutBase(Settings):
     """Settings that all engines share."""
@@ -71,7 +73,7 @@ class ServerRollout(RolloutBase):
     program's own.
     """
     options: MayChange[tuple[str, ...]] = ()
-    """More arguments of that command."""
+    """More arguments of that command, except the address, which the run chooses."""
     environment: MayChange[Frozen[str, str]] = Field(default_factory=dict)
     """More environment variables of the server, such as CUDA_VISIBLE_DEVICES."""
     gpus: MayChange[int | None] = Field(None, ge=1)
@@ -95,14 +97,27 @@ class ServerRollout(RolloutBase):
     concurrency: MayChange[int] = Field(256, ge=1)
     """Maximum requests in flight."""
     weights_folder: MayChange[Path | None] = None
-    """Folder, visible to server and student, in which the student is written for the server; by default the run's
-    directory. A vLLM started here loads only its first weights from it.
+    """Folder, visible to server and student, in which the student is written for the server, in a subfolder that only
+    this user can read; by default the run's directory. A vLLM started here loads only its first weights from it.
     """
 
     @field_validator("url")
     @classmethod
     def url_is_whole(cls, url: str | None) -> str | None:
         return url if url is None else whole_url(url)
+
+    @field_validator("options")
+    @classmethod
+    def the_address_is_chosen_by_the_run(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            name = option.partition("=")[0]
+            # Programs also take the beginning of a name.
+            if len(name) > 3 and any(address.startswith(name) for address in _ADDRESS_OPTIONS):
+                raise ValueError(
+                    f"{option}: a server started by the run listens where only the run asks; leave it out, or start "
+                    "the server yourself and give rollout.url"
+                )
+        return options
 
     @model_validator(mode="after")
     def overlap_is_stale(self) -> Self:

@@ -1,12 +1,14 @@
 """A server that talks as vLLM does, and does what it is told: in a thread of a test, or run as a script.
 
     python fake_server.py [anything] --port PORT
+    python fake_server.py [anything] --uds SOCKET
 
 As a script it does what the variable FAKE says.
 """
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
 
 Json = dict[str, Any]
@@ -75,11 +78,23 @@ class Handler(BaseHTTPRequestHandler):
 CARDS = [{"id": "student", "root": "/models/student"}]
 
 
+class SocketServer(ThreadingHTTPServer):
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer's asks for the name of a host
+        self.server_name, self.server_port = "", 0
+
+
 def make_server(
-    port: int, says: Says, refuses: str = "", cards: list[Json] = CARDS, handler: type[Handler] = Handler
+    address: int | str, says: Says, refuses: str = "", cards: list[Json] = CARDS, handler: type[Handler] = Handler
 ) -> ThreadingHTTPServer:
     own = {"says": staticmethod(says), "refuses": refuses, "cards": cards, "calls": []}
-    server = ThreadingHTTPServer(("127.0.0.1", port), type("Said", (handler,), own))
+    said = type("Said", (handler,), own)
+    if isinstance(address, str):
+        server: ThreadingHTTPServer = SocketServer(address, said)  # type: ignore[arg-type]
+    else:
+        server = ThreadingHTTPServer(("127.0.0.1", address), said)
     server.daemon_threads = True
     return server
 
@@ -130,8 +145,9 @@ def main() -> None:
         )
         subprocess.run([sys.executable, "-c", orphaned], check=True)
         Path(tempfile.gettempdir(), "socket").touch()
-    port = int(sys.argv[sys.argv.index("--port") + 1])
-    make_server(port, {"dies": dies, "ends": ends}.get(how, fine)).serve_forever()
+    name = "--uds" if "--uds" in sys.argv else "--port"
+    value = sys.argv[sys.argv.index(name) + 1]
+    make_server(value if name == "--uds" else int(value), {"dies": dies, "ends": ends}.get(how, fine)).serve_forever()
 
 
 if __name__ == "__main__":

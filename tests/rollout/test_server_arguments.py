@@ -7,6 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.extras import HOW_TO_INSTALL
@@ -23,7 +24,7 @@ SPEC = EngineSpec(8, frozenset(), "bfloat16", Path())
 
 def options(program: Program, **changes: Any) -> list[str]:
     spec = replace(SPEC, **changes)
-    return program.arguments("m", spec, 1, 0.3)
+    return program.arguments("m", spec, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -156,3 +157,11 @@ def test_gpus_are_named_once() -> None:
     """Bug: a server of more parallel ranks than it sees GPUs, while the training gives up others."""
     with pytest.raises(ValueError, match=r"gpus=2 with environment\.CUDA_VISIBLE_DEVICES=3: .* leave out one"):
         ServerRollout(gpus=2, environment={"CUDA_VISIBLE_DEVICES": "3"})
+
+
+@pytest.mark.parametrize("option", ["--host", "--host=0.0.0.0", "--port", "--por=80", "--uds"])
+def test_a_server_does_not_listen_elsewhere(option: str) -> None:
+    """Bug: a recipe opened the server, which takes weights from anybody, to the network."""
+    with pytest.raises(ValidationError, match="listens where only the run asks"):
+        ServerRollout(options=("--max-num-seqs", "8", option))
+    assert ServerRollout(options=("--max-num-seqs", "8", "--hf-overrides", "{}")).options[0] == "--max-num-seqs"

@@ -81,6 +81,17 @@ def test_it_serves_in_a_clean_world_and_nothing_is_left(tmp_path: Path, monkeypa
         engine.generate([], Sampling())
 
 
+def test_only_this_user_reaches_it(tmp_path: Path) -> None:
+    """Bug: any user of the machine could sample, or have other weights loaded, through a port."""
+    with started("answers", tmp_path) as engine:
+        engine.generate([Request(np.array([5], np.int32), 2, 5)], Sampling())
+        folder = Path(environment(tmp_path)["TMPDIR"])
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert (folder / "http").is_socket()
+        processes = map(psutil.Process, left_of(tmp_path))
+        assert not [link for process in processes for link in process.net_connections("inet")]
+
+
 def test_one_that_dies_while_it_is_asked_is_noticed_at_once(tmp_path: Path) -> None:
     with started("dies", tmp_path) as engine:
         start = time.monotonic()
@@ -157,8 +168,9 @@ def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_it_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from nemo_opd.rollout.server.program import ServerProcess\n"
-        "_, folder, *command = sys.argv; path = Path(folder)\n"
-        f"server = ServerProcess(command, {{'FAKE': 'has children', {MARK!r}: folder}}, path / 'server.log')\n"
+        "_, folder, *command = sys.argv; path = Path(folder); (path / 'temporary').mkdir()\n"
+        f"environment = {{'FAKE': 'has children', {MARK!r}: folder}}\n"
+        "server = ServerProcess(command, environment, path / 'server.log', path / 'temporary')\n"
         "time.sleep(600)"
     )
     command = [sys.executable, "-c", script, tmp_path, sys.executable, fake_server.__file__, "--port", "0"]
@@ -172,14 +184,14 @@ def test_it_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     assert not temporary.exists()
 
 
-def test_the_shared_memory_of_a_killed_server_is_removed() -> None:
+def test_the_shared_memory_of_a_killed_server_is_removed(tmp_path: Path) -> None:
     """Bug: vLLM's segments of 400 MB, which stay in /dev/shm if it needs longer to end than it is given."""
     script = (
         "import signal, time; from multiprocessing.shared_memory import SharedMemory\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); segment = SharedMemory(create=True, size=8)\n"
         "print(segment.name, flush=True); time.sleep(1000)"
     )
-    command = [sys.executable, guard.__file__, sys.executable, "-c", script]
+    command = [sys.executable, guard.__file__, str(tmp_path / "temporary"), sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

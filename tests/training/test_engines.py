@@ -105,10 +105,34 @@ def test_a_server_follows_and_leaves_only_what_was_there(tmp_path: Path, monkeyp
         engine.follow(5)
         assert engine.version == 5
         assert [Path(each).name for each in server.loaded] == ["version_000004", "version_000005"]
-        assert [each.name for each in (shared / "rollout_weights").iterdir()] == ["version_000005"]
+        (folder,) = shared.glob("rollout_weights_*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert {path.name for path in folder.iterdir()} == {".lock", "version_000005"}
 
     assert server.is_closed
     assert [each.name for each in shared.iterdir()] == ["precious"]
+
+
+def test_runs_do_not_share_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: two runs with one rollout.weights_folder sampled with each other's weights, and the first to end removed
+    both; a killed run's weights stayed.
+    """
+    monkeypatch.setattr(servers, "ServerEngine", lambda *_: FakeServer(3))
+    abandoned = tmp_path / "rollout_weights_killed"
+    abandoned.mkdir()
+    (abandoned / ".lock").touch()
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / ".lock").touch()
+    (tmp_path / "rollout_weights_link").symlink_to(precious)
+    ours = plan(tmp_path, weights_folder=tmp_path)
+    with (
+        engines.open_engine(ours, FakeModels(), 3),  # type: ignore[arg-type]
+        engines.open_engine(ours, FakeModels(), 3),  # type: ignore[arg-type]
+    ):
+        assert len(list(tmp_path.glob("rollout_weights_*/version_000003"))) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"precious", "rollout_weights_link"}
+    assert (precious / ".lock").exists()
 
 
 def test_a_server_that_reads_memory_needs_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,14 +141,16 @@ def test_a_server_that_reads_memory_needs_no_folder(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(servers, "ServerEngine", lambda *_: server)
 
     with engines.open_engine(plan(tmp_path, program="vllm"), models, 3) as engine:  # type: ignore[arg-type]
-        assert [each.name for each in (tmp_path / "rollout_weights").iterdir()] == ["version_000003"]
+        (folder,) = tmp_path.glob("rollout_weights_*")
+        assert {path.name for path in folder.iterdir()} == {".lock", "version_000003"}
         engine.follow(4)
         engine.follow(5)
 
         assert engine.version == 5
         assert server.loaded == ["memory", "memory"]
         assert models.held == ["held", "released"] * 2
-        assert list((tmp_path / "rollout_weights").iterdir()) == []
+        (folder,) = tmp_path.glob("rollout_weights_*")
+        assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
 def test_a_server_that_cannot_see_memory_follows_by_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from httpx2 import AsyncClient, HTTPError, Limits
+from httpx2 import AsyncClient, AsyncHTTPTransport, HTTPError, Limits
 from numpy.typing import NDArray
 
 from nemo_opd.data.record import FinishReason
@@ -87,6 +88,8 @@ class Http:
     """End of the message if a call is answered with an error."""
     error: type[OPDError] = RolloutError
     headers: Mapping[str, str] = field(default_factory=dict)
+    socket: Path | None = None
+    """Unix socket of the server; None if it listens at a port."""
 
     def get(self, path: str) -> Any:
         """Return the content of the answer. Raises `error`."""
@@ -121,18 +124,21 @@ class Http:
             return reply.content.decode(errors="replace")
 
     async def _fetch(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> _Reply:
-        client = _open_client(trust_env=self.trust_env, headers=self.headers)
+        client = _open_client(trust_env=self.trust_env, headers=self.headers, socket=self.socket)
         async with asyncio.timeout(timeout_s), client:
             return await fetch(client, method, self.url + path, body)
 
 
-def _open_client(*, trust_env: bool, headers: Mapping[str, str], connections: int | None = None) -> AsyncClient:
+def _open_client(
+    *, trust_env: bool, headers: Mapping[str, str], socket: Path | None, connections: int | None = None
+) -> AsyncClient:
     """Return a client without time limits: httpx2's limits apply to each part of an answer, not to the whole.
 
     connections: largest number of open connections, by default the library's limit.
     """
     limits = Limits(max_connections=connections, max_keepalive_connections=connections) if connections else Limits()
-    return AsyncClient(limits=limits, timeout=None, trust_env=trust_env, headers=headers)
+    transport = None if socket is None else AsyncHTTPTransport(uds=str(socket), limits=limits)
+    return AsyncClient(limits=limits, timeout=None, trust_env=trust_env, headers=headers, transport=transport)
 
 
 async def fetch(client: AsyncClient, method: str, url: str, body: Any, max_bytes: int | None = None) -> _Reply:
@@ -228,6 +234,8 @@ class Client(Generic[_Answer]):
     headers: Mapping[str, str] = field(default_factory=dict)
     max_bytes: int | None = None
     """Size limit of an answer; `MAX_BYTES` if None."""
+    socket: Path | None = None
+    """Unix socket of the only server; None if servers listen at ports."""
     retried: int = 0
     """Requests sent again, so far."""
     _balancer: LoadBalancer = field(init=False)
@@ -269,7 +277,12 @@ class Client(Generic[_Answer]):
 
         with working("asking the server", len(bodies), "requests") as work:
             async with (
-                _open_client(trust_env=self.trust_env, headers=self.headers, connections=self.concurrency) as http,
+                _open_client(
+                    trust_env=self.trust_env,
+                    headers=self.headers,
+                    socket=self.socket,
+                    connections=self.concurrency,
+                ) as http,
                 asyncio.TaskGroup() as group,
             ):
                 checks = group.create_task(check_regularly())

@@ -1,11 +1,13 @@
 """An engine that samples over HTTP."""
 
+import fcntl
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +17,7 @@ from safetensors import SafetensorError
 
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.errors import RolloutError
+from nemo_opd.files import open_unlinked, storage_errors
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.rollout.base import (
@@ -45,6 +48,8 @@ from nemo_opd.rollout.server.vllm import VLLM
 PROGRAMS: dict[str, type[Program]] = {"vllm": VLLM, "sglang": SGLang}
 """`rollout.program` → program. A test checks that none is missing."""
 _POLL_S = 0.2
+_WEIGHTS, _LOCK = "rollout_weights_", ".lock"
+"""Beginning of the name of a folder for weights, and its lock."""
 
 
 class ServerEngine(Generator):
@@ -76,16 +81,18 @@ class ServerEngine(Generator):
             model = str(model.resolve()) if isinstance(model, Path) else model
             self._first = ModelFolder.read(Path(model)) if Path(model).is_dir() else None
             self._max_length = spec.max_length or (self._first.max_positions if self._first else None)
+            self._socket: Path | None = None
             url = (settings.url or self._start(model, spec)).rstrip("/")
             is_foreign = self._process is None
             hint = self._program.hint if is_foreign else ""
-            self._http = Http(url, settings.start_timeout_s, trust_env=is_foreign, hint=hint)
+            self._http = Http(url, settings.start_timeout_s, trust_env=is_foreign, hint=hint, socket=self._socket)
             self._client: Client[Completion] = Client(
                 urls=[url + self._program.path],
                 concurrency=settings.concurrency,
                 timeout_s=settings.request_timeout_s,
                 retries=settings.retries,
                 trust_env=is_foreign,
+                socket=self._socket,
             )
             name = self._first_name(model)
             head_size = max(spec.vocab_size, self._first.head_size if self._first else 0)
@@ -214,14 +221,24 @@ class ServerEngine(Generator):
 
     def _start(self, model: str, spec: EngineSpec) -> str:
         settings, program = self._settings, self._program
-        port, share = _free_port(), settings.memory_share or default_share(settings, spec)
+        share = settings.memory_share or default_share(settings, spec)
+        folder = Path(tempfile.mkdtemp(prefix="opd_server_"))
+        if program.socket_option is not None:
+            # Only this user can reach it. A port is open to all users of the machine.
+            self._socket = folder / "http"
+            address, url = [program.socket_option, str(self._socket)], "http://localhost"
+        else:
+            port = str(_free_port())
+            address, url = ["--host", HOST, "--port", port], f"http://{HOST}:{port}"
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)} if spec.gpus else {}
+        arguments = [*program.arguments(model, spec, share), *address, *settings.options]
         self._process = ServerProcess(
-            [*(settings.command or program.command), *program.arguments(model, spec, port, share), *settings.options],
+            [*(settings.command or program.command), *arguments],
             {**program.environment, **devices, **settings.environment},
             spec.workdir / "server.log",
+            folder,
         )
-        return f"http://{HOST}:{port}"
+        return url
 
     def _first_name(self, model: str) -> str:
         """Wait for the server, load the model if the server may hold other weights, and return the model's name."""
@@ -354,14 +371,33 @@ class _StudentServer(Engine):
 @contextmanager
 def for_student(settings: ServerRollout, spec: EngineSpec, student: StudentModel, version: int) -> Iterator[Engine]:
     """Open the engine of a run. Raises RolloutError if the server does not start."""
-    # A subfolder, so that nothing else is removed with it.
-    folder = (settings.weights_folder or spec.workdir) / "rollout_weights"
-    first = _version_folder(folder, version)
-    try:
+    with _weights_folder(settings.weights_folder or spec.workdir) as folder:
+        first = _version_folder(folder, version)
         student.export(first, spec.dtype)
         with ServerEngine(settings, spec, first, version) as server:
             server.rest()
             yield _StudentServer(server, student, folder, spec.dtype)
+
+
+@contextmanager
+def _weights_folder(parent: Path) -> Iterator[Path]:
+    """Create a private folder, locked while it is in use, and remove those of killed runs.
+
+    Each run has its own: with a common one, two runs would sample each other's weights.
+    """
+    with storage_errors(parent, instead="choose another rollout.weights_folder"):
+        parent.mkdir(parents=True, exist_ok=True)
+        for lock in parent.glob(f"{_WEIGHTS}*/{_LOCK}"):
+            with suppress(OSError), open_unlinked(lock, "r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=_WEIGHTS, dir=parent))
+    try:
+        with open_unlinked(folder / f"{_LOCK}.new", "w") as file:
+            with suppress(OSError):  # some file systems have no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            Path(file.name).rename(folder / _LOCK)  # after locking, as an unlocked one counts as abandoned
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

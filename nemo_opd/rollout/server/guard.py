@@ -1,8 +1,8 @@
 """Parent process of a server, run as a script; it ends the server and all its processes when the run ends.
 
-    python guard.py COMMAND …
+    python guard.py FOLDER COMMAND …
 
-The server's temporary files, including sockets, are in a folder that is removed with it, and so is its shared memory.
+The server's temporary files, including sockets, are in FOLDER, which is removed with it, and so is its shared memory.
 
 Standard input is a pipe that nobody writes to; it closes when the run ends, however it ends.
 Exits with the server's code. Imports nothing from this package, so that it starts quickly.
@@ -13,10 +13,10 @@ import ctypes
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 
 import psutil
@@ -29,26 +29,26 @@ GRACE_S = 5.0
 _SEGMENT = re.compile(r"/dev/shm/(psm_|sem\.mp-)\w+$")
 
 
-def main(command: list[str]) -> int:
+def main(folder: str, command: list[str]) -> int:
     # Orphaned processes become children of this one, so that none is lost.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     run = os.getppid()
     # A signal ends the server, like the closed pipe.
     for number in _SIGNALS:
         signal.signal(number, lambda *_: sys.exit(0))
-    with tempfile.TemporaryDirectory(prefix="opd_server_", ignore_cleanup_errors=True) as folder:
-        try:
-            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": folder})
-            while server.poll() is None and os.getppid() == run and not _is_closed():
-                pass
-            return server.poll() or 0
-        except OSError as error:
-            print(f"cannot start {command[0]}: {error}", file=sys.stderr)
-            return 127
-        finally:
-            for number in _SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
-            _end_descendants()
+    try:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": folder})
+        while server.poll() is None and os.getppid() == run and not _is_closed():
+            pass
+        return server.poll() or 0
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error}", file=sys.stderr)
+        return 127
+    finally:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        _end_descendants()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_closed() -> bool:
@@ -98,4 +98,4 @@ def _send(process: psutil.Process, number: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

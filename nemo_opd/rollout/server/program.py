@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -63,12 +64,14 @@ class Program(ABC):
     """Whether its log-probabilities include top-k and top-p, and not only the temperature."""
     loads_files: ClassVar[bool] = False
     """Whether it implements `load_files`."""
+    socket_option: ClassVar[str | None] = None
+    """Option that names a Unix socket to listen at; None if the program only listens at ports."""
     hint: ClassVar[str]
     """Options that a user-started server needs, for error messages."""
 
     @abstractmethod
-    def arguments(self, model: str, spec: EngineSpec, port: int, memory_share: float) -> list[str]:
-        """Return the arguments that follow the command.
+    def arguments(self, model: str, spec: EngineSpec, memory_share: float) -> list[str]:
+        """Return the arguments that follow the command, without the address.
 
         memory_share: share of each GPU's memory, or of the machine's memory on CPUs, that the server may use in total.
         """
@@ -131,15 +134,18 @@ def short_seed(seed: int) -> int:
 class ServerProcess:
     """A command in its own session that logs to a file and ends with this process, however this process ends."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """Start the command. Raises RolloutError if the log cannot be written."""
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path) -> None:
+        """Start the command. Raises RolloutError if the log cannot be written.
+
+        folder: private folder for its temporary files, which is removed with the server.
+        """
         self.command, self.log = tuple(command), log
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("wb") as stream:
                 self._guard = subprocess.Popen(
                     # -P: modules in the guard's folder would shadow others.
-                    [sys.executable, "-P", guard.__file__, *self.command],
+                    [sys.executable, "-P", guard.__file__, str(folder), *self.command],
                     stdin=subprocess.PIPE,
                     stdout=stream,
                     stderr=subprocess.STDOUT,
@@ -147,6 +153,7 @@ class ServerProcess:
                     start_new_session=True,
                 )
         except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
             raise RolloutError(f"cannot start {self.command[0]}, which logs to {log}: {error}") from error
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server.client import Answer, Http, RequestContext, UnusableError
-from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed
+from nemo_opd.rollout.server.program import NAME, Json, Program, short_seed
 from nemo_opd.users_code import shown
 
 UNUSED_POSITIONS = 6
@@ -36,7 +36,7 @@ class SGLang(Program):
         "in its environment"
     )
 
-    def arguments(self, model: str, spec: EngineSpec, port: int, memory_share: float) -> list[str]:
+    def arguments(self, model: str, spec: EngineSpec, memory_share: float) -> list[str]:
         options = ["--model-path", model, "--served-model-name", NAME, "--dtype", spec.dtype]
         options += ["--mem-fraction-static", str(memory_share)]
         if spec.max_length is not None:
@@ -45,7 +45,7 @@ class SGLang(Program):
             options += ["--tp-size", str(len(spec.gpus))]
         if spec.has_fp32_logits:
             options.append("--enable-fp32-lm-head")
-        return [*options, "--host", HOST, "--port", str(port), "--enable-deterministic-inference"]
+        return [*options, "--enable-deterministic-inference"]
 
     def body(self, request: Request, sampling: Sampling, context: RequestContext) -> Json:
         return {

@@ -8,7 +8,7 @@ from typing import ClassVar
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server.client import Answer, Http, RequestContext
-from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed, weight_files
+from nemo_opd.rollout.server.program import NAME, Json, Program, short_seed, weight_files
 
 _EXTENSION_FOLDER = Path(__file__).parent / "vllm_extension"
 _EXTENSION = "nemo_opd_weights.Extension"
@@ -36,13 +36,14 @@ class VLLM(Program):
     }
     path = "/v1/completions"
     loads_files = True
+    socket_option = "--uds"
     hint = (
         f"a vLLM server must run with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={_EXTENSION_FOLDER} in its environment and "
         f"with --logprobs-mode processed_logprobs --generation-config vllm --worker-extension-cls {_EXTENSION} "
         f"--weight-transfer-config '{_TRANSFER}'"
     )
 
-    def arguments(self, model: str, spec: EngineSpec, port: int, memory_share: float) -> list[str]:
+    def arguments(self, model: str, spec: EngineSpec, memory_share: float) -> list[str]:
         # --generation-config vllm: the model's generation config must not fill in a request's unset options.
         options = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--dtype", spec.dtype]
         options += ["--worker-extension-cls", _EXTENSION, "--weight-transfer-config", _TRANSFER]
@@ -56,7 +57,7 @@ class VLLM(Program):
             options += ["--tensor-parallel-size", str(len(spec.gpus))]
         if spec.has_fp32_logits:
             options += ["--hf-overrides", _FP32_HEAD]
-        return [model, "--host", HOST, "--port", str(port), "--served-model-name", NAME, *options]
+        return [model, "--served-model-name", NAME, *options]
 
     def body(self, request: Request, sampling: Sampling, context: RequestContext) -> Json:
         return {
