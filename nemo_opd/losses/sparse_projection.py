@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -276,10 +276,10 @@ class Segments:
     def to(self, device: torch.device) -> Segments:
         return Segments(self.entries.to(device), self.order.to(device), self.groups)
 
-    def each(self, cells: Tensor, segment_values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of cells [U, M] and segments [U, Y] per group: [U, length, number] and [U, number]."""
+    def each(self, cells: Tensor, segment_values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return views of cells [U, M] and segments [U, Y] per group: [U, length, number] and [U, number]."""
         numbers = [number for _, number in self.groups]
-        yield from zip(self._groups(cells), segment_values.split(numbers, 1), strict=True)
+        return list(zip(self._groups(cells), segment_values.split(numbers, 1), strict=True))
 
     def max(self, cells: Tensor) -> Tensor:
         """Take the maximum of each segment: [U, M] → [U, Y]."""
@@ -289,12 +289,13 @@ class Segments:
         """Sum each segment, including its padding: [U, M] → [U, Y]."""
         return torch.cat([cells[:, :0], *(group.sum(1) for group in self._groups(cells))], 1)
 
-    def _groups(self, cells: Tensor) -> Iterator[Tensor]:
-        """Yield views of cells [U, M] per group: [U, length, number]."""
-        cell = 0
+    def _groups(self, cells: Tensor) -> list[Tensor]:
+        """Return views of cells [U, M] per group: [U, length, number]. No generator: PyTorch 2.14 compiles none."""
+        views, cell = [], 0
         for length, number in self.groups:
-            yield cells.narrow(1, cell, length * number).unflatten(1, (length, number))
+            views.append(cells.narrow(1, cell, length * number).unflatten(1, (length, number)))
             cell += length * number
+        return views
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from inspect import unwrap
 from math import prod
 from types import FunctionType, MethodType
 from typing import Any, Literal
@@ -112,7 +113,7 @@ def _replace(parts: Iterable[_Part]) -> None:
 
 def _parts(model: nn.Module) -> Iterator[_Part]:
     for module in model.modules():
-        forward = type(module).forward
+        forward = unwrap(type(module).forward)  # without decorators that rename arguments
         if "forward" in vars(module):  # already replaced
             continue
         if _is_like(forward, llama.LlamaRMSNorm.forward):
