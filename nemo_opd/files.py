@@ -35,7 +35,7 @@ _WAYS_OUT = {
 """Ways out by error number."""
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 """End of the errors of safetensors and tokenizers, which are not OSErrors."""
-_OLD = ".old."
+_OLD, _REMOVED = ".old.", ".removed."
 """Part of the name of a folder that another one replaces."""
 _RANDOM_CHARACTERS = 8
 """Number of characters that `tempfile` adds to a prefix."""
@@ -115,11 +115,12 @@ def move_into_place(new: Path, folder: Path) -> None:
         new.rename(folder)
     except OSError:
         if old is not None:
-            old.rename(folder)
+            with suppress(OSError):
+                old.rename(folder)
         raise
     sync(folder.parent)
     if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
 
 
 def put_back(parent: Path, name: str = "*") -> None:
@@ -127,13 +128,22 @@ def put_back(parent: Path, name: str = "*") -> None:
 
     name: pattern of the folders' names.
     """
+    for removed in parent.glob(f".{name}{_REMOVED}*"):
+        shutil.rmtree(removed, ignore_errors=True)
     for old in parent.glob(f".{name}{_OLD}*"):
         folder = parent / old.name[1:].rpartition(_OLD)[0]
         with suppress(OSError):
             if folder.exists():
-                shutil.rmtree(old, ignore_errors=True)
+                _remove(old)
             else:
                 old.rename(folder)
+
+
+def _remove(old: Path) -> None:
+    """Remove an old folder under a name from which it is never put back, as files in use on NFS may stay."""
+    with suppress(OSError):
+        old = old.rename(old.with_name(old.name.replace(_OLD, _REMOVED)))
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def copy_whole(source: Path, folder: Path) -> None:

@@ -39,7 +39,7 @@ def run_one(setting: Setting, seed: int, size: Size, place: Place, results: Path
         accuracy = which_line(str(folder / "final"), folder / "evaluation", place, size.dtype)
         outcome = replace(outcome, end={**outcome.end, TASK: accuracy})
     if setting.experiment == "languages":
-        # The run counts the bytes that all its models predict, which differ between runs with the teacher and without.
+        # In fp32, as arms differ by little.
         start, end = (
             bits_per_byte(model, place.languages_validation, torch.float32, size.device)
             for model in (place.original, folder / "final")

@@ -109,7 +109,7 @@ def curves(records: list[dict[str, float]]) -> dict[str, list[list[float]]]:
 def _scores(record: Mapping[str, float], teacher: str = "") -> dict[str, float]:
     """Return bits per byte over all and by domain, and shares of right answers; of the student or of a teacher."""
     found = {}
-    end = f"/bits_per_byte{teacher}"
+    end = f"/shared_bits_per_byte{teacher}" if teacher else "/bits_per_byte"
     for key, value in record.items():
         if key == f"val{end}":
             found["all"] = value

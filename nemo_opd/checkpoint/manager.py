@@ -82,8 +82,8 @@ class Progress:
     """Moving averages of CE and KD for dynamic scaling; empty before the first step."""
     skipped_steps: Mapping[str, int] = field(default_factory=dict)
     """Counts of skipped steps, in total and in a row up to now; empty before the first step."""
-    start: Mapping[str, float] = field(default_factory=dict)
-    """Bits per byte of the untrained student and of each teacher, under their logged names, for the final table."""
+    bits_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """Values of the untrained student and of each teacher, keyed by logged name, for the final table."""
     best: BestMetric = BestMetric()
     """Steps to keep, with the best values first."""
     stopping: BestMetric = BestMetric()

@@ -78,7 +78,7 @@ def _to_hf(arguments: Namespace, console: Console) -> None:
     run, step = _run_directory(checkpoint), progress.step
     exported = Exported(output, f"The {label} after {step:,} steps", step, suffix=f" ({step:,} steps)")
     if average is None and (run / "metrics.jsonl").is_file():
-        exported = replace(exported, closing=closing_at(config, run, progress.start, step))
+        exported = replace(exported, closing=closing_at(config, run, progress.bits_per_byte, step))
     written = to_hugging_face(
         checkpoint, config.student, output, None if dtype is None else getattr(torch, dtype), average
     )

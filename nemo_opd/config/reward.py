@@ -46,7 +46,7 @@ class Regex(Settings):
     type: Literal["regex"] = "regex"
     pattern: str
     """Regular expression of Python's `re`; ^ and $ match at line ends."""
-    timeout_s: float = Field(5, gt=0, le=3600)
+    timeout_s: MayChange[float] = Field(5, gt=0, le=3600)
     """Seconds for one response; after that nothing is extracted."""
 
     @field_validator("pattern")
@@ -67,7 +67,7 @@ class Json(Settings):
     """A file with the JSON schema; by default any JSON matches."""
     key: str | None = None
     """Path of the value, such as `answer` or `steps.0.result`; by default all of it, as JSON with sorted keys."""
-    timeout_s: float = Field(5, gt=0, le=3600)
+    timeout_s: MayChange[float] = Field(5, gt=0, le=3600)
     """Seconds to compare one response with the schema; after that nothing is extracted."""
 
 

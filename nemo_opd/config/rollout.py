@@ -69,8 +69,8 @@ class ServerRollout(RolloutBase):
     stopped with the run.
     """
     command: MayChange[tuple[str, ...] | None] = Field(None, min_length=1)
-    """Command that starts the server, without model and port, such as [.venv-vllm/bin/vllm, serve]; by default the
-    program's own.
+    """Command that starts the server, without model and address, such as [.venv-vllm/bin/vllm, serve]; by default the
+    program's own. vLLM's must accept --uds.
     """
     options: MayChange[tuple[str, ...]] = ()
     """More arguments of that command, except the address, which the run chooses."""

@@ -46,9 +46,12 @@ _KeyPath = tuple[str | int, ...]
 _Leaves = Mapping[_KeyPath, Any]
 _replacements: dict[str, str] = {}
 """Replacement texts, keyed by secret."""
-_references: dict[tuple[str | int, str | int, PurePath], str] = {}
-"""References to the environment, keyed by top-level section, key and value: validation normalizes paths, makes lists of
-single values, and moves a served teacher's keys."""
+_references: dict[tuple[object, ...], str] = {}
+"""References to the environment, keyed by path and value, and by `_place` for values that validation moves: it makes
+lists of single values, and a section of a served teacher's keys.
+"""
+_written: set[_KeyPath] = set()
+"""Paths of all values before validation."""
 
 
 def remember(raw: Any, resolved: Any) -> None:
@@ -57,16 +60,18 @@ def remember(raw: Any, resolved: Any) -> None:
     raw, resolved: the configuration before and after references are resolved.
     """
     written, values = dict(leaves(raw)), dict(leaves(resolved))
+    _written.clear()
+    _written.update(values)
     texts = [(path, value, str(written.get(path))) for path, value in values.items() if isinstance(value, str)]
     from_environment = {value for _, value, text in texts if value and _FROM_ENVIRONMENT.search(text)}
     for path, value, text in texts:
         if "${" in text and any(secret in value for secret in from_environment):
-            _references[_place(path, value)] = text
+            _references[path, PurePath(value)] = _references[_place(path, value)] = text
         masked = masked_leaf(values, path, value)
         if masked != MASK:
             secrets = _secrets_in(value, _IN_ARGUMENTS) if masked != value else ()
             _replacements.update(dict.fromkeys(secrets, MASK))
-        elif path[-2] in _ARGUMENTS or _SECRET_NAME.fullmatch(str(path[-1])) or _looks_secret(value):
+        elif {*path[-2:-1]} & {*_ARGUMENTS} or _SECRET_NAME.fullmatch(str(path[-1])) or _looks_secret(value):
             _replacements.setdefault(value, MASK)
         for name in _FROM_ENVIRONMENT.findall(text):
             variable = os.environ.get(name, "")
@@ -97,7 +102,8 @@ def shown_config(settings: Any) -> Any:
     values = dict(leaves(settings))
 
     def shown(path: _KeyPath, value: str) -> str:
-        return _references.get(_place(path, value)) or masked_leaf(values, path, value)
+        place = (path, PurePath(value)) if path in _written else _place(path, value)
+        return _references.get(place) or masked_leaf(values, path, value)
 
     return _changed(settings, shown)
 
@@ -115,7 +121,8 @@ def require_values(settings: Any) -> None:
             )
 
 
-def _place(path: _KeyPath, value: str) -> tuple[str | int, str | int, PurePath]:
+def _place(path: _KeyPath, value: str) -> tuple[object, ...]:
+    """Return the top-level section, key and value, which are the same before and after validation."""
     return path[0], next(part for part in reversed(path) if isinstance(part, str)), PurePath(value)
 
 

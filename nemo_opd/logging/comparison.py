@@ -178,7 +178,7 @@ def _unlike(run: SweptRun, first: SweptRun) -> Iterator[str]:
     texts, sizes = (run.validation_texts, first.validation_texts), (run.last(NUM_BYTES), first.last(NUM_BYTES))
     if texts[0] is None or texts[1] is None or sizes[0] is None or sizes[1] is None:
         unknown = run if texts[0] is None or sizes[0] is None else first
-        yield f"{run.name}: {unknown.name} recorded no validation bytes, so it may not compare with {first.name}."
+        yield f"{run.name}: {unknown.name} has no record of its validation texts or bytes, so the two may not compare."
     elif texts[0] != texts[1]:
         yield f"{run.name}: it was validated on other texts than {first.name}, so bits per byte do not compare."
     elif sizes[0] != sizes[1]:

@@ -69,10 +69,9 @@ def blocks(source: LogitRows, terms: Sequence[Term], in_kernels: Container[int] 
     in_kernels: indices of terms that kernels compute, a row at a time: only what they read limits their steps.
     """
     rows, places = _joined_rows(terms)
+    most_rows = _kernel_rows(source, terms)
     places = [
-        replace(place, most_rows=_kernel_rows(source, terms))
-        if i in in_kernels and place.term.chunk_size is None
-        else place
+        replace(place, most_rows=most_rows) if i in in_kernels and place.term.chunk_size is None else place
         for i, place in enumerate(places)
     ]
     index, processes = source.share
@@ -135,10 +134,10 @@ def rows_at_once(source: LogitRows, terms: Sequence[Term]) -> int:
 def _kernel_rows(source: LogitRows, terms: Sequence[Term]) -> int:
     """Return the rows of a step of terms that kernels compute, which need no temporaries of a row's size.
 
-    The budget must hold what `rows_at_once` does not count: the gradient of given logits, and rows that a step reads
-    for itself.
+    The budget must hold what `rows_at_once` does not count: a copy of given logits with their fp32 gradient, and rows
+    that a step reads for itself.
     """
-    row_bytes = 0 if source.is_product else width_of(terms) * source.dtype.itemsize
+    row_bytes = 0 if source.is_product else width_of(terms) * (source.dtype.itemsize + torch.float32.itemsize)
     row_bytes += sum(ahead.row_bytes for term in terms for ahead in term.aheads if not ahead.is_worth_while)
     return min(rows_at_once(source, terms), max(_budget(source) // max(row_bytes, 1), 1))
 

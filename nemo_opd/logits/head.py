@@ -185,8 +185,8 @@ def _scale_to_fp16(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled_product(a: Tensor, b: Tensor, factor: Tensor | None) -> Tensor:
-    """Compute a @ b · factor; in bf16 for bf16 operands, since the result is rounded to bf16 anyway."""
-    if factor is None and a.dtype == b.dtype and len(_parts_of_inner(a, b)) == 1:
+    """Compute a @ b · factor; in bf16 for bf16 operands, unless cut, since the result is rounded to bf16 anyway."""
+    if factor is None and a.dtype == b.dtype and not (len(_parts_of_inner(a, b)) > 1 and _sums_in_fp32(a)):
         return a @ b
     result = product(a, b)
     return result if factor is None else result.mul_(factor)
@@ -213,7 +213,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     may have different dtypes. out: rows for the result, with any stride.
     """
     dtype = _product_dtype(a.dtype, b.dtype)
-    if a.dtype == b.dtype and (a.dtype == dtype or _is_native(a.device.type, a.dtype)):
+    if a.dtype == b.dtype and _sums_in_fp32(a):
         if out is None:
             out = a.new_empty(len(a), b.shape[1], dtype=dtype)
         return _multiply(a, b, out, is_added=False)
@@ -275,6 +275,11 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def _product_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     """Return the dtype of `product`: the promoted dtype of the operands, at least fp32."""
     return torch.promote_types(torch.promote_types(a, b), torch.float32)
+
+
+def _sums_in_fp32(operand: Tensor) -> bool:
+    """Return whether products of this dtype have at least fp32 results, without a copy of the operands."""
+    return operand.dtype.itemsize >= torch.float32.itemsize or _is_native(operand.device.type, operand.dtype)
 
 
 @cache

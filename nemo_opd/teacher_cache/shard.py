@@ -92,8 +92,8 @@ class Shard:
             "openings": (self.openings, (n,), np.uint64),
             "begins": (self.begins, (n + 1,), np.int64),
             "checksums": (self._checksums, (n,), np.uint32),
-            "tokens": (self._tokens, (num_tokens, *self._tokens.shape[1:2]), np.uint8),
-            "rows": (self._rows, (num_tokens, *self._rows.shape[1:2]), np.uint8),
+            "tokens": (self._tokens, (num_tokens, self._tokens.shape[-1]), np.uint8),
+            "rows": (self._rows, (num_tokens, self._rows.shape[-1]), np.uint8),
         }
         for name, (tensor, shape, dtype) in expected.items():
             if tensor.shape != shape or tensor.dtype != dtype:

@@ -132,7 +132,7 @@ class Session:
         self.skipped.load_state_dict(progress.skipped_steps)
         self.best.load_state(progress.best)
         self.patience.load_state(progress.stopping)
-        self.start = dict(progress.start)
+        self.start = dict(progress.bits_per_byte)
         self.source.load_state_dict(progress.loader)
 
     def open_source(self) -> BatchSource:
@@ -314,7 +314,7 @@ class Session:
             loader=self.lookahead.state_dict(),
             kd_scale=self.kd_scale.state_dict(),
             skipped_steps=self.skipped.state_dict(),
-            start=self.start,
+            bits_per_byte=self.start,
             best=self.best.state(),
             stopping=self.patience.state(),
             settings=identity(self.config),

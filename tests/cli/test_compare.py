@@ -109,7 +109,7 @@ def test_unlike_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "bytes: its bits per byte are over 99 bytes, and those of first over 100, so they do not compare.",
         "texts: it was validated on other texts than first, so bits per byte do not compare.",
         "early: its figures are of step 1, first's of step 2.",
-        "old: old recorded no validation bytes, so it may not compare with first.",
+        "old: old has no record of its validation texts or bytes, so the two may not compare.",
     ]
     assert unlike(read_runs(folders)) == expected
     page = tmp_path / "page.html"

@@ -33,6 +33,7 @@ RUNNING = ("rollout=server", f"rollout.url='https://me:{VALUE}@example.org/v1?ap
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_replacements", {})
     monkeypatch.setattr(secrets, "_references", {})
+    monkeypatch.setattr(secrets, "_written", set())
 
 
 def composed(*overrides: str) -> RunConfig:
@@ -110,6 +111,20 @@ def test_a_served_teachers_key_is_none(tmp_path: Path, monkeypatch: pytest.Monke
             assert found["api_key"] == shown
             assert found["urls"] == [f"http://{MASK}@x"]
         secrets._references.clear()
+
+
+def test_an_equal_value_is_not_another_ones_reference() -> None:
+    """Bug: a teacher's model that was written out became the reference of another teacher, and changed with it."""
+    resolved = {"teachers": [{"model": "folder"}, {"model": "folder"}]}
+    secrets.remember({"teachers": [{"model": "${oc.env:OF_A_TEST}"}, {"model": "folder"}]}, resolved)
+    shown = secrets.shown_config(resolved)["teachers"]
+    assert shown == [{"model": "${oc.env:OF_A_TEST}"}, {"model": "folder"}]
+
+
+def test_a_secret_may_be_outside_all_sections() -> None:
+    """Bug: IndexError in place of the message that there is no such key."""
+    secrets.remember({"api_key": VALUE}, {"api_key": VALUE})
+    assert without_secrets(f"api_key={VALUE}") == f"api_key={MASK}"
 
 
 def _settled(teacher: Teacher) -> Teacher:
