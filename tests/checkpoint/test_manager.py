@@ -21,7 +21,7 @@ def progress(step: int) -> Progress:
         loader={"num_batches": step, "seed": 7},
         kd_scale={"ce": 0.1 + 0.2, "kd": 1 / 3},  # no short decimals: they must come back to the last bit
         skipped_steps={"total": 4, "in_a_row": 0},
-        start={"val/bits_per_byte": 1.5},
+        bits_per_byte={"val/bits_per_byte": 1.5},
         settings={"run.seed": 7, "student.optimizer.betas.0": 0.9, "run.output_dir": None},
     )
 
