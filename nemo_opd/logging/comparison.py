@@ -243,7 +243,8 @@ def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
 
     A section that a run lacks, such as a teacher, is one row.
     """
-    settings = [_flat(read_config(run.folder)) for run in runs]
+    by_run = {run.name: flat for run in runs if (flat := _flat(read_config(run.folder)))}
+    settings = list(by_run.values())
     sections = [{prefix for key in by_key for prefix in _prefixes(key)} for by_key in settings]
     keys = dict.fromkeys(key for by_key in settings for key in by_key if key not in _NOT_COMPARED)
     differing = [key for key in keys if len({by_key.get(key) for by_key in settings}) > 1]
@@ -252,7 +253,7 @@ def setting_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
         for key in differing
     }
     rows = [[row, *(_setting(by_key, row) for by_key in settings)] for row in dict.fromkeys(row_of.values())]
-    return [TextTable("Settings that differ", ["", *(run.name for run in runs)], rows)] if rows else []
+    return [TextTable("Settings that differ", ["", *by_run], rows)] if rows else []
 
 
 def _prefixes(key: str) -> list[str]:

@@ -40,7 +40,7 @@ def {_CHECK}(candidate):
 """Calls with JSON arguments. APPS wraps each expected result in a list."""
 _PASSED = b"passed\n"
 _AUTO: tuple[Isolation, ...] = ("bubblewrap", "namespaces")
-"""Kinds that `auto` tries. `process` protects less, so it must be set explicitly."""
+"""Kinds that `auto` tries."""
 _CACHE_SIZE = 1 << 16
 """Number of cached verdicts."""
 _TRIES = 3

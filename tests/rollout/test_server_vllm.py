@@ -2,9 +2,13 @@
 
 import json
 import os
+import socket
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
+from threading import Thread
 
 import numpy as np
 import psutil
@@ -60,7 +64,37 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
         yield Subject(engine, folders)
 
 
-def test_weights_come_through_memory(subject: Subject) -> None:
+@pytest.fixture(scope="module")
+def url(subject: Subject) -> Iterator[str]:
+    """A port that leads to the server's socket."""
+    path = str(server_of(subject)._socket)
+
+    class ToSocket(BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.socket(socket.AF_UNIX) as server:
+                server.connect(path)
+                answers = Thread(target=_copy, args=(server, self.request), daemon=True)
+                answers.start()
+                _copy(self.request, server)
+                answers.join()
+
+    with ThreadingTCPServer(("127.0.0.1", 0), ToSocket) as proxy:
+        proxy.daemon_threads = True
+        thread = Thread(target=proxy.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{proxy.server_address[1]}"
+        proxy.shutdown()
+        thread.join()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(2**16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
+def test_weights_come_through_memory(subject: Subject, url: str) -> None:
     """Also when the memory is gone. vLLM keeps a copy of a tied head in another form on CPUs."""
     engine, folders, asked = server_of(subject), subject.folders, requests(4)
     assert engine.takes_memory
@@ -72,7 +106,7 @@ def test_weights_come_through_memory(subject: Subject) -> None:
         made = engine.generate(asked, Sampling())
         assert_logprobs(subject, folder, asked, made)
         assert {each.version for each in made} == {version}
-        assert weight_version(engine.url) == str(version)
+        assert weight_version(url) == str(version)
         assert not is_mapped(weights.file.name)
 
 
@@ -94,26 +128,26 @@ def weight_version(url: str) -> str:
         return str(json.load(response)["weight_version"])
 
 
-def test_files_that_it_cannot_see_change_nothing(subject: Subject, tmp_path: Path) -> None:
+def test_files_that_it_cannot_see_change_nothing(subject: Subject, url: str, tmp_path: Path) -> None:
     """As in a container, where the paths lead elsewhere."""
     engine, folders, asked = server_of(subject), subject.folders, requests(2)
-    before = weight_version(engine.url)
+    before = weight_version(url)
 
     assert not VLLM().load_files(engine._http, [str(tmp_path / "none")], 9)
 
-    assert weight_version(engine.url) == before
+    assert weight_version(url) == before
     assert_logprobs(subject, folders.first, asked, engine.generate(asked, Sampling()))
 
 
-def test_new_weights_see_no_cache_of_the_old(subject: Subject) -> None:
+def test_new_weights_see_no_cache_of_the_old(subject: Subject, url: str) -> None:
     """What vLLM keeps of a prompt is of the weights that read it."""
     engine, folders = server_of(subject), subject.folders
     prompt = np.arange(120, 200, dtype=np.int32)
     asked = [Request(prompt, 8, seed) for seed in range(2)]
     engine.generate(asked, Sampling())
-    before = cache_hits(engine.url)
+    before = cache_hits(url)
     engine.generate(asked, Sampling())
-    assert cache_hits(engine.url) > before
+    assert cache_hits(url) > before
 
     engine.update_weights(folders.second, 1)
     assert_logprobs(subject, folders.second, asked, engine.generate(asked, Sampling()))
@@ -135,11 +169,11 @@ def test_at_the_highest_temperature_ids_are_tokens(subject: Subject) -> None:
     assert 0 <= sampled.min() <= sampled.max() < subject.folders.vocab_size
 
 
-def test_a_teacher_is_asked_about_sequences(subject: Subject) -> None:
+def test_a_teacher_is_asked_about_sequences(subject: Subject, url: str) -> None:
     """Bugs: rows shifted by one, log-probabilities of the policy that samples, a last row of another distribution, and
     a sequence as long as the server reads, which leaves no room for the token that it samples.
     """
-    given = Endpoint(urls=(server_of(subject).url,), logprobs=8, retries=0)
+    given = Endpoint(urls=(url,), logprobs=8, retries=0)
     answers, longest = asked_as_a_teacher(subject, given)
     size = subject.folders.vocab_size
 

@@ -26,7 +26,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_S = 0.2
 GRACE_S = 5.0
 """Time between SIGTERM and SIGKILL."""
-_SEGMENT = re.compile(r"/dev/shm/(psm_|sem\.mp-)\w+$")
+_SHARED_MEMORY = "/dev/shm"
+_SEGMENT = re.compile(r"(psm_|sem\.mp-)\w+")
+"""Name of a `multiprocessing` segment or semaphore."""
 
 
 def main(folder: str, command: list[str]) -> int:
@@ -69,16 +71,17 @@ def _end_descendants() -> None:
             for process in remaining:
                 _send(process, signal.SIGKILL)
         psutil.wait_procs(remaining, timeout=_POLL_S)
-    for file in shared_memory:  # a killed process cannot remove it
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(file)
+    for file in os.scandir(_SHARED_MEMORY) if shared_memory else ():  # a killed process cannot remove it
+        if file.inode() in shared_memory and _SEGMENT.fullmatch(file.name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file)
 
 
-def _shared_memory(process: psutil.Process) -> set[str]:
-    """Return the files of the `multiprocessing` segments and semaphores that the process maps."""
+def _shared_memory(process: psutil.Process) -> set[int]:
+    """Return the inodes of the shared memory that the process maps: a semaphore is mapped under another name."""
     try:
         with open(f"/proc/{process.pid}/maps", encoding="utf-8", errors="replace") as maps:
-            return {match[0] for line in maps if (match := _SEGMENT.search(line))}
+            return {int(line.split()[4]) for line in maps if f"{_SHARED_MEMORY}/" in line}
     except OSError:
         return set()
 
