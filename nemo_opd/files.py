@@ -93,6 +93,8 @@ def replacing(folder: Path) -> Iterator[Path]:
     Raises StorageError if that is not possible.
     """
     temporary = folder.with_name(f".{folder.name}.incomplete")
+    if temporary.is_symlink():
+        temporary.unlink()
     shutil.rmtree(temporary, ignore_errors=True)
     put_back(folder.parent, glob.escape(folder.name))
     try:

@@ -7,10 +7,12 @@ import pytest
 
 from nemo_opd.checkpoint.run_directory import LOCK_NAME, RunLock
 from nemo_opd.config.run_fields import RolloutFiles
-from nemo_opd.errors import StorageError
+from nemo_opd.errors import RolloutError, StorageError
+from nemo_opd.files import replacing
 from nemo_opd.logging.loggers import JsonlLogger
 from nemo_opd.logging.questions import QuestionValues, SampleLog, ValueLog
 from nemo_opd.rollout.collect import RolloutLog
+from nemo_opd.rollout.server.program import ServerProcess
 from tests.logging.synthetic import summary
 
 VALUES = QuestionValues(1, "", None, ("a",), {"reward": (1.0,)})
@@ -32,3 +34,25 @@ def test_a_file_is_not_written_through_a_link(tmp_path: Path, name: str, write: 
     with pytest.raises(StorageError, match=f"{name} could not be written .*; remove the symbolic link"):
         write(folder)
     assert not outside.exists()
+
+
+def test_an_export_does_not_go_through_a_link(tmp_path: Path) -> None:
+    """Bug: the new folder was written to where a link with the name of a half-written one led."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / ".final.incomplete").symlink_to(outside)
+    with replacing(tmp_path / "final") as folder:
+        folder.mkdir()
+        (folder / "model").touch()
+    assert (tmp_path / "final" / "model").exists()
+    assert not list(outside.iterdir())
+
+
+def test_a_servers_log_is_not_written_through_a_link(tmp_path: Path) -> None:
+    """Bug: the file that a link named server.log led to was emptied."""
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    (tmp_path / "server.log").symlink_to(outside)
+    with pytest.raises(RolloutError, match="logs to"):
+        ServerProcess(["true"], {}, tmp_path / "server.log", tmp_path / "private")
+    assert outside.read_text() == "kept"

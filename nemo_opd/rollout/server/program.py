@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from nemo_opd.config.rollout import RolloutBase, ServerRollout
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import RolloutError
+from nemo_opd.files import open_unlinked
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
 from nemo_opd.rollout.server import guard
 from nemo_opd.rollout.server.client import Answer, Http, RequestContext
@@ -142,7 +143,7 @@ class ServerProcess:
         self.command, self.log = tuple(command), log
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("wb") as stream:
+            with open_unlinked(log, "w") as stream:
                 self._guard = subprocess.Popen(
                     # -P: modules in the guard's folder would shadow others.
                     [sys.executable, "-P", guard.__file__, str(folder), *self.command],
