@@ -300,4 +300,4 @@ def test_the_old_folder_comes_back_after_a_kill_between_the_renames(tmp_path: Pa
     assert not folder.exists()
     put_back(tmp_path)
     assert (folder / "model").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert {path.name for path in tmp_path.iterdir()} == {"final", ".final.incomplete"}

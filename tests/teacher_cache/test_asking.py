@@ -168,7 +168,7 @@ def test_a_model_that_has_changed_is_not_asked(live: RunConfig, tmp_path: Path) 
     build_cache(live, 0, folder, CacheForm(4))
     manifest = folder / "cache.yaml"
     lines = [
-        f"weights: {'0' * 64}" if line.startswith("weights:") else line for line in manifest.read_text().splitlines()
+        f"weights: '{'0' * 64}'" if line.startswith("weights:") else line for line in manifest.read_text().splitlines()
     ]
     manifest.write_text("\n".join(lines))
     for path in shard_files(folder):
