@@ -264,7 +264,7 @@ def test_a_run_continues_and_its_result_equals_the_product(
     assert [step for step, _ in outcome.curves["train/ce"]] == [1, 2, 3, 4]
     assert bits_per_byte(kept / "final", place.validation)["all"] == pytest.approx(outcome.end["all"], rel=0.01)
     assert 0 <= outcome.end[TASK] <= 1
-    assert set(outcome.teacher) == set(outcome.start) - {"all", TASK}
+    assert set(outcome.teacher) == set(outcome.start) - {TASK}
     assert outcome.cpu_s_per_step > 0
 
 
