@@ -99,7 +99,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--positions", type=int, nargs="+", default=[64])
-    parser.add_argument("--budgets", type=float, nargs="+", default=[1], help="of a block: times the default, on a GPU")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[1], help="of a block: times the default, on a GPU")
     parser.add_argument("--divisor", type=int, default=1, help="of widths and vocabularies: for a quick try")
     parser.add_argument("--tokenizers", type=Path, default=os.environ.get("NEMO_OPD_TOKENIZERS"))
     parser.add_argument("--pair", default="llama3_1:qwen3", metavar="STUDENT:TEACHER", help="folders of --tokenizers")
@@ -116,13 +116,13 @@ def main() -> int:
 
 
 def measure(
-    options: argparse.Namespace, positions: int, between: ProjectionMatrix | None, times: float
+    options: argparse.Namespace, positions: int, between: ProjectionMatrix | None, times: int
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     sides = Sides.of(positions, draw, torch.device(options.device), options.divisor, between)
     if options.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory
-        sides.student.block_bytes = int(times * block_bytes("cuda", memory))
+        sides.student.block_bytes = times * block_bytes("cuda", memory)
     pairs = [(seconds(losses, sides), seconds(products, sides)) for _ in range(1 + options.rounds)][1:]
     ratios = [ours / floor for ours, floor in pairs]
     found: dict[str, Any] = {

@@ -260,6 +260,11 @@ class Batch(Rows):
     def __len__(self) -> int:
         return len(self.student)
 
+    @property
+    def shared_student(self) -> TokenRows:
+        """The student's tokens with the bytes that all models predict."""
+        return self.student if self.shared_bytes is None else replace(self.student, num_bytes=self.shared_bytes)
+
     def rows(self, start: int, stop: int) -> Batch:
         """Return texts [start, stop), each side cut to its longest sequence among them."""
         student = self.student.rows(start, stop)

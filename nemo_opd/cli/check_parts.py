@@ -24,6 +24,7 @@ import torch
 
 from nemo_opd.handoff.transport import probe_transport
 from nemo_opd.logging.loggers import read
+from nemo_opd.logits.head import product
 
 _TIMED = 20
 _SHARE = 64
@@ -141,20 +142,11 @@ def _products_of(sizes: tuple[int, int, int], has_gpu: bool) -> dict[str, Callab
         fp32 = torch.float32
         sums = torch.zeros(columns, width, device=device)
         aligned = torch.empty(rows, -(-columns // 64) * 64, device=device)[:, :columns]
-        rest = columns - columns % 64
-
-        def in_two() -> None:
-            torch.mm(hidden, head[:rest].t(), out_dtype=fp32, out=aligned[:, :rest])
-            if rest < columns:
-                torch.mm(hidden, head[rest:].t(), out_dtype=fp32, out=aligned[:, rest:])
-
         wide = torch.zeros(rows, aligned.stride(0), device=device, dtype=torch.bfloat16)[:, :columns]
         products |= {
-            "logits, fp32, leading columns and rest": in_two,
+            "logits, fp32, leading columns and rest": lambda: product(hidden, head.t(), aligned),
             "gradient of hidden states, rows 64 numbers apart": lambda: wide @ head,
-            "gradient of hidden states, leading columns and rest": lambda: torch.addmm(
-                wide[:, rest:] @ head[rest:], wide[:, :rest], head[:rest]
-            ),
+            "gradient of hidden states, leading columns and rest": lambda: product(wide, head),
             "logits, fp32": lambda: torch.mm(hidden, head.t(), out_dtype=fp32),
             "logits, fp32, rows 64 numbers apart": lambda: torch.mm(hidden, head.t(), out_dtype=fp32, out=aligned),
             "gradient of head, added in fp32": lambda: torch.addmm(

@@ -43,7 +43,7 @@ def plan(models: Path, scratch: Path, *, has_gpu: bool) -> list[list[Part]]:
 
     models: folder of the models of the measured steps. scratch: folder for other files.
     """
-    positions = "--positions 2048 8192 --budgets 2 1 0.5 --device cuda" if has_gpu else "--positions 16 --divisor 64"
+    positions = "--positions 2048 8192 --budgets 4 2 1 --device cuda" if has_gpu else "--positions 16 --divisor 64"
     parts = [
         [Part("machine", 75, (sys.executable, "-m", "nemo_opd.cli.check_parts", "machine"))],
         [Part("models", 100, _step(models, scratch, "--write-only", has_gpu=has_gpu)), _kernels(has_gpu, "check")],

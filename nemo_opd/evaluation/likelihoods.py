@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -132,14 +132,9 @@ def same_texts(
     windows_of = TextWindowMaker(TextSampleMaker(student, (reader,)))
     samples: list[Sample] = [window for text in texts if text for window in windows_of(text)]
     batches = [collate(samples[start : start + _WINDOWS]) for start in range(0, len(samples), _WINDOWS)]
-    if not any(int(shared_rows(batch).num_bytes.sum()) for batch in batches):
+    if not any(int(batch.shared_student.num_bytes.sum()) for batch in batches):
         raise DataError("the texts have no byte that both models predict; give longer texts")
     return batches
-
-
-def shared_rows(batch: Batch) -> TokenRows:
-    """Return the student's tokens with the bytes that all models predict."""
-    return batch.student if batch.shared_bytes is None else replace(batch.student, num_bytes=batch.shared_bytes)
 
 
 def mean_bits_per_byte(model: PreTrainedModel, rows: Sequence[TokenRows], *, vocab_size: int) -> Mean:

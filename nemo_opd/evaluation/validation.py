@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
@@ -152,8 +152,7 @@ class TokenGroups:
             metrics |= _means(table, "ce", nats, tokens)
             metrics |= _bits_per_byte(table, _ALL, table.labels, student, losses.nats)
             if batch.shared_bytes is not None:
-                shared = replace(student, num_bytes=batch.shared_bytes)
-                metrics |= _bits_per_byte(table, _SHARED, table.shared_labels, shared, losses.nats)
+                metrics |= _bits_per_byte(table, _SHARED, table.shared_labels, batch.shared_student, losses.nats)
             for (name, teacher), kd, is_unit in zip(self.parts, losses.kd, losses.is_unit, strict=True):
                 if teacher in table.teachers:
                     units = _sums(table, table.shared_labels, is_unit, is_unit)

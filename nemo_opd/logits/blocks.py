@@ -26,8 +26,8 @@ LEAST_BLOCK_BYTES = 256 * 2**20
 """Minimum budget on any other device."""
 _MEMORY_DIVISOR = 32
 """A budget is a device's memory divided by this. Each block reads the heads once and launches every kernel once. On an
-H100 that a 1B student and two teachers share, half the divisor saves no time in the losses, and costs 50 ms a step
-because the processes no longer all have room for their caches.
+H100 that a 1B student and two teachers share, half the divisor takes the room that the processes' caches need, which
+costs about 50 ms a step.
 """
 LONGEST = 4
 """Maximum length of a block that grows to find a row that no unit spans, in multiples of the rows within budget."""

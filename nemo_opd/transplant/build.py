@@ -21,7 +21,7 @@ from nemo_opd.alignment import RoleOverrides, TokenAligner, fingerprint, pieces_
 from nemo_opd.alignment.roles import RolePair, paired_roles
 from nemo_opd.checkpoint.convert import new_folder, require_unused
 from nemo_opd.errors import ModelError
-from nemo_opd.evaluation.likelihoods import mean_bits_per_byte, same_texts, shared_rows
+from nemo_opd.evaluation.likelihoods import mean_bits_per_byte, same_texts
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import share
 from nemo_opd.logging.card import CARD, hub_name
@@ -374,7 +374,7 @@ def _measure(
     """
     if not batches:
         return None
-    old, new = [batch.teachers[0].tokens for batch in batches], [shared_rows(batch) for batch in batches]
+    old, new = [batch.teachers[0].tokens for batch in batches], [batch.shared_student for batch in batches]
     (old_bits, num_bytes), (new_bits, _) = _bits(*old_model, old, device), _bits(*new_model, new, device)
     old_tokens, new_tokens = (sum(int((rows.num_bytes > 0).sum()) for rows in side) for side in (old, new))
     return BitsPerByte(
