@@ -11,10 +11,13 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from nemo_opd.config.secrets import without_secrets
@@ -49,7 +52,7 @@ def called(function: Callable[..., _T], *arguments: Any, timeout_s: float, key: 
     longer than `timeout_s`. KeyboardInterrupt passes.
 
     In the main thread an alarm interrupts the function, even in waiting calls and regular expressions. In another
-    thread the function runs in a further thread, which is abandoned when its time is up.
+    thread the function runs in a helper thread, which is abandoned when its time is up.
     """
     try:
         return _limited(function, arguments, timeout_s)
@@ -97,22 +100,56 @@ def _with_alarm(function: Callable[..., _T], arguments: tuple[Any, ...], timeout
 
 
 def _in_thread(function: Callable[..., _T], arguments: tuple[Any, ...], timeout_s: float) -> _T:
-    outcome: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function(*arguments))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    # The process does not wait for daemon threads at exit.
-    threading.Thread(target=run, name="user's code", daemon=True).start()
+    helper: _Helper = vars(_idle).pop("helper", None) or _Helper()  # a nested call takes another one
+    outcome = helper.submit(function, arguments)
     try:
         return outcome.result(timeout_s)
     except FutureTimeoutError:  # the code may raise this error too
         if outcome.done():
             raise
         raise _Overdue from None
+    finally:
+        if outcome.done():
+            _idle.helper = helper
+        del helper  # an error keeps this frame
+
+
+class _Helper:
+    """A thread that makes calls for one other thread, since starting one takes longer than many calls. It ends with
+    this object, and is abandoned in a call that does not return.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        # The process does not wait for daemon threads at exit.
+        threading.Thread(target=_make_calls, args=(self._calls,), daemon=True).start()
+        weakref.finalize(self, self._calls.put, None).atexit = False
+
+    def submit(self, function: Callable[..., _T], arguments: tuple[Any, ...]) -> Future[_T]:
+        outcome: Future[_T] = Future()
+        self._calls.put((outcome, function, arguments))
+        return outcome
+
+
+_Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+def _make_calls(calls: SimpleQueue[_Call | None]) -> None:
+    thread = threading.current_thread()
+    while (call := calls.get()) is not None:
+        outcome, function, arguments = call
+        thread.name = "user's code"
+        try:
+            settle = partial(outcome.set_result, function(*arguments))
+        except BaseException as error:
+            settle = partial(outcome.set_exception, error)
+        thread.name = "no user's code"
+        settle()
+        del call, outcome, function, arguments, settle  # an idle thread holds nothing of the user's
+
+
+_idle = threading.local()
+"""The `helper` of each thread, between its calls."""
 
 
 def imported(reference: str, *, key: str, form: str) -> Any:

@@ -1,7 +1,9 @@
 """A user's code that takes the alarm for itself, or fails where it is only to be shown."""
 
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -83,3 +85,32 @@ def test_what_never_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a reward that returned such a thing kept the run for ever, in the error about it."""
     monkeypatch.setattr(users_code, "TEXT_S", 0.05)
     assert shown(Endless()) == "Endless"
+
+
+def test_calls_of_a_thread_share_a_helper_that_is_replaced_when_it_is_late() -> None:
+    """Bugs: a thread started for each call, which takes longer than to render a conversation; a call that waits behind
+    one that does not return; a helper that stays when its thread has ended.
+    """
+    released = threading.Event()
+
+    def nested() -> tuple[threading.Thread, threading.Thread]:
+        return threading.current_thread(), called(threading.current_thread, timeout_s=60, key="key")
+
+    def calls() -> list[threading.Thread]:
+        first, second = (called(threading.current_thread, timeout_s=60, key="key") for _ in range(2))
+        outer, inner = called(nested, timeout_s=60, key="key")
+        assert first is second is outer is not inner
+        with pytest.raises(UsersCodeError, match="raised KeyError"):
+            called({}.__getitem__, 0, timeout_s=60, key="key")
+        with pytest.raises(UsersCodeError, match="did not return"):
+            called(released.wait, timeout_s=0.05, key="key")
+        third = called(threading.current_thread, timeout_s=60, key="key")
+        assert third is not first
+        return [first, inner, third]
+
+    with ThreadPoolExecutor(1) as threads:
+        helpers = threads.submit(calls).result()
+    released.set()
+    for helper in helpers:
+        helper.join(5)
+        assert not helper.is_alive()
