@@ -4,6 +4,7 @@ sample needs them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ _CHARACTERS_A_TOKEN = 8
 """Estimate for the first attempt to tokenize only the beginning of a text."""
 _AHEAD = 256
 """Characters that are tokenized after the last token of a sample, so that the cut of the text does not change it."""
+_LONGEST_RUN = 16_384
+"""Characters in which the end of a word is looked for."""
+_END_OF_WORD = re.compile(r"\S(?=\s)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +223,8 @@ def encode_beginning(student: Encoder, teachers: Sequence[Encoder], text: str, l
     teacher's.
 
     The student has more than `length` tokens if the full text has more. A teacher reads the text up to a little after
-    the first token that the student does not read. The text is cut at white space, if there is some nearby, so the
-    tokens of the sample are those of the full text, unless one unbroken run of characters is longer than `_AHEAD`.
+    the first token that the student does not read. The text is cut at the end of a word, so the tokens of
+    the sample are those of the full text, unless one unbroken run of characters is longer than `_LONGEST_RUN`.
 
     Raises DataError for a text with a token that a model cannot read.
     """
@@ -257,8 +261,7 @@ def _beginnings(text: str, length: int) -> Iterator[str]:
 
 
 def _first_characters(text: str, size: int) -> str:
-    """Return at most `size` characters of a text, cut before white space if the last `_AHEAD` / 2 hold some."""
-    if size >= len(text):
-        return text
-    space = max(text.rfind(mark, size - _AHEAD // 2, size) for mark in " \n")
-    return text[: space if space > 0 else size]
+    """Return the first `size` characters of a text, and more up to the next end of a word."""
+    limit = size + _LONGEST_RUN
+    end = _END_OF_WORD.search(text, size, limit + 1)
+    return text[: end.end() if end else limit]

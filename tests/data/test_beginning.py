@@ -90,6 +90,11 @@ def test_tokens_of_small_tokenizers_are_those_of_the_whole_text(kind: str, text:
     assert_same((kind, "byte_level"), text, length)
 
 
+def test_groups_of_digits_that_end_far_away() -> None:
+    """Bug: digits grouped from the end change with the place where an unbroken run of them is cut."""
+    assert_same(("digits_from_the_end", "byte_level"), "12345" * 600, 1)
+
+
 def whole(student: Encoder, teachers: Sequence[Encoder], text: str, length: int) -> list[Encoding]:
     return [encode(text) for encode in (student, *teachers)]
 
@@ -121,7 +126,7 @@ def test_what_is_read_does_not_grow_with_the_text() -> None:
     """Bug: a text of 30 MB is tokenized completely for its first 50 tokens."""
     for atom in ("The quick brown fox jumps over the lazy dog. ", "A", "東京"):
         read = [len(encode_beginning(encoder("byte_level"), [], atom * n, 50)[0].ids) for n in (20_000, 600_000)]
-        assert read[0] == read[1] < 2_000
+        assert read[0] == read[1] < 20_000
 
 
 def test_tokens_longer_than_estimated() -> None:
