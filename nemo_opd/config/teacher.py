@@ -222,8 +222,8 @@ class OwnIdsTeacher(TeacherBase):
     "<|eot_id|>"]}`. Tokens with the same role are compared; the inspect tool shows the detected roles.
     """
     max_length: int | None = Field(None, ge=2)
-    """Longest sequence in the teacher's tokens; by default the positions of its model. Of texts that are not packed,
-    nothing beyond it is learned from this teacher.
+    """Longest sequence in the teacher's tokens; by default the positions of its model. The student learns nothing from
+    this teacher beyond it.
     """
     equal_history: EqualHistory = "text"
     """Texts that both sides must have read alike before a compared chunk. text: up to white space and Unicode form;

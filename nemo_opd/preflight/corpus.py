@@ -38,23 +38,14 @@ _BLOCK_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """Packing of training documents into rows of windows."""
-
-    make: WindowMaker
-    limits: tuple[int, ...]
-    """Maximum row length in tokens for the student and each active teacher."""
-
-
-@dataclass(frozen=True, slots=True)
 class Corpus:
     """Training and validation documents with the functions that turn them into samples."""
 
     train: Dataset
     validation: Dataset | None
     make_sample: SampleMaker
-    packed: Packed | None
-    """None if each training document is one sequence."""
+    make_windows: WindowMaker | None
+    """Maker of the windows that fill rows; None if each training document is one sequence."""
     domains: Domains | None = None
     """Domains of the validation documents."""
     noun: ClassVar[str] = "documents"
@@ -62,9 +53,9 @@ class Corpus:
     def loader(self, config: RunConfig) -> TrainLoader[Any]:
         """Open the training batches at their start."""
         workers = config.data.num_workers
-        if self.packed is None:
+        if self.make_windows is None:
             return TrainLoader(self.train, self.make_sample, self._order(config), workers)
-        return TrainLoader(self.train, self.packed.make, self._packed_order(config, self.packed), workers)
+        return TrainLoader(self.train, self.make_windows, self._packed_order(config), workers)
 
     def start(self, config: RunConfig) -> State:
         """Return the loader state of a run before its first batch."""
@@ -76,12 +67,12 @@ class Corpus:
         Raises DataError, with the row, for a document that cannot be read or used.
         """
         epochs = config.train.epochs or 1
-        if self.packed is None:
+        if self.make_windows is None:
             return [self._order(config).steps_per_epoch] * epochs
-        documents = made_of_all(self.train, self.packed.make, config.data.num_workers)
+        documents = made_of_all(self.train, self.make_windows, config.data.num_workers)
         counted = tracked(documents, "counting the rows of an epoch", "documents", total=len(self.train))
         lengths = [lengths_of(windows) for windows in counted]
-        order = self._packed_order(config, self.packed)
+        order = self._packed_order(config)
         return [order.num_batches(epoch, lengths) for epoch in range(epochs)]
 
     @property
@@ -101,9 +92,9 @@ class Corpus:
     def _order(self, config: RunConfig) -> BatchOrder:
         return BatchOrder(len(self.train), config.train.global_batch_size, config.run.seed, config.data.shuffle)
 
-    def _packed_order(self, config: RunConfig, packed: Packed) -> PackedOrder:
+    def _packed_order(self, config: RunConfig) -> PackedOrder:
         size, seed, shuffle = config.train.global_batch_size, config.run.seed, config.data.shuffle
-        return PackedOrder(len(self.train), size, seed, shuffle, packed.limits)
+        return PackedOrder(len(self.train), size, seed, shuffle, config.train.max_length)
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield all validation documents once, in order."""
@@ -123,11 +114,9 @@ def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelI
         with working("reading data.validation"):
             validation = _load_documents(config, config.data.validation, "data.validation", is_validation=True)
         _require_answers(config, validation, "data.validation")
-    packed = None
-    if config.packs_documents:
-        packed = Packed(_build_window_maker(config, student, teachers), _row_limits(config, teachers))
+    make_windows = _build_window_maker(config, student, teachers) if config.packs_documents else None
     domains = None if validation is None else domains_of(validation, domain_column(config))
-    return Corpus(train, validation, make_sample, packed, domains)
+    return Corpus(train, validation, make_sample, make_windows, domains)
 
 
 def _load_documents(config: RunConfig, source: Source, key: str, *, is_validation: bool = False) -> Dataset:
@@ -187,15 +176,6 @@ def _build_window_maker(config: RunConfig, student: ModelInfo, teachers: Sequenc
     if config.data.cache:
         maker = CachedWindowMaker(maker)
     return maker if config.routing is None else _RoutedWindowMaker(maker, config.active_names)
-
-
-def _row_limits(config: RunConfig, teachers: Sequence[ModelInfo]) -> tuple[int, ...]:
-    """Return the most tokens of a packed row: the student's, then one limit per active teacher."""
-    max_length = config.train.max_length
-    return max_length, *(
-        teacher.longest_text(settings) if isinstance(settings, CrossTokenizerTeacher) else max_length
-        for settings, teacher in zip(config.active_teachers, teachers, strict=True)
-    )
 
 
 def build_rollout_sample_maker(
