@@ -142,7 +142,8 @@ def window_edges(begins_character: NDArray[np.bool_], limit: int, opening: int) 
     edges = [0]
     while length - edges[-1] > (room := limit - opening * (len(edges) > 1)):
         last = edges[-1] + room
-        reached = int(places[: np.searchsorted(places, last, "right")].max(initial=0))
+        number = int(np.searchsorted(places, last, "right"))
+        reached = int(places[number - 1]) if number else 0
         edges.append(reached if reached > edges[-1] else last)
     return [*edges, length]
 

@@ -483,8 +483,9 @@ def test_a_teacher_is_bounded_by_its_positions(configure: Configure, tmp_path: P
     plan = preflight(configure(*from_file(file, "train.max_length=160")))
     assert plan.survey.widths == (128, 160)
     assert len(plan.data.make_sample("1 " * 300).teachers[0].tokens) == 128
-    assert [warning.split(":")[0] for warning in plan.warnings] == ["train.max_length=160"] * 2
-    assert "has 128 positions" in plan.warnings[0]
+    limits = [warning for warning in plan.warnings if warning.startswith("train.max_length=160")]
+    assert len(limits) == 2
+    assert "has 128 positions" in limits[0]
 
 
 def test_texts_that_spell_special_tokens_are_said(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
@@ -511,7 +512,7 @@ def test_windows_that_are_too_long_for_a_teacher_are_surveyed(configure: Configu
     assert plan.data.steps(plan.config) == preflight(
         configure(*from_file(file, *limited, "loss.kd_weight=0"))
     ).data.steps(plan.config)
-    (warning,) = (warning for warning in plan.warnings if "teachers.0.max_length" in warning)
+    (warning,) = (warning for warning in plan.warnings if warning.startswith("train.max_length"))
     limit = r"train\.max_length=100: teachers\.0\.max_length=20"
     found = re.match(rf"{limit} ends after about (\d+) student tokens", warning)
     assert found
