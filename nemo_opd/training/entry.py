@@ -11,6 +11,7 @@ from nemo_opd.config.load import compose, from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.loggers import read
+from nemo_opd.paths import keep_compiled_code_private
 from nemo_opd.preflight.inputs import check_inputs
 from nemo_opd.progress import quiet_libraries
 
@@ -64,6 +65,7 @@ def distil_on_policy(config: Settings, overrides: Sequence[str] = (), *, callbac
 
 def _validated(config: Settings, overrides: Sequence[str]) -> RunConfig:
     quiet_libraries()
+    keep_compiled_code_private()
     if isinstance(config, str | Path):
         return compose(config, overrides)
     if overrides:
