@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from nemo_opd.config.base import recipes
-from nemo_opd.config.secrets import masked_leaf, without_secrets
+from nemo_opd.config.secrets import contains_secret, masked_leaf, without_secrets
 from nemo_opd.errors import ConfigError
 
 _PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
@@ -101,6 +101,22 @@ def _config_file(name: str, config_dir: Path) -> Path:
         f"--config={name}: there is no such file; give the path of a YAML file, or the name of a recipe "
         f"({', '.join(recipes(config_dir))})"
     )
+
+
+def require_no_secrets(typed: Sequence[str]) -> None:
+    """Raise ConfigError if an override contains a secret: `ps`, Ray's dashboard and trackers show the command line."""
+    for argument in typed:
+        for override in swept_options(argument) if is_sweep(argument) else [argument]:
+            try:
+                parsed = OverridesParser.create().parse_override(override)
+            except HydraException:
+                return  # reported by Hydra
+            key = parsed.key_or_group
+            if contains_secret(parsed.value(), tuple(key.split("."))):
+                raise ConfigError(
+                    f"{key}: a secret on the command line can be read in `ps`, on Ray's dashboard and by trackers; "
+                    "put it into an environment variable and write '${oc.env:NAME}' in its place"
+                )
 
 
 @dataclass

@@ -29,6 +29,7 @@ from nemo_opd.config.command_line import (
     is_sweep,
     quoted,
     read_command_line,
+    require_no_secrets,
     swept_options,
 )
 from nemo_opd.config.reference import help_text
@@ -137,6 +138,7 @@ def run_with_hydra(
     failures: list[Exception] = []
     not_started: list[str] = []
     command = read_command_line(sys.argv[1:], config_dir, config_name)
+    require_no_secrets(command.typed)
     sweep = Sweep.of(command.typed)
 
     def guarded(cfg: DictConfig) -> None:
