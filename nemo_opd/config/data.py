@@ -21,6 +21,8 @@ class HubDataset(Settings):
     """Name on the hub, or path of a folder."""
     name: str | None = None
     """Configuration of the dataset; by default the only one or the dataset's default."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; by default the newest."""
     split: str = "train"
     """Split, or part of one such as `train[:10%]`."""
 

@@ -261,7 +261,9 @@ class EvaluationConfig(QuestionSets):
     """Evaluation of an existing model: all settings of `nemo-opd evaluate`."""
 
     model: str
-    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:arithmetic_student`."""
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or
+    `demo:arithmetic_student`.
+    """
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default the model's."""
     chat_template: str | None = None

@@ -47,7 +47,7 @@ class Model(Settings):
     """Settings that student and teachers share."""
 
     model: str | None = None
-    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:student`."""
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or `demo:student`."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default the model's."""
     chat_template: str | None = None
@@ -139,7 +139,7 @@ class Student(Model):
     """The model that learns."""
 
     model: str
-    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:student`."""
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or `demo:student`."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision; master weights are fp32 in any case. auto: bfloat16 on GPU, float32 on CPU."""
     offload: MayChange[Literal[True, False, "auto"]] = "auto"

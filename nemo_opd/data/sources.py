@@ -189,9 +189,10 @@ def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
 
 
 def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
-    way_out = f"check {key}.path, {key}.name and {key}.split, and the network"
+    way_out = f"check {key}.path, {key}.name, {key}.revision and {key}.split, and the network"
+    read = partial(datasets.load_dataset, hub.path, hub.name, revision=hub.revision, split=hub.split)
     with reading(f"{key}.path", hub.path, way_out=way_out), writing(Path(datasets.config.HF_CACHE_HOME), "HF_HOME"):
-        dataset = retry_after_repair(partial(datasets.load_dataset, hub.path, hub.name, split=hub.split), "*")
+        dataset = retry_after_repair(read, "*")
     return selected(dataset, layout, f"{key}.path", hub.path)
 
 

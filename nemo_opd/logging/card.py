@@ -61,6 +61,8 @@ class ModelOrigin:
     weight: float | None = None
     """None for the student, like `loss`."""
     loss: str | None = None
+    commit: str | None = None
+    """Commit of a model from the hub."""
     audit: tuple[str, ...] = ()
     """Lines on how well its vocabulary covers the student's, with warnings."""
 

@@ -37,6 +37,12 @@ def demo_folder(reference: str) -> str:
     return str(model_path(reference.removeprefix(DEMO_PREFIX))) if is_demo(reference) else reference
 
 
+def split_revision(reference: str) -> tuple[str, str | None]:
+    """Return name and revision of NAME@REVISION on the hub; no revision for a folder or a name alone."""
+    name, _, revision = reference.rpartition("@")
+    return (name, revision) if name and not Path(reference).exists() else (reference, None)
+
+
 def check_folder(reference: str, *, key: str) -> None:
     """Raise ModelError, naming `key`, for a path without a complete model or adapter.
 
@@ -264,8 +270,11 @@ def _read_card(folder: Path, reference: str) -> OwnCard:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+    name, revision = split_revision(reference)
     try:
-        file = folder / _CARD if folder.is_dir() else Path(hf_hub_download(reference, _CARD, etag_timeout=5))
+        file = folder / _CARD
+        if not folder.is_dir():
+            file = Path(hf_hub_download(name, _CARD, revision=revision, etag_timeout=5))
         block = REGEX_YAML_BLOCK.search(file.read_text(encoding="utf-8"))
         metadata = load_yaml(block[2]) if block else None
     except (OSError, ValueError, yaml.YAMLError):

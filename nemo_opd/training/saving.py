@@ -26,6 +26,7 @@ from nemo_opd.logging.activity import print_line
 from nemo_opd.logging.base import Best, TeacherSummary
 from nemo_opd.logging.card import Exported, ModelOrigin, Provenance, write_card
 from nemo_opd.logging.records import MovedRow, write_projections
+from nemo_opd.models.adapter_folder import hub_commit
 from nemo_opd.models.folder import OwnCard, push, read_own_card
 from nemo_opd.models.load import tokenizer_of
 from nemo_opd.paths import package_version
@@ -231,6 +232,7 @@ def provenance(plan: Plan, summary: RunSummary) -> Provenance:
             _public_name(student.tokenizer_source[1]),
             plan.student_vocab_size,
             read_own_card(student.model),
+            commit=hub_commit(student.model),
         ),
         teachers=tuple(
             _teacher_origin(settings, teacher_summary, teacher.vocab_size)
@@ -261,6 +263,7 @@ def _teacher_origin(settings: Teacher, summary: TeacherSummary, vocab_size: int)
         card=OwnCard() if settings.served is not None else read_own_card(model),
         weight=summary.weight,
         loss=summary.loss,
+        commit=None if settings.served is not None else hub_commit(model),
         audit=(*summary.coverage, *summary.warnings),
     )
 
