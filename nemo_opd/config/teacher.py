@@ -72,8 +72,8 @@ class Endpoint(Settings):
 
 class TeacherBase(Model):
     model: str | None = None
-    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or `demo:teacher_same`; not set
-    if `weights` are the student's.
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or `demo:teacher_same`; not
+    set if `weights` are the student's.
     """
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Short unique name, used in metrics."""
