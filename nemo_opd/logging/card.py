@@ -61,10 +61,10 @@ class ModelOrigin:
     weight: float | None = None
     """None for the student, like `loss`."""
     loss: str | None = None
-    commit: str | None = None
-    """Commit of a model from the hub."""
     audit: tuple[str, ...] = ()
     """Lines on how well its vocabulary covers the student's, with warnings."""
+    commit: str | None = None
+    """Commit of a model from the hub."""
 
     @property
     def role(self) -> str:
