@@ -235,6 +235,10 @@ class SharedPrefixTerm(ChunkTerm):
     """Both sides projected onto their shared vocabulary (methods.md §5.8)."""
 
     type: Literal["shared_prefix"] = "shared_prefix"
+    pieces: Literal["spelling", "longest_prefix"] = "longest_prefix"
+    """Shared token of a token that is not shared. spelling: by the first token of its spelling by the other tokenizer;
+    longest_prefix: the longest that its bytes begin with.
+    """
 
 
 class BytePrefixTerm(ChunkTerm):
