@@ -46,7 +46,7 @@ OF_A_RECIPE = {
         **{f"aggregation={kind}": ["teachers=demo_multi", "loss=p_kl"] for kind in ("routed", "select_teacher")},
         "aggregation=averaged_logits": ["teachers=demo_multi", "teachers.0.type=same_tokenizer"],
         **{f"teachers={name}": ["loss=p_kl"] for name in CROSS_TOKENIZER},
-        **{f"loss={name}": ["teachers=demo_multi"] for name in ("bpm", "strict_16")},
+        **{f"loss={name}": ["teachers=demo_multi"] for name in ("bpm", "dpca", "strict_16")},
     },
 }
 """The off-policy recipes have a cross-tokenizer teacher, and the on-policy ones a single teacher."""

@@ -77,7 +77,7 @@ def test_maps_by_spelling_follow_first_pieces_to_a_shared_token(names: tuple[str
 
 @pytest.mark.tokenizers
 def test_a_realised_first_token_is_in_the_cell_of_the_teacher_token_that_it_begins() -> None:
-    """Real tokenizers: by longest prefix a quarter of the unshared tokens disagree with the student's own first token."""
+    """By longest prefix a quarter of the teacher's unshared tokens are in another cell."""
     matrix = real_matrix("llama3_1", "gemma3")
     begin = np.append(0, matrix.teacher_spelling_ends[:-1])
     is_shared = np.isin(np.arange(matrix.teacher_vocab_size), matrix.shared_pairs[:, 1])
