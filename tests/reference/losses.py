@@ -213,26 +213,9 @@ def sampled_kl(term: Dict, one: Dict, own: Dict) -> Iterator[Unit]:
         s, t = likelihood(z, x), likelihood(w, y)
         k3 = torch.exp(t - s) - 1 + s - t
         estimate = {"k1": s - t, "k2": (s - t) ** 2 / 2, "k3": k3}[term["estimator"]]
-        if term["shares"] != "chunk":
-            weight = math.exp(s.item() - sum(one["drawn"][i] for i in ours))
-            yield of_tokens(term, one, ours, estimate.item()), weight * k3.detach()
-            continue
         is_direct, weight = term["update"] == "direct", math.exp(s.item() - sum(one["drawn"][i] for i in ours))
         trained = importance(term, one, ours) * estimate if is_direct else policy(term, one, ours, -estimate.item())
         yield trained, weight * k3.detach()
-
-
-def of_tokens(term: Dict, one: Dict, tokens: list[int], estimate: float) -> Tensor:
-    """Each token of a chunk by itself, with the advantage log q_i − log p_i: the q_i have the p_i's proportions, or are
-    equally far from them, and the chunk's likelihood exp(Σ log p_i − estimate) as their product.
-    """
-    log_p = [likelihood(*predicted(one["z"], one["ids"], [i])).item() for i in tokens]
-    log_q = [p - estimate / len(tokens) for p in log_p]
-    if term["shares"] == "logprobs":
-        log_q = [p * (sum(log_p) - estimate) / sum(log_p) for p in log_p]
-    bound = term["advantage_clamp"] or math.inf
-    advantages = [max(-bound, min(q - p, bound)) for q, p in zip(log_q, log_p, strict=True)]
-    return sum(policy(term, one, [i], advantage) for i, advantage in zip(tokens, advantages, strict=True))
 
 
 def policy(term: Dict, one: Dict, tokens: list[int], advantage: float) -> Tensor:

@@ -1,6 +1,7 @@
 """Shares of a chunk's advantage (DPCA, methods.md §10.4) against the formula of each token's target."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +14,26 @@ from tests.losses.test_sampled_chunk_kl import chunk_arguments, random_alignment
 from tests.reference import losses as reference
 
 DPCA = {"shares": "logprobs", "clip_high": 0.28, "dual_clip": 10.0}
+
+
+def units_of(term: reference.Dict, one: reference.Dict, own: reference.Dict) -> Iterator[reference.Unit]:
+    """Return each chunk's loss and its part of `kd`.
+
+    A token's advantage is log q − log p, within the clamp. The log q of a chunk have the proportions of the log p, or
+    are equally far from them, and sum to the chunk's log-likelihood minus the estimate.
+    """
+    for tokens, x, y, z, w in reference.aligned(one, own):
+        log_p = z.detach().log_softmax(1)[range(len(x)), x].tolist()
+        s, t = math.fsum(log_p), reference.likelihood(w, y).item()
+        target = s - {"k1": s - t, "k2": (s - t) ** 2 / 2}[term["estimator"]]
+        log_q = [p + (target - s) / len(x) for p in log_p]
+        if term["shares"] == "logprobs":
+            log_q = [p * target / s for p in log_p]
+        bound = term["advantage_clamp"] or math.inf
+        advantages = [max(-bound, min(q - p, bound)) for q, p in zip(log_q, log_p, strict=True)]
+        losses = [reference.policy(term, one, [i], a) for i, a in zip(tokens, advantages, strict=True)]
+        weight = math.exp(s - math.fsum(one["drawn"][i] for i in tokens))
+        yield sum(losses), torch.tensor(weight * (math.exp(t - s) - 1 + s - t), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +79,7 @@ def test_value_gradient_and_metrics(settings: dict) -> None:
         one = {"ids": ids[0], "z": z[b], "scored": mask[b].tolist(), "sampled": True}
         one |= {"behaviour": logprobs[b].tolist(), "drawn": drawn[b].tolist()}
         own = {"ids": ids[1], "w": batch.teacher[b], "chunks": chunks, "stop": math.inf}
-        units += reference.sampled_kl(term, one, own)
+        units += units_of(term, one, own)
     expected = sum(trained for trained, _ in units) / 5
     assert out.loss.item() == pytest.approx(expected.item(), rel=1e-11)
     torch.testing.assert_close(
