@@ -226,8 +226,8 @@ class _KLEstimate:
     def plan(self, chunks: _SampledChunks, normalizer: float | None, chunk_size: int | None) -> PlannedLoss:
         """Plan the sum over units / normalizer, by default the number of units. chunk_size: units per block."""
         student, teacher, num_units = chunks.student, chunks.teacher, len(chunks)
-        tokens = chunks.tokens if self.shares != "chunk" else chunks
-        readings = Readings.of(chunks.source, len(tokens), 3 + NUM_READINGS)
+        acting = chunks if self.shares == "chunk" else chunks.tokens
+        readings = Readings.of(chunks.source, len(acting), 3 + NUM_READINGS)
 
         def loss_of(logits: Tensor, part: slice) -> Tensor:
             log_p = student.log_probabilities(logits, part)
@@ -242,11 +242,11 @@ class _KLEstimate:
                 actions, log_action = student.positions.span(part), log_p
                 shares = self._shares(log_p.detach(), student.positions, part)
                 advantage = student.positions.repeated(advantage, part) * shares
-                weights = self._weights(tokens, log_p.detach(), actions)
+                weights = self._weights(acting, log_p.detach(), actions)
                 kd = student.positions.repeated(kd / student.positions.lengths[part], part)
             if self.advantage_clamp is not None:
                 advantage = advantage.clamp(-self.advantage_clamp, self.advantage_clamp)
-            surrogate = self.clip(log_action - tokens.proximal(log_action, actions), advantage)
+            surrogate = self.clip(log_action - acting.proximal(log_action, actions), advantage)
             ratio_readings = torch.stack([kd, surrogate.ratio, surrogate.is_clipped.to(s.dtype)], 1)
             readings.put(actions, torch.cat([ratio_readings, weights.readings()], 1))
             if self.update == "direct":

@@ -15,7 +15,7 @@ OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*
 DEMOS = ("off_policy_demo", "on_policy_demo")
 """What options are tried on."""
 ON_POLICY_GROUPS = ("rollout=", "reward=", "environment=", "evaluation=")
-ON_POLICY_OPTIONS = ("loss=grpo", "loss=policy_gradient")
+ON_POLICY_OPTIONS = ("loss=dpca", "loss=grpo", "loss=policy_gradient")
 """What only a run can have whose student samples."""
 OF_ONE_TOKENIZER = ("loss=same_vocab", "loss=reverse_kl", "loss=jsd", "loss=tcad", "loss=policy_gradient")
 CROSS_TOKENIZER = (
