@@ -19,6 +19,7 @@ from nemo_opd.logging.base import is_mean, is_share, share
 from nemo_opd.logging.loggers import parse_lines
 from nemo_opd.logging.records import NOTHING, TextTable
 
+VALIDATION_LOG = "validation.jsonl"
 _Values = Mapping[str, float]
 """Share of right answers by question."""
 _LEVELS = ("never right at the start", "up to a third", "up to two thirds", "more than two thirds", "always right")

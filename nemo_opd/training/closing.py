@@ -16,11 +16,11 @@ from nemo_opd.logging.comparison import SweptRun
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE, PREFIX, SHARED_BITS_PER_BYTE, score_keys
 from nemo_opd.logging.provenance import read_provenance
-from nemo_opd.logging.questions import QuestionValues, TextLog, ValueLog
+from nemo_opd.logging.questions import VALIDATION_LOG, QuestionValues, TextLog, ValueLog
 from nemo_opd.logging.records import NOTHING, TextTable, number_of_set, read_config, value_at
 
-BASELINE, VALIDATION_LOG = "baseline", "validation.jsonl"
-"""Names in a run's directory: the same run without teachers, and the figures per validation text."""
+BASELINE = "baseline"
+"""Folder in a run's directory with the same run without teachers."""
 _Record = Mapping[str, float]
 
 

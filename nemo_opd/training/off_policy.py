@@ -9,13 +9,13 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers
 from nemo_opd.logging import Timer
 from nemo_opd.logging.activity import busy, print_line
-from nemo_opd.logging.questions import TextLog
+from nemo_opd.logging.questions import VALIDATION_LOG, TextLog
 from nemo_opd.logging.terminal import VisibleConsole
 from nemo_opd.preflight.inputs import require_kind
 from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.preflight.summary import print_plan
 from nemo_opd.training.cache_build import fill_caches
-from nemo_opd.training.closing import BASELINE, VALIDATION_LOG
+from nemo_opd.training.closing import BASELINE
 from nemo_opd.training.session import Session
 from nemo_opd.training.step_metrics import objective_values, step_times, useful_positions
 from nemo_opd.workers.step import POSITIONS

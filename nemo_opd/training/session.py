@@ -19,7 +19,7 @@ from nemo_opd.logging.activity import print_line
 from nemo_opd.logging.metrics import BITS_PER_BYTE, SHARED_BITS_PER_BYTE
 from nemo_opd.logging.metrics import values as values_of
 from nemo_opd.logging.provenance import write_provenance
-from nemo_opd.logging.questions import TextBits, TextLog
+from nemo_opd.logging.questions import VALIDATION_LOG, TextBits, TextLog
 from nemo_opd.logging.records import write_hardware
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.plan import Plan
@@ -27,7 +27,7 @@ from nemo_opd.preflight.summary import run_summary
 from nemo_opd.progress import tracked, working
 from nemo_opd.rollout.base import Engine
 from nemo_opd.training.batches import BatchSource, Lookahead
-from nemo_opd.training.closing import VALIDATION_LOG, closing_table
+from nemo_opd.training.closing import closing_table
 from nemo_opd.training.engines import open_engine
 from nemo_opd.training.evaluator import BestSteps, Evaluator, Patience
 from nemo_opd.training.interrupt import Interrupt, TimeLimit
