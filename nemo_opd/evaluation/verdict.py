@@ -85,9 +85,13 @@ def _gap_sentences(closing: ClosingTable) -> Iterator[str]:
         if bits is not None and before is not None and after is not None and bits < before:
             closed = share((before - after) / (before - bits))
             yield (
-                f"{row.name.capitalize()} is at {figure(bits)} over the bytes that all models predict, where the "
+                f"{_capital(row.name)} is at {figure(bits)} over the bytes that all models predict, where the "
                 f"student went from {figure(before)} to {figure(after)}: {closed} of the gap is closed."
             )
+
+
+def _capital(name: str) -> str:
+    return name[:1].upper() + name[1:]
 
 
 def teacher_sentence(arm: Arm, baseline: Arm | None) -> str:
@@ -120,7 +124,7 @@ def _student_remarks(before: float, after: float, records: Records, *, is_worse:
         yield f"The student is worse than before training ({figure(after)} bits per byte, was {figure(before)})."
     validated = [record for record in records if record["step"] and BITS_PER_BYTE in record]
     best = min(validated, key=lambda record: record[BITS_PER_BYTE], default=None)
-    if best is not None and after > before * _SAME + best[BITS_PER_BYTE]:
+    if best is not None and best[BITS_PER_BYTE] < min(before, after - _SAME * before):
         yield (
             f"The student was better at step {best['step']:,.0f} ({figure(best[BITS_PER_BYTE])} bits per byte): train "
             "for fewer steps, or set train.keep_best to keep that model."
@@ -134,7 +138,7 @@ def _teacher_remarks(closing: ClosingTable, setup: Setup) -> Iterator[str]:
     for row in closing.teachers:
         if row.shared_bits_per_byte is not None and before is not None and row.shared_bits_per_byte >= before:
             yield (
-                f"{row.name.capitalize()} predicts these texts worse than the student did before training "
+                f"{_capital(row.name)} predicts these texts worse than the student did before training "
                 f"({figure(row.shared_bits_per_byte)} bits per shared byte, the student {figure(before)})."
             )
     student = setup.parameters.get("student")

@@ -179,7 +179,7 @@ def overview(config: object) -> list[_Fact]:
         text = f", and the texts (cross-entropy, weight {ce:g})" if ce else ""
         facts.append(("learns from", f"its teachers' predictions ({loss}){text}"))
     else:
-        facts.append(("teachers", "none"))
+        facts += [("teachers", "none"), ("learns from", "the texts (cross-entropy)")]
     for name, label in (("train", "training texts"), ("validation", "validation texts")):
         source = value_at(config, f"data.{name}")
         kinds = source.values() if isinstance(source, dict) else ()
@@ -217,9 +217,9 @@ def _lora(config: object) -> Iterable[_Fact]:
 
 
 def teacher_facts(config: object, records: Records) -> list[_Fact]:
-    """Return a name and one line for each teacher."""
+    """Return a name and one line for each teacher in use."""
     teachers = value_at(config, "teachers")
-    if not isinstance(teachers, list):
+    if not isinstance(teachers, list) or value_at(config, "loss.kd_weight") == 0:
         return []
     return [_teacher_fact(teacher, records) for teacher in teachers]
 

@@ -55,7 +55,14 @@ def _trained_baseline(plan: Plan) -> bool:
     print_line(f"baseline  the same {plan.total_steps:,} steps without teachers first, in {folder}")
     loss = {"kd_weight": 0.0, "ce_weight": config.loss.ce_weight or 1.0, "scaling": "fixed"}
     train = {"max_steps": plan.total_steps, "epochs": None, "early_stopping": None, "keep_best": None}
-    run = {"output_dir": folder, "baseline": False, "push_to_hub": None, "callbacks": (), "export_worse": True}
+    run = {
+        "name": f"{config.run.name}-baseline",
+        "output_dir": folder,
+        "baseline": False,
+        "push_to_hub": None,
+        "callbacks": (),
+        "export_worse": True,
+    }
     drive(
         config.model_copy(
             update={
