@@ -179,7 +179,8 @@ def overview(config: object) -> list[_Fact]:
         text = f", and the texts (cross-entropy, weight {ce:g})" if ce else ""
         facts.append(("learns from", f"its teachers' predictions ({loss}){text}"))
     else:
-        facts += [("teachers", "none"), ("learns from", "the texts (cross-entropy)")]
+        source = "its rewards (GRPO)" if value_at(config, "loss.type") == "grpo" else "the texts (cross-entropy)"
+        facts += [("teachers", "none"), ("learns from", source)]
     for name, label in (("train", "training texts"), ("validation", "validation texts")):
         source = value_at(config, f"data.{name}")
         kinds = source.values() if isinstance(source, dict) else ()
