@@ -10,7 +10,9 @@ from tests.training.launch import run_here
 
 def test_a_worse_student_is_exported_only_on_request(tiny: Tiny, tmp_path: Path) -> None:
     """Catches a model made useless by its learning rate that looks like a result, and a setting without effect."""
-    settings = tiny.overrides("student.optimizer.lr=5", "train.max_steps=2", teachers=1)
+    settings = tiny.overrides(
+        "student.optimizer.lr=50", "student.scheduler.warmup_steps=0", "train.max_steps=3", teachers=1
+    )
     run_here(tmp_path, settings)
     assert not (tmp_path / "final").exists()
     assert "The student is worse than before training" in (tmp_path / "report" / "report.html").read_text()
