@@ -23,6 +23,7 @@ _Ignored = Iterator[tuple[str, str]]
 def check_effects(config: RunFields) -> None:
     """Raise ValueError for the first setting that differs from its default and has no effect."""
     checks = (
+        _ignored_baseline,
         _ignored_teachers,
         _ignored_templates,
         _ignored_data,
@@ -47,6 +48,19 @@ def _value_and_default(config: RunFields, key: str) -> tuple[Any, Any]:
         owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
     assert isinstance(owner, BaseModel)
     return getattr(owner, name), type(owner).model_fields[name].get_default(call_default_factory=True)
+
+
+def _ignored_baseline(config: RunFields) -> _Ignored:
+    if not config.active_teachers:
+        yield "run.baseline", "the run has no teachers that could help (loss.kd_weight=0); leave it out"
+    if not config.data.validation.given:
+        yield "run.baseline", "there is no text to compare the two runs on; set data.validation, or leave it out"
+    if config.rollout is not None and config.run.baseline is True:
+        yield (
+            "run.baseline",
+            "on-policy, a run without teachers has no texts to learn by cross-entropy; name the directory of a "
+            "finished run without teachers, or leave it out",
+        )
 
 
 def _ignored_teachers(config: RunFields) -> _Ignored:

@@ -19,6 +19,7 @@ from nemo_opd.logging.base import (
     ClosingTable,
     Logger,
     RunSummary,
+    Verdict,
     amount,
     change,
     clock,
@@ -174,6 +175,8 @@ class ConsoleLogger(Logger):
 
     def summary(self, closing: ClosingTable) -> None:
         self.end_display()
+        if closing.verdict.sentences:
+            self._print(_verdict_lines(closing.verdict))
         if closing.rows:
             self._print(_closing_table(closing))
         if closing.scores:
@@ -183,7 +186,8 @@ class ConsoleLogger(Logger):
         since = f"; since step {progression.start:,}: " if progression.start else ", "
         done = Table.grid(padding=(0, 2))
         done.add_row("[dim]done[/]", f"step {progression.step:,}{since}{tokens} student tokens, {elapsed}")
-        done.add_row("[dim]model[/]", Text(str(output_dir / "final"), overflow="fold"))
+        model = str(output_dir / "final") if closing.is_exported else "not exported, as it is worse than at the start"
+        done.add_row("[dim]model[/]", Text(model, overflow="fold"))
         if (best := closing.best) is not None:
             origin = f", of step {best.step:,} with {best.metric} {best.value:.4g}"
             done.add_row("[dim]best[/]", Text(f"{output_dir / 'best'}{origin}", overflow="fold"))
@@ -331,6 +335,12 @@ def _teacher_lines(run: RunSummary) -> Group:
         lines.append(Text.assemble((teacher.name, "bold"), f"  {teacher.model}"))
         lines += [Padding(detail, (0, 0, 0, 2)) for detail in details]
     return Group(*lines)
+
+
+def _verdict_lines(verdict: Verdict) -> Padding:
+    lines = [Text(sentence, "bold") for sentence in verdict.sentences]
+    remarks = [Text(f"note: {remark}", "yellow") for remark in verdict.remarks]
+    return Padding(Group(*lines, *remarks), (1, 0, 1, 1))
 
 
 def _closing_table(closing: ClosingTable) -> Table:

@@ -15,6 +15,7 @@ from nemo_opd.data.layout import layout_of as data_layout
 from nemo_opd.errors import ConfigError, DataError, ProjectionError
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets, with_columns
 from nemo_opd.extras import require_extras, require_installed
+from nemo_opd.logging.questions import VALIDATION_LOG
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template, require_hub
 from nemo_opd.rewards import build_reward
 from nemo_opd.teacher_cache.shard import CacheManifest, read_manifest
@@ -42,6 +43,12 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
         if (push := config.run.push_to_hub) is not None:
             require_hub(f"run.push_to_hub.repo={push.repo}")
     _check_data(config)
+    baseline = config.run.baseline
+    if isinstance(baseline, Path) and not (baseline / VALIDATION_LOG).is_file():
+        raise ConfigError(
+            f"run.baseline={baseline}: not the directory of a run with validation (there is no {VALIDATION_LOG}); name "
+            "a finished run without teachers, or write true to train one first"
+        )
 
 
 def require_kind(config: RunConfig, *, on_policy: bool) -> None:
