@@ -192,6 +192,10 @@ def run_with_hydra(
             raise end
 
 
+def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:
+    return validated(_plain_data(cfg), model)
+
+
 def validated(data: Mapping[str, Any], model: type[S]) -> S:
     """Validate plain data. Raises ConfigError with a line for each problem."""
     try:

@@ -96,6 +96,9 @@ def _ignored_data(config: RunFields) -> _Ignored:
         yield "data.validation.text_key", "training texts and validation texts have one column; set data.text_key"
     if is_on_policy:
         yield "data.validation.text_key", "prompts are validated as the training prompts are read; leave it out"
+        if is_chat:
+            way_out = "give arrow_files, parquet_files, jsonl_files or hub"
+            yield "data.validation.text_files", f"the prompts are conversations, which have columns; {way_out}"
     if is_chat:
         setting = data.document_columns[0][0]
         yield "data.text_key", f"data.{setting} names the column of conversations instead; leave one of the two out"
