@@ -21,6 +21,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.logging.activity import busy, loading
+from nemo_opd.preflight.inputs import with_documents_columns
 
 if TYPE_CHECKING:
     from nemo_opd.teacher_cache.reader import CacheReader
@@ -137,7 +138,7 @@ def _run_config(arguments: Namespace) -> tuple[RunConfig, int]:
         raise ConfigError("--data with --config: the settings name the texts; leave either out")
     if wrong := next((setting for setting in arguments.settings if "=" not in setting), None):
         raise ConfigError(f"{wrong}: settings are written KEY=VALUE")
-    config = compose(arguments.config, arguments.settings)
+    config = compose(arguments.config, arguments.settings, with_documents_columns)
     names = config.active_names
     name = arguments.teacher or next(iter(names), None)
     if name not in names:

@@ -18,7 +18,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.evaluation import inputs as evaluation_inputs
 from nemo_opd.logging.activity import loading
 from nemo_opd.paths import configs_dir
-from nemo_opd.preflight.inputs import check_inputs
+from nemo_opd.preflight.inputs import check_inputs, with_documents_columns
 from nemo_opd.training.interrupt import interruptible, was_requested
 
 
@@ -55,6 +55,7 @@ def main(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_
             model,
             config_dir=config_dir,
             config_name=config_name,
+            prepare=with_documents_columns if model is RunConfig else dict,
             after_sweep=report_sweep,
             is_interrupted=was_requested,
         )

@@ -41,17 +41,26 @@ from nemo_opd.plain_yaml import load_yaml
 from nemo_opd.progress import separately
 
 S = TypeVar("S", bound=Settings)
+Prepare = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Completes composed settings before they are validated."""
 
 
-def compose(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def _unchanged(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    return data
+
+
+def compose(recipe: str | Path, overrides: Sequence[str] = (), prepare: Prepare = _unchanged) -> RunConfig:
     """Return the settings of a recipe, named by file or name, with overrides as on the command line.
 
     Raises ConfigError if they cannot be composed or are not valid.
     """
-    return compose_settings(["--config", str(recipe), *overrides], RunConfig, configs_dir(), "off_policy_demo")
+    arguments = ["--config", str(recipe), *overrides]
+    return compose_settings(arguments, RunConfig, configs_dir(), "off_policy_demo", prepare)
 
 
-def compose_settings(arguments: Sequence[str], model: type[S], config_dir: Path, config_name: str) -> S:
+def compose_settings(
+    arguments: Sequence[str], model: type[S], config_dir: Path, config_name: str, prepare: Prepare = _unchanged
+) -> S:
     """Return a command line's settings through Hydra's compose API, which takes half the time."""
     command = read_command_line(arguments, config_dir, config_name)
     file = command.config_file
@@ -59,7 +68,7 @@ def compose_settings(arguments: Sequence[str], model: type[S], config_dir: Path,
         require_no_hydra_settings(command, config_dir, config_name)
         with initialize_config_dir(str(file.parent), version_base="1.3"):
             composed = hydra.compose(file.stem, [*command.settings, *command.overrides])
-    return from_omegaconf(composed, model)
+    return validated(prepare(_plain_data(composed)), model)
 
 
 def require_no_hydra_settings(command: CommandLine, config_dir: Path, config_name: str) -> None:
@@ -126,6 +135,7 @@ def run_with_hydra(
     *,
     config_dir: Path,
     config_name: str,
+    prepare: Prepare = _unchanged,
     after_sweep: Callable[[Path, Sequence[str]], None] = lambda root, names: None,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -152,7 +162,7 @@ def run_with_hydra(
                     not_started.append(sweep.names[-1])
                     return
             with separately():
-                task(validated(data, model))
+                task(validated(prepare(data), model))
         except Exception as error:
             failures.append(error)
 

@@ -51,7 +51,9 @@ class Model(Settings):
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default the model's."""
     chat_template: str | None = None
-    """A file with the chat template (Jinja), if the tokenizer has none or another one is needed."""
+    """The chat template if the tokenizer has none or another one is needed: a file (Jinja), the folder of a model whose
+    template to take, or `plain`, a simple template for base models.
+    """
     chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
     """Arguments of the template besides the conversation, such as `enable_thinking: false`."""
     parallelism: MayChange[Parallelism] = Field(default_factory=Parallelism)

@@ -86,7 +86,7 @@ def _ignored_teachers(config: RunFields) -> _Ignored:
 
 
 def _ignored_templates(config: RunFields) -> _Ignored:
-    is_chat = config.data.messages_key is not None
+    is_chat = config.data.is_chat
     asks_teachers = config.evaluation is not None and config.evaluation.teachers
     if not is_chat:
         texts = "the data are texts, which no chat template renders; set data.messages_key for conversations"
@@ -105,9 +105,17 @@ def _ignored_templates(config: RunFields) -> _Ignored:
 
 
 def _ignored_data(config: RunFields) -> _Ignored:
-    is_chat, is_on_policy = config.data.messages_key is not None, config.rollout is not None
+    data, is_chat, is_on_policy = config.data, config.data.is_chat, config.rollout is not None
+    if not is_chat:
+        yield "data.validation.text_key", "training texts and validation texts have one column; set data.text_key"
+    if is_on_policy:
+        yield "data.validation.text_key", "prompts are validated as the training prompts are read; leave it out"
+        if is_chat:
+            way_out = "give arrow_files, parquet_files, jsonl_files or hub"
+            yield "data.validation.text_files", f"the prompts are conversations, which have columns; {way_out}"
     if is_chat:
-        yield "data.text_key", "data.messages_key names the column of conversations instead; leave one of the two out"
+        setting = data.document_columns[0][0]
+        yield "data.text_key", f"data.{setting} names the column of conversations instead; leave one of the two out"
         yield "data.append_eos", "the chat template ends the conversation; leave it out"
         yield "data.special_tokens", "the chat template writes special tokens that must be read; leave it out"
     if is_chat or is_on_policy:
@@ -199,7 +207,7 @@ def check_contexts(config: RunFields) -> None:
 
 def _check_prompts(config: RunFields, context: Context, key: str) -> None:
     """Check that the data have prompts of the kind that the context replaces."""
-    if config.data.messages_key is not None:
+    if config.data.is_chat:
         return
     if config.rollout is None:
         raise ValueError(
@@ -222,12 +230,9 @@ def _check_fields(config: RunFields, context: Context, key: str) -> None:
             f"{key}.{context.named_in(context.fields[0])} names the column {context.fields[0]!r}, and text_files have "
             "none; give arrow_files, parquet_files, jsonl_files or hub"
         )
-    used = {"data.tools_key": data.tools_key, "aggregation.key": config.routing and config.routing.key}
-    if data.messages_key is None:
-        used["data.text_key"] = data.text_key
-    else:
-        used["data.messages_key"] = data.messages_key
-    for setting, column in used.items():
+    used = [(f"data.{setting}", column) for setting, column in data.document_columns]
+    used += [("aggregation.key", config.routing.key)] if config.routing else []
+    for setting, column in used:
         if column in context.fields:
             raise ValueError(
                 f"{key}.{context.named_in(column)} names the column {column!r}, which {setting} names too; write "

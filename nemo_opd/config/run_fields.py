@@ -221,7 +221,7 @@ class RunFields(Settings):
     @property
     def packs_documents(self) -> bool:
         """Whether rows hold several documents; conversations and prompts are one sequence each."""
-        return self.data.packing and self.rollout is None and self.data.messages_key is None
+        return self.data.packing and self.rollout is None and not self.data.is_chat
 
     @property
     def teachers_work_ahead(self) -> bool:

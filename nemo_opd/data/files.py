@@ -80,6 +80,22 @@ def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
                 _require_json(kind, path, layout, f"{named}={summarize(path)}")
 
 
+def first_schema(source: Source, *, key: str) -> tuple[str, pa.Schema | None]:
+    """Return the name of a source's first file in messages, and its columns; None if only the loader can tell them.
+
+    Raises DataError for a source that is not set, or a file that cannot be read.
+    """
+    require_source(source, key=key)
+    ((kind, value),) = source.given.items()
+    named = f"{key}.{kind}"
+    if isinstance(value, HubDataset) or kind not in _SCHEMAS:
+        return named, None
+    path = resolve_files(value, key=named)[0]
+    with reading(named, path):
+        schema = _SCHEMAS[kind](path)
+    return f"{named}={summarize(path)}", None if schema is None else plain(schema)
+
+
 def _require_json(kind: str, path: Path, layout: Layout, source: str) -> None:
     """Raise DataError if the first conversation is a string but not a JSON list, as in a column of texts."""
     for name, ours in layout.columns.items():

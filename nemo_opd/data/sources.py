@@ -45,7 +45,7 @@ from nemo_opd.data.files import (
 )
 from nemo_opd.data.layout import Layout, columns_in
 from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
-from nemo_opd.data.record import MESSAGES, TEXT, Columns
+from nemo_opd.data.record import TEXT, Columns, holds_conversations
 from nemo_opd.errors import DataError
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -74,7 +74,7 @@ def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Data
         named = f"{key}={summarize(value)}"
         documents, origin = READERS[kind](resolve_files(value, key=key), layout, key)
     layout.require_content(documents, named, origin)
-    if MESSAGES in documents.column_names:
+    if holds_conversations(documents.column_names):
         require_conversations(documents, named, origin)
     if isinstance(source, ValidationSource) and source.max_samples is not None:
         return documents.select(range(min(source.max_samples, len(documents))))

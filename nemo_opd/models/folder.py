@@ -27,6 +27,15 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _CARD = "README.md"
+PLAIN = "plain"
+"""Name of the template below in settings."""
+_PLAIN_TEMPLATE = """{{- bos_token if bos_token else '' }}
+{%- for message in messages %}
+{{- message.role | capitalize + ':\\n' + message.content }}
+{{- (eos_token if message.role == 'assistant' and eos_token else '') + '\\n\\n' }}
+{%- endfor %}
+{{- 'Assistant:\\n' if add_generation_prompt else '' }}"""
+"""A template for base models: roles in words, and the end-of-sequence token after an answer."""
 _WHOLE_FOLDER = (
     "name the folder of the model in Hugging Face form (config.json, model.safetensors, tokenizer.json) or its hub name"
 )
@@ -114,11 +123,40 @@ def needs_sentencepiece(folder: Path) -> bool:
 
 
 def read_template(path: str, *, key: str) -> str:
-    """Read a chat template. Raises ModelError, naming `key`, for a file that cannot be read."""
+    """Read a chat template from a file or a model's folder; `plain` is the one below.
+
+    Raises ModelError, naming `key`, for a file that cannot be read and for a folder without a template.
+    """
+    if path == PLAIN:
+        return _PLAIN_TEMPLATE
+    file = Path(demo_folder(path)).expanduser()
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{key}={path}: {error}; name a file with a Jinja chat template") from error
+        template = _template_in(file) if file.is_dir() else file.read_text(encoding="utf-8")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{key}={path}: {error}; name a file with a Jinja chat template, a model's folder, or {PLAIN}"
+        ) from error
+    if template is None:
+        raise ModelError(f"{key}={path}: the model in this folder has no chat template; name another, or {PLAIN}")
+    return template
+
+
+def template_setting(source: str) -> str:
+    """Return a value of `chat_template`: the source if it has a template on this machine, otherwise `plain`."""
+    try:
+        read_template(source, key="chat_template")
+    except ModelError:
+        return PLAIN
+    return source
+
+
+def _template_in(folder: Path) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    file = folder / "tokenizer_config.json"
+    template = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
+    return template if isinstance(template, str) else None
 
 
 def is_adapter(folder: Path) -> bool:

@@ -20,7 +20,17 @@ from nemo_opd.data.context import Context, PrivilegedPrompt, with_others
 from nemo_opd.data.encoders import ChatEncoder, Encoder
 from nemo_opd.data.loader import Domains, TrainLoader, domains_of, made_of_all, validation_batches
 from nemo_opd.data.order import BatchOrder, PackedOrder, State, lengths_of
-from nemo_opd.data.record import MESSAGES, TEXT, Document, Routed, parsed, read_documents, read_rows, texts_hash
+from nemo_opd.data.record import (
+    MESSAGES,
+    TEXT,
+    Document,
+    Routed,
+    holds_conversations,
+    parsed,
+    read_documents,
+    read_rows,
+    texts_hash,
+)
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import HasIdentity, SameTokenizer, Sample, SampleMaker, WindowMaker
 from nemo_opd.data.sources import load_documents
@@ -44,6 +54,7 @@ class Corpus:
     train: Dataset
     validation: Dataset | None
     make_sample: SampleMaker
+    make_validation_sample: SampleMaker
     make_windows: WindowMaker | None
     """Maker of the windows that fill rows; None if each training document is one sequence."""
     domains: Domains | None = None
@@ -99,12 +110,15 @@ class Corpus:
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield all validation documents once, in order."""
         assert self.validation is not None
-        return validation_batches(self.validation, self.make_sample, batch_size, self.domains)
+        return validation_batches(self.validation, self.make_validation_sample, batch_size, self.domains)
 
 
 def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Corpus:
     """Load the documents. Raises DataError for unreadable or unusable documents."""
-    make_sample = build_sample_maker(config, student, teachers)
+    is_chat = config.data.is_chat
+    make_sample = make_validation_sample = build_sample_maker(config, student, teachers, is_chat=is_chat)
+    if is_chat and not config.data.has_chat_validation:
+        make_validation_sample = build_sample_maker(config, student, teachers, is_chat=False)
     with working("reading data.train"):
         train = _load_documents(config, config.data.train, "data.train")
     _require_answers(config, train, "data.train")
@@ -116,7 +130,7 @@ def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelI
         _require_answers(config, validation, "data.validation")
     make_windows = _build_window_maker(config, student, teachers) if config.packs_documents else None
     domains = None if validation is None else domains_of(validation, domain_column(config))
-    return Corpus(train, validation, make_sample, make_windows, domains)
+    return Corpus(train, validation, make_sample, make_validation_sample, make_windows, domains)
 
 
 def _load_documents(config: RunConfig, source: Source, key: str, *, is_validation: bool = False) -> Dataset:
@@ -126,7 +140,7 @@ def _load_documents(config: RunConfig, source: Source, key: str, *, is_validatio
 
 def _require_answers(config: RunConfig, documents: Dataset, key: str) -> None:
     """Raise DataError if conversations have no assistant message to learn; plain texts pass."""
-    if MESSAGES not in documents.column_names:
+    if not holds_conversations(documents.column_names):
         return
     roles: set[str] = set()
     turns = config.data.learned_turns
@@ -161,9 +175,11 @@ def _require_readable(make_sample: SampleMaker, documents: Dataset) -> None:
         raise DataError(f"data.train: the first document cannot be used: {error}") from error
 
 
-def build_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> SampleMaker:
-    """Build the sample maker of documents."""
-    make = _text_sample_maker if config.data.messages_key is None else _chat_sample_maker
+def build_sample_maker(
+    config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo], *, is_chat: bool
+) -> SampleMaker:
+    """Build the sample maker of conversations or texts."""
+    make = _chat_sample_maker if is_chat else _text_sample_maker
     maker: SampleMaker = make(config, student, teachers)
     if config.data.cache:
         maker = CachedSampleMaker(maker)
@@ -184,7 +200,7 @@ def build_rollout_sample_maker(
     """Build the sample maker of rollouts."""
 
     def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizerReader:
-        if config.data.messages_key is not None:
+        if config.data.is_chat:
             return _chat_reader(settings, student, teacher)
         length, aligner = teacher.longest_text(settings), _aligner(settings, student, teacher)
         return CrossTokenizerText.of(teacher.tokenizer, length, aligner, teacher.vocab_size, settings.equal_history)
@@ -248,7 +264,7 @@ def _add_contexts(
         fields = {name: columns[name] for name in context_settings.fields}
         context = Context(context_settings, fields, f"teachers.{i}.context")
         renderer = None
-        if config.data.messages_key is not None:
+        if config.data.is_chat:
             renderer = ChatRenderer(info.tokenizer, template_kwargs=settings.chat_template_kwargs)
         return PrivilegedPrompt(reader, context, info.tokenizer, renderer, info.vocab_size, info.longest_text(settings))
 

@@ -1,17 +1,23 @@
 """Checks of a run's paths before the slow import of PyTorch, and the columns of its data."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from nemo_opd.checkpoint.run_directory import progress_to_resume, resolve_output_dir
+from nemo_opd.config.data import Source
 from nemo_opd.config.model import Model
 from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher, ServedTeacher
-from nemo_opd.data.files import require_suitable
-from nemo_opd.data.layout import Layout, PromptLayout, RoutedLayout
+from nemo_opd.data.columns import described, readings
+from nemo_opd.data.files import first_schema, require_suitable
+from nemo_opd.data.layout import Layout, PromptLayout, RoutedLayout, TextLayout
 from nemo_opd.data.layout import layout_of as data_layout
+from nemo_opd.data.record import TEXT
 from nemo_opd.errors import ConfigError, DataError, ProjectionError
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets, with_columns
 from nemo_opd.extras import require_extras, require_installed
@@ -49,6 +55,27 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
             f"run.baseline={baseline}: not the directory of a run with validation (there is no {VALIDATION_LOG}); name "
             "a finished run without teachers, or write true to train one first"
         )
+
+
+def with_documents_columns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name the columns of documents in composed settings as the first training file has them, if no setting names them.
+
+    Leaves the settings as they are for texts, for the hub, which is not contacted here, and for files whose columns
+    have other names. Raises DataError if there are several readings.
+    """
+    data = settings.get("data")
+    if not isinstance(data, Mapping) or {"text_key", "messages_key", "prompt_key"} & data.keys():
+        return settings
+    try:
+        source, schema = first_schema(Source.model_validate(data.get("train")), key="data.train")
+    except (ValidationError, DataError):  # reported with all other settings
+        return settings
+    ways = [] if schema is None else readings(schema)
+    if len(ways) > 1:
+        raise DataError(
+            f"{source}: its columns can be read in {len(ways)} ways; write {', or '.join(map(described, ways))}"
+        )
+    return {**settings, "data": {**data, **ways[0]}} if ways else settings
 
 
 def require_kind(config: RunConfig, *, on_policy: bool) -> None:
@@ -111,6 +138,8 @@ def layout_of(config: RunConfig, *, is_validation: bool = False) -> Layout:
     is_validation: also include the domain column.
     """
     layout: Layout = data_layout(config.data)
+    if is_validation and config.data.is_chat and not config.data.has_chat_validation:
+        layout = TextLayout(config.data.validation.text_key or TEXT, "data.validation")
     reward = config.reward if config.rollout is not None else None
     if config.rollout is not None:
         layout = PromptLayout(layout, reward.answer_column if reward else None, config.data.response_key)

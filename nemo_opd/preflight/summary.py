@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_opd.config.data import Data
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
@@ -78,7 +79,7 @@ def batch_grid(plan: Plan) -> Table:
     noun = "packed rows" if plan.config.packs_documents else "sequences"
     about = "about " if plan.config.packs_documents and train.epochs is None else ""
     rows = {
-        **_data_rows(data),
+        **_data_rows(plan.config.data, data),
         **_question_rows(plan),
         f"{noun} per step": str(train.global_batch_size),
         "device": plan.device,
@@ -181,14 +182,18 @@ def _amount(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"
 
 
-def _data_rows(data: Corpus | Prompts) -> dict[str, str]:
+def _data_rows(settings: Data, data: Corpus | Prompts) -> dict[str, str]:
     def counted(part: Sized | None) -> str:
         return "none" if part is None else f"{len(part):,}"
 
+    columns = ", ".join(f"{name} ({setting})" for setting, name in settings.document_columns)
     if isinstance(data, Corpus):
-        return {"training documents": counted(data.train), "validation documents": counted(data.validation)}
+        return {
+            "training documents": f"{counted(data.train)}, from {columns}",
+            "validation documents": counted(data.validation),
+        }
     return {
-        "prompts": f"{counted(data.train)}, {data.train.num_dropped:,} too long left out",
+        "prompts": f"{counted(data.train)}, from {columns}, {data.train.num_dropped:,} too long left out",
         "validation documents": counted(data.validation),
     }
 

@@ -162,7 +162,7 @@ def _domain_batches(config: RunConfig, data: Corpus | Prompts) -> dict[str, list
         for row in rows[list(sampled_rows(len(rows), _TEXTS_PER_DOMAIN))].tolist():
             document = read_documents(data.validation, [row])[0]
             with _naming_row("data.validation", row):
-                batches[name].append(_batch_of(data.make_sample(document), config))
+                batches[name].append(_batch_of(data.make_validation_sample(document), config))
     return batches
 
 

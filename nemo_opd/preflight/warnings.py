@@ -199,7 +199,7 @@ def check_texts(config: RunConfig, statistics: DataStatistics) -> list[str]:
     """
     warnings, num_texts = [], statistics.num_texts
     if statistics.num_without_label:
-        label = "token to learn" if config.data.messages_key is None else "assistant turn"
+        label = "token to learn" if not config.data.is_chat else "assistant turn"
         empty = f"{statistics.num_without_label} of {num_texts} checked texts of data.train have no {label}"
         longer = ""
         if not config.packs_documents:
@@ -227,7 +227,7 @@ def check_texts(config: RunConfig, statistics: DataStatistics) -> list[str]:
 
 def warn_of_spelled_tokens(config: RunConfig, data: Corpus, student: ModelInfo) -> Iterator[str]:
     """Yield a warning if texts contain the student's special tokens, like rendered conversations or HTML."""
-    if config.data.messages_key is not None or config.data.special_tokens == "text":
+    if config.data.is_chat or config.data.special_tokens == "text":
         return
     documents = read_documents(data.train, list(sampled_rows(len(data.train))))
     texts = [document.content if isinstance(document, Routed) else document for document in documents]
@@ -267,7 +267,7 @@ def warn_of_short_teachers(
 
 def _low_coverage_advice(config: RunConfig, i: int) -> str:
     settings = config.active_teachers[i]
-    context, is_chat = settings.context, config.data.messages_key is not None
+    context, is_chat = settings.context, config.data.is_chat
     if context is not None and context.replaces_question and is_chat:
         return (
             f"teachers.{i}.context.{'template' if context.key is None else 'key'} has it compare only the answer to "

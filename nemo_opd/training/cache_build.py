@@ -297,7 +297,7 @@ class _MissingSegments:
             windows = made_of_all(corpus.train, corpus.make_windows, workers)
             yield from chain.from_iterable(tracked(windows, "asking", "texts", len(corpus.train)))
         if corpus.validation is not None:
-            texts = made_of_all(corpus.validation, corpus.make_sample, workers)
+            texts = made_of_all(corpus.validation, corpus.make_validation_sample, workers)
             yield from tracked(texts, "asking about validation", "texts", len(corpus.validation))
 
 

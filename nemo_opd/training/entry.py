@@ -12,7 +12,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.loggers import read
 from nemo_opd.paths import keep_compiled_code_private
-from nemo_opd.preflight.inputs import check_inputs
+from nemo_opd.preflight.inputs import check_inputs, with_documents_columns
 from nemo_opd.progress import quiet_libraries
 
 Settings = RunConfig | Mapping[str, Any] | str | Path
@@ -67,10 +67,10 @@ def _validated(config: Settings, overrides: Sequence[str]) -> RunConfig:
     quiet_libraries()
     keep_compiled_code_private()
     if isinstance(config, str | Path):
-        return compose(config, overrides)
+        return compose(config, overrides, with_documents_columns)
     if overrides:
         raise ConfigError(f"overrides={list(overrides)}: only a file or a recipe takes overrides; change the settings")
-    return config if isinstance(config, RunConfig) else from_dict(config)
+    return config if isinstance(config, RunConfig) else from_dict(with_documents_columns(config))
 
 
 def _finished(output_dir: Path | None) -> Finished:

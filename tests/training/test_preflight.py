@@ -378,7 +378,7 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
 
     assert float(rows["overlap"]) > 0.5
     assert rows["recommended loss"] == "p_kl"
-    assert rows["training documents"] == str(NUM_DOCUMENTS)
+    assert rows["training documents"] == f"{NUM_DOCUMENTS}, from text (text_key)"
     assert rows["packed rows per step"] == "4"
     assert rows["tokens at a time"].endswith(" per rank")
     assert rows["steps per epoch"] == "about 4"
