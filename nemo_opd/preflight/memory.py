@@ -371,14 +371,16 @@ def _parts_table(memory: Memory) -> Table:
 
 
 def _peak_line(memory: Memory) -> Text:
+    return Text(f"warning: {peak_text(memory)}", "yellow") if memory.shortage else Text(peak_text(memory))
+
+
+def peak_text(memory: Memory) -> str:
+    """Return the peak, the capacity, and by how much the peak is too large."""
     peak = f"{memory.name}: {gib(memory.peak)} at the peak ({memory.peak_phase.value})"
     if memory.capacity is None:
-        return Text(f"{peak}; the available memory is unknown here")
+        return f"{peak}; the available memory is unknown here"
     usage = f"{peak}, of {gib(memory.capacity)}"
-    if not memory.shortage:
-        return Text(usage)
-    over = f"{gib(memory.shortage)} more than the usable {USABLE:.0%}"
-    return Text(f"warning: {usage}: {over}", "yellow")
+    return f"{usage}: {gib(memory.shortage)} more than the usable {USABLE:.0%}" if memory.shortage else usage
 
 
 def gib(num_bytes: int) -> str:

@@ -382,7 +382,8 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     assert rows["packed rows per step"] == "4"
     assert rows["tokens at a time"].endswith(" per rank")
     assert rows["steps per epoch"] == "about 4"
-    assert rows["steps"] == "4"
+    assert rows["steps"] == "4, about 1 epochs"
+    assert rows["learning rate"] == "0.01, adamw, cosine"
     assert {"cross: hidden states handed over", "same: parameters", "all"} <= rows.keys()
 
 
@@ -393,10 +394,27 @@ def test_a_dry_run_says_that_it_passed_and_what_it_did_not_read(
     distil(configure("run.dry_run=true"))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    passed = next(i for i, line in enumerate(lines) if line.startswith("dry run passed"))
-    told = "".join(lines[passed + 1 :])
-    assert told.startswith("not read: the weights of ")
-    assert tiny.student.name in told
+    unread = next(i for i, line in enumerate(lines) if line.startswith("not read: the weights of "))
+    assert tiny.student.name in "".join(lines[unread:])
+    passed = next(line for line in lines[unread:] if line.startswith("dry run passed"))
+    assert passed.startswith("dry run passed with ") == any(line.startswith("warning: ") for line in lines)
+
+
+def test_a_dry_run_of_what_does_not_fit_fails(
+    configure: Configure, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: `dry run passed` and exit status 0 below an estimate of more memory than there is."""
+    plan = preflight(configure("run.dry_run=true"))
+    memories = tuple(replace(memory, capacity=memory.peak // 2) for memory in plan.memory.memories)
+    monkeypatch.setattr(
+        "nemo_opd.training.off_policy.preflight",
+        lambda config: replace(plan, memory=replace(plan.memory, memories=memories), warnings=("a", "b")),
+    )
+    with pytest.raises(
+        ConfigError, match=r"^the run does not fit: .* at the peak .* more than the usable .*; nothing was written$"
+    ):
+        distil(plan.config)
+    assert "dry run passed" not in capsys.readouterr().out
 
 
 def test_special_tokens_beyond_the_embeddings_are_left_out(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
