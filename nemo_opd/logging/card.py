@@ -28,6 +28,7 @@ from nemo_opd.logging.records import (
     value_at,
 )
 from nemo_opd.logging.report import render
+from nemo_opd.models.folder import split_revision
 from nemo_opd.plain_yaml import load_yaml
 
 CARD = "README.md"
@@ -107,14 +108,15 @@ def _metadata(
 
 
 def hub_name(reference: object) -> str | None:
-    """Return the name if it is one on the hub. Returns None for a folder or an invalid repository name."""
+    """Return the name, without a revision, if it is one on the hub; None for a folder or an invalid name."""
     if not isinstance(reference, str) or is_demo(reference) or Path(reference).exists():
         return None
+    name, _ = split_revision(reference)
     try:
-        validate_repo_id(reference)
+        validate_repo_id(name)
     except HFValidationError:
         return None
-    return reference
+    return name
 
 
 def _results(config: object, closing: ClosingTable | None) -> Iterator[EvalResult]:

@@ -179,11 +179,11 @@ def overview(config: object) -> list[_Fact]:
         text = f", and the texts (cross-entropy, weight {ce:g})" if ce else ""
         facts.append(("learns from", f"its teachers' predictions ({loss}){text}"))
     else:
-        source = "its rewards (GRPO)" if value_at(config, "loss.type") == "grpo" else "the texts (cross-entropy)"
-        facts += [("teachers", "none"), ("learns from", source)]
+        signal = "its rewards (GRPO)" if value_at(config, "loss.type") == "grpo" else "the texts (cross-entropy)"
+        facts += [("teachers", "none"), ("learns from", signal)]
     for name, label in (("train", "training texts"), ("validation", "validation texts")):
         source = value_at(config, f"data.{name}")
-        kinds = source.values() if isinstance(source, dict) else ()
+        kinds: Iterable[object] = source.values() if isinstance(source, dict) else ()
         if names := [_source_name(value) for value in kinds if isinstance(value, list | dict) and value]:
             facts.append((label, names[0]))
     return facts
