@@ -15,6 +15,7 @@ from rich.table import Table
 
 from nemo_opd.cli.command import Command, print_plain
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.command_line import require_no_secrets
 from nemo_opd.config.data import source_of
 from nemo_opd.config.load import compose, from_dict
 from nemo_opd.config.run import RunConfig
@@ -138,6 +139,7 @@ def _run_config(arguments: Namespace) -> tuple[RunConfig, int]:
         raise ConfigError("--data with --config: the settings name the texts; leave either out")
     if wrong := next((setting for setting in arguments.settings if "=" not in setting), None):
         raise ConfigError(f"{wrong}: settings are written KEY=VALUE")
+    require_no_secrets(arguments.settings)
     config = compose(arguments.config, arguments.settings, with_documents_columns)
     names = config.active_names
     name = arguments.teacher or next(iter(names), None)

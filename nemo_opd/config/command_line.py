@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from nemo_opd.config.base import all_keys, keys_named, recipes
 from nemo_opd.config.other_trainers import translate
-from nemo_opd.config.secrets import contains_secret, masked_leaf, without_secrets
+from nemo_opd.config.secrets import contains_secret, is_secret_name, masked_leaf, without_secrets
 from nemo_opd.errors import ConfigError
 
 _PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
@@ -76,7 +76,7 @@ def add_options(parser: ArgumentParser) -> Action:
     parser.add_argument("--cfg", choices=("job", "hydra", "all"))
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
-    return parser.add_argument("--config", "--config-name", "-c", metavar="FILE", nargs="?", const="")
+    return parser.add_argument("--config", "--config-name", "-c", "-cn", metavar="FILE", nargs="?", const="")
 
 
 def _read_options(arguments: Sequence[str], model: type[BaseModel]) -> tuple[Namespace, list[str]]:
@@ -105,7 +105,13 @@ def _explain_option(typed: str, arguments: Sequence[str], model: type[BaseModel]
     keys, fields = keys_named(word, model), all_keys(model)
     if not keys:
         return f"{problem}; {program} --help shows the options, and {program} --help WORD finds settings"
-    settings = [f"{key}={value or ('true' if fields[key].annotation is bool else 'VALUE')}" for key in keys]
+
+    def written(key: str) -> str:
+        if is_secret_name(key.rpartition(".")[2]):
+            return "'${oc.env:NAME}'"
+        return "true" if fields[key].annotation is bool else value or "VALUE"
+
+    settings = [f"{key}={written(key)}" for key in keys]
     return f"{problem}; settings are written without dashes: {' or '.join(settings)}"
 
 

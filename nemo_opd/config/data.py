@@ -14,6 +14,15 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 LearnedTurns = Literal["all", "last", "marked"]
 
 
+def require_one_naming(messages_key: str | None, prompt_key: Sequence[str]) -> None:
+    """Raise ValueError if both keys are set."""
+    if prompt_key and messages_key is not None:
+        raise ValueError(
+            f"prompt_key={', '.join(prompt_key)} and messages_key={messages_key} both name conversations; write one of "
+            "them"
+        )
+
+
 class HubDataset(Settings):
     """A dataset of the Hugging Face Hub, or a folder that `datasets.load_dataset` reads."""
 
@@ -169,11 +178,7 @@ class Data(Settings):
 
     @model_validator(mode="after")
     def conversations_are_named_once(self) -> "Data":
-        if self.prompt_key and self.messages_key is not None:
-            raise ValueError(
-                f"prompt_key={', '.join(self.prompt_key)} and messages_key={self.messages_key} both name "
-                "conversations; write one of them"
-            )
+        require_one_naming(self.messages_key, self.prompt_key)
         if self.completion_key is not None and not self.prompt_key:
             raise ValueError(
                 f"completion_key={self.completion_key} without prompt_key; set data.prompt_key to the column of prompts"

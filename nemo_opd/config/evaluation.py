@@ -10,7 +10,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 from nemo_opd.config.base import Frozen, Settings
 from nemo_opd.config.cluster import EvaluationCluster
 from nemo_opd.config.context import Context, field_names
-from nemo_opd.config.data import PromptColumns, ValidationSource
+from nemo_opd.config.data import PromptColumns, ValidationSource, require_one_naming
 from nemo_opd.config.model import Parallelism
 from nemo_opd.config.reward import Reward, is_paid_by_environment
 from nemo_opd.config.rollout import Environment, HFRollout, RolloutBase, Rollouts
@@ -87,6 +87,7 @@ class SetSource(ValidationSource):
                 f"text_key={self.text_key} is for texts, messages_key, prompt_key and tools_key for conversations; "
                 "write one kind"
             )
+        require_one_naming(self.messages_key, self.prompt_key)
         return self
 
 
@@ -260,6 +261,11 @@ class QuestionSource(ValidationSource):
     """Columns with a question as a user's message; `text_key` is then unused."""
     tools_key: str | None = None
     """The column with the tools that a conversation may call; with `messages_key`."""
+
+    @model_validator(mode="after")
+    def conversations_are_named_once(self) -> Self:
+        require_one_naming(self.messages_key, self.prompt_key)
+        return self
 
 
 class EvaluationConfig(QuestionSets):

@@ -55,6 +55,8 @@ def _ignored_baseline(config: RunFields) -> _Ignored:
         yield "run.baseline", "the run has no teachers that could help (loss.kd_weight=0); leave it out"
     if not config.data.validation.given:
         yield "run.baseline", "there is no text to compare the two runs on; set data.validation, or leave it out"
+    if config.train.early_stopping is not None and config.run.baseline is True:
+        yield "run.baseline", "the two runs may end at different steps; leave out train.early_stopping, or this"
     if config.rollout is not None and config.run.baseline is True:
         yield (
             "run.baseline",

@@ -150,7 +150,7 @@ class Run(Settings):
     folder: the directory of such a run, already finished.
     """
     export_worse: MayChange[bool] = False
-    """Export and push the student even if validation finds it worse than before training."""
+    """Off-policy: export and push the student even if validation finds it worse than before training."""
     push_to_hub: MayChange[PushToHub | None] = None
     """Upload the model to the Hugging Face Hub at the end."""
     callbacks: MayChange[tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...]] = ()

@@ -34,6 +34,7 @@ _IN_ARGUMENTS = (
     re.compile(r"\b(?:bearer|authorization\W+basic)\s+(?P<secret>[^\s'\"]+)", re.IGNORECASE),
     *_IN_ADDRESSES,
 )
+_REFERENCE = re.compile(r"\$\{oc\.env:\w+\}")
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)")
 _SHORTEST, _SHORTEST_ELSEWHERE = 6, 12
 """Fewest characters of a secret, and of an environment variable's value outside secret fields, that are masked in any
@@ -119,14 +120,15 @@ def contains_secret(settings: Any, path: _KeyPath) -> bool:
     path: its key. Of a server's environment, only variables whose names say so.
     """
     values = dict(leaves(settings, path))
-    return any(
-        isinstance(value, str)
-        and not _FROM_ENVIRONMENT.search(value)
-        and MASK not in value
-        and masked_leaf(values, place, value) != value
-        and ("environment" not in place or is_secret_name(str(place[-1])))
-        for place, value in values.items()
-    )
+    for place, value in values.items():
+        if not isinstance(value, str) or MASK in value or (masked := masked_leaf(values, place, value)) == value:
+            continue
+        secrets = (value,) if masked == MASK else _secrets_in(value, _IN_ARGUMENTS)
+        if "environment" in place and not is_secret_name(str(place[-1])):
+            continue
+        if not all(_REFERENCE.search(secret) for secret in secrets):
+            return True
+    return False
 
 
 def require_values(settings: Any) -> None:

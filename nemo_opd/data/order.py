@@ -147,6 +147,15 @@ class PackedOrder(_DocumentOrder):
     def settings(self) -> dict[str, int]:
         return {**super().settings, "block": BLOCK, "block_tokens": self._block_tokens}
 
+    def require_same(self, state: State) -> None:
+        """Raise CheckpointError if a state belongs to another order, such as those of versions up to 0.1."""
+        if "limit_0" in state:
+            raise CheckpointError(
+                "the checkpoint is of a version that packed texts by the limits of all models, so its next batch is "
+                "not known here; start a new run with another run.output_dir, or continue with that version"
+            )
+        super().require_same(state)
+
     @property
     def start(self) -> State:
         return self._place(0, 0, _Block(0, 0), 0)

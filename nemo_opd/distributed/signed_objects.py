@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -52,7 +53,8 @@ def sign_objects(key: bytes) -> None:
             return pickle.loads(message)
 
     names = vars(distributed_c10d)
-    assert {"_pickler", "_unpickler"} <= names.keys(), "PyTorch has renamed them"
+    if not {"_pickler", "_unpickler"} <= names.keys():
+        raise ClusterError(f"objects between ranks cannot be signed with PyTorch {torch.__version__}; install 2.14")
     names.update(_pickler=Pickler, _unpickler=Unpickler)
 
 

@@ -52,7 +52,7 @@ def judge(closing: ClosingTable, records: Records, setup: Setup, arm: Arm, basel
              "improved cannot be told.",)
         )  # fmt: skip
     interval = None if arm.start is None or arm.end is None else _difference(arm.end, arm.start)
-    is_worse = after > before and (interval is None or interval.low > 0)
+    is_worse = interval is not None and interval.low > 0
     sentences = [_student_sentence(before, after, interval, arm), *_gap_sentences(closing)]
     if setup.teachers:
         sentences.append(teacher_sentence(arm, baseline))
@@ -82,7 +82,7 @@ def _gap_sentences(closing: ClosingTable) -> Iterator[str]:
     before, after = (None if row is None else row.shared_bits_per_byte for row in (closing.before, closing.after))
     for row in closing.teachers:
         bits = row.shared_bits_per_byte
-        if bits is not None and before is not None and after is not None and bits < before:
+        if bits is not None and before is not None and after is not None and before - bits > _SAME * before:
             closed = share((before - after) / (before - bits))
             yield (
                 f"{_capital(row.name)} is at {figure(bits)} over the bytes that all models predict, where the "
@@ -98,7 +98,7 @@ def teacher_sentence(arm: Arm, baseline: Arm | None) -> str:
     """Return a sentence on whether the teachers helped: yes, no, or why this cannot be told."""
     unknown = "Whether the teacher helped cannot be told"
     if baseline is None:
-        return f"{unknown} without the same run without a teacher: set run.baseline=true, or name one there."
+        return f"{unknown} without the same run without a teacher: set run.baseline to its folder, or to true."
     if arm.start is None or arm.end is None or baseline.start is None or baseline.end is None:
         lacking = arm if arm.start is None or arm.end is None else baseline
         return f"{unknown}: {lacking.name} has no figures per validation text, of its start and its end."
@@ -116,7 +116,7 @@ def teacher_sentence(arm: Arm, baseline: Arm | None) -> str:
     )
     if gain.low <= 0 <= gain.high:
         return f"{unknown}: {figures}."
-    return f"The teacher {'helped' if gain.value < 0 else 'did not help'}: {figures}."
+    return f"The teacher {'helped' if gain.value < 0 else 'made it worse'}: {figures}."
 
 
 def _student_remarks(before: float, after: float, records: Records, *, is_worse: bool) -> Iterator[str]:
@@ -154,4 +154,4 @@ def _data_remarks(records: Records, setup: Setup) -> Iterator[str]:
     epochs = 1 + max((record["epoch"] for record in records if "epoch" in record), default=0)
     if epochs > _MOST_EPOCHS:
         texts = "same texts" if setup.num_texts is None else f"same {setup.num_texts:,} texts"
-        yield f"The student read the {texts} in {epochs:,.0f} epochs, and may have learned them by heart."
+        yield f"The student read the {texts} in {epochs:,.0f} epochs, and may have memorized them."

@@ -72,7 +72,7 @@ def sampled_kl(
     log(p/q) − p + q], with S as a constant. importance_cap=C: weights are at most C. importance_level="sequence": each
     token gets the product of its sequence's weights, at most C, instead of its weight.
     importance_veto: a sequence with a token of a smaller weight is dropped but stays in the normalizer.
-    advantage_clamp: bound of |A|. shares: as for `sampled_chunk_kl`; a token by itself has the whole.
+    advantage_clamp: bound of |A|. shares: as for `sampled_chunk_kl`; without effect here.
 
     Unshifted logits [B, S, V] of one vocabulary; ids and mask [B, S]: token i is scored by the logits at i−1. Metrics:
     `kd`, the mean of W · k3 in nats per token, ≥ 0 for every estimator; with update="policy_gradient" also
@@ -217,6 +217,11 @@ class _KLEstimate:
             raise ConfigError(
                 f"shares={self.shares!r} divides an advantage, which update='direct' does not have; use "
                 "update='policy_gradient', or shares='chunk'"
+            )
+        if self.update == "direct" and self.advantage_clamp is not None:
+            raise ConfigError(
+                f"advantage_clamp={self.advantage_clamp} bounds an advantage, which update='direct' does not have; use "
+                "update='policy_gradient', or None"
             )
         if self.advantage_clamp is not None and not self.advantage_clamp > 0:
             raise ConfigError(

@@ -94,6 +94,8 @@ def _at_revision(source: str, files: Sequence[str], named: str) -> str:
 def hub_commit(reference: str) -> str | None:
     """Return the commit of a model that was read from the hub; None for a folder or an unreadable name."""
     name, revision = split_revision(reference)
+    if Path(reference).exists():
+        return None
     with suppress(HFValidationError):
         config = try_to_load_from_cache(name, "config.json", revision=revision)
         return Path(config).parent.name if isinstance(config, str) else None

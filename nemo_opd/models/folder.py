@@ -155,7 +155,10 @@ def _template_in(folder: Path) -> str | None:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     file = folder / "tokenizer_config.json"
-    template = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    template = settings.get("chat_template") if isinstance(settings, dict) else None
+    if isinstance(template, list):  # named templates
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     return template if isinstance(template, str) else None
 
 

@@ -22,6 +22,7 @@ from nemo_opd.errors import ConfigError, DataError, ProjectionError
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets, with_columns
 from nemo_opd.extras import require_extras, require_installed
 from nemo_opd.logging.questions import VALIDATION_LOG
+from nemo_opd.logging.records import read_config, value_at
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template, require_hub
 from nemo_opd.rewards import build_reward
 from nemo_opd.teacher_cache.shard import CacheManifest, read_manifest
@@ -49,11 +50,20 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
         if (push := config.run.push_to_hub) is not None:
             require_hub(f"run.push_to_hub.repo={push.repo}")
     _check_data(config)
-    baseline = config.run.baseline
-    if isinstance(baseline, Path) and not (baseline / VALIDATION_LOG).is_file():
+    if isinstance(config.run.baseline, Path):
+        _check_baseline(config.run.baseline)
+
+
+def _check_baseline(folder: Path) -> None:
+    """Raise ConfigError for a folder that is not of a run with validation and without teachers."""
+    problem = None
+    if not (folder / VALIDATION_LOG).is_file():
+        problem = f"not the directory of a run with validation (there is no {VALIDATION_LOG})"
+    elif value_at(read_config(folder), "loss.kd_weight"):
+        problem = "this run learned from teachers"
+    if problem is not None:
         raise ConfigError(
-            f"run.baseline={baseline}: not the directory of a run with validation (there is no {VALIDATION_LOG}); name "
-            "a finished run without teachers, or write true to train one first"
+            f"run.baseline={folder}: {problem}; name a finished run without teachers, or write true to train one first"
         )
 
 
@@ -70,7 +80,11 @@ def with_documents_columns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         source, schema = first_schema(Source.model_validate(data.get("train")), key="data.train")
     except (ValidationError, DataError):  # reported with all other settings
         return settings
-    ways = [] if schema is None else readings(schema)
+    written, ways = data.get("completion_key"), [] if schema is None else readings(schema)
+    if written is not None:
+        ways = [way for way in ways if way.get("completion_key") == written]
+    elif data.get("response_key") is not None:  # the answers are those of a stored response
+        ways = [way for way in ways if "completion_key" not in way]
     if len(ways) > 1:
         raise DataError(
             f"{source}: its columns can be read in {len(ways)} ways; write {', or '.join(map(described, ways))}"

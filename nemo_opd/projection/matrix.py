@@ -53,7 +53,8 @@ class ProjectionMatrix:
     teacher_shared_prefix: NDArray[np.int32] | None
     """Ψ_T [W]: the same for teacher tokens."""
     student_shared_spelling: NDArray[np.int32] | None
-    """Ψ_S [V] by spelling: shared token that first pieces of spellings lead to, as a row of `shared_pairs`, or −1."""
+    """Ψ_S [V] by spelling: the first shared token among first tokens of spellings, as a row of `shared_pairs`, or −1.
+    """
     teacher_shared_spelling: NDArray[np.int32] | None
     """Ψ_T [W] by spelling."""
     teacher_byte_order: NDArray[np.int32] | None

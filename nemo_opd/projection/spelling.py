@@ -250,7 +250,8 @@ def add_shared_prefix(
     that stands for a role maps to the pair with the closest role, otherwise to the rest cell.
 
     Also set `student_shared_spelling` [V] and `teacher_shared_spelling` [W]. There a text token that is not shared maps
-    where the first token of its spelling by the other tokenizer maps, or to the longest shared token without one.
+    where the first token of its spelling by the other tokenizer maps; if it has no spelling, to the longest shared
+    token that begins it.
 
     `roles` default to the matrix's. Raises ProjectionError for tokenizers of another pair.
     """

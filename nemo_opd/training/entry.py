@@ -27,7 +27,7 @@ class Finished:
 
     @property
     def model(self) -> Path | None:
-        """Folder of the trained student in Hugging Face format, or None if it was not exported."""
+        """Folder of the trained student in Hugging Face format, as last exported; None if it never was."""
         folder = self.output_dir / "final"
         return folder if folder.is_dir() else None
 

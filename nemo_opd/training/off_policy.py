@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_opd.checkpoint.identity import identity
 from nemo_opd.cluster.launch import driving
+from nemo_opd.config.load import from_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers
+from nemo_opd.errors import ConfigError
 from nemo_opd.logging import Timer
 from nemo_opd.logging.activity import busy, print_line
 from nemo_opd.logging.questions import VALIDATION_LOG, TextLog
@@ -49,10 +52,25 @@ def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
 def _trained_baseline(plan: Plan) -> bool:
     """Train the same steps without teachers, unless that is done; return False if it was interrupted."""
     config, folder = plan.config, plan.output_dir / BASELINE
-    log = TextLog(folder / VALIDATION_LOG)
+    baseline, log = _without_teachers(plan, folder), TextLog(folder / VALIDATION_LOG)
     if config.run.resume == "auto" and log.at(plan.total_steps) is not None:
+        if identity(from_yaml(folder / "config.yaml")) != identity(baseline):
+            raise ConfigError(
+                f"run.baseline=true: the baseline in {folder} was trained with other settings; restore them, or choose "
+                "another run.output_dir"
+            )
         return True
     print_line(f"baseline  the same {plan.total_steps:,} steps without teachers first, in {folder}")
+    drive(baseline)
+    if log.at(plan.total_steps) is not None:
+        return True
+    print_line(f"continue both runs with run.output_dir={plan.output_dir} run.resume=auto")
+    return False
+
+
+def _without_teachers(plan: Plan, folder: Path) -> RunConfig:
+    """Return the settings of the same run by cross-entropy alone, in another folder."""
+    config = plan.config
     loss = {"kd_weight": 0.0, "ce_weight": config.loss.ce_weight or 1.0, "scaling": "fixed"}
     train = {"max_steps": plan.total_steps, "epochs": None, "early_stopping": None, "keep_best": None}
     run = {
@@ -63,21 +81,15 @@ def _trained_baseline(plan: Plan) -> bool:
         "callbacks": (),
         "export_worse": True,
     }
-    drive(
-        config.model_copy(
-            update={
-                "loss": config.loss.model_copy(update=loss),
-                "train": config.train.model_copy(update=train),
-                "run": config.run.model_copy(update=run),
-                "evaluation": None,
-                "logging": config.logging.model_copy(update={"gradients_every": None}),
-            }
-        )
+    return config.model_copy(
+        update={
+            "loss": config.loss.model_copy(update=loss),
+            "train": config.train.model_copy(update=train),
+            "run": config.run.model_copy(update=run),
+            "evaluation": None,
+            "logging": config.logging.model_copy(update={"gradients_every": None}),
+        }
     )
-    if log.at(plan.total_steps) is not None:
-        return True
-    print_line(f"continue both runs with run.output_dir={plan.output_dir} run.resume=auto")
-    return False
 
 
 def train(session: Session) -> None:

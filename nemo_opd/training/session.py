@@ -364,18 +364,21 @@ class Session:
         self.loggers.phase("writing the model and the report")
         folder = self.plan.output_dir
         closing = closing_table(self.config, folder, self.start, self.validated, self.step)
-        is_exported = self.config.run.export_worse or not closing.verdict.is_worse
+        # On-policy the student may well leave the data's texts behind while its rewards rise.
+        is_exported = self.config.run.export_worse or self.config.rollout is not None or not closing.verdict.is_worse
         if is_exported:
             export_models(self.plan, self.models)
         else:
             self.loggers.warn(
                 "the student is worse than before training, so it was not exported or pushed; to do that, continue the "
                 f"run with run.output_dir={folder} run.resume=auto run.export_worse=true"
+                + (f"; {folder / 'final'} is the student of an earlier end" if (folder / "final").exists() else "")
             )
         best = export_best(self.plan, self.best, self.checkpoints, None if is_exported else self.start)
         if best is None and (settings := self.config.train.keep_best) is not None:
             self.loggers.warn(
-                f"no best/ was exported: no kept checkpoint has a good value of {settings.metric} (train.keep_best)"
+                f"no best/ was exported: no kept checkpoint is better than the start in {settings.metric} "
+                "(train.keep_best)"
             )
         closing = replace(closing, best=best, is_exported=is_exported)
         write_cards(self.plan, closing, self.start, self.step)

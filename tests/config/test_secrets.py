@@ -300,6 +300,8 @@ def test_a_sweep_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         f"rollout.options=['--api-key',{VALUE}]",
         f"rollout.options=['--api-key={VALUE}']",
         f"rollout.url='https://me:{VALUE}@example.org/v1'",
+        f"rollout.url='https://me:{VALUE}@example.org/${{oc.env:PATH}}'",
+        f"++teachers.0.served.api_key='${{oc.env:OF_A_TEST,{VALUE}}}'",
         f"++teachers.0.served.api_key={VALUE}",
         f"++teachers.0.served.api_key={VALUE},{VALUE}2",
     ],

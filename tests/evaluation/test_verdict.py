@@ -38,7 +38,7 @@ def test_ratio_difference_weighs_texts_by_their_bytes() -> None:
     ("with_teacher", "answer"),
     [
         ((1.5, 1.51, 1.49, 1.5), "The teacher helped"),
-        ((1.9, 1.91, 1.89, 1.9), "The teacher did not help"),
+        ((1.9, 1.91, 1.89, 1.9), "The teacher made it worse"),
         ((1.6, 1.8, 1.71, 1.69), "cannot be told"),
     ],
 )
@@ -51,7 +51,7 @@ def test_teachers_helped_only_beyond_the_interval(with_teacher: tuple[float, ...
 @pytest.mark.parametrize(
     ("baseline", "reason"),
     [
-        (None, "run.baseline=true"),
+        (None, "set run.baseline"),
         (arm("baseline", 2.0, 1.7, 1.7, 1.7, 1.7, step=20), "took 20 steps"),
         (arm("baseline", 2.1, 1.7, 1.7, 1.7, 1.7), "started at 2.100"),
         (Arm("baseline", None, None), "no figures per validation text"),
@@ -88,6 +88,18 @@ def test_doubtful_results_have_remarks() -> None:
     assert len(verdict.remarks) == len(expected)
     for text, remark in zip(expected, verdict.remarks, strict=True):
         assert text in remark
+
+
+def test_a_rise_without_an_interval_is_not_worse() -> None:
+    """Catches a withheld model because of one text, or of a run whose start was not measured for each text."""
+    verdict = judge(closing(2.0, 2.01, 1.0), [], SETUP, Arm("this run", None, None), None)
+    assert not verdict.is_worse
+
+
+def test_a_teacher_that_is_hardly_better_has_no_gap() -> None:
+    """Catches thousands of per cent of a gap that is rounding."""
+    verdict = judge(closing(2.0, 1.5, 1.9999), [], SETUP, arm("this run", 2.0, 1.5, 1.5, 1.5, 1.5), None)
+    assert not any("of the gap" in sentence for sentence in verdict.sentences)
 
 
 def test_a_rise_within_the_interval_is_not_worse() -> None:
