@@ -1,6 +1,7 @@
 """Rows as people have them: which columns hold documents, and which conversations they become."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_first_rows_of_a_file(tmp_path: Path) -> None:
 
 
 def _plain_tokenizer() -> Any:
-    tokenizer = byte_level()
+    tokenizer = deepcopy(byte_level())
     tokenizer.add_special_tokens({"eos_token": "<|end|>"})
     tokenizer.chat_template = read_template("plain", key="student.chat_template")
     return tokenizer

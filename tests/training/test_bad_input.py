@@ -577,7 +577,9 @@ def test_every_problem_of_a_command_has_its_line(tmp_path: Path) -> None:
     arguments = [sys.executable, str(script), "train.max_step=5", "run.seed=-1"]
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
 
-    assert sorted(done.stderr.strip().splitlines()) == [
+    demo, *errors = done.stderr.strip().splitlines()
+    assert demo.startswith("no file is named, so this starts from the demo")
+    assert sorted(errors) == [
         "error: run.seed=-1: must be greater than or equal to 0",
         "error: train.max_step=5: there is no such key; did you mean train.max_steps?",
     ]
