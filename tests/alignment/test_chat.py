@@ -5,7 +5,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_chat
@@ -164,6 +164,8 @@ def test_tool_calls_and_results() -> None:
 @pytest.mark.tokenizers
 @settings(max_examples=30)
 @given(contents=st.lists(CONTENTS, min_size=1, max_size=5), with_system=st.booleans())
+@example(contents=["", " </think>"], with_system=False)
+@example(contents=["", "<think> </think>b"], with_system=False)
 def test_any_contents_under_real_templates(contents: list[str], with_system: bool) -> None:
     """Contents that look like the template, marks, thinking and special tokens: no edge may move."""
     messages = conversation(contents, with_system)
