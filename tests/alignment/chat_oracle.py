@@ -50,10 +50,7 @@ def gemma3(messages: Messages) -> list[Segment]:
 
 
 def qwen3(messages: Messages, thinking: bool = True) -> list[Segment]:
-    """Without tools. A thinking block that is empty, or has blanks alone, is no content.
-
-    thinking: whether the model, not the generation prompt, writes such a block.
-    """
+    """Without tools. thinking: whether the model, not the generation prompt, writes an empty thinking block."""
     last_query = max((k for k, message in enumerate(messages) if message["role"] == "user"), default=len(messages))
     segments = []
     for k, message in enumerate(messages):
@@ -65,7 +62,7 @@ def qwen3(messages: Messages, thinking: bool = True) -> list[Segment]:
         if own and k > last_query and k == len(messages) - 1:
             content = content.lstrip("\n")
             block = f"<think>\n{reasoning}\n</think>\n\n"
-            if reasoning.strip():
+            if reasoning:
                 content = block + content
             else:
                 segments.append(Segment(block, written=thinking))
