@@ -131,7 +131,8 @@ def put_back(parent: Path, name: str = "*") -> None:
     name: pattern of the folders' names.
     """
     for removed in parent.glob(f".{name}{_REMOVED}*"):
-        shutil.rmtree(removed, ignore_errors=True)
+        if _OLD not in removed.name.rpartition(_REMOVED)[2]:  # else this is part of the folder's own name
+            shutil.rmtree(removed, ignore_errors=True)
     for old in parent.glob(f".{name}{_OLD}*"):
         folder = parent / old.name[1:].rpartition(_OLD)[0]
         with suppress(OSError):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_opd.alignment.pieces import name_of
@@ -64,6 +64,13 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messag
 
 
 def _limited(render: Callable[[], _T], tokenizer: PreTrainedTokenizerBase) -> _T:
+    templates = tokenizer.chat_template or ""
+    for template in templates.values() if isinstance(templates, dict) else (templates,):
+        if (operation := _unbounded_operation(template)) is not None:
+            raise AlignmentError(
+                f"the chat template of {name_of(tokenizer)} has {operation}, which may take any time; set a "
+                "chat_template without it"
+            )
     try:
         return called(render, timeout_s=TEMPLATE_S, key="the longest time")
     except UsersCodeError as error:
@@ -72,6 +79,32 @@ def _limited(render: Callable[[], _T], tokenizer: PreTrainedTokenizerBase) -> _T
         raise AlignmentError(
             f"the chat template of {name_of(tokenizer)} {error}; set a chat_template that ends"
         ) from None
+
+
+@cache
+def _unbounded_operation(template: str) -> str | None:
+    """Return an operation that may take any time at once, since off the main thread no limit ends it.
+
+    Such are powers, products without a literal number, and rounding to other than a literal number of digits.
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
+    except TemplateSyntaxError:
+        return None  # rendering tells
+    none = ("", "")
+    padded = [none, none, *tokens, none, none]
+    for (_, earlier), left, token, right, after in zip(*(padded[i:] for i in range(5)), strict=False):
+        if token == ("operator", "**"):
+            return "a power"
+        is_literal = right[0] == "integer" or (left[0] == "integer" and earlier not in ("*", "/", "//", "%"))
+        if token == ("operator", "*") and not is_literal:
+            return "a product of computed numbers"
+        has_digits = after[0] == "integer" and len(after[1]) <= 2
+        if token == ("name", "round") and right == ("operator", "(") and not has_digits:
+            return "a rounding to computed digits"
+    return None
 
 
 class ChatTemplate:

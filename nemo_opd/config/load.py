@@ -34,7 +34,7 @@ from nemo_opd.config.command_line import (
 )
 from nemo_opd.config.reference import help_text
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.secrets import has_references, remember, require_values, shown_config
+from nemo_opd.config.secrets import has_references, leaves, remember, require_values, shown_config
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import configs_dir, package_version
 from nemo_opd.plain_yaml import load_yaml
@@ -100,7 +100,8 @@ def _hydra_settings(file: Path, settings: Sequence[str], overrides: Sequence[str
         composed = hydra.compose(file.stem, [*settings, *overrides], return_hydra_config=True)
     node: Any = OmegaConf.to_container(composed.hydra, resolve=False)
     job = {key: value for key, value in node["job"].items() if key not in ("config_name", "override_dirname")}
-    return {key: value for key, value in node.items() if key not in ("overrides", "runtime")} | {"job": job}
+    added = {key: [item for item in node["overrides"][key] if item not in overrides] for key in ("hydra", "task")}
+    return {key: value for key, value in node.items() if key != "runtime"} | {"job": job, "overrides": added}
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
@@ -113,10 +114,17 @@ def from_yaml(path: Path) -> RunConfig:
     written = load_yaml(path.read_text(encoding="utf-8"))
     if not has_references(written):
         return from_dict(written)
+    values = {".".join(map(str, keys)): value for keys, value in leaves(written)}
+    for key, value in values.items():
+        # Several references in a value, or one to a section, may stand for billions of characters.
+        has_others = isinstance(value, str) and value.count("${") > value.count("${oc.env:")
+        if has_others and not (value[:2] + value[-1] == "${}" and value[2:-1] in values):
+            raise ConfigError(f"{path}: {key}={value}: such references are not read here; write the value itself")
     try:
         data: Any = OmegaConf.to_container(OmegaConf.create(written), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error.msg or error).splitlines()[0]}; correct the reference") from error
+    except (OmegaConfBaseException, RecursionError) as error:
+        reason = str(getattr(error, "msg", None) or error).splitlines()[0]
+        raise ConfigError(f"{path}: {reason}; correct the reference") from error
     remember(written, data)
     return from_dict(data)
 

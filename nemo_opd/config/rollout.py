@@ -8,7 +8,10 @@ from pydantic import Field, field_validator, model_validator
 from nemo_opd.config.base import YEAR_S, Frozen, MayChange, Settings
 from nemo_opd.config.teacher import whole_url
 
-_ADDRESS_OPTIONS = ("--host", "--port", "--uds", "--config", "--api-key", "--admin-api-key")
+_ADDRESS_OPTIONS = (
+    *("--host", "--port", "--uds", "--config", "--api-key", "--admin-api-key"),
+    *("--dist-init-addr", "--data-parallel-address", "--grpc-port"),
+)
 
 
 class RolloutBase(Settings):

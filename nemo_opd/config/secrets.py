@@ -34,7 +34,12 @@ _IN_ARGUMENTS = (
     re.compile(r"\b(?:bearer|authorization\W+basic)\s+(?P<secret>[^\s'\"]+)", re.IGNORECASE),
     *_IN_ADDRESSES,
 )
-_REFERENCE = re.compile(r"\$\{oc\.env:\w+\}")
+_REFERENCE = re.compile(r"\$\{(?:oc\.env:)?[\w.]+\}")
+_ONLY_REFERENCES = re.compile(rf"(?:{_REFERENCE.pattern})+")
+_REFERRED_PART = re.compile(rf"(?:[^:$]*:)?{_ONLY_REFERENCES.pattern}")
+"""Part of a text that is secret; in an address, a user's name precedes a password."""
+_DEFAULT = re.compile(r"(?<=\$\{oc\.env:)(?P<name>\w+),[^}]*")
+"""Default of a variable that is not set."""
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)")
 _SHORTEST, _SHORTEST_ELSEWHERE = 6, 12
 """Fewest characters of a secret, and of an environment variable's value outside secret fields, that are masked in any
@@ -67,7 +72,8 @@ def remember(raw: Any, resolved: Any) -> None:
     from_environment = {value for _, value, text in texts if value and _FROM_ENVIRONMENT.search(text)}
     for path, value, text in texts:
         if "${" in text and any(secret in value for secret in from_environment):
-            _references[path, PurePath(value)] = _references[_place(path, value)] = text
+            shown = _shown_reference(written, path, text)
+            _references[path, PurePath(value)] = _references[_place(path, value)] = shown
         masked = masked_leaf(values, path, value)
         if masked != MASK:
             secrets = _secrets_in(value, _IN_ARGUMENTS) if masked != value else ()
@@ -78,6 +84,25 @@ def remember(raw: Any, resolved: Any) -> None:
             variable = os.environ.get(name, "")
             if variable and (masked != value or _looks_secret(variable)):
                 _replacements[variable] = f"${{oc.env:{name}}}"
+
+
+def _shown_reference(written: _Leaves, path: _KeyPath, text: str) -> str:
+    """Return a text with references in which literal secrets are masked."""
+    masked = masked_leaf(written, path, text)
+    if masked == text:
+        return text
+    text = _DEFAULT.sub(rf"\g<name>,{MASK}", text)
+    if masked != MASK:
+        for pattern in _IN_ARGUMENTS:
+            text = pattern.sub(
+                lambda match: match[0] if _REFERRED_PART.fullmatch(match["secret"]) else _masked_match(match), text
+            )
+        return text
+    literals = _REFERENCE.split(text)
+    return "".join(
+        (MASK if literal else "") + reference
+        for literal, reference in zip(literals, [*_REFERENCE.findall(text), ""], strict=True)
+    )
 
 
 def _looks_secret(value: str) -> bool:
@@ -123,10 +148,13 @@ def contains_secret(settings: Any, path: _KeyPath) -> bool:
     for place, value in values.items():
         if not isinstance(value, str) or MASK in value or (masked := masked_leaf(values, place, value)) == value:
             continue
-        secrets = (value,) if masked == MASK else _secrets_in(value, _IN_ARGUMENTS)
         if "environment" in place and not is_secret_name(str(place[-1])):
             continue
-        if not all(_REFERENCE.search(secret) for secret in secrets):
+        if masked == MASK:
+            is_referred_to = _ONLY_REFERENCES.fullmatch(value) is not None
+        else:
+            is_referred_to = all(map(_REFERRED_PART.fullmatch, _secrets_in(value, _IN_ARGUMENTS)))
+        if not is_referred_to:
             return True
     return False
 
@@ -170,8 +198,12 @@ def masked_leaf(values: _Leaves, path: _KeyPath, value: str) -> str:
 
 def _masked_text(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
     for pattern in patterns:
-        text = pattern.sub(lambda match: match[0].removesuffix(match["secret"]) + MASK, text)
+        text = pattern.sub(_masked_match, text)
     return text
+
+
+def _masked_match(match: re.Match[str]) -> str:
+    return match[0].removesuffix(match["secret"]) + MASK
 
 
 def _secrets_in(text: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[str]:

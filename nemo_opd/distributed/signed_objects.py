@@ -9,7 +9,6 @@ import os
 import pickle
 import secrets
 import shutil
-import stat
 import tempfile
 from pathlib import Path
 from typing import IO, Any
@@ -65,9 +64,7 @@ def share_key(store: dist.Store, rank: int, world_size: int) -> bytes:
     Raises ClusterError for a folder of another user.
     """
     if rank > 0:
-        folder = Path(store.get(_FOLDER).decode())
-        _require_private(folder)
-        key = (folder / _FILE).read_bytes()
+        key = _read_private(Path(store.get(_FOLDER).decode()))
         store.set(_READ.format(rank), "")
         return key
     folder, key = Path(tempfile.mkdtemp(prefix="nemo_opd_")), new_key()
@@ -80,7 +77,14 @@ def share_key(store: dist.Store, rank: int, world_size: int) -> bytes:
     return key
 
 
-def _require_private(folder: Path) -> None:
-    status = os.lstat(folder)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ClusterError(f"{folder}: it was named as the folder of the run's key, but others may have written it")
+def _read_private(folder: Path) -> bytes:
+    """Read the key from a folder of this user; the opened folder is checked, as its path may lead elsewhere later."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(opened)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise ClusterError(f"{folder}: it was named as the folder of the run's key, but others may have written it")
+        with open(_FILE, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, dir_fd=opened)) as file:
+            return file.read()
+    finally:
+        os.close(opened)

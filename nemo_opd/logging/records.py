@@ -108,7 +108,7 @@ def read_config(output_dir: Path) -> dict[str, Any]:
 def config_text(output_dir: Path) -> str:
     """Return a run's config.yaml; empty if it does not exist."""
     file = output_dir / "config.yaml"
-    return file.read_text(encoding="utf-8") if file.exists() else ""
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def value_at(config: object, key: str) -> object:
@@ -144,8 +144,9 @@ def write_hardware(run: RunSummary) -> None:
 def read_hardware(output_dir: Path) -> dict[str, str]:
     """Return values by label; empty if the file is missing or damaged."""
     try:
-        hardware = json.loads((output_dir / _HARDWARE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        file = output_dir / _HARDWARE
+        hardware = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return {str(label): str(value) for label, value in hardware.items()} if isinstance(hardware, dict) else {}
 

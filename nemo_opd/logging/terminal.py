@@ -11,10 +11,11 @@ _PICTURES = 0x2400
 """Unicode's picture of the control character 0; the pictures of the next 31 follow."""
 _SHOWN: dict[int, int | str] = {code: _PICTURES + code for code in range(0x20) if chr(code) not in "\n\t"}
 _SHOWN |= {0x7F: 0x2421, **{code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}}
+_SHOWN |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # reorder a line
 
 
 def visible(text: str) -> str:
-    """Replace control characters, other than line feeds and tabs, by pictures such as ␛."""
+    """Replace control characters, other than line feeds and tabs, by pictures such as ␛ or escapes such as \\u202e."""
     return text.translate(_SHOWN)
 
 

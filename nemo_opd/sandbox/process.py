@@ -34,7 +34,7 @@ _GRACE_S = 30.0
 """Additional time for the sandbox to start and report."""
 _ENDING_S = 5.0
 _MESSAGE_BYTES = 1 << 16
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
 _LIBRARIES = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
 

@@ -98,6 +98,8 @@ class Shard:
         for name, (tensor, shape, dtype) in expected.items():
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ValueError(f"{name} has the shape {list(tensor.shape)} and the type {tensor.dtype}")
+        if self._tokens.shape[-1] not in (2, 3):
+            raise ValueError(f"its ids have {self._tokens.shape[-1]} bytes")
         if self.begins[0] or self.begins[-1] != num_tokens or np.any(self.begins[1:] < self.begins[:-1]):
             raise ValueError("its segments are not in order")
 

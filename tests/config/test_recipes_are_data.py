@@ -18,6 +18,7 @@ FILES = {
         "mine.yaml": "defaults: [off_policy_demo, override hydra/launcher: theirs, _self_]\n",
         "hydra/launcher/theirs.yaml": "_target_: tests.config.test_recipes_are_data.Attack\n",
     },
+    "overrides of a sweep": {"mine.yaml": f"{DEMO}hydra: {{overrides: {{hydra: ['+hydra.callbacks={CALLBACK}']}}}}\n"},
     "a file that it builds on": {
         "mine.yaml": "defaults: [base, _self_]\n",
         "base.yaml": f"{DEMO}hydra: {{callbacks: {CALLBACK}}}\n",
@@ -43,7 +44,9 @@ def test_a_file_cannot_set_hydra(tmp_path: Path, files: dict[str, str]) -> None:
     """Bug: a downloaded recipe ran its code, also with run.dry_run=true."""
     recipe = written(tmp_path, files)
     for attempt in (lambda: configured("--config", recipe, "run.dry_run=true"), lambda: compose(recipe)):
-        with pytest.raises(ConfigError, match=r"mine.yaml: it sets hydra\.(callbacks|job|launcher); settings of Hydra"):
+        with pytest.raises(
+            ConfigError, match=r"mine.yaml: it sets hydra\.(callbacks|job|launcher|overrides); settings of Hydra"
+        ):
             attempt()
     assert not ran
 

@@ -23,7 +23,7 @@ VALUE = "hunter2-hunter2"
 ON_POLICY = "on_policy_demo"
 STARTED = (
     "rollout=server",
-    f"rollout.options=['--api-key',{VALUE},'--hf-token={VALUE}','--max-num-batched-tokens','8192']",
+    f"rollout.options=['--hf-token',{VALUE},'--hf-token={VALUE}','--max-num-batched-tokens','8192']",
     f"rollout.environment={{HF_TOKEN:{VALUE},NAME:{VALUE},PIN_KEY:'1234',CUDA_VISIBLE_DEVICES:'0,1'}}",
 )
 REFERENCE = "${oc.env:OF_A_TEST}"
@@ -58,7 +58,7 @@ def test_config_report_and_trackers_have_none(tmp_path: Path) -> None:
     text = written(composed(*STARTED), tmp_path)
     assert VALUE not in text
     rollout = yaml.safe_load(text)["rollout"]
-    assert rollout["options"] == ["--api-key", MASK, f"--hf-token={MASK}", "--max-num-batched-tokens", "8192"]
+    assert rollout["options"] == ["--hf-token", MASK, f"--hf-token={MASK}", "--max-num-batched-tokens", "8192"]
     assert rollout["environment"] == {
         "HF_TOKEN": MASK,
         "NAME": MASK,
@@ -158,7 +158,7 @@ def test_error_lines_have_none(
     """An address, a server's command line, the end of its log."""
 
     def failing(config: RunConfig) -> None:
-        failure = error(f"https://me:{VALUE}@example.org died (--api-key {VALUE}, HF_TOKEN={VALUE})")
+        failure = error(f"https://me:{VALUE}@example.org died (--hf-token {VALUE}, HF_TOKEN={VALUE})")
         failure.add_note(f"401 for token {VALUE}")
         raise failure
 
@@ -167,7 +167,7 @@ def test_error_lines_have_none(
         main(failing, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
     said = capsys.readouterr().err
     assert VALUE not in said
-    assert f"https://{MASK}@example.org died (--api-key {REFERENCE}, HF_TOKEN={REFERENCE})" in said
+    assert f"https://{MASK}@example.org died (--hf-token {REFERENCE}, HF_TOKEN={REFERENCE})" in said
 
 
 def test_a_refused_value_has_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,12 +221,12 @@ def test_credentials_in_addresses(text: str, shown: str) -> None:
     [
         (("--apikey=abcdef12",), (f"--apikey={MASK}",)),
         (("env", "HF_TOKEN=hf_abcdef", "vllm"), ("env", f"HF_TOKEN={MASK}", "vllm")),
-        (("--api-key", "k1", "k2", "--port", "1"), ("--api-key", MASK, MASK, "--port", "1")),
-        (("bash", "-c", "vllm serve --api-key abcdef"), ("bash", "-c", f"vllm serve --api-key {MASK}")),
+        (("--hf-token", "k1", "k2", "--port", "1"), ("--hf-token", MASK, MASK, "--port", "1")),
+        (("bash", "-c", "vllm serve --hf-token abcdef"), ("bash", "-c", f"vllm serve --hf-token {MASK}")),
         (("--header", "Authorization: Bearer sk-1234"), ("--header", f"Authorization: Bearer {MASK}")),
         (("--header=X-Api-Key: sk-abcdef",), (f"--header=X-Api-Key: {MASK}",)),
         (("sh", "-c", "export HF_TOKEN=hf_ab12; vllm"), ("sh", "-c", f"export HF_TOKEN={MASK}; vllm")),
-        (("sh", "-c", 'vllm --api-key "sk-abcdef"'), ("sh", "-c", f'vllm --api-key "{MASK}"')),
+        (("sh", "-c", 'vllm --hf-token "sk-abcdef"'), ("sh", "-c", f'vllm --hf-token "{MASK}"')),
         (("--kwargs", '{"api_key": "sk-abcdef"}'), ("--kwargs", f'{{"api_key": "{MASK}"}}')),
         (("--description=a basic idea",), ("--description=a basic idea",)),
         (("--tokenizer", "gpt2", "--max-num-batched-tokens=8"), ("--tokenizer", "gpt2", "--max-num-batched-tokens=8")),
@@ -243,8 +243,19 @@ def test_arguments_of_a_server(arguments: tuple[str, ...], shown: tuple[str, ...
 def test_a_variable_in_an_option_is_known_by_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the server's own words about a bad key had it."""
     monkeypatch.setenv("OF_A_TEST", VALUE)
-    composed("rollout=server", "rollout.options=['--api-key=${oc.env:OF_A_TEST}']")
+    composed("rollout=server", "rollout.options=['--hf-token=${oc.env:OF_A_TEST}']")
     assert without_secrets(f"bad key {VALUE}") == "bad key ${oc.env:OF_A_TEST}"
+
+
+def test_a_literal_secret_beside_a_reference_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the text with the reference was written as it was."""
+    monkeypatch.setenv("OF_A_TEST", "abcdefgh")
+    options = {"--hf-token": f"{VALUE}${{oc.env:OF_A_TEST}}", "--token": f"${{oc.env:NOT_THERE,{VALUE}}}"}
+    raw = {"rollout": {"options": [word for pair in options.items() for word in pair]}}
+    values = [*options, f"{VALUE}abcdefgh", VALUE]
+    secrets.remember(raw, {"rollout": {"options": ["--hf-token", values[2], "--token", values[3]]}})
+    shown = secrets.shown_config({"rollout": {"options": ["--hf-token", values[2], "--token", values[3]]}})
+    assert shown["rollout"]["options"] == ["--hf-token", "***${oc.env:OF_A_TEST}", "--token", "***"]
 
 
 def test_references_are_kept_where_validation_changes_the_value(
@@ -297,12 +308,14 @@ def test_a_sweep_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     [
         f"rollout.environment.HF_TOKEN={VALUE}",
         f"rollout.environment={{HF_TOKEN:{VALUE}}}",
-        f"rollout.options=['--api-key',{VALUE}]",
-        f"rollout.options=['--api-key={VALUE}']",
+        f"rollout.options=['--hf-token',{VALUE}]",
+        f"rollout.options=['--hf-token={VALUE}']",
         f"rollout.url='https://me:{VALUE}@example.org/v1'",
         f"rollout.url='https://me:{VALUE}@example.org/${{oc.env:PATH}}'",
         f"++teachers.0.served.api_key='${{oc.env:OF_A_TEST,{VALUE}}}'",
         f"++teachers.0.served.api_key={VALUE}",
+        f"rollout.environment.HF_TOKEN='{VALUE}${{oc.env:HOME}}'",
+        f"rollout.options=['--hf-token','${{oc.env:PATH}}{VALUE}']",
         f"++teachers.0.served.api_key={VALUE},{VALUE}2",
     ],
 )

@@ -51,6 +51,21 @@ BOMBS = {
         ),
         REACHED,
     ),
+    "memory that a process gives back and keeps": Attack(
+        _answer(
+            """
+            import mmap
+            for make in (lambda: mmap.mmap(-1, 4096), lambda: mmap.mmap(open("/dev/zero", "r+b").fileno(), 4096)):
+                try:
+                    make()
+                except OSError:
+                    continue
+                return True
+            return False
+            """
+        ),
+        REACHED,
+    ),
     "masked signals": Attack(
         "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nfor n in (1, 2, 3, 15, 24, 14):\n"
         "  signal.signal(n, signal.SIG_IGN)\nwhile True: pass",

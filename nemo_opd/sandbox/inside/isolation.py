@@ -62,7 +62,7 @@ def _make_root(readable: Sequence[str], links: Sequence[Sequence[str]], scratch_
     _do("umount2", b"/old/tmp", _DETACH)  # uncovers readable paths in /tmp
     for path in readable:
         _bind(f"/old{path}", path)
-    for name in ("null", "zero", "full", "random", "urandom"):
+    for name in ("null", "full", "random", "urandom"):  # a shared mapping of /dev/zero is memory that no limit counts
         _bind(f"/old/dev/{name}", f"/dev/{name}", _NOSUID)
     for path, target in links:
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -132,10 +132,12 @@ _FORBIDDEN = {
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
+_MMAP = {"x86_64": 9, "aarch64": 222}
+_SHARED, _ANONYMOUS = 0x01, 0x20
 _X32 = 0x40000000
 """First call number of the x32 ABI, whose calls are not in the tables above."""
 
-_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENT_AT = 0, 4, 16
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENT_AT, _FOURTH_ARGUMENT_AT = 0, 4, 16, 40
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _MODE_FILTER = 2
@@ -145,9 +147,9 @@ def filter_calls() -> None:
     """Forbid sockets except pairs, shared memory and access to other processes' memory, also for children.
 
     Namespaces and resource limits do not cover these: a virtual machine's sockets to its host (AF_VSOCK) are outside of
-    any network namespace, shared memory (`shmget`, `memfd_create`) does not count for any process, and a process is
-    root in a nested namespace. Sets no filter on other machines than `_ARCHITECTURE`. Raises OSError if the kernel
-    refuses.
+    any network namespace, shared memory (`shmget`, `memfd_create`, shared mappings without a file) does not count for
+    any process, and a process is root in a nested namespace. Sets no filter on other machines than `_ARCHITECTURE`.
+    Raises OSError if the kernel refuses.
     """
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
@@ -182,6 +184,13 @@ def _filter(machine: str) -> bytes:
         (_ANY_BIT, 0, 1, _NEW_NAMESPACES),
         (_RETURN, 0, 0, denied),
         (_RETURN, 0, 0, _ALLOW),
+    ]
+    steps += [
+        (_EQUAL, 0, 4, _MMAP[machine]),
+        (_LOAD, 0, 0, _FOURTH_ARGUMENT_AT),
+        (_ANY_BIT, 0, 2, _SHARED),
+        (_ANY_BIT, 0, 1, _ANONYMOUS),
+        (_RETURN, 0, 0, denied),
     ]
     steps.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("HBBI", *step) for step in steps)
