@@ -37,7 +37,7 @@ def position_loss(
     Raises ConfigError for unknown ends, or for `drop` with a divergence other than forward KL.
     """
     _check(ends, compare)
-    targets = _Targets.of(inputs, projection, ends, pieces)
+    targets = Targets.of(inputs, projection, ends, pieces)
     temperature, student = inputs.temperature, targets.positions.student
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
@@ -103,7 +103,7 @@ def _check(ends: str, compare: Divergence) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Targets:
+class Targets:
     """Teacher log-masses of student tokens and of a rest cell, at the compared positions of each chunk."""
 
     inputs: ChunkInputs
@@ -119,7 +119,7 @@ class _Targets:
     """Reader of the preceding row, for units that need it."""
 
     @staticmethod
-    def of(inputs: ChunkInputs, projection: ProjectionMatrix, ends: str, pieces: str) -> _Targets:
+    def of(inputs: ChunkInputs, projection: ProjectionMatrix, ends: str, pieces: str) -> Targets:
         sizes, units = (inputs.student_size, inputs.teacher_size), inputs.units
 
         def tree_on(device: torch.device) -> PieceTree:
@@ -127,7 +127,7 @@ class _Targets:
 
         positions = PositionUnits.of(units, inputs.student_ids, inputs.teacher_ids, tree_on, has_before=ends == "cover")
         prefixes = PrefixRanges.of(projection, inputs.teacher_size, inputs.device)
-        return _Targets(
+        return Targets(
             inputs,
             ends,
             positions,
@@ -171,7 +171,7 @@ class _PartMasses:
     Each position's masses share an arbitrary factor, which the divergence normalises away.
     """
 
-    def __init__(self, targets: _Targets, part: slice) -> None:
+    def __init__(self, targets: Targets, part: slice) -> None:
         inputs, student = targets.inputs, targets.positions.student
         self._targets, self._part, self._span = targets, part, student.span(part)
         self._size = inputs.student_size
