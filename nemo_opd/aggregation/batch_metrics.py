@@ -1,4 +1,4 @@
-"""Metrics of a batch that need no model: what the losses cover, weights of teachers, and leakage of contexts."""
+"""Metrics of a batch that need no model: coverage of the losses, weights of teachers, and leakage of contexts."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class Readings:
 
 @dataclass(frozen=True, slots=True)
 class UnitLossRecorder:
-    """Losses of the units of a plan, each placed at the first token that it predicts, or where its term says.
+    """Losses of the units of a plan, each placed at the first token that it predicts or at its term's `recorded_at`.
 
     For validation only: when a gradient is computed, terms may bypass the function that records.
     """

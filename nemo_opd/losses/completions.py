@@ -1,4 +1,4 @@
-"""Sets of student tokens that complete what a student token has begun of a teacher token (methods.md §5.13)."""
+"""Sets of student tokens that complete the teacher tokens begun by a student token (methods.md §5.13)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CompletionSets:
-    """Groups of teacher tokens without an equal student token, and what completes each group after a student token.
+    """Groups of teacher tokens without an equal student token, and the student tokens that complete each group.
 
     A group is all such tokens that begin with the group's shortest one, its representative. Pair i is a group and a
     student token whose bytes begin the representative's; the pair's completions are the student tokens that begin with
-    the rest of the representative. Pairs without completions are left out.
+    the remaining bytes of the representative. Pairs without completions are left out.
     """
 
     first_pair: Tensor
@@ -39,13 +39,13 @@ class CompletionSets:
     teacher_tokens: Tensor
     """int64 [X]: the tokens of all groups, group by group."""
     member_begin: Tensor
-    """int64 [P]: where a pair's group begins in `teacher_tokens`."""
+    """int64 [P]: index of the first token of a pair's group in `teacher_tokens`."""
     num_members: Tensor
     """int64 [P]"""
     student_tokens: Tensor
     """int64 [Y]: student tokens with text, in byte order."""
     completion_begin: Tensor
-    """int64 [P]: where a pair's completions begin in `student_tokens`."""
+    """int64 [P]: index of a pair's first completion in `student_tokens`."""
     num_completions: Tensor
     """int64 [P]"""
 
@@ -112,7 +112,7 @@ def _sets(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Sequence[i
 
 
 def _groups(texts: Sequence[bytes]) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the first text of each group of sorted texts that begin with it, and where the group begins and ends."""
+    """Yield the first text of each group of sorted texts that begin with it, and the group's begin and end."""
     begin = 0
     for end in range(1, len(texts) + 1):
         if end == len(texts) or not texts[end].startswith(texts[begin]):
@@ -128,7 +128,7 @@ class CompletionUnits:
     pairs: ChunkPositions
     """[R], grouped by chunk; `rows` are pairs of the sets."""
     member_offsets: Sequence[int]
-    """[R + 1]: where each pair's teacher tokens begin among those of all pairs; on the host."""
+    """[R + 1]: each pair's first teacher token among the teacher tokens of all pairs; on the host."""
     completion_offsets: Sequence[int]
     """[R + 1]: the same for student tokens."""
 
@@ -149,7 +149,7 @@ class CompletionUnits:
         return CompletionUnits(sets, ChunkPositions.sent(*tensors[:3]), *map(offsets_of, tensors[3:]))
 
     def unit_offsets(self, token_offsets: Sequence[int]) -> list[int]:
-        """Return where each chunk begins among the tokens of all pairs, [U + 1]."""
+        """Return each chunk's first token among the tokens of all pairs, [U + 1]."""
         return [token_offsets[begin] for begin in self.pairs.offsets]
 
     def surprise(self, log_p: Tensor, log_q: Tensor, part: slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""Teacher by first pieces, and completion of what the student has begun (methods.md §5.13)."""
+"""Teacher by first pieces, and completion of the tokens that the student has begun (methods.md §5.13)."""
 
 from __future__ import annotations
 

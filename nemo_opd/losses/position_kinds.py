@@ -1,4 +1,4 @@
-"""Kinds of the student's positions, by where they lie in the teacher's tokens (methods.md §5.14)."""
+"""Kinds of the student's positions, by their place in the teacher's tokens (methods.md §5.14)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _START, _INSIDE, _LATER, _UNALIGNED = range(len(POSITION_KINDS))
 def position_kinds(chunks: ChunkRows, student: TokenRows, teacher: TokenRows) -> Tensor:
     """Return the kind of each student token, as an index into `POSITION_KINDS`: int64 [B, S].
 
-    In a chunk of several teacher tokens the bytes of both sides tell where the first one ends.
+    In a chunk of several teacher tokens the bytes of both sides tell the end of the first one.
     """
     is_start, teacher_position = chunk_starts(chunks.student, chunks.teacher)
     place = torch.arange(is_start.shape[1], device=is_start.device).expand_as(is_start)

@@ -60,7 +60,8 @@ class _Comparison(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gradient(*ctx.saved_tensors, grad_output.unsqueeze(1)), None, None, None
+        shares, is_unreached, of_rest = ctx.saved_tensors
+        return _gradient(shares, is_unreached, of_rest, grad_output.unsqueeze(1)), None, None, None
 
 
 @fused
@@ -88,7 +89,7 @@ def _compare(
 
 @fused
 def _gradient(shares: Tensor, is_unreached: Tensor, of_rest: Tensor, grad_output: Tensor) -> Tensor:
-    """Return the gradient for logits/τ [p, V]: tokens without mass share the rest cell's. grad_output: [p, 1]."""
+    """Return the gradient for logits/τ [p, V]: tokens without mass share the rest's gradient. grad_output: [p, 1]."""
     return shares * torch.where(is_unreached, of_rest * grad_output, grad_output)
 
 
