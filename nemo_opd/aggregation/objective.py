@@ -6,7 +6,9 @@ from functools import partial
 from operator import itemgetter
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.aggregation.rules import RULES
@@ -20,6 +22,7 @@ from nemo_opd.logits.sources import AveragedLogits
 from nemo_opd.losses.arguments import count_label_tokens, label_mask, sampled_mask
 from nemo_opd.losses.build import TermLoss, build
 from nemo_opd.losses.cross_entropy import cross_entropy
+from nemo_opd.losses.image_mass import teacher_images, with_image_mass
 from nemo_opd.losses.learned_projection import LearnedProjection
 from nemo_opd.losses.metrics import plan_rollout_statistics
 from nemo_opd.losses.policy_gradient import grpo
@@ -62,6 +65,8 @@ class TeacherLoss:
     """Function from the logits of all teachers to the logits that this part reads."""
     overlap: Overlap | None = None
     """None if teacher and student have no token in common."""
+    images: NDArray[np.bool_] | None = None
+    """[W]: teacher tokens that the loss maps into the student's vocabulary; None if it uses no map."""
 
     def num_units(self, batch: Batch) -> float:
         """Count the units in the batch, each multiplied by the rollout weight of its sequence."""
@@ -71,9 +76,9 @@ class TeacherLoss:
         """Count the texts that have a unit."""
         return int((self.loss.units(*self._rows(batch)) > 0).sum())
 
-    def num_positions(self, batch: Batch) -> int:
-        """Count the units in the batch."""
-        return int(self.loss.units(*self._rows(batch)).sum())
+    def positions(self, batch: Batch) -> Tensor:
+        """Return the student tokens whose predictions are compared: bool [B, S]."""
+        return self.loss.positions(*self._rows(batch))
 
     def num_covered(self, batch: Batch) -> Tensor:
         """Count the student's scored tokens that are in a unit: int64 [B]."""
@@ -104,16 +109,18 @@ class TeacherLoss:
         divisor: the divisor of these rows, for metrics only. Metrics: those that the loss reports, suffixed with the
         teacher's name, and the part's contribution to KD under PART and SHARE.
         """
-        rows = batch.teachers[self.teacher]
+        rows, teacher = batch.teachers[self.teacher], self.logits_of(teacher_logits)
         loss = self.loss.plan(
             student_logits,
-            self.logits_of(teacher_logits),
+            teacher,
             self.student_side(batch),
             rows,
             normalizer,
             sampled=batch.sampled,
             sequence_weights=_sequence_weights(rows),
         )
+        if self.images is not None and rows.chunks is not None and not logit_rows(teacher).is_truncated:
+            loss = with_image_mass(loss, self.images, rows.chunks.student)
 
         def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
             metrics = {self._named(name): metric for name, metric in loss.metrics_of(weighted, unweighted).items()}
@@ -338,60 +345,7 @@ def build_objective(
             teacher_vocab_size=sizes[1],
         )
         matrix = projection.start if isinstance(projection, LearnedProjection) else projection
-        overlap = Overlap(None, *sizes) if is_same else Overlap.across(matrix, *sizes, config.term(i).type)
-        parts.append(TeacherLoss(teacher.name, factor, term, i, itemgetter(i), overlap))
+        overlap = Overlap(None, *sizes) if is_same else Overlap.across(matrix, *sizes)
+        images = None if matrix is None else teacher_images(config.term(i).type, matrix)
+        parts.append(TeacherLoss(teacher.name, factor, term, i, itemgetter(i), overlap, images))
     return TrainingObjective(config.loss, tuple(parts), rule.counts_together, student_vocab_size)
-
-
-def coverage_metrics(objective: TrainingObjective, batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
-    """Return `kd_coverage/<teacher>`, the share of the student's scored tokens that are in a unit of its KD, and with
-    another tokenizer `kd_positions/<teacher>`, the units over the scored tokens.
-
-    names: the names of all teachers. With `select_teacher` and `routed` only a teacher's own texts count, and a teacher
-    without texts has no metric.
-    """
-    metrics: dict[str, Metric] = {}
-    for part in objective.parts:
-        rows = batch.teachers[part.teacher]
-        scored = count_label_tokens(batch.student.loss_mask)
-        covered = part.num_covered(batch)
-        if objective.count_together:
-            scored = scored * (rows.tokens.lengths > 0)
-        if total := int(scored.sum()):
-            part_names = names if part.name is None else [part.name]
-            metrics |= {f"kd_coverage/{name}": Mean(int(covered.sum()), total) for name in part_names}
-            if rows.chunks is not None:
-                metrics[f"kd_positions/{part.name}"] = Mean(part.num_positions(batch), total)
-    return metrics
-
-
-def share_metrics(objective: TrainingObjective, batch: Batch) -> dict[str, Metric]:
-    """Return per teacher the mean sequence weight (`weight/`) or the share of sequences (`share/`), if it varies by
-    batch; with another tokenizer also `changed_history/`, the share of aligned chunks after contents that the student
-    reads differently.
-    """
-    metrics: dict[str, Metric] = {}
-    for part in objective.parts:
-        rows = batch.teachers[part.teacher]
-        if objective.count_together:
-            metrics[f"share/{part.name}"] = Mean(int((rows.tokens.lengths > 0).sum()), len(batch))
-        elif rows.weights is not None:
-            metrics[f"weight/{part.name}"] = Mean(part.weight * float(rows.weights.sum()), len(batch))
-        if rows.chunks is not None and rows.chunks.histories is not None:
-            usable, changed = rows.chunks.histories.sum(0).tolist()
-            metrics[f"changed_history/{part.name}"] = Mean(changed, usable)
-    return metrics
-
-
-def leakage_metrics(batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
-    """Return `leakage/<teacher>` of teachers with a context: the share of response bytes that also occur in it.
-
-    names: the names of all teachers (methods.md §13).
-    """
-    metrics: dict[str, Metric] = {}
-    for name, rows in zip(names, batch.teachers, strict=True):
-        if rows.leakage is not None:
-            leaked, num_bytes = rows.leakage.sum(0).tolist()
-            if num_bytes:
-                metrics[f"leakage/{name}"] = Mean(leaked, num_bytes)
-    return metrics

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.config.base import require_lines
@@ -21,7 +19,8 @@ from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, SparseLogits, SparseRows, logit_rows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import check_positions, count_label_tokens, label_rows, next_tokens, own_columns
-from nemo_opd.losses.metrics import plan_chunk_overlap, plan_overlap, teacher_images
+from nemo_opd.losses.image_mass import STRIDE
+from nemo_opd.losses.metrics import plan_chunk_overlap, plan_overlap
 from nemo_opd.types import Mean, SampledRows, SequenceScores, TeacherRows, TokenRows
 
 if TYPE_CHECKING:
@@ -178,10 +177,6 @@ def gap(with_context: SequenceScores, without_context: SequenceScores) -> Mean:
     return Mean(float(nats), int(with_context.num_tokens[is_same].sum()))
 
 
-_STRIDE = 16
-"""Only tokens, or aligned chunks, 1, 17, 33, … are compared: each teacher row costs a product with the head."""
-
-
 @dataclass(frozen=True, slots=True)
 class Overlap:
     """The `overlap` metric of one teacher and the student."""
@@ -190,18 +185,13 @@ class Overlap:
     """None if they share a tokenizer."""
     student_vocab_size: int
     teacher_vocab_size: int
-    images: NDArray[np.bool_] | None = None
-    """[W]: teacher tokens that the loss has an image of; None if it needs none."""
 
     @staticmethod
-    def across(
-        projection: ProjectionMatrix | None, student_vocab_size: int, teacher_vocab_size: int, loss: str
-    ) -> Overlap | None:
+    def across(projection: ProjectionMatrix | None, student_vocab_size: int, teacher_vocab_size: int) -> Overlap | None:
         """Return the metric for a teacher with another tokenizer, or None if the two have no token in common."""
         if projection is None or not len(projection.shared_pairs):
             return None
-        images = teacher_images(loss, projection)
-        return Overlap(projection, student_vocab_size, teacher_vocab_size, images)
+        return Overlap(projection, student_vocab_size, teacher_vocab_size)
 
     def plan(
         self,
@@ -211,7 +201,7 @@ class Overlap:
         teacher: TeacherRows,
         sampled: SampledRows | None,
     ) -> PlannedLoss:
-        """Plan the metric `overlap`, and `kd_mass` with images, of the sampled rows, or of all if `sampled` is None.
+        """Plan the metric `overlap` of the sampled rows, or of all if `sampled` is None.
 
         student: the student's tokens that this teacher is compared on.
         """
@@ -237,15 +227,14 @@ class Overlap:
             teacher_chunk_id=teacher.chunks.teacher,
             student_vocab_size=self.student_vocab_size,
             teacher_vocab_size=self.teacher_vocab_size,
-            images=self.images,
         )
 
 
 def _strided_mask(mask: Tensor, is_sampled: Tensor | None = None) -> list[Tensor]:
-    mask = mask & (torch.arange(mask.shape[1], device=mask.device) % _STRIDE == 1)
+    mask = mask & (torch.arange(mask.shape[1], device=mask.device) % STRIDE == 1)
     return [mask if is_sampled is None else mask & is_sampled.unsqueeze(1)]
 
 
 def _strided_chunks(chunks: Tensor, is_sampled: Tensor | None = None) -> list[Tensor]:
-    chunks = chunks.masked_fill(chunks % _STRIDE != 1, -1)
+    chunks = chunks.masked_fill(chunks % STRIDE != 1, -1)
     return [chunks if is_sampled is None else chunks.masked_fill(~is_sampled.unsqueeze(1), -1)]

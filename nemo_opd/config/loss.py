@@ -286,6 +286,14 @@ class BytePrefixTerm(ChunkTerm):
         return ends
 
 
+class ESCDTerm(DivergenceTerm, NormalizedTerm):
+    """Teacher by first pieces, and the student's completion of teacher tokens that it has begun (methods.md §5.13)."""
+
+    type: Literal["escd"] = "escd"
+    completion_weight: float = Field(1.0, ge=0)
+    """Weight of the completions."""
+
+
 class TCADTerm(DivergenceTerm):
     """Divergence on likely tokens and the student's mass on them, for a teacher with the student's tokenizer
     (methods.md §10.2).
@@ -408,6 +416,7 @@ LossTerm = Annotated[
     | StrictTerm
     | BytePrefixTerm
     | SharedPrefixTerm
+    | ESCDTerm
     | ALMTerm
     | ULDTerm
     | FunctionTerm,

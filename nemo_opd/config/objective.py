@@ -10,6 +10,7 @@ from nemo_opd.config.loss import (
     BytePrefixTerm,
     DivergenceKind,
     DivergenceTerm,
+    ESCDTerm,
     FunctionTerm,
     GoldTerm,
     HKLTerm,
@@ -67,6 +68,10 @@ class SharedPrefixLoss(Objective, SharedPrefixTerm):
     """shared_prefix for cross-tokenizer teachers without their own loss; same_vocab for same-tokenizer teachers."""
 
 
+class ESCDLoss(Objective, ESCDTerm):
+    """escd for cross-tokenizer teachers without their own loss; same_vocab for same-tokenizer teachers."""
+
+
 class ALMLoss(Objective, ALMTerm):
     """alm for cross-tokenizer teachers without their own loss; forward KL for same-tokenizer teachers."""
 
@@ -120,6 +125,7 @@ Loss = Annotated[
     | StrictLoss
     | BytePrefixLoss
     | SharedPrefixLoss
+    | ESCDLoss
     | ALMLoss
     | ULDLoss
     | FunctionLoss,

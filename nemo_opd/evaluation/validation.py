@@ -18,7 +18,8 @@ from torch import Tensor
 from nemo_opd.alignment.pieces import Pieces
 from nemo_opd.logging.metrics import merge
 from nemo_opd.logits.planned import UnitLossRecorder
-from nemo_opd.losses.metrics import with_calibration_error
+from nemo_opd.losses.metrics import AccuracyRecorder, with_calibration_error
+from nemo_opd.losses.position_kinds import POSITION_KINDS, position_kinds
 from nemo_opd.types import Batch, Mean, Metric, PerText, Rows, Sum, TeacherRows, TokenRows
 
 CLASSES = (
@@ -48,9 +49,9 @@ _CJK_RANGES = (
 )
 """Han, kana, bopomofo and hangul, with their punctuation and full-width forms."""
 _LATIN_RANGES = ((0, 0x24F), (0x300, 0x36F), (0x1E00, 0x1EFF), (0x2C60, 0x2C7F), (0xA720, 0xA7FF), (0xFB00, 0xFB06))
-_DOMAIN, _CLASS, _CHUNK = "domain", "class", "chunk"
+_DOMAIN, _CLASS, _CHUNK, _POSITION = "domain", "class", "chunk", "position"
 _SHARE = "share"
-"""Names of metrics: `<table>/<group>/<measure>`, and `chunk/<teacher>/<kind>/<measure>`."""
+"""Names of metrics: `<table>/<group>/<measure>`; with `<teacher>/` before the group for `chunk` and `position`."""
 _CHUNK_KINDS = ("1:1", "1:n", "n:1", "n:m", "unaligned")
 """Kinds by the number of student and teacher tokens in a chunk; `unaligned` tokens are in no compared chunk."""
 _ONE_TO_ONE, _ONE_TO_N, _N_TO_ONE, _N_TO_M, _UNALIGNED = range(len(_CHUNK_KINDS))
@@ -79,7 +80,8 @@ def _without_empty(metrics: dict[str, Metric]) -> dict[str, Metric]:
     """Drop the metrics of groups without tokens."""
 
     def is_empty(name: str, metric: Metric) -> bool:
-        if not name.startswith((f"{_DOMAIN}/", f"{_CLASS}/", f"{_CHUNK}/")) or not isinstance(metric, Mean):
+        tables = (f"{_DOMAIN}/", f"{_CLASS}/", f"{_CHUNK}/", f"{_POSITION}/")
+        if not name.startswith(tables) or not isinstance(metric, Mean):
             return False
         return not (metric.total if name.endswith(f"/{_SHARE}") else metric.count)
 
@@ -100,17 +102,19 @@ class TokenLosses(Rows):
 
     nats: Tensor
     """float64 [B, S]: −log p of scored tokens."""
+    is_hit: Tensor
+    """bool [B, S]: scored tokens that had the largest logit."""
     kd: tuple[Tensor, ...]
     """float64 [B, S] for each part of the KD: unweighted loss of each unit, at the unit's first token."""
     is_unit: tuple[Tensor, ...]
     """bool [B, S] for each part of the KD: True at the first token of a unit."""
 
     @staticmethod
-    def of(recorded: Sequence[UnitLossRecorder]) -> TokenLosses:
+    def of(recorded: Sequence[UnitLossRecorder], accuracy: AccuracyRecorder) -> TokenLosses:
         """Return the recorded losses; recorded: cross-entropy, then each part of the KD. Collective."""
         ce, *parts = recorded
         kd, is_unit = tuple(part.losses() for part in parts), tuple(part.is_unit() for part in parts)
-        return TokenLosses(ce.losses(), kd, is_unit)
+        return TokenLosses(ce.losses(), accuracy.hits(), kd, is_unit)
 
     def widened(self, width: int) -> TokenLosses:
         """Return a copy, padded to `width` positions."""
@@ -127,6 +131,7 @@ def joined_losses(parts: Sequence[TokenLosses]) -> TokenLosses:
 
     return TokenLosses(
         join(*(part.nats for part in padded)),
+        join(*(part.is_hit for part in padded)),
         tuple(map(join, *(part.kd for part in padded))),
         tuple(map(join, *(part.is_unit for part in padded))),
     )
@@ -144,7 +149,9 @@ class TokenGroups:
     domains: tuple[str, ...] = ()
 
     def of_student(self, batch: Batch, losses: TokenLosses) -> dict[str, Metric]:
-        """Return share of tokens, cross-entropy, bits per byte and per shared byte, and each teacher's KD by group."""
+        """Return share of tokens, cross-entropy, accuracy, bits per byte and per shared byte, and each teacher's KD by
+        group.
+        """
         student, metrics = batch.student, dict[str, Metric]()
         for table in self._tables(batch):
             is_counted = student.loss_mask & (table.labels != _NONE)
@@ -152,6 +159,7 @@ class TokenGroups:
             nats = _sums(table, table.labels, is_counted, losses.nats)
             metrics |= _means(table, _SHARE, tokens, tokens.sum().expand_as(tokens))
             metrics |= _means(table, "ce", nats, tokens)
+            metrics |= _means(table, "accuracy", _sums(table, table.labels, is_counted, losses.is_hit), tokens)
             metrics |= _bits_per_byte(table, _ALL, table.labels, student, losses.nats)
             if batch.shared_bytes is not None:
                 metrics |= _bits_per_byte(table, _SHARED, table.shared_labels, batch.shared_student, losses.nats)
@@ -188,6 +196,8 @@ class TokenGroups:
                 is_read = (rows.tokens.lengths > 0).unsqueeze(1)
                 labels = labels.where(is_read, _NONE)
                 yield _Table(f"{_CHUNK}/{self.teachers[i]}", _CHUNK_KINDS, labels, labels, (i,))
+                kinds = position_kinds(rows.chunks, batch.student, rows.tokens).where(is_read, _NONE)
+                yield _Table(f"{_POSITION}/{self.teachers[i]}", POSITION_KINDS, kinds, kinds, ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,9 +60,14 @@ _RUN_KEYS = (
 )
 _TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}", "dtype"), ("loss {}", "loss.type"))
 _GROUP_METRIC = re.compile(
-    r"val/(?P<table>domain|class|chunk/[^/]+)/(?P<group>.+)/(?P<measure>share|ce|bits_per_byte|(?:shared_bits_per_byte|kd)(?:/[^/]+)?)"
+    r"val/(?P<table>domain|class|(?:chunk|position)/[^/]+)/(?P<group>.+)/(?P<measure>share|ce|accuracy|bits_per_byte|(?:shared_bits_per_byte|kd)(?:/[^/]+)?)"
 )
-_TABLE_TITLES = {"domain": "by domain", "class": "by class of token", "chunk": "by aligned chunk, student : {}"}
+_TABLE_TITLES = {
+    "domain": "by domain",
+    "class": "by class of token",
+    "chunk": "by aligned chunk, student : {}",
+    "position": "by place in the tokens of {}",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +266,8 @@ def _group_table(name: str, first: Mapping[str, _Figures], last: Mapping[str, _F
     heads = ["", "share of tokens", "bits per byte before", "after"]
     if teachers:
         heads += ["over shared bytes before", "after", *(f"teacher {name}" for name in teachers)]
-    heads += ["cross-entropy after", *(f"KD of {name}" for name in distilled)]
+    has_accuracy = any("accuracy" in figures for figures in last.values())
+    heads += ["cross-entropy after", *["accuracy after"] * has_accuracy, *(f"KD of {name}" for name in distilled)]
     rows = []
     for group in sorted(last, key=lambda group: -last[group].get("share", 0)):
         start, end = first.get(group, {}), last[group]
@@ -270,7 +276,8 @@ def _group_table(name: str, first: Mapping[str, _Figures], last: Mapping[str, _F
             bits += _before_and_after(start, end, "shared_bits_per_byte")
             student = start.get("shared_bits_per_byte")
             bits += [_bits(start, f"shared_bits_per_byte/{teacher}", student) for teacher in teachers]
-        losses = [_number(end, "ce"), *(_number(end, f"kd/{teacher}") for teacher in distilled)]
+        accuracy = [share(end["accuracy"]) if "accuracy" in end else NOTHING] * has_accuracy
+        losses = [_number(end, "ce"), *accuracy, *(_number(end, f"kd/{teacher}") for teacher in distilled)]
         rows.append([group.replace("_", " "), share(end.get("share", 0)), *bits, *losses])
     return TextTable(title_of(name), heads, rows)
 

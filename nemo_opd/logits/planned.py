@@ -109,7 +109,7 @@ def plan_readings(
     read: _Read,
     metrics_of: Callable[[Tensor], _Metrics],
     *,
-    num_values: int,
+    readings: Readings,
     cells: Sequence[int],
     width: int,
     chunk_size: int | None = None,
@@ -117,9 +117,9 @@ def plan_readings(
 ) -> PlannedLoss:
     """Plan metrics of values read off rows [U] of the student's [B·S, V], with a loss and gradient of 0.
 
-    metrics_of: function of the values, float64 [k, U]. cells, width, chunk_size, ahead: as in `Term`.
+    metrics_of: function of the values, float64 [k, U]. readings: store of the values. cells, width, chunk_size, ahead:
+    as in `Term`.
     """
-    readings = Readings.of(source, len(rows), num_values)
 
     def read_values(logits: Tensor, part: slice) -> Tensor:
         with torch.no_grad():
@@ -170,7 +170,7 @@ class Readings:
 
 @dataclass(frozen=True, slots=True)
 class UnitLossRecorder:
-    """Losses of the units of a plan, each placed at the first token that it predicts.
+    """Losses of the units of a plan, each placed at the first token that it predicts or at its term's `recorded_at`.
 
     For validation only: when a gradient is computed, terms may bypass the function that records.
     """
@@ -190,14 +190,14 @@ class UnitLossRecorder:
         """Return Σ factor · loss of the units at each token, float64 [B, S]. Collective, like `Readings.gather`."""
         total = self._token_zeros(torch.float64)
         for term, readings in zip(self.plan.terms, self.readings, strict=True):
-            total.index_add_(0, _first_tokens(term), term.factor * readings.gather()[0])
+            total.index_add_(0, _recorded_tokens(term), term.factor * readings.gather()[0])
         return total.view(self.plan.source.shape[:2])
 
     def is_unit(self) -> Tensor:
         """Return which tokens have a unit, bool [B, S]."""
         is_unit = self._token_zeros(torch.bool)
         for term in self.plan.terms:
-            is_unit.index_fill_(0, _first_tokens(term), True)
+            is_unit.index_fill_(0, _recorded_tokens(term), True)
         return is_unit.view(self.plan.source.shape[:2])
 
     def _token_zeros(self, dtype: torch.dtype) -> Tensor:
@@ -214,8 +214,10 @@ def _recorded(term: Term, readings: Readings) -> Term:
     return replace(term, loss_of=loss_of)
 
 
-def _first_tokens(term: Term) -> Tensor:
-    """Return the first token that each unit predicts, int64 [U], indices into [B·S]."""
+def _recorded_tokens(term: Term) -> Tensor:
+    """Return the token that each unit's loss is recorded at, int64 [U], indices into [B·S]."""
+    if term.recorded_at is not None:
+        return term.recorded_at
     if term.begins is None:
         return term.rows + 1
     return term.rows[torch.tensor(term.begins[:-1], dtype=torch.int64, device=term.rows.device)] + 1

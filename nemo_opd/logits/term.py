@@ -105,6 +105,10 @@ class Term:
     """Form for kernels, which compute several terms together."""
     learned: Tensor | None = None
     """Tensor that `loss_of` reads and that also gets a gradient; such a term has no closed form and no kernel."""
+    recorded_at: Tensor | None = None
+    """int64 [U]: tokens, indices into [B·S], that losses of units are recorded at; by default the first that is
+    predicted.
+    """
 
     @property
     def num_units(self) -> int:
@@ -198,6 +202,12 @@ class ReadAhead:
         self.is_worth_while = source.is_product and source.share == (0, 1)
         self._block, self._rows_at_once = slice(0, 0), 0
         self._reading = _Reading()
+        self.watch: Callable[[slice, Tensor], None] | None = None
+        """Called with a slice of units and their rows whenever these are returned, such as to measure the rows."""
+
+    def first_rows(self, units: Tensor) -> Tensor:
+        """Return the index of the first row of each unit: int64 [X] → [X]."""
+        return units if self._begins is None else torch.tensor(self._begins, device=units.device)[units]
 
     def is_shared_with(self, ahead: ReadAhead) -> bool:
         """Return whether both share the rows that they have read."""
@@ -214,14 +224,20 @@ class ReadAhead:
 
     def begin(self, units: slice, rows_at_once: int) -> None:
         """Announce the units that are read next, in consecutive parts. rows_at_once: maximum rows to hold."""
-        self._block = self._span(units)
+        self._block = self.span(units)
         self._rows_at_once = rows_at_once if self.is_worth_while else 0
         self._reading.rows = None
         self._reading.finished.clear()
 
     def of(self, units: slice) -> Tensor:
         """Return the rows of consecutive units [r, width] in the source's dtype. The caller must not write to them."""
-        span = self._span(units)
+        rows = self._rows_of(units)
+        if self.watch is not None:
+            self.watch(units, rows)
+        return rows
+
+    def _rows_of(self, units: slice) -> Tensor:
+        span = self.span(units)
         is_announced = self._block.start <= span.start and span.stop <= self._block.stop
         most = self._rows_at_once if self._reading.num_readers > 1 else self._rows_at_once - 1
         if not is_announced or span.stop - span.start > most:
@@ -263,7 +279,8 @@ class ReadAhead:
                 reading.rows = None
         return rows
 
-    def _span(self, units: slice) -> slice:
+    def span(self, units: slice) -> slice:
+        """Return the slice of its rows of a slice of units."""
         return units if self._begins is None else slice(self._begins[units.start], self._begins[units.stop])
 
 

@@ -3,6 +3,7 @@
 from nemo_opd.losses.alm import alm
 from nemo_opd.losses.byte_prefix import byte_prefix
 from nemo_opd.losses.cross_entropy import cross_entropy
+from nemo_opd.losses.escd import escd
 from nemo_opd.losses.gold import gold, h_kl
 from nemo_opd.losses.learned_projection import LearnedProjection
 from nemo_opd.losses.p_kl import p_kl
@@ -20,6 +21,7 @@ __all__ = [
     "byte_prefix",
     "confidence_weights",
     "cross_entropy",
+    "escd",
     "gold",
     "group_advantages",
     "grpo",

@@ -168,15 +168,6 @@ def count_label_tokens(mask: Tensor) -> Tensor:
     return (mask[:, 1:] != 0).sum(1)
 
 
-def count_chunks(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> Tensor:
-    """Count the units of cross-tokenizer losses in chunk ids [B, S] and [B, T]: int64 [B] (methods.md §5.1).
-
-    A unit is a chunk present on both sides that contains token 0 of neither.
-    """
-    is_unit, _ = _first_positions(student_chunk_id, teacher_chunk_id)
-    return is_unit.sum(1)
-
-
 def label_rows(mask: Tensor) -> Tensor:
     """Return the logit rows that predict the scored tokens of a mask [B, S]: indices [U] into [B·S].
 
@@ -209,7 +200,7 @@ def chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> ChunkUnit
 
 
 def _chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> list[Tensor]:
-    is_unit, teacher_position = _first_positions(student_chunk_id, teacher_chunk_id)
+    is_unit, teacher_position = chunk_starts(student_chunk_id, teacher_chunk_id)
     row, position = is_unit.nonzero(as_tuple=True)
     return [
         row * student_chunk_id.shape[1] + position - 1,
@@ -219,11 +210,11 @@ def _chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> list[Ten
     ]
 
 
-def _first_positions(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the first tokens of units in chunk ids, which are −1 or non-decreasing.
+def chunk_starts(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the first tokens of units in chunk ids, which are −1 or non-decreasing (methods.md §5.1).
 
-    Returns a mask of units' first student tokens, bool [B, S], and the first teacher token's position, int64 [B, S],
-    valid only at true entries of the mask.
+    A unit is a chunk present on both sides that contains token 0 of neither. Returns a mask of units' first student
+    tokens, bool [B, S], and the first teacher token's position, int64 [B, S], valid only at true entries of the mask.
     """
     check_same_length(student_chunk_id=student_chunk_id, teacher_chunk_id=teacher_chunk_id)
     student, teacher = student_chunk_id.long(), teacher_chunk_id.long()

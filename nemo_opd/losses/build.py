@@ -26,13 +26,15 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.alm import alm
-from nemo_opd.losses.arguments import ChunkUnits, count_chunks, count_label_tokens, sampled_mask
+from nemo_opd.losses.arguments import ChunkUnits, chunk_starts, count_label_tokens, sampled_mask
 from nemo_opd.losses.byte_prefix import byte_prefix
+from nemo_opd.losses.chunk_loss import ChunkPositions
 from nemo_opd.losses.divergence import DIVERGENCES
+from nemo_opd.losses.escd import escd
 from nemo_opd.losses.function import check_function, chunk_function, token_function
 from nemo_opd.losses.gold import gold, h_kl
 from nemo_opd.losses.p_kl import p_kl
-from nemo_opd.losses.position_units import count_positions
+from nemo_opd.losses.position_units import compared_positions
 from nemo_opd.losses.same_vocab import same_vocab
 from nemo_opd.losses.sampled_kl import sampled_chunk_kl, sampled_kl
 from nemo_opd.losses.shared_prefix import shared_prefix
@@ -62,17 +64,22 @@ class TermLoss:
     """The loss's `plan` with everything bound but the batch."""
     batch_arguments: Callable[[TokenRows, TeacherRows, SampledRows | None], _Arguments]
     """Keyword arguments that the loss reads from a batch, besides the logits."""
-    count: Callable[[_Arguments], Tensor]
-    """Units per sequence, int64 [B], from those arguments."""
+    compared: Callable[[_Arguments], Tensor]
+    """Student tokens whose predictions are compared, one for each place: bool [B, S], from those arguments."""
     covered: Callable[[_Arguments], Tensor]
-    """Student tokens in units, per sequence: int64 [B], from those arguments."""
+    """Student tokens in units: bool [B, S], from those arguments."""
     unit: _Unit
     is_per_token: bool = False
     """Whether the normalizer counts the scored tokens of texts with a unit, instead of units."""
 
     def units(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> Tensor:
         """Count the units of each sequence: int64 [B]. Raises ConfigError if the batch lacks an input of the loss."""
-        return self.count(self.batch_arguments(student, teacher, sampled))
+        places = self.positions(student, teacher, sampled).sum(1)
+        return places if self.unit == "place" else (places > 0).long()
+
+    def positions(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> Tensor:
+        """Return the student tokens whose predictions are compared: bool [B, S]. Raises as `units`."""
+        return self.compared(self.batch_arguments(student, teacher, sampled))
 
     def num_units(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> float:
         """Return these rows' share of the normalizer: units, or tokens if `is_per_token`, times rollout weights.
@@ -88,7 +95,7 @@ class TermLoss:
 
     def num_covered(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> Tensor:
         """Count the student's scored tokens in units: int64 [B]. Raises as `units`."""
-        return self.covered(self.batch_arguments(student, teacher, sampled))
+        return self.covered(self.batch_arguments(student, teacher, sampled)).sum(1)
 
     def plan(
         self,
@@ -131,20 +138,20 @@ def build(
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
-    count, covered = entry.units.count, entry.units.covered
+    compared, covered = entry.units.compared, entry.units.covered
     if entry.needs_projection:
         if projection is None:
             raise ConfigError(f"loss.type={term.type} needs the projection of the teacher's tokenizer; give the matrix")
         plan = partial(plan, projection=projection)
     if isinstance(term, StrictTerm):
         strict_settings = {"projection": projection, "has_continuation": term.continuation_weight > 0}
-        count, covered = partial(count, **strict_settings), partial(covered, **strict_settings)
+        compared, covered = partial(compared, **strict_settings), partial(covered, **strict_settings)
     if isinstance(term, BytePrefixTerm) and term.positions == "all":
         piece_settings: dict[str, Any] = {"projection": projection, "pieces": term.pieces}
-        count = covered = partial(_count_positions, **piece_settings)
+        compared = covered = partial(_compared_positions, **piece_settings)
     unit: _Unit = "prompt" if isinstance(term, TCADTerm) and term.power_alpha is not None else entry.units.kind
     is_per_token = isinstance(term, NormalizedTerm) and term.normalizer == "student_tokens"
-    return TermLoss(plan, partial(entry.units.arguments, term.type), count, covered, unit, is_per_token)
+    return TermLoss(plan, partial(entry.units.arguments, term.type), compared, covered, unit, is_per_token)
 
 
 def _scored_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> _Arguments:
@@ -205,57 +212,57 @@ def _logprobs(student: TokenRows, sampled: SampledRows | None) -> _Arguments:
     }
 
 
-def _count_scored_tokens(arguments: _Arguments) -> Tensor:
-    return count_label_tokens(arguments["mask"])
+def _scored(arguments: _Arguments) -> Tensor:
+    is_scored = arguments["mask"] != 0
+    is_scored[:, 0] = False
+    return is_scored
 
 
-def _count_scored_sequences(arguments: _Arguments) -> Tensor:
-    return (_count_scored_tokens(arguments) > 0).long()
+def _chunk_starts(arguments: _Arguments) -> Tensor:
+    is_start, _ = chunk_starts(arguments["student_chunk_id"], arguments["teacher_chunk_id"])
+    return is_start
 
 
-def _count_chunks(arguments: _Arguments) -> Tensor:
-    return count_chunks(arguments["student_chunk_id"], arguments["teacher_chunk_id"])
-
-
-def _count_tokens_in_chunks(arguments: _Arguments) -> Tensor:
+def _in_chunks(arguments: _Arguments) -> Tensor:
     student, teacher = arguments["student_chunk_id"], arguments["teacher_chunk_id"]
     has_no_predictor = (student == student[:, :1]) | (student == teacher[:, :1])
-    return ((student >= 0) & ~has_no_predictor).sum(1)
+    return (student >= 0) & ~has_no_predictor
 
 
-def _strict_units(
-    arguments: _Arguments, projection: ProjectionMatrix, has_continuation: bool
-) -> tuple[ChunkUnits, Tensor]:
-    """Return the units and the sequence index of each unit, int64 [U]."""
-    units = strict_units(**arguments, projection=projection, has_continuation=has_continuation)
-    return units, units.student_rows // arguments["student_ids"].shape[1]
+def _strict_starts(arguments: _Arguments, projection: ProjectionMatrix, *, has_continuation: bool) -> Tensor:
+    units = _strict_units(arguments, projection, has_continuation)
+    return _at_tokens(units.student_rows + 1, arguments["student_ids"])
 
 
-def _count_strict_units(arguments: _Arguments, projection: ProjectionMatrix, *, has_continuation: bool) -> Tensor:
-    _, sequences = _strict_units(arguments, projection, has_continuation)
-    return torch.bincount(sequences, minlength=len(arguments["student_ids"]))
+def _in_strict_chunks(arguments: _Arguments, projection: ProjectionMatrix, *, has_continuation: bool) -> Tensor:
+    units = _strict_units(arguments, projection, has_continuation)
+    tokens = ChunkPositions.of(units.student_rows, units.student_lengths).rows + 1
+    return _at_tokens(tokens, arguments["student_ids"])
 
 
-def _count_strict_tokens(arguments: _Arguments, projection: ProjectionMatrix, *, has_continuation: bool) -> Tensor:
-    units, sequences = _strict_units(arguments, projection, has_continuation)
-    tokens = torch.zeros(len(arguments["student_ids"]), dtype=torch.int64, device=sequences.device)
-    return tokens.index_add_(0, sequences, units.student_lengths.long())
+def _strict_units(arguments: _Arguments, projection: ProjectionMatrix, has_continuation: bool) -> ChunkUnits:
+    return strict_units(**arguments, projection=projection, has_continuation=has_continuation)
 
 
-def _count_positions(arguments: _Arguments, projection: ProjectionMatrix, *, pieces: str) -> Tensor:
-    return count_positions(**arguments, projection=projection, pieces=pieces)
+def _at_tokens(index: Tensor, ids: Tensor) -> Tensor:
+    """Return which tokens of ids [B, S] an index into [B·S] selects: bool [B, S]."""
+    return torch.zeros(ids.numel(), dtype=torch.bool, device=index.device).index_fill(0, index, True).view_as(ids)
+
+
+def _compared_positions(arguments: _Arguments, projection: ProjectionMatrix, *, pieces: str) -> Tensor:
+    return compared_positions(**arguments, projection=projection, pieces=pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """Reader of a loss's arguments and counters of its units."""
+    """Reader of a loss's arguments and finder of its units."""
 
     arguments: Callable[[str, TokenRows, TeacherRows, SampledRows | None], _Arguments]
     """Keyword arguments of the loss from a batch. The first parameter is the term's type, for error messages."""
-    count: Callable[..., Tensor]
-    """Units per sequence, int64 [B], from those arguments."""
+    compared: Callable[..., Tensor]
+    """Student tokens whose predictions are compared, bool [B, S], from those arguments."""
     covered: Callable[..., Tensor]
-    """Student tokens in units, per sequence: int64 [B]."""
+    """Student tokens in units: bool [B, S]."""
     kind: _Unit = "place"
 
 
@@ -266,12 +273,12 @@ class _Entry:
     needs_projection: bool = False
 
 
-_TOKENS = _Units(_scored_tokens, _count_scored_tokens, _count_scored_tokens)
-_SAMPLED_TOKENS = _Units(_sampled_tokens, _count_scored_tokens, _count_scored_tokens)
-_SEQUENCES = _Units(_scored_tokens, _count_scored_sequences, _count_scored_tokens, "sequence")
-_CHUNKS = _Units(_aligned_chunks, _count_chunks, _count_tokens_in_chunks)
-_SAMPLED_CHUNKS = _Units(_sampled_chunks, _count_chunks, _count_tokens_in_chunks)
-_STRICT_CHUNKS = _Units(_aligned_chunks, _count_strict_units, _count_strict_tokens)
+_TOKENS = _Units(_scored_tokens, _scored, _scored)
+_SAMPLED_TOKENS = _Units(_sampled_tokens, _scored, _scored)
+_SEQUENCES = _Units(_scored_tokens, _scored, _scored, "sequence")
+_CHUNKS = _Units(_aligned_chunks, _chunk_starts, _in_chunks)
+_SAMPLED_CHUNKS = _Units(_sampled_chunks, _chunk_starts, _in_chunks)
+_STRICT_CHUNKS = _Units(_aligned_chunks, _strict_starts, _in_strict_chunks)
 
 LOSSES = {
     "same_vocab": _Entry(same_vocab, _TOKENS),
@@ -283,6 +290,7 @@ LOSSES = {
     "strict": _Entry(strict, _STRICT_CHUNKS, needs_projection=True),
     "byte_prefix": _Entry(byte_prefix, _CHUNKS, needs_projection=True),
     "shared_prefix": _Entry(shared_prefix, _CHUNKS, needs_projection=True),
+    "escd": _Entry(escd, _CHUNKS, needs_projection=True),
     "alm": _Entry(alm, _CHUNKS),
     "uld": _Entry(uld, _CHUNKS),
     "function": _Entry(token_function, replace(_TOKENS, arguments=_scored_tokens_with_ids)),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.errors import ConfigError
-from nemo_opd.logits.planned import plan_readings
+from nemo_opd.logits.planned import Readings, plan_readings
 from nemo_opd.logits.rows import TrainableRows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import label_rows, next_tokens
@@ -181,7 +181,8 @@ def _log_likelihoods(student: TrainableRows, rows: Tensor, targets: Tensor, voca
 
     cells = unit_cells(len(rows), LIVE_COPIES * vocab_size)
     with torch.no_grad():
-        plan_readings(student, rows, read, metrics_of, num_values=1, cells=cells, width=vocab_size).compute()
+        readings = Readings.of(student, len(rows), 1)
+        plan_readings(student, rows, read, metrics_of, readings=readings, cells=cells, width=vocab_size).compute()
     return result[0]
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from nemo_opd.logits.planned import PlannedLoss, plan_readings
+from nemo_opd.logits.planned import PlannedLoss, Readings, plan_readings
 from nemo_opd.logits.rows import LogitRows, trainable_rows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import (
@@ -25,8 +23,7 @@ from nemo_opd.losses.arguments import (
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.importance import LARGEST_LOG_RATIO
-from nemo_opd.losses.prefixes import first_pieces
-from nemo_opd.losses.sparse_projection import TokenPairs, cached_by_array
+from nemo_opd.losses.sparse_projection import TokenPairs
 from nemo_opd.losses.support import largest
 from nemo_opd.types import Last, Max, Mean, Metric, Metrics, SampledRows, TokenRows
 
@@ -42,29 +39,57 @@ _TOP_K = 16
 """Compared tokens per side."""
 
 
+@dataclass(frozen=True, slots=True)
+class AccuracyRecorder:
+    """The metric `accuracy` and the inputs of `calibration_error`, and which tokens were hit."""
+
+    plan: PlannedLoss
+    """The plan to compute together with losses; it records the hits."""
+    readings: Readings
+    """Hits and confidences."""
+    rows: Tensor
+    """int64 [U]: indices into [B·S] of the logits that predict the scored tokens."""
+
+    @staticmethod
+    def of(
+        logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int, chunk_size: int | None = None
+    ) -> AccuracyRecorder:
+        """Plan the metrics.
+
+        `accuracy` is the share of scored tokens with the largest logit among the first `vocab_size` columns. Logits
+        [B, S, V] are unshifted: token i is scored by the logits at i−1, so token 0 never counts. Among tied largest
+        logits, the column that `max` returns counts. Raises ConfigError for shapes or sizes that do not fit.
+        """
+        student = trainable_rows(logits_BSV)
+        check_positions(student.shape, ids=tokens.ids, loss_mask=tokens.loss_mask)
+        size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
+        rows = label_rows(tokens.loss_mask)
+        targets = next_tokens(tokens.ids, rows).long()
+
+        def read(logits: Tensor, part: slice) -> Tensor:
+            highest, likeliest = logits.max(-1)
+            is_hit = (likeliest == targets[part]).to(logits.dtype)
+            return torch.stack([is_hit, (highest - logits.logsumexp(-1)).exp()], 1)
+
+        cells = unit_cells(len(rows), _COPIES_FOR_ACCURACY * size)
+        readings = Readings.of(student, len(rows), 2)
+        plan = plan_readings(
+            student, rows, read, _accuracy_metrics, readings=readings, cells=cells, width=size, chunk_size=chunk_size
+        )
+        return AccuracyRecorder(plan, readings, rows)
+
+    def hits(self) -> Tensor:
+        """Return which scored tokens had the largest logit, bool [B, S]. Collective, like `Readings.gather`."""
+        batch, width, _ = self.plan.source.shape
+        is_hit = torch.zeros(batch * width, dtype=torch.bool, device=self.plan.source.device)
+        return is_hit.index_copy_(0, self.rows + 1, self.readings.gather()[0] > 0).view(batch, width)
+
+
 def plan_accuracy(
     logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int, chunk_size: int | None = None
 ) -> PlannedLoss:
-    """Plan the metric `accuracy` and the inputs of `calibration_error`, to be computed together with losses.
-
-    `accuracy` is the share of scored tokens with the largest logit among the first `vocab_size` columns. Logits
-    [B, S, V] are unshifted: token i is scored by the logits at i−1, so token 0 never counts. Among tied largest logits,
-    the column that `max` returns counts. Raises ConfigError for shapes or sizes that do not fit.
-    """
-    student = trainable_rows(logits_BSV)
-    check_positions(student.shape, ids=tokens.ids, loss_mask=tokens.loss_mask)
-    size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
-    rows = label_rows(tokens.loss_mask)
-    targets = next_tokens(tokens.ids, rows).long()
-
-    def read(logits: Tensor, part: slice) -> Tensor:
-        highest, likeliest = logits.max(-1)
-        return torch.stack([(likeliest == targets[part]).to(logits.dtype), (highest - logits.logsumexp(-1)).exp()], 1)
-
-    cells = unit_cells(len(rows), _COPIES_FOR_ACCURACY * size)
-    return plan_readings(
-        student, rows, read, _accuracy_metrics, num_values=2, cells=cells, width=size, chunk_size=chunk_size
-    )
+    """Plan the metric `accuracy` and the inputs of `calibration_error`; see `AccuracyRecorder.of`."""
+    return AccuracyRecorder.of(logits_BSV, tokens, vocab_size=vocab_size, chunk_size=chunk_size).plan
 
 
 def _accuracy_metrics(readings: Tensor) -> dict[str, Metric]:
@@ -164,7 +189,7 @@ def plan_rollout_statistics(
         rows,
         read,
         metrics_of,
-        num_values=2,
+        readings=Readings.of(student, len(rows), 2),
         cells=unit_cells(len(rows), _COPIES_FOR_STATISTICS * size),
         width=size,
         chunk_size=chunk_size,
@@ -203,7 +228,7 @@ def plan_overlap(
         places.student_rows,
         read,
         _overlap_metrics,
-        num_values=1,
+        readings=Readings.of(places.student, len(places), 1),
         cells=unit_cells(len(places), 2 * _COPIES_FOR_OVERLAP * places.size),
         width=places.size,
         chunk_size=chunk_size,
@@ -220,7 +245,6 @@ def plan_chunk_overlap(
     teacher_ids: Tensor,
     student_chunk_id: Tensor,
     teacher_chunk_id: Tensor,
-    images: NDArray[np.bool_] | None = None,
     top_k: int = _TOP_K,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
@@ -228,9 +252,8 @@ def plan_chunk_overlap(
 ) -> PlannedLoss:
     """Plan `overlap` at the first positions of aligned chunks, replacing student tokens by their exact partners.
 
-    Tokens without a partner never match, so 1 may be out of reach. images, bool [W]: teacher tokens whose share of the
-    probability is the metric `kd_mass`. Other arguments as for `p_kl`. Raises ConfigError for shapes or sizes that do
-    not fit, ProjectionError for a projection without exact pairs.
+    Tokens without a partner never match, so 1 may be out of reach. Arguments as for `p_kl`. Raises ConfigError for
+    shapes or sizes that do not fit, ProjectionError for a projection without exact pairs.
     """
     inputs = ChunkInputs.of(
         student_logits,
@@ -247,33 +270,21 @@ def plan_chunk_overlap(
     sizes = inputs.student_size, inputs.teacher_size
     partner = TokenPairs.exact(projection, *sizes, inputs.device).partner
     k, ahead = min(top_k, *sizes), inputs.teacher_ahead(inputs.units.teacher_rows)
-    has_image = None if images is None else _images_on_device(images, inputs)
 
     def read(logits: Tensor, part: slice) -> Tensor:
-        teacher = ahead.of(part)
-        shared = _overlap(partner[largest(logits, k)], largest(teacher, k))
-        if has_image is None:
-            return shared
-        return torch.cat([shared, teacher.to(inputs.dtype).softmax(1) @ has_image], 1)
+        return _overlap(partner[largest(logits, k)], largest(ahead.of(part), k))
 
     return plan_readings(
         inputs.student,
         inputs.units.student_rows,
         read,
         _overlap_metrics,
-        num_values=1 if images is None else 2,
+        readings=Readings.of(inputs.student, len(inputs.units), 1),
         cells=unit_cells(len(inputs.units), _COPIES_FOR_OVERLAP * sum(sizes)),
         width=inputs.student_size,
         chunk_size=chunk_size,
         ahead=ahead,
     )
-
-
-def _images_on_device(images: NDArray[np.bool_], inputs: ChunkInputs) -> Tensor:
-    """Return 1 for teacher tokens with an image and 0 for tokens without, [W, 1]."""
-    size, dtype, device = inputs.teacher_size, inputs.dtype, inputs.device
-    key = (plan_chunk_overlap, size, dtype, device)
-    return cached_by_array(lambda: torch.from_numpy(images[:size]).to(device, dtype).unsqueeze(1), (images,), *key)
 
 
 def _overlap(first: Tensor, second: Tensor) -> Tensor:
@@ -282,22 +293,4 @@ def _overlap(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _overlap_metrics(readings: Tensor) -> dict[str, Metric]:
-    names = ("overlap", "kd_mass")
-    return {name: Mean(values.sum(), readings.shape[1]) for name, values in zip(names, readings, strict=False)}
-
-
-def teacher_images(loss: str, projection: ProjectionMatrix) -> NDArray[np.bool_] | None:
-    """Return which teacher tokens a loss type maps: bool [W], or None if it uses no map or the projection lacks it.
-
-    The probability of unmapped tokens goes into a rest cell or is left out.
-    """
-    tokens = np.arange(projection.teacher_vocab_size)
-    if loss == "p_kl":
-        return np.isin(tokens, projection.indices)
-    if loss in ("gold", "strict"):
-        return np.isin(tokens, projection.shared_pairs[:, 1])
-    if loss == "byte_prefix" and projection.teacher_spellings is not None:
-        return first_pieces(projection, "spelling") >= 0
-    if loss == "shared_prefix" and projection.teacher_shared_prefix is not None:
-        return projection.teacher_shared_prefix >= 0
-    return None
+    return {"overlap": Mean(readings.sum(), readings.shape[1])}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import PlannedLoss
@@ -14,11 +15,11 @@ from nemo_opd.logits.term import ReadAhead, unit_cells
 from nemo_opd.losses.arguments import next_tokens, over
 from nemo_opd.losses.cells import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkInputs
-from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.fused import log_sum_exp
+from nemo_opd.losses.divergence import Divergence, compare_logits
+from nemo_opd.losses.fused import fused, log_sum_exp, softmax
 from nemo_opd.losses.position_units import ChildMasses, KeptShares, NodePositions, PositionUnits, child_masses
 from nemo_opd.losses.prefixes import Chains, PieceTree, PrefixRanges, first_pieces
-from nemo_opd.losses.support import joined, split, with_tail_cell
+from nemo_opd.losses.support import joined, split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -36,21 +37,60 @@ def position_loss(
     Raises ConfigError for unknown ends, or for `drop` with a divergence other than forward KL.
     """
     _check(ends, compare)
-    targets = _Targets.of(inputs, projection, ends, pieces)
+    targets = Targets.of(inputs, projection, ends, pieces)
     temperature, student = inputs.temperature, targets.positions.student
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
-        log_t, log_rest = targets.of_part(part)
-        teacher_cells, student_cells = with_tail_cell(log_t, over(logits, temperature), log_rest)
-        if not compare.is_finite_without_teacher:
-            is_empty = teacher_cells[:, -1:] == -torch.inf
-            student_rest = student_cells[:, -1:].masked_fill(is_empty, -torch.inf)
-            student_cells = torch.cat([student_cells[:, :-1], student_rest], 1)
-        return student.sum(compare.of_logits(teacher_cells, student_cells), part)
+        return student.sum(_Comparison.apply(over(logits, temperature), *targets.of_part(part), compare), part)
 
     term = inputs.term(student.rows, loss_of, targets.cells, student.offsets, ahead=targets.ahead)
     term = replace(term.times(temperature**2), further_aheads=[targets.ahead_before, targets.chains.ahead])
     return inputs.planned([term], len(student.rows))
+
+
+class _Comparison(torch.autograd.Function):
+    """Divergence of positions [p]; saves only the gradient, computed in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, log_t: Tensor, log_rest: Tensor, compare: Divergence) -> Tensor:
+        value, shares, is_unreached, of_rest = _compare(student, log_t, log_rest, compare)
+        ctx.save_for_backward(shares, is_unreached, of_rest)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        shares, is_unreached, of_rest = ctx.saved_tensors
+        return _gradient(shares, is_unreached, of_rest, grad_output.unsqueeze(1)), None, None, None
+
+
+@fused
+def _compare(
+    student: Tensor, log_t: Tensor, log_rest: Tensor, compare: Divergence
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compare logits/τ [p, V] with log-masses of the tokens [p, V] and of a rest cell [p, 1].
+
+    Return the value [p], what `_gradient` needs of each token [p, V] and whether the teacher gives it no mass, and the
+    gradient for the student's rest cell [p, 1].
+    """
+    is_unreached = log_t == -torch.inf
+    unreached_p, log_unreached = softmax.function(student.masked_fill(~is_unreached, torch.finfo(student.dtype).min))
+    is_empty = ~(is_unreached & (student > -torch.inf)).any(1, keepdim=True)
+    log_rest = log_rest.masked_fill(is_empty, -torch.inf)
+    if not compare.is_finite_without_teacher:
+        is_empty = is_empty | (log_rest == -torch.inf)
+    student_rest = log_unreached.to(student.dtype).masked_fill(is_empty, -torch.inf)
+    student_cells = torch.cat([student.masked_fill(is_unreached, -torch.inf), student_rest], 1)
+    comparison = compare_logits(torch.cat([log_t, log_rest], 1), student_cells, compare)
+    of_rest = comparison.gradient[:, -1:].masked_fill(is_empty, 0)
+    shares = torch.where(is_unreached, unreached_p, comparison.gradient[:, :-1])
+    return comparison.value, shares, is_unreached, of_rest
+
+
+@fused
+def _gradient(shares: Tensor, is_unreached: Tensor, of_rest: Tensor, grad_output: Tensor) -> Tensor:
+    """Return the gradient for logits/τ [p, V]: tokens without mass share the rest's gradient. grad_output: [p, 1]."""
+    return shares * torch.where(is_unreached, of_rest * grad_output, grad_output)
 
 
 def _check(ends: str, compare: Divergence) -> None:
@@ -64,7 +104,7 @@ def _check(ends: str, compare: Divergence) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Targets:
+class Targets:
     """Teacher log-masses of student tokens and of a rest cell, at the compared positions of each chunk."""
 
     inputs: ChunkInputs
@@ -80,7 +120,7 @@ class _Targets:
     """Reader of the preceding row, for units that need it."""
 
     @staticmethod
-    def of(inputs: ChunkInputs, projection: ProjectionMatrix, ends: str, pieces: str) -> _Targets:
+    def of(inputs: ChunkInputs, projection: ProjectionMatrix, ends: str, pieces: str) -> Targets:
         sizes, units = (inputs.student_size, inputs.teacher_size), inputs.units
 
         def tree_on(device: torch.device) -> PieceTree:
@@ -88,7 +128,7 @@ class _Targets:
 
         positions = PositionUnits.of(units, inputs.student_ids, inputs.teacher_ids, tree_on, has_before=ends == "cover")
         prefixes = PrefixRanges.of(projection, inputs.teacher_size, inputs.device)
-        return _Targets(
+        return Targets(
             inputs,
             ends,
             positions,
@@ -132,7 +172,7 @@ class _PartMasses:
     Each position's masses share an arbitrary factor, which the divergence normalises away.
     """
 
-    def __init__(self, targets: _Targets, part: slice) -> None:
+    def __init__(self, targets: Targets, part: slice) -> None:
         inputs, student = targets.inputs, targets.positions.student
         self._targets, self._part, self._span = targets, part, student.span(part)
         self._size = inputs.student_size

@@ -75,7 +75,7 @@ class PositionUnits:
         )
 
 
-def count_positions(
+def compared_positions(
     student_ids: Tensor,
     teacher_ids: Tensor,
     student_chunk_id: Tensor,
@@ -83,15 +83,16 @@ def count_positions(
     projection: ProjectionMatrix,
     pieces: str,
 ) -> Tensor:
-    """Count the compared positions of each sequence from ids and chunk ids [B, S] and [B, T]: int64 [B]."""
+    """Return which student tokens are compared, from ids and chunk ids [B, S] and [B, T]: bool [B, S]."""
     sizes = projection.student_vocab_size, projection.teacher_vocab_size
     units = chunk_units(student_chunk_id, teacher_chunk_id)
 
     def positions(student_rows: Tensor, *tensors: Tensor) -> list[Tensor]:
         tree = PieceTree.of(projection, pieces, *sizes, student_rows.device)
         tokens = _ChunkTokens.of(tree, student_rows, *tensors)
-        sequence = student_rows[tokens.unit] // student_ids.shape[1]
-        return [torch.bincount(sequence[tokens.is_compared], minlength=len(student_ids))]
+        is_compared = torch.zeros(student_ids.numel(), dtype=torch.bool, device=student_rows.device)
+        is_compared[tokens.chunks.rows[tokens.is_compared] + 1] = True
+        return [is_compared.view_as(student_ids)]
 
     fields = (units.student_rows, units.teacher_rows, units.student_lengths, units.teacher_lengths)
     return compute_on_host(positions, *fields, student_ids, teacher_ids)[0]

@@ -22,8 +22,8 @@ from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.logging.metrics import merge
 from nemo_opd.losses.arguments import chunk_units
-from nemo_opd.losses.metrics import teacher_images
-from nemo_opd.losses.position_units import count_positions
+from nemo_opd.losses.image_mass import teacher_images
+from nemo_opd.losses.position_units import compared_positions
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.model_info import ModelInfo
 from nemo_opd.preflight.prompts import Prompts
@@ -41,7 +41,7 @@ space; a teacher with truncated texts stays far below.
 """
 _GOOD_SHARE = 0.5
 """Share below which a loss is called unfit."""
-_FIRST_POSITION_LOSSES = ("p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "uld")
+_FIRST_POSITION_LOSSES = ("p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "escd", "uld")
 """Compare the first token of each chunk. `alm` and `sampled_kl` compare all tokens of a chunk together."""
 _NUM_TEXTS = 64
 """Number of texts, at equal distances over the training data."""
@@ -330,6 +330,6 @@ def _position_shares(
         aligned += int(units.student_lengths.sum())
         if has_pieces:
             ids, chunks = (batch.student.ids, rows.tokens.ids), (rows.chunks.student, rows.chunks.teacher)
-            every += int(count_positions(*ids, *chunks, projection, "spelling").sum())
+            every += int(compared_positions(*ids, *chunks, projection, "spelling").sum())
     aligned = max(1, aligned)
     return starts / aligned, every / aligned if has_pieces else None

@@ -31,6 +31,11 @@ class Side:
     is_text: NDArray[np.bool_]
     """Whether an id stands for its bytes rather than for a role."""
 
+    @property
+    def text_contents(self) -> list[bytes]:
+        """Bytes of every id that stands for its bytes, otherwise none."""
+        return [content if is_text else b"" for content, is_text in zip(self.contents, self.is_text, strict=True)]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizerPair:

@@ -24,7 +24,12 @@ _LARGEST_VOCABULARY = 2**31 - 1
 """Limit of int32 ids."""
 _BUILD_AGAIN = "build it again with nemo-opd projection build"
 _REQUIRED_ARRAYS = ("indices", "weights", "exact")
-_PIECE_ARRAYS = {"teacher_spellings": "teacher_spelling_ends", "teacher_prefix_pieces": "teacher_prefix_ends"}
+_PIECE_ARRAYS = {
+    "teacher_spellings": "teacher_spelling_ends",
+    "teacher_prefix_pieces": "teacher_prefix_ends",
+    "student_bytes": "student_byte_ends",
+    "teacher_bytes": "teacher_byte_ends",
+}
 """Arrays with their length in the header, each with the array of its ends."""
 _ARRAY_NAMES = (
     *_REQUIRED_ARRAYS,
@@ -177,7 +182,8 @@ def _expected_forms(metadata: Mapping[str, str]) -> dict[str, _Form]:
     listed = metadata["arrays"].split()
     for name, ends in _PIECE_ARRAYS.items():
         if name in listed:
-            forms |= {name: ("I32", (_size(metadata, name),)), ends: ("I32", (num_columns,))}
+            num_tokens = num_rows if name == "student_bytes" else num_columns
+            forms |= {name: ("I32", (_size(metadata, name),)), ends: ("I32", (num_tokens,))}
     if not set(_REQUIRED_ARRAYS) <= set(listed) <= forms.keys():
         raise ProjectionError(f"it has a damaged header: it lists the arrays {', '.join(listed)[:200]!r}")
     return {name: forms[name] for name in listed}

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from nemo_opd.alignment.pieces import fingerprint
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import io
+from nemo_opd.projection.checks import checked_byte_order, checked_pieces, prefix_map
 from nemo_opd.projection.io import BuilderOptions
 
 if TYPE_CHECKING:
@@ -67,6 +68,14 @@ class ProjectionMatrix:
     """The teacher tokens, cut into the longest student tokens from the left, concatenated."""
     teacher_prefix_ends: NDArray[np.int32] | None
     """[W]"""
+    student_bytes: NDArray[np.int32] | None
+    """Bytes of the student's text tokens, concatenated."""
+    student_byte_ends: NDArray[np.int32] | None
+    """[V]"""
+    teacher_bytes: NDArray[np.int32] | None
+    """Bytes of the teacher's text tokens, concatenated."""
+    teacher_byte_ends: NDArray[np.int32] | None
+    """[W]"""
     options: BuilderOptions
 
     def __init__(
@@ -90,6 +99,10 @@ class ProjectionMatrix:
         teacher_spelling_ends: ArrayLike | None = None,
         teacher_prefix_pieces: ArrayLike | None = None,
         teacher_prefix_ends: ArrayLike | None = None,
+        student_bytes: ArrayLike | None = None,
+        student_byte_ends: ArrayLike | None = None,
+        teacher_bytes: ArrayLike | None = None,
+        teacher_byte_ends: ArrayLike | None = None,
         options: BuilderOptions | None = None,
     ) -> None:
         """Check and store the arrays. Without `exact`, no row is exact.
@@ -119,22 +132,20 @@ class ProjectionMatrix:
             "teacher_fingerprint": teacher_fingerprint,
             "student_name": student_name,
             "teacher_name": teacher_name,
-            "byte_prefix": _prefix_map("byte_prefix", byte_prefix, size, rows),
-            "student_shared_prefix": _prefix_map("student_shared_prefix", student_shared_prefix, rows, num_shared),
-            "teacher_shared_prefix": _prefix_map("teacher_shared_prefix", teacher_shared_prefix, size, num_shared),
-            "student_shared_spelling": _prefix_map(
-                "student_shared_spelling", student_shared_spelling, rows, num_shared
-            ),
-            "teacher_shared_spelling": _prefix_map(
-                "teacher_shared_spelling", teacher_shared_spelling, size, num_shared
-            ),
-            "teacher_byte_order": _byte_order(teacher_byte_order, size),
-            **_pieces(
+            "byte_prefix": prefix_map("byte_prefix", byte_prefix, size, rows),
+            "student_shared_prefix": prefix_map("student_shared_prefix", student_shared_prefix, rows, num_shared),
+            "teacher_shared_prefix": prefix_map("teacher_shared_prefix", teacher_shared_prefix, size, num_shared),
+            "student_shared_spelling": prefix_map("student_shared_spelling", student_shared_spelling, rows, num_shared),
+            "teacher_shared_spelling": prefix_map("teacher_shared_spelling", teacher_shared_spelling, size, num_shared),
+            "teacher_byte_order": checked_byte_order(teacher_byte_order, size),
+            **checked_pieces(
                 "teacher_spellings", teacher_spellings, "teacher_spelling_ends", teacher_spelling_ends, size, rows
             ),
-            **_pieces(
+            **checked_pieces(
                 "teacher_prefix_pieces", teacher_prefix_pieces, "teacher_prefix_ends", teacher_prefix_ends, size, rows
             ),
+            **checked_pieces("student_bytes", student_bytes, "student_byte_ends", student_byte_ends, rows, 256),
+            **checked_pieces("teacher_bytes", teacher_bytes, "teacher_byte_ends", teacher_byte_ends, size, 256),
             "options": BuilderOptions() if options is None else options,
         }
         for name, value in values.items():
@@ -347,53 +358,3 @@ def _check_pair(path: str | PathLike[str], side: str, expected: str, tokenizer: 
         f"{path} was made for another {side} tokenizer ({made_for}, not {fingerprint(tokenizer)[:12]}…); "
         "build the projection of this pair with nemo-opd projection build, or use projection: auto"
     )
-
-
-def _integers(name: str, values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.integer]:
-    array = np.asarray(values)
-    if array.shape != shape or array.dtype.kind not in "iu":
-        raise ProjectionError(f"{name} must be integers {list(shape)}, not {array.dtype} {array.shape}")
-    return array
-
-
-def _prefix_map(name: str, ids: ArrayLike | None, length: int, limit: int) -> NDArray[np.int32] | None:
-    if ids is None:
-        return None
-    array = _integers(name, ids, (length,))
-    outside = np.flatnonzero((array < -1) | (array >= limit))
-    if len(outside):
-        raise ProjectionError(f"{name}[{outside[0]}] is {array[outside[0]]}, outside [-1, {limit})")
-    return array.astype(np.int32)
-
-
-def _byte_order(values: ArrayLike | None, size: int) -> NDArray[np.int32] | None:
-    if values is None:
-        return None
-    array = _integers("teacher_byte_order", values, (size, 3))
-    order, begin, end = array.T
-    if not np.array_equal(np.sort(order), np.arange(size)):
-        raise ProjectionError(f"teacher_byte_order does not order the {size} teacher tokens: each comes once")
-    wrong = np.flatnonzero((begin < 0) | (begin >= end) | (end > size))
-    if len(wrong):
-        raise ProjectionError(
-            f"teacher_byte_order gives teacher id {wrong[0]} the range {begin[wrong[0]]} to {end[wrong[0]]} of {size}"
-        )
-    return array.astype(np.int32)
-
-
-def _pieces(
-    name: str, pieces: ArrayLike | None, ends_name: str, ends: ArrayLike | None, size: int, limit: int
-) -> dict[str, NDArray[np.int32] | None]:
-    """Check the pieces of `size` teacher tokens, with ids below `limit`."""
-    if pieces is None and ends is None:
-        return {name: None, ends_name: None}
-    if pieces is None or ends is None:
-        raise ProjectionError(f"{name} and {ends_name} belong together; give both or neither")
-    checked_ends, count = _integers(ends_name, ends, (size,)), len(np.asarray(pieces))
-    if (np.diff(checked_ends, prepend=0) < 0).any() or (checked_ends[-1] if size else 0) != count:
-        raise ProjectionError(f"{ends_name} must ascend from 0 to {count}, the number of {name}")
-    ids = _integers(name, pieces, (count,))
-    outside = np.flatnonzero((ids < 0) | (ids >= limit))
-    if len(outside):
-        raise ProjectionError(f"{name}[{outside[0]}] is {ids[outside[0]]}, outside [0, {limit})")
-    return {name: ids.astype(np.int32), ends_name: checked_ends.astype(np.int32)}

@@ -118,7 +118,7 @@ def add_byte_prefix(
     """Set `byte_prefix` [W], the longest student text token whose bytes begin the teacher token's.
 
     Also set `teacher_byte_order` [W, 3], with which the byte_prefix loss finds the tokens that begin with another
-    token, and the student tokens that spell each teacher token.
+    token, the student tokens that spell each teacher token, and the bytes of both sides' tokens.
 
     Among student ids with the same bytes, the exact partner is preferred, then the most natural id. Tokens that stand
     for a role map to the student token with the closest role. Tokens without such a student token, and holes, have −1.
@@ -141,9 +141,17 @@ def byte_prefix_pass(matrix: ProjectionMatrix, pair: TokenizerPair) -> Projectio
     } | dict(pair.nearest_student)
     for t, s in single.items():
         byte_prefix[t] = s
-    contents = [content if is_text else b"" for content, is_text in zip(teacher.contents, teacher.is_text, strict=True)]
-    options = matrix.options.after("byte_prefix", roles=pair.roles)
-    mapped = replace(matrix, byte_prefix=byte_prefix, teacher_byte_order=byte_order(contents), options=options)
+    student_contents, contents = student.text_contents, teacher.text_contents
+    mapped = replace(
+        matrix,
+        byte_prefix=byte_prefix,
+        teacher_byte_order=byte_order(contents),
+        student_bytes=_flat(student_contents),
+        student_byte_ends=_ends(student_contents),
+        teacher_bytes=_flat(contents),
+        teacher_byte_ends=_ends(contents),
+        options=matrix.options.after("byte_prefix", roles=pair.roles),
+    )
     return _with_teacher_pieces(mapped, pair, ids, single)
 
 

@@ -31,7 +31,7 @@ from nemo_opd.logits import blockwise
 from nemo_opd.logits.planned import PlannedLoss, UnitLossRecorder, compute_together
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.sources import Packing
-from nemo_opd.losses.metrics import plan_accuracy, plan_bits_per_byte
+from nemo_opd.losses.metrics import AccuracyRecorder, plan_bits_per_byte
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
@@ -285,16 +285,17 @@ class StudentWorker:
                 terms = self.objective.plan(logits, *micro.plan_arguments, step.normalizers)
                 number = 1 + len(self.objective.parts)  # cross-entropy, then the parts of KD
                 recordings = [UnitLossRecorder.of(plan) for plan in terms[:number]]
+                accuracy = AccuracyRecorder.of(logits, student, vocab_size=size)
                 statistics = self._statistics(logits, micro)
                 planned = [
                     *(recording.plan for recording in recordings),
                     *terms[number:],
                     *(statistics or self.objective.plan_overlaps(logits, micro.teacher_logits, micro.batch)),
                     plan_bits_per_byte(logits, student, vocab_size=size),
-                    plan_accuracy(logits, student, vocab_size=size),
+                    accuracy.plan,
                 ]
                 parts.append(compute_together(planned).metrics)
-                tokens.append(TokenLosses.of(recordings))
+                tokens.append(TokenLosses.of(recordings, accuracy))
             for unit in sharded_units(self.model):
                 unit.reshard()
         return with_numbers(merge(parts)), joined_losses(tokens)

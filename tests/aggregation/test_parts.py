@@ -291,8 +291,12 @@ def test_the_share_of_tokens_that_get_kd(tiny: Tiny) -> None:
     fewer[0, 2], fewer[2] = -1, -1
     whole = replace(whole, teachers=(replace(cross, chunks=replace(cross.chunks, student=fewer)), same))
     found = coverage_metrics(objective_of(tiny), whole, names)
-    assert found == {f"kd_{kind}/cross": Mean(3 + 1, 8) for kind in ("coverage", "positions")} | {
-        "kd_coverage/same": Mean(8, 8)
+    assert found == {
+        "kd_coverage/cross": Mean(3 + 1, 8),
+        "kd_positions/cross": Mean(3 + 1, 8),
+        "kd_positions/cross/start": Mean(4, 4),
+        "kd_positions/cross/unaligned": Mean(0, 4),
+        "kd_coverage/same": Mean(8, 8),
     }
     parts = [coverage_metrics(objective_of(tiny), part, names) for part in shards(pad_rows(whole, 4), 2)]
     assert parts[0]["kd_coverage/cross"].merge(parts[1]["kd_coverage/cross"]) == Mean(4, 8)
@@ -304,3 +308,7 @@ def test_the_share_of_tokens_that_get_kd(tiny: Tiny) -> None:
     several = coverage_metrics(objective_of(tiny), replace(whole, teachers=(joined, same)), names)
     assert several["kd_coverage/cross"] == Mean(8, 8)
     assert several["kd_positions/cross"] == Mean(2 + 1 + 2, 8), "a chunk of several tokens is compared once"
+    assert {name: share.total for name, share in several.items() if name.startswith("kd_positions/cross/")} == {
+        "kd_positions/cross/start": 5,
+        "kd_positions/cross/later": 0,
+    }

@@ -125,22 +125,25 @@ def test_groups_add_up_to_the_whole(measured: list[Measured]) -> None:
         return math.fsum(float(metric.total) for metric in own), math.fsum(float(metric.count) for metric in own)
 
     whole = {name: metric for name, metric in found.student.items() if isinstance(metric, Mean)}
-    for table in ("domain/", "class/", f"chunk/{cross}/"):
-        for measure in ("ce", "bits_per_byte", "shared_bits_per_byte", *(f"kd/{name}" for name in (cross, same))):
-            if table.startswith("chunk") and measure == f"kd/{same}":
+    kd = [f"kd/{name}" for name in (cross, same)]
+    without_kd = {f"chunk/{cross}/": kd[1:], f"position/{cross}/": kd}
+    for table in ("domain/", "class/", *without_kd):
+        for measure in ("ce", "accuracy", "bits_per_byte", "shared_bits_per_byte", *kd):
+            if measure in without_kd.get(table, []):
                 continue
             expected = float(whole[measure].total), float(whole[measure].count)
             assert total(table, f"/{measure}") == pytest.approx(expected, rel=1e-5), (table, measure)
     shares = [metric.value() for name, metric in whole.items() if name.startswith("class/") and name.endswith("/share")]
     assert math.fsum(shares) == pytest.approx(1)
     assert {f"chunk/{cross}/{kind}/ce" for kind in ("1:1", "1:n", "n:1")} <= set(whole)
+    assert {f"position/{cross}/{kind}/accuracy" for kind in ("start", "inside")} <= set(whole)
 
 
 @pytest.mark.world
 def test_microbatches_change_nothing(measured: list[Measured]) -> None:
     """Layouts are compared with all other figures, in tests/workers. Bug: padding that counts."""
     for name, metric in measured[0].student.items():
-        if name.startswith(("domain/", "class/", "chunk/")):
+        if name.startswith(("domain/", "class/", "chunk/", "position/")):
             assert measured[1].student[name].value() == pytest.approx(metric.value(), rel=1e-4), name
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from nemo_opd.losses import (
     alm,
     byte_prefix,
+    escd,
     gold,
     h_kl,
     p_kl,
@@ -247,6 +248,7 @@ LOSSES = [
         for ends in ("drop", "cover", "rest")
     ),
     Case("shared_prefix", shared_prefix, same_vocab_options={}),
+    Case("escd", escd, same_vocab_options={}),
     Case("alm", alm, needs_projection=False, takes_divergence=False, is_zero_for_equal_sides=False),
     Case("uld", uld, needs_projection=False, takes_divergence=False),
 ]
@@ -315,6 +317,7 @@ def pair() -> ProjectionMatrix:
         byte_prefix=PHI,
         teacher_byte_order=byte_order([piece or b"" for piece in TEACHER]),
         **pieces_of(SPELLINGS),
+        **bytes_of(STUDENT, TEACHER),
     )
 
 
@@ -327,6 +330,15 @@ def pieces_of(spellings: list[list[int]]) -> dict[str, Any]:
         "teacher_prefix_pieces": np.array(ids, np.int64),
         "teacher_prefix_ends": ends,
     }
+
+
+def bytes_of(student: Sequence[bytes | None], teacher: Sequence[bytes | None]) -> dict[str, Any]:
+    """The bytes of both sides' tokens."""
+    arrays: dict[str, Any] = {}
+    for side, texts in (("student", student), ("teacher", teacher)):
+        arrays[f"{side}_bytes"] = np.frombuffer(b"".join(text or b"" for text in texts), np.uint8).astype(np.int32)
+        arrays[f"{side}_byte_ends"] = np.cumsum([len(text or b"") for text in texts])
+    return arrays
 
 
 @cache
@@ -350,6 +362,7 @@ def identity(size: int, known: int | None = None) -> ProjectionMatrix:
         byte_prefix=np.where(exact, tokens, -1),
         teacher_byte_order=byte_order([bytes([i // 256, i % 256]) for i in range(size)]),
         **pieces_of([[i] if known else [] for i, known in enumerate(exact)]),
+        **bytes_of(*[[bytes([i // 256, i % 256]) for i in range(size)]] * 2),
     )
 
 

@@ -13,6 +13,7 @@ from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.projection.spelling import byte_order
 
 from . import oracle
+from .cases import bytes_of
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def matrix(
     byte_prefix: list[int] | None = None,
     teacher: Sequence[bytes | None] | None = None,
     spellings: Sequence[Sequence[int]] | None = None,
+    student: Sequence[bytes | None] | None = None,
 ) -> ProjectionMatrix:
     """A projection of exact pairs only, with maps.
 
@@ -69,13 +71,14 @@ def matrix(
         teacher_spelling_ends=ends,
         teacher_prefix_pieces=ids,
         teacher_prefix_ends=ends,
+        **({} if student is None or teacher is None else bytes_of(student, teacher)),
     )
 
 
 def identity(size: int) -> ProjectionMatrix:
     every = list(range(size))
     pieces = [bytes([i % 256, i // 256]) for i in every]
-    return matrix([(i, i) for i in every], size, size, every, every, every, pieces, [[i] for i in every])
+    return matrix([(i, i) for i in every], size, size, every, every, every, pieces, [[i] for i in every], pieces)
 
 
 def pushed(probabilities: list[float], cell_of: list[int]) -> dict[int, float]:

@@ -34,6 +34,10 @@ from nemo_opd.projection import ProjectionMatrix
 
 STUDENT, SAME, CROSS = (2048, 128_256), (3072, 128_256), (2560, 151_936)
 """Width and vocabulary of each model."""
+LONG = (2560, 262_144)
+"""Of a teacher with longer tokens than the student, of the shape of Gemma-3-4B."""
+BEGINNINGS = 16_384
+"""Student tokens that begin tokens of that teacher with two pieces: eight tokens each."""
 LONGEST_ROW = 4
 
 
@@ -127,6 +131,59 @@ class Sides:
     def across(self) -> dict[str, Any]:
         """Arguments of one that compares tokens of two vocabularies."""
         return {**self.of_chunks, "projection": self.projection}
+
+
+@dataclass(frozen=True)
+class LongerTokens:
+    """What `byte_prefix` reads of a text with a teacher of longer tokens."""
+
+    student: HeadLogits
+    teacher: HeadLogits
+    student_ids: Tensor
+    teacher_ids: Tensor
+    student_chunk_id: Tensor
+    teacher_chunk_id: Tensor
+    projection: ProjectionMatrix
+
+    def plan(self, **settings: Any) -> PlannedLoss:
+        names = ("student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id", "projection")
+        arguments = {name: getattr(self, name) for name in names}
+        return byte_prefix.plan(self.student, self.teacher, **arguments, **settings)
+
+    @property
+    def product(self) -> int:
+        """Floating-point operations of the product with the teacher's head."""
+        return 2 * (self.teacher_ids.numel() - 1) * LONG[0] * LONG[1]
+
+
+def longer_tokens(positions: int, draw: Callable[..., Tensor], device: torch.device) -> LongerTokens:
+    """Make a text of two chunks for three student tokens, every second one a teacher token of two pieces."""
+    (width, size), (teacher_width, others) = STUDENT, LONG
+    itself = np.arange(others)
+    is_long = itself >= size
+    first = np.where(is_long, itself % BEGINNINGS, itself)
+    pieces = np.stack([first, np.where(is_long, itself // BEGINNINGS, -1)], 1)
+    between = ProjectionMatrix(
+        np.full((size, 1), -1),
+        np.zeros((size, 1)),
+        teacher_vocab_size=others,
+        teacher_spellings=pieces[pieces >= 0],
+        teacher_spelling_ends=np.cumsum((pieces >= 0).sum(1)),
+        teacher_byte_order=np.stack([itself, itself, itself + 1], 1),
+    )
+    num_chunks = positions * 2 // 3
+    tokens = np.where(np.arange(num_chunks) % 2, size, 1) + np.arange(num_chunks)
+    spelled = pieces[tokens]
+    places = torch.arange(num_chunks)
+    chunks = torch.from_numpy(np.repeat(np.arange(num_chunks), (spelled >= 0).sum(1)))
+    ids = torch.from_numpy(spelled[spelled >= 0])
+    on_host = (ids, torch.from_numpy(tokens), chunks, places)
+    sent = to_device_batched([side.unsqueeze(0) for side in on_host], device)
+    student = HeadLogits(draw(1, len(ids), width, device=device), Head(draw(size, width, device=device)))
+    for leaf in student.leaves:
+        leaf.requires_grad_()
+    teacher = draw(1, num_chunks, teacher_width, device=device), Head(draw(others, teacher_width, device=device))
+    return LongerTokens(student, HeadLogits(*teacher), *sent, between)
 
 
 Plan = Callable[[Sides], PlannedLoss]

@@ -9,6 +9,7 @@ from nemo_opd import losses
 from nemo_opd.config.loss import (
     ALMTerm,
     BytePrefixTerm,
+    ESCDTerm,
     GoldTerm,
     HKLTerm,
     LossTerm,
@@ -191,7 +192,7 @@ def test_the_objective_around_a_term_is_no_part_of_its_loss(term, objective):
     assert torch.equal(*losses)
 
 
-CROSS_TERMS = (PKLTerm, GoldTerm, HKLTerm, StrictTerm, BytePrefixTerm, SharedPrefixTerm, ALMTerm, ULDTerm)
+CROSS_TERMS = (PKLTerm, GoldTerm, HKLTerm, StrictTerm, BytePrefixTerm, SharedPrefixTerm, ESCDTerm, ALMTerm, ULDTerm)
 
 
 POSITIONS = [BytePrefixTerm(positions="all", ends=ends) for ends in ("drop", "cover", "rest")]

@@ -49,6 +49,7 @@ KERNELS = {
     "byte_prefix-cover": 312,
     "byte_prefix-rest": 222,
     "shared_prefix": 27,
+    "escd": 113,
     "alm": 132,
     "uld": 46,
     "p_kl-continuation": 153,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.losses import byte_prefix
-from nemo_opd.losses.position_units import count_positions
+from nemo_opd.losses.position_units import compared_positions
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.projection.spelling import byte_order
 from tests.losses.oracle_prefix import matrix
@@ -195,7 +195,7 @@ def test_a_token_that_crosses_the_teachers_is_compared_only_if_it_is_the_last(
         "teacher_chunk_id": torch.tensor([[-1, 0, 0]]),
         "projection": projection,
     }
-    assert count_positions(**arguments, pieces="spelling").tolist() == [num_compared]
+    assert compared_positions(**arguments, pieces="spelling").sum(1).tolist() == [num_compared]
     logits = (torch.randn(1, length, size, generator=generator) for length, size in ((len(student), 7), (3, 3)))
     loss = byte_prefix(*logits, **arguments, positions="all")
     assert loss.metrics["kd"].count == num_compared

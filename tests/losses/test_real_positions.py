@@ -9,12 +9,17 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.losses import byte_prefix, same_vocab
+from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.position_targets import Targets
+from nemo_opd.losses.prefixes import first_pieces
 from nemo_opd.projection import ProjectionMatrix, add_byte_prefix, exact_map
-from tests.tokenizers_fixture import real_tokenizer
+from tests.tokenizers_fixture import corpus_texts, real_tokenizer
 
 pytestmark = pytest.mark.tokenizers
 
@@ -28,10 +33,10 @@ def projection(student: str, teacher: str) -> ProjectionMatrix:
     return add_byte_prefix(exact_map(*pair), *pair)
 
 
-def batch(student: str, teacher: str) -> tuple[dict, Tensor, Tensor]:
+def batch(student: str, teacher: str, text: str = TEXT) -> tuple[dict, Tensor, Tensor]:
     """Arguments of a loss, and logits of both sides."""
     pair = real_tokenizer(student), real_tokenizer(teacher)
-    ids = [tokenizer("\n" + TEXT, add_special_tokens=False).input_ids for tokenizer in pair]
+    ids = [tokenizer("\n" + text, add_special_tokens=False).input_ids for tokenizer in pair]
     alignment = TokenAligner(*pair).align(*ids)
     matrix, generator = projection(student, teacher), torch.Generator().manual_seed(0)
     arguments = {
@@ -138,3 +143,56 @@ def test_equal_tokenizers_are_same_vocab(ends: str) -> None:
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     gradients = [torch.autograd.grad(loss, student)[0] for loss in losses]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-9)
+
+
+@st.composite
+def excerpts(draw: st.DrawFn) -> str:
+    """Sixty characters of some document: prose of several languages, code, numbers."""
+    document = draw(st.sampled_from(corpus_texts()))
+    start = draw(st.integers(0, max(0, len(document) - 60)))
+    return document[start : start + 60]
+
+
+@pytest.mark.parametrize("ends", ["drop", "cover", "rest"])
+@given(data=st.data())
+@settings(max_examples=6, deadline=None)
+def test_cells_and_rest_hold_all_mass_in_any_text(ends: str, data: st.DataObject) -> None:
+    """Catches mass that is lost or counted twice at a boundary, and blocks that change a target.
+
+    At the starts of chunks that no earlier token reaches, the cells and the rest hold all of the teacher's mass: 1, or
+    with `drop` all but that of tokens without pieces.
+    """
+    arguments, student, teacher = batch("llama3_1", "qwen3", data.draw(excerpts()))
+    teacher = teacher.log_softmax(-1)
+    matrix = arguments["projection"]
+    inputs = ChunkInputs.of(student, teacher, temperature=1.0, takes_truncated=True, **arguments)
+    targets = Targets.of(inputs, matrix, ends, "spelling")
+    if not len(inputs.units):
+        return
+    log_t, log_rest = targets.of_part(slice(0, len(inputs.units)))
+    parts = [targets.of_part(slice(i, i + 1)) for i in range(len(inputs.units))]
+    torch.testing.assert_close(log_t, torch.cat([part[0] for part in parts]), rtol=1e-5, atol=1e-5)
+    is_start = targets.positions.student.place == 0
+    is_reached = torch.zeros(len(log_t), dtype=torch.bool)
+    is_reached[targets.positions.before.units.rows] = True
+    scaled_by = torch.zeros(len(inputs.units), dtype=torch.bool)
+    scaled_by[targets.positions.rows_before.lengths > 0] = True
+    alone = is_start & ~is_reached & ~targets.positions.student.per_position(scaled_by)
+    has_pieces = torch.from_numpy(first_pieces(matrix, "spelling") >= 0)
+    missing = teacher.reshape(-1, teacher.shape[2])[inputs.units.teacher_rows].exp()[:, ~has_pieces].sum(1)
+    total = torch.cat([log_t, log_rest], 1)[alone].logsumexp(1).exp()
+    expected = 1 - missing[targets.positions.student.per_position(torch.arange(len(inputs.units)))[alone]] * (
+        ends == "drop"
+    )
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+
+
+@given(data=st.data())
+@settings(max_examples=4, deadline=None)
+def test_equal_tokenizers_are_same_vocab_in_any_text(data: st.DataObject) -> None:
+    """Catches a token of some script whose own text the tokenizer spells otherwise."""
+    arguments, student, teacher = batch("qwen3", "qwen3", data.draw(excerpts()))
+    mask = arguments["student_chunk_id"] >= 0
+    for ends in ("drop", "cover", "rest"):
+        ours = byte_prefix(student, teacher, **arguments, positions="all", ends=ends, pieces="spelling").loss
+        assert ours.item() == pytest.approx(same_vocab(student, teacher, mask=mask).loss.item(), rel=1e-6)

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.arguments import chunk_units, count_chunks, count_label_tokens, label_rows
+from nemo_opd.losses.arguments import chunk_starts, chunk_units, count_label_tokens, label_rows
 
 from . import oracle, oracle_chunks
 
@@ -23,7 +23,7 @@ def test_units_equal_the_loop(seed):
     units = chunk_units(student, teacher)
     assert units.student_rows.tolist() == [b * 17 + i for b, i, _ in expected]
     assert units.teacher_rows.tolist() == [b * 12 + j for b, _, j in expected]
-    assert count_chunks(student, teacher).sum() == len(expected)
+    assert chunk_starts(student, teacher)[0].sum() == len(expected)
     assert len(units) == len(expected)
     lengths = list(zip(units.student_lengths.tolist(), units.teacher_lengths.tolist(), strict=True))
     assert lengths == oracle_chunks.lengths(student.tolist(), teacher.tolist())
@@ -56,7 +56,7 @@ def test_chunks_on_one_side_only_or_at_token_0_are_no_units():
     assert units.teacher_rows.tolist() == [1, 3, 5, 6]
     assert units.student_lengths.tolist() == [2, 1, 1, 1]
     assert units.teacher_lengths.tolist() == [1, 1, 1, 2]
-    assert count_chunks(student, teacher).sum() == 4
+    assert chunk_starts(student, teacher)[0].sum() == 4
 
 
 def test_a_gap_does_not_begin_a_chunk_again():
@@ -66,10 +66,10 @@ def test_a_gap_does_not_begin_a_chunk_again():
 
 def test_no_chunks_at_all():
     nothing = torch.full((2, 3), -1)
-    assert count_chunks(nothing, nothing).sum() == 0
+    assert chunk_starts(nothing, nothing)[0].sum() == 0
     assert len(chunk_units(nothing, nothing).student_rows) == 0
 
 
 def test_batches_of_different_length_are_refused():
     with pytest.raises(ConfigError, match="student_chunk_id 2, teacher_chunk_id 3"):
-        count_chunks(torch.zeros(2, 4), torch.zeros(3, 4))
+        chunk_starts(torch.zeros(2, 4), torch.zeros(3, 4))

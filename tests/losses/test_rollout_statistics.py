@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -115,9 +114,6 @@ def test_overlap_across_tokenizers_is_by_exact_pairs():
         shares.append(len(mapped & top(batch.teacher[b, j].tolist(), 4)) / 4)
     names = ("student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id", "projection")
     arguments = {name: getattr(batch, name) for name in names}
-    images = np.arange(batch.teacher.shape[2]) % 3 == 0
-    metrics = plan_chunk_overlap(batch.student, batch.teacher, **arguments, images=images, top_k=4).compute().metrics
-    found, masses = metrics["overlap"], [batch.teacher[b, j].softmax(0)[::3].sum().item() for b, _, j in places]
-    assert metrics["kd_mass"].value() == pytest.approx(sum(masses) / len(masses))
+    found = plan_chunk_overlap(batch.student, batch.teacher, **arguments, top_k=4).compute().metrics["overlap"]
     assert sum(shares) > 0
     assert (found.value(), found.count) == (pytest.approx(sum(shares) / len(shares)), len(shares))

@@ -20,7 +20,7 @@ from nemo_opd.served.programs import PromptLogprobs, encoded_rows
 
 from . import cases, oracle_prefix, oracle_truncated
 
-NAMES = ("same_vocab", "p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "alm")
+NAMES = ("same_vocab", "p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "escd", "alm")
 TAKEN = {
     case.name: case
     for case in cases.ALL_LOSSES

@@ -17,7 +17,7 @@ import torch
 from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.logits.blockwise import backward
 from nemo_opd.logits.planned import compute_together
-from tests.losses.real_sizes import PLANS, TOGETHER, Sides
+from tests.losses.real_sizes import PLANS, TOGETHER, Sides, longer_tokens
 from tests.pretend_gpu import DEVICE, Work, counted
 
 POSITIONS, AT_A_TIME = 2048, 8192
@@ -52,6 +52,23 @@ def asked(work: Work, sides: Sides, *names: str) -> dict[str, Any]:
     return work.taken() | {"positions": sides.ids.numel(), "elementwise": elementwise}
 
 
+def of_positions(work: Work) -> dict[str, Any]:
+    """Return what targets at all positions ask for, and the products with the teacher's head, by `ends`."""
+    sides = longer_tokens(POSITIONS, partial(torch.empty, dtype=torch.bfloat16), DEVICE)
+    sides.student.block_bytes = block_bytes("cuda", MEMORY)
+    found: dict[str, Any] = {}
+    for ends in ("starts", "drop", "rest", "cover"):
+        settings = {} if ends == "starts" else {"positions": "all", "ends": ends}
+        for _ in range(2):
+            work.clear()
+            for leaf in sides.student.leaves:
+                leaf.grad = None
+            backward(compute_together([sides.plan(**settings)]).loss)
+        elementwise = sum(kernel.num_bytes for kernel in work.kernels if kernel.name not in ("mm", "addmm"))
+        found[ends] = work.taken() | {"elementwise": elementwise, "product": sides.product}
+    return found
+
+
 def by_part(work: Work) -> str:
     """Return a table of operations."""
     kernels, num_bytes = Counter[str](), Counter[str]()
@@ -67,7 +84,7 @@ def main() -> dict[str, Any]:
         sides = sides_of(POSITIONS)
         alone = {name: asked(work, sides, name) for name in PLANS}
         together, at_a_time = (asked(work, each, *TOGETHER) for each in (sides, sides_of(AT_A_TIME)))
-        return alone | {"together": together, "at a time": at_a_time}
+        return alone | {"together": together, "at a time": at_a_time, "positions": of_positions(work)}
 
 
 def print_parts() -> None:

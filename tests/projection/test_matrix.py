@@ -35,6 +35,10 @@ def small_with_maps() -> ProjectionMatrix:
         teacher_spelling_ends=[1, 1, 3, 4, 5],
         teacher_prefix_pieces=[0, 2, 1, 1],
         teacher_prefix_ends=[1, 1, 2, 3, 4],
+        student_bytes=[97, 97, 98],
+        student_byte_ends=[1, 3, 3],
+        teacher_bytes=[97, 98, 97, 98, 97],
+        teacher_byte_ends=[1, 1, 2, 4, 5],
     )
 
 
@@ -230,6 +234,10 @@ def test_headers_that_lie(tmp_path: Path, changes: dict[str, str | None], reason
         "teacher_spelling_ends",
         "teacher_prefix_pieces",
         "teacher_prefix_ends",
+        "student_bytes",
+        "student_byte_ends",
+        "teacher_bytes",
+        "teacher_byte_ends",
     ],
 )
 def test_a_missing_or_misshapen_array(tmp_path: Path, name: str) -> None:

@@ -9,7 +9,7 @@ from tests import processes
 
 pytestmark = pytest.mark.world
 
-COPIES = 12
+COPIES = 13
 """Of a microbatch of the student: its tensors, its packing, the places of teachers' tokens, and plans of losses."""
 SETTINGS = {
     "p_kl": [],
@@ -36,7 +36,7 @@ MEGABYTES = {
     "logits": 110,
 }
 """Read and written by the student's kernels for 1,000 tokens, likewise."""
-ON_SAMPLES = {"tcad": (18, 711), "sampled_kl, sequences": (26, 947), "grpo": (24, 791)}
+ON_SAMPLES = {"tcad": (19, 711), "sampled_kl, sequences": (26, 947), "grpo": (25, 791)}
 """Copies and kernels of a microbatch of samples, as budgets."""
 
 

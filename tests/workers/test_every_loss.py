@@ -18,6 +18,7 @@ TERMS = {
     "strict": [],
     "byte_prefix": ["loss.positions=all", "loss.ends=cover", "loss.pieces=spelling"],
     "shared_prefix": ["loss.divergence=jsd"],
+    "escd": [],
     "alm": ["loss.temperature=2"],
     "uld": [],
     "p_kl": ["loss.merge=mean"],

@@ -1,0 +1,101 @@
+"""The teacher's mass on tokens with an image, measured in the rows that a loss reads."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.losses import byte_prefix, gold, p_kl, shared_prefix, strict
+from nemo_opd.losses.image_mass import STRIDE, with_image_mass
+from nemo_opd.types import Mean
+from tests.losses.cases import Batch, identity, random_logits
+
+POSITIONS, WIDTH = 40, 6
+IMAGES = np.arange(WIDTH) % 3 == 0
+FORMS = {
+    "p_kl": (p_kl, {}),
+    "p_kl-mean": (p_kl, {"merge": "mean"}),
+    "p_kl-autograd": (p_kl, {"vocab_topk": 3}),
+    "gold": (gold, {}),
+    "strict": (strict, {}),
+    "byte_prefix": (byte_prefix, {}),
+    "byte_prefix-cover": (byte_prefix, {"positions": "all", "ends": "cover"}),
+    "shared_prefix": (shared_prefix, {}),
+}
+
+
+def one_vocabulary() -> Batch:
+    """Two sequences with a chunk for each token, numbered as positions are."""
+    ids = torch.stack([torch.arange(POSITIONS), torch.arange(POSITIONS).flip(0)]) % WIDTH
+    chunks = torch.arange(POSITIONS).repeat(2, 1)
+    sides = (random_logits(2, POSITIONS, WIDTH, seed) for seed in (0, 1))
+    return Batch(*sides, ids, ids, chunks, chunks, identity(WIDTH))
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_mass_is_that_of_the_measured_rows(form: str, has_gradient: bool) -> None:
+    """Catches another chunk than one in sixteen, another row than the first of a chunk, a mass that depends on blocks
+    or microbatches, and a loss that the measurement changes.
+    """
+    loss, settings = FORMS[form]
+    batch, measured, values = one_vocabulary(), [], []
+    for part in (batch, batch.rows([0]), batch.rows([1])):
+        names = ("projection", "student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
+        arguments = {name: getattr(part, name) for name in names} | settings
+        student = part.student.clone().requires_grad_(has_gradient)
+        plan = loss.plan(student, part.teacher, **arguments, chunk_size=7)
+        result = with_image_mass(plan, IMAGES, part.student_chunk_id).compute()
+        values.append((result.loss, loss(student, part.teacher, **arguments, chunk_size=7).loss))
+        measured.append(result.metrics["kd_mass"])
+    assert all(torch.equal(*pair) for pair in values)
+    rows = [batch.teacher[b, c - 1].tolist() for b in range(2) for c in range(1, POSITIONS, STRIDE)]
+    masses = [math.fsum(math.exp(z) for z in row[::3]) / math.fsum(map(math.exp, row)) for row in rows]
+    assert measured[0].count == len(masses) == 6
+    assert measured[0].value() == pytest.approx(math.fsum(masses) / 6, rel=1e-12)
+    pooled = measured[1].merge(measured[2])
+    assert pooled.value() == pytest.approx(measured[0].value(), rel=1e-12)
+
+
+def test_mass_needs_no_product_with_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a metric that reads teacher rows which the loss has read."""
+    batch, rows_read = one_vocabulary(), []
+    heads = [HeadLogits(side, Head(torch.eye(WIDTH, dtype=side.dtype))) for side in (batch.student, batch.teacher)]
+    heads[0].leaves[0].requires_grad_()
+    read = HeadLogits.read
+
+    def counted(self: HeadLogits, rows: torch.Tensor, width: int) -> torch.Tensor:
+        rows_read.append(len(rows))
+        return read(self, rows, width)
+
+    monkeypatch.setattr(HeadLogits, "read", counted)
+    names = ("projection", "student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
+    arguments = {name: getattr(batch, name) for name in names}
+    totals = []
+    for is_measured in (False, True):
+        plan = p_kl.plan(*heads, **arguments)
+        metrics = (with_image_mass(plan, IMAGES, batch.student_chunk_id) if is_measured else plan).compute().metrics
+        assert ("kd_mass" in metrics) == is_measured
+        totals.append(sum(rows_read))
+        rows_read.clear()
+    assert totals[0] == totals[1] > 0
+
+
+def test_nothing_measured_is_an_empty_mean() -> None:
+    """Catches a division by zero in a microbatch without a measured chunk."""
+    batch = one_vocabulary().cut(5)
+    nothing = torch.full_like(batch.student_chunk_id, -1)
+    plan = p_kl.plan(
+        batch.student,
+        batch.teacher,
+        projection=batch.projection,
+        student_ids=batch.student_ids,
+        teacher_ids=batch.teacher_ids,
+        student_chunk_id=nothing,
+        teacher_chunk_id=nothing,
+    )
+    assert with_image_mass(plan, IMAGES, nothing).compute().metrics["kd_mass"] == Mean(0, 0)
