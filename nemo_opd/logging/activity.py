@@ -23,6 +23,20 @@ _SHOWN_AFTER_S = 1.0
 """Shortest work that a live display shows; shorter work would only flicker."""
 
 
+_is_quiet = False
+
+
+@contextmanager
+def without_progress() -> Iterator[None]:
+    """Show no current work on stderr during the block."""
+    global _is_quiet
+    _is_quiet = True
+    try:
+        yield
+    finally:
+        _is_quiet = False
+
+
 @contextmanager
 def busy(what: str) -> Iterator[None]:
     """Show the work in the block: live in a terminal, elsewhere by occasional lines.
@@ -31,7 +45,7 @@ def busy(what: str) -> Iterator[None]:
     """
     with ExitStack() as stack:
         terminal = VisibleConsole(stderr=True)
-        if terminal.is_terminal:
+        if terminal.is_terminal and not _is_quiet:
             stack.enter_context(terminal.status(WorkLine()))
         if not sys.stdout.isatty():
             print_line(what)
@@ -62,6 +76,12 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
     """Print a line to stdout or another stream, if it can be written."""
     with suppress(OSError):
         print(visible(text), file=stream, flush=True)
+
+
+def print_warning(text: str) -> None:
+    """Print a warning as a single line to stderr, in colour if it is a terminal."""
+    with suppress(OSError):
+        VisibleConsole(stderr=True).print(Text(f"warning: {text}", "yellow"), soft_wrap=True)
 
 
 def _print_current() -> None:

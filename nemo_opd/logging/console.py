@@ -1,7 +1,6 @@
 """Progress on the console: a header, live or plain progress, and tables of the results."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.config.run_fields import Console as ConsoleSettings
-from nemo_opd.logging.activity import EARLY, Ticker, WorkLine, print_line, work_line
+from nemo_opd.logging.activity import EARLY, Ticker, WorkLine, print_warning, work_line
 from nemo_opd.logging.base import (
     ClosingTable,
     Logger,
@@ -116,7 +115,7 @@ class ConsoleLogger(Logger):
 
     def warn(self, message: str) -> None:
         if self._live is None:
-            print_line(f"warning: {message}", sys.stderr)
+            print_warning(message)
         else:
             self._print(Text(f"warning: {message}", "yellow"))
 
@@ -338,7 +337,6 @@ def _teacher_lines(run: RunSummary) -> Group:
     for teacher in run.teachers:
         facts = f"weight {teacher.weight:g}, {teacher.type}, {teacher.loss}"
         details = [Text(fact, "dim") for fact in (facts, *teacher.coverage)]
-        details += [Text(f"warning: {warning}", "yellow") for warning in teacher.warnings]
         lines.append(Text.assemble((teacher.name, "bold"), f"  {teacher.model}"))
         lines += [Padding(detail, (0, 0, 0, 2)) for detail in details]
     return Group(*lines)
