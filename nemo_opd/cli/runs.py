@@ -9,7 +9,6 @@ from rich.console import Console
 
 from nemo_opd.cli.command import Command, add_output_options, output_of, print_plain
 from nemo_opd.errors import DataError
-from nemo_opd.logging.activity import loading
 from nemo_opd.logging.base import change, score
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _list(arguments: Namespace, console: Console) -> None:
     """Print a line for each run. Raises DataError if the folder has none."""
     with output_of(arguments) as print_json:
-        with loading("readers of runs"):
-            from nemo_opd.training.facts import find_runs, read_facts
+        from nemo_opd.training.facts import find_runs, read_facts  # imports matplotlib and transformers
 
         runs = [read_facts(folder) for folder in find_runs(arguments.folder)]
         if not runs:

@@ -10,8 +10,14 @@ from nemo_opd.files import write_atomically
 from nemo_opd.models.folder import OwnCard
 
 PROVENANCE = "provenance.json"
-FINISHED, ENDED_EARLY, INTERRUPTED, FAILED = "finished", "ended early", "interrupted", "failed"
-"""Ends of a run: after its last step, with a checkpoint before it, at once after a second signal, by an error."""
+FINISHED = "finished"
+NOT_EXPORTED = "finished, not exported"
+"""End of a run whose student is worse than before it."""
+ENDED_EARLY = "ended early"
+"""End before the last step, with a checkpoint."""
+INTERRUPTED = "interrupted"
+"""End by a second signal, or by a signal at the start."""
+FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from nemo_opd.logging import ClosingTable
 from nemo_opd.logging.base import Best
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE
-from nemo_opd.logging.provenance import PROVENANCE, read_provenance
+from nemo_opd.logging.provenance import FINISHED, PROVENANCE, read_provenance
 from nemo_opd.logging.records import Records, read_config, value_at
 from nemo_opd.training.closing import closing_table
 
 _METRICS = "metrics.jsonl"
+_KILLED = "killed"
 _PARTS = ("checkpoints", "final", "best", "report", "tensorboard", "wandb")
 """Folders in a run's directory without runs in them."""
 
@@ -55,7 +56,7 @@ def read_facts(folder: Path) -> RunFacts:
     facts = RunFacts(
         folder=folder,
         name=str(value_at(read_config(folder), "run.name") or folder.name),
-        status="running" if is_locked(folder) else end or "killed",
+        status="running" if is_locked(folder) else end or _KILLED,
         step=0,
         total_steps=None if provenance is None else provenance.total_steps,
         started=None if provenance is None else provenance.started,
@@ -66,6 +67,8 @@ def read_facts(folder: Path) -> RunFacts:
     try:
         records = read(folder / _METRICS)
         step = int(records[-1]["step"]) if records else 0
+        if facts.status == _KILLED and facts.model is not None and step == facts.total_steps:
+            facts = replace(facts, status=FINISHED)  # by a version that recorded no end
         return replace(facts, step=step, results=closing_of(folder, records))
     except DataError as error:
         return replace(facts, problem=str(error))

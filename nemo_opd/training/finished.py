@@ -12,7 +12,7 @@ from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.activity import print_line
 from nemo_opd.logging.loggers import read
-from nemo_opd.logging.provenance import FINISHED, read_provenance
+from nemo_opd.logging.provenance import FINISHED, NOT_EXPORTED, read_provenance
 from nemo_opd.logging.records import read_config
 
 _SECTIONS = ("train", "run", "evaluation", "logging")
@@ -56,19 +56,20 @@ def finished_before(config: RunConfig) -> Finished | None:
     if config.run.resume != "auto" or config.run.dry_run or folder is None:
         return None
     provenance, written = read_provenance(folder), read_config(folder)
-    if provenance is None or provenance.end != FINISHED or not isinstance(written, dict):
+    if provenance is None or provenance.end not in (FINISHED, NOT_EXPORTED) or not isinstance(written, dict):
         return None
     sections = config.model_dump(mode="json", include=set(_SECTIONS))
     for settings in (sections, written):
         settings["run"] = {key: value for key, value in settings.get("run", {}).items() if key not in _STARTS}
     is_same = all(written.get(name) == sections[name] for name in _SECTIONS)
     finished, steps = Finished(folder), checkpoints_of(config, folder).steps()
-    if not is_same or not steps or finished.model is None:
+    is_exported = provenance.end == FINISHED
+    if not is_same or not steps or (is_exported and finished.model is None):
         return None
     if Processes.started().rank == 0:
+        model = f"its model is {finished.model}" if is_exported else "was not exported (run.export_worse)"
         print_line(
-            f"finished  {folder} ended at step {steps[-1]:,} of {provenance.total_steps:,}, and its model is "
-            f"{finished.model}; to train it longer, raise train.max_steps or train.epochs, and to start anew, name "
-            "another run.output_dir"
+            f"finished  {folder} ended at step {steps[-1]:,} of {provenance.total_steps:,}, and {model}; to train it "
+            "longer, raise train.max_steps or train.epochs; to start anew, name another run.output_dir"
         )
     return finished

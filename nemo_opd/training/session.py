@@ -24,6 +24,7 @@ from nemo_opd.logging.provenance import (
     FAILED,
     FINISHED,
     INTERRUPTED,
+    NOT_EXPORTED,
     record_end,
     write_provenance,
 )
@@ -78,7 +79,7 @@ class Session:
         """`val/*` of the student at its last validation."""
         self._validated_at = -1
         self._is_best = False
-        self._is_finished = False
+        self._end = ENDED_EARLY
         self._error_type: type[BaseException] | None = None
 
     def __enter__(self) -> Self:
@@ -134,11 +135,9 @@ class Session:
     def _record_end(self, kind: type[BaseException] | None, *_: object) -> None:
         """Write the end of the run into its directory. kind: class of an error at the start or while closing."""
         kind = self._error_type or kind
-        if kind is None:
-            end = FINISHED if self._is_finished else ENDED_EARLY
-        else:
-            end = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
-        record_end(self.plan.output_dir, end)
+        if kind is not None:
+            self._end = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
+        record_end(self.plan.output_dir, self._end)
 
     def _require_unchanged_checkpoints(self) -> None:
         """Raise ConfigError if another run has written checkpoints since preflight."""
@@ -408,7 +407,7 @@ class Session:
         push = self.config.run.push_to_hub
         if push is not None and (is_exported or (push.model == "best" and best is not None)):
             push_export(self.plan, push)
-        self._is_finished = True
+        self._end = FINISHED if is_exported else NOT_EXPORTED
 
 
 def _is_due(step: int, every: int | None) -> bool:
