@@ -11,14 +11,14 @@ from typing import Self, TextIO
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from nemo_opd.config.run_fields import Console as Settings
 from nemo_opd.logging.base import amount, clock, figure
 from nemo_opd.logging.terminal import VisibleConsole, visible
 from nemo_opd.progress import Work, current, working
 
 EARLY = 0.9
 """Share of an interval after which it counts as over: a busy machine wakes threads late."""
-_INTERVAL_S: float = Settings.model_fields["interval_s"].default
+SILENCE_S = 60.0
+"""Silence of a log, in seconds, that a line on the current work ends."""
 _SHOWN_AFTER_S = 1.0
 """Shortest work that a live display shows; shorter work would only flicker."""
 
@@ -39,7 +39,7 @@ def without_progress() -> Iterator[None]:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Show the work in the block: live in a terminal, elsewhere by occasional lines.
+    """Show the work in the block: live in a terminal, elsewhere by a line, and one more after each `SILENCE_S`.
 
     The live display goes to stderr and the lines to stdout, so both appear if a command's stdout is redirected.
     """
@@ -49,7 +49,7 @@ def busy(what: str) -> Iterator[None]:
             stack.enter_context(terminal.status(WorkLine()))
         if not sys.stdout.isatty():
             print_line(what)
-            stack.enter_context(Ticker(_print_current, _INTERVAL_S))
+            stack.enter_context(Ticker(_print_current, SILENCE_S))
         stack.enter_context(working(what))
         yield
 

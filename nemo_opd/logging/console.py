@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.config.run_fields import Console as ConsoleSettings
-from nemo_opd.logging.activity import EARLY, Ticker, WorkLine, print_warning, work_line
+from nemo_opd.logging.activity import EARLY, SILENCE_S, Ticker, WorkLine, print_warning, work_line
 from nemo_opd.logging.base import (
     ClosingTable,
     Logger,
@@ -56,15 +56,13 @@ _ROLLOUTS: _Fields = (
     ("length", "rollout/response_length", "{:.0f}".format),
     ("cut", "rollout/truncation_rate", "{:.0%}".format),
 )
-_LEAST_INTERVAL_S = 1.0
-"""Shortest time between lines about current work, even if lines about steps are more frequent."""
 _LEAST_SHARE, _NEWS = 0.005, 0.05
 """Smallest share of a step's time that is shown, and change of a share that prints a new line."""
 
 
 class ConsoleLogger(Logger):
-    """Live progress in a terminal; elsewhere plain lines of any width at least every `interval_s`, to keep log
-    files short but not silent. Warnings then go to stderr.
+    """Live progress in a terminal; elsewhere plain lines of any width, at most one every `interval_s` for steps, and
+    one on the current work after each `SILENCE_S` without other lines. Warnings then go to stderr.
     """
 
     def __init__(self, settings: ConsoleSettings, console: Console) -> None:
@@ -88,7 +86,7 @@ class ConsoleLogger(Logger):
         else:
             for warning in run.warnings:
                 self.warn(warning)
-            interval_s = max(_LEAST_INTERVAL_S, self._settings.interval_s)
+            interval_s = max(SILENCE_S, self._settings.interval_s)
             self._ticker = Ticker(lambda: console.print(Text(work_line(current() or self._doing), "dim")), interval_s)
 
     def _start_live(self, step: int) -> None:
