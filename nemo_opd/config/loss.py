@@ -212,7 +212,7 @@ class HKLTerm(PairedTerm):
     """gold on relaxed pairs, which hold most of a projection row's weight (methods.md §5.5)."""
 
     type: Literal["h_kl"] = "h_kl"
-    take: ClassVar[str] = "p_kl instead, unless the audit of tokenizers recommends h_kl"
+    take: ClassVar[str] = "p_kl instead, unless the tokenizers' audit recommends h_kl"
 
 
 class StrictTerm(ChunkTerm):
@@ -251,7 +251,7 @@ class BytePrefixTerm(ChunkTerm):
     """Teacher mapped onto the student's vocabulary by the first piece of each teacher token (methods.md §5.7)."""
 
     type: Literal["byte_prefix"] = "byte_prefix"
-    take: ClassVar[str] = "in place of p_kl, unless the teacher's tokens are much shorter"
+    take: ClassVar[str] = "in place of p_kl, unless the teacher's tokens are shorter"
     positions: Literal["starts", "all"] = "starts"
     """starts: each chunk's first position; all: also student tokens that begin inside a teacher token."""
     ends: Literal["drop", "cover", "rest"] = "drop"
@@ -329,7 +329,7 @@ class SampledKLTerm(NormalizedTerm, ImportanceSettings):
     """KL estimated on the sampled tokens, or on their aligned chunks (methods.md §10.4)."""
 
     type: Literal["sampled_kl"] = "sampled_kl"
-    take: ClassVar[str] = "for log-probabilities of sampled tokens alone; it is noisier"
+    take: ClassVar[str] = "for log-probabilities of the sampled tokens; it is noisier"
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """KL estimator per token or chunk (methods.md §10.4)."""
     update: Literal["policy_gradient", "direct"] = "policy_gradient"
