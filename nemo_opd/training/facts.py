@@ -16,7 +16,7 @@ from nemo_opd.logging import ClosingTable
 from nemo_opd.logging.base import Best
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE
-from nemo_opd.logging.provenance import FINISHED, PROVENANCE, read_provenance
+from nemo_opd.logging.provenance import FINISHED, NOT_EXPORTED, PROVENANCE, read_provenance
 from nemo_opd.logging.records import Records, read_config, value_at
 from nemo_opd.training.closing import closing_table
 
@@ -84,7 +84,9 @@ def closing_of(folder: Path, records: Records) -> ClosingTable | None:
     validated = [record for record in records if record["step"] and BITS_PER_BYTE in record]
     last = validated[-1] if validated else {}
     table = closing_table(config, folder, start, last, int(last.get("step", 0)))
-    return replace(table, best=_best_of(config, folder))
+    provenance = read_provenance(folder)
+    is_exported = provenance is None or provenance.end != NOT_EXPORTED
+    return replace(table, best=_best_of(config, folder), is_exported=is_exported)
 
 
 def _best_of(config: RunConfig, folder: Path) -> Best | None:
