@@ -8,7 +8,7 @@ import sys
 import traceback
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,12 +71,12 @@ def output_of(options: Namespace) -> Iterator[Callable[[object], None]]:
         return
     with ExitStack() as stack:
         sys.stdout.flush()
+        stack.enter_context(suppress(BrokenPipeError))  # when the reader of the JSON has left
         before = stack.enter_context(os.fdopen(os.dup(_STDOUT), "w", encoding="utf-8"))
-        instead = os.open(os.devnull, os.O_WRONLY) if options.quiet else os.dup(_STDERR)
-        stack.callback(os.close, instead)
         stack.callback(os.dup2, before.fileno(), _STDOUT)
-        os.dup2(instead, _STDOUT)
-        stack.callback(sys.stdout.flush)
+        instead = stack.enter_context(open(os.devnull, "w")) if options.quiet else sys.stderr
+        os.dup2(instead.fileno() if options.quiet else _STDERR, _STDOUT)  # for child processes
+        stack.enter_context(redirect_stdout(instead))
         if options.quiet:
             stack.enter_context(without_progress())
         yield lambda value: print(visible_json(_plain(value)), file=before) if options.json else None
