@@ -79,6 +79,18 @@ def default_output_dir(name: str) -> Path:
     return folder
 
 
+def is_locked(output_dir: Path) -> bool:
+    """Return whether a process holds the lock of a run's directory."""
+    try:
+        with (output_dir / LOCK_NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock file, or a file system without locks
+        return False
+    return False
+
+
 class RunLock:
     """Advisory lock on a run directory; the kernel releases it when the process ends.
 

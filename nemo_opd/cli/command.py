@@ -1,29 +1,33 @@
 """Commands with options, and the streams and exit status of their process."""
 
 import io
+import json
 import logging
 import os
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pydantic_core import to_json
 from rich.console import Console
 
+from nemo_opd.cli.exit_statuses import INTERRUPTED
 from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import ConfigError, OPDError
 from nemo_opd.files import OF_THE_DISK, refusal
-from nemo_opd.logging.terminal import VisibleConsole, VisibleFormatter, visible
+from nemo_opd.logging.activity import without_progress
+from nemo_opd.logging.terminal import VisibleConsole, VisibleFormatter, visible, visible_json
 from nemo_opd.paths import keep_compiled_code_private
 from nemo_opd.progress import quiet_libraries
 
-_INTERRUPTED = 130
-"""Exit status, by shell convention, of a run that was interrupted before it could save."""
+_STDOUT, _STDERR = 1, 2
+"""File descriptors."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,39 @@ class Command:
             options = parser.parse_args(arguments)
             with exit_status("nothing was written", expected=(OPDError, OSError)):
                 return self.task(options, VisibleConsole()) or 0
+
+
+def add_output_options(parser: ArgumentParser) -> None:
+    """Define the options of commands with a result that programs read."""
+    parser.add_argument("--json", action="store_true", help="print the result on stdout as a JSON object, and no more")
+    parser.add_argument("--quiet", action="store_true", help="print warnings and errors alone")
+
+
+@contextmanager
+def output_of(options: Namespace) -> Iterator[Callable[[object], None]]:
+    """Send stdout to stderr in the block with `--json`, or nowhere with `--quiet`, also for child processes.
+
+    Yields a function that prints a value as JSON on the stdout from before; it prints nothing without `--json`.
+    """
+    if not (options.json or options.quiet):
+        yield lambda _: None
+        return
+    with ExitStack() as stack:
+        sys.stdout.flush()
+        stack.enter_context(suppress(BrokenPipeError))  # when the reader of the JSON has left
+        before = stack.enter_context(os.fdopen(os.dup(_STDOUT), "w", encoding="utf-8"))
+        stack.callback(os.dup2, before.fileno(), _STDOUT)
+        instead = stack.enter_context(open(os.devnull, "w")) if options.quiet else sys.stderr
+        os.dup2(instead.fileno() if options.quiet else _STDERR, _STDOUT)  # for child processes
+        stack.enter_context(redirect_stdout(instead))
+        if options.quiet:
+            stack.enter_context(without_progress())
+        yield lambda value: print(visible_json(_plain(value)), file=before) if options.json else None
+
+
+def _plain(value: object) -> object:
+    """Return dataclasses and paths as plain values, and numbers that are not finite as None."""
+    return json.loads(to_json(value, inf_nan_mode="null"))
 
 
 def require_at_least(arguments: Namespace, **least: float) -> None:
@@ -78,7 +115,7 @@ def exit_status(if_interrupted: str, expected: tuple[type[Exception], ...] = (OP
         fail(str(error), 1, _notes(error))
     except KeyboardInterrupt as interrupt:
         notes = getattr(interrupt, "__notes__", [if_interrupted])
-        fail(f"interrupted; {notes[-1]}", _INTERRUPTED)
+        fail(f"interrupted; {notes[-1]}", INTERRUPTED)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in OF_THE_DISK:
             fail(refusal(Path(str(error.filename or "a file of this run")), error.errno), 1)

@@ -3,12 +3,13 @@
 import difflib
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
+from nemo_opd.cli.exit_statuses import MEANINGS
 from nemo_opd.paths import package_version
 
 PROGRAM = "nemo-opd"
@@ -54,6 +55,7 @@ VERBS: Mapping[str, Verb | Group] = {
     "evaluate": Verb("settings_verbs", "EVALUATE", "measure how well a model answers questions with checkable answers"),
     "generate": Verb("generate", "COMMAND", "let a model continue prompts"),
     "transplant": Verb("transplant", "COMMAND", "give a model another tokenizer"),
+    "runs": Verb("runs", "COMMAND", "list runs with status, step and verdict"),
     "report": Verb("report", "REPORT", "rewrite the report of a run or of a folder of runs"),
     "compare": Verb("report", "COMPARE", "write one page over several runs: results, curves, settings that differ"),
     "projection": Group(
@@ -129,7 +131,9 @@ def _parser(path: Sequence[str] = (), verb: Verb | None = None) -> ArgumentParse
     parser = ArgumentParser(
         PROGRAM,
         description="Distil any set of teacher language models into a student, whatever their tokenizers.",
-        epilog=f"{PROGRAM} VERB --help describes a verb. With no arguments, {PROGRAM} distil runs a demo.",
+        epilog=f"{PROGRAM} VERB --help describes a verb. With no arguments, {PROGRAM} distil runs a demo.\n\n"
+        + "\n".join(("exit statuses:", *(f"  {status:<6}{meaning}" for status, meaning in MEANINGS.items()))),
+        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=package_version())
     verbs = parser.add_subparsers(metavar="VERB", required=True)

@@ -7,34 +7,43 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from nemo_opd.cli.command import Command
-from nemo_opd.errors import ConfigError, DataError, OPDError
+from nemo_opd.cli.command import Command, add_output_options, output_of
+from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.logging.activity import print_line
 from nemo_opd.logging.terminal import VisibleConsole
-
-if TYPE_CHECKING:
-    from nemo_opd.logging import ClosingTable
 
 
 def _add_report_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="a run's directory, or a folder with several")
+    add_output_options(parser)
 
 
-def _report(arguments: Namespace, console: Console) -> None:
+def _report(arguments: Namespace, _: Console) -> None:
     """Write the report of a run or a sweep. Raises DataError if the folder has no run, or a damaged file."""
-    folder: Path = arguments.folder
-    if (folder / "metrics.jsonl").is_file():
-        from nemo_opd.logging.report import write_report
+    with output_of(arguments) as print_json:
+        print_json(_write_report(arguments.folder))
 
-        print(f"report  {write_report(folder, _closing_of(folder))}")
-    elif any(folder.glob("*/config.yaml")):
-        report_sweep(folder, ())
-    else:
+
+def _write_report(folder: Path) -> object:
+    """Write the report of a run or a sweep and return its facts."""
+    is_run, configs = (folder / "metrics.jsonl").is_file(), sorted(folder.glob("*/config.yaml"))
+    if not is_run and not configs:
         raise DataError(f"{folder}: neither a run (there is no metrics.jsonl) nor a folder with runs; name either")
+    from nemo_opd.logging.report import write_report  # imports matplotlib and transformers, which are slow
+    from nemo_opd.training.facts import read_facts
+
+    if not is_run:
+        report_sweep(folder, ())
+        return {"report": folder / "report.html", "runs": [read_facts(config.parent) for config in configs]}
+    facts = read_facts(folder)
+    if facts.problem is not None:
+        raise DataError(facts.problem)
+    report = write_report(folder, facts.results)
+    print(f"report  {report}")
+    return replace(facts, report=report)
 
 
 def report_sweep(root: Path, names: Sequence[str]) -> None:
@@ -50,35 +59,6 @@ def report_sweep(root: Path, names: Sequence[str]) -> None:
     page = root / "report.html"
     write_comparison(page, runs)
     print_line(f"report  {page}")
-
-
-def _closing_of(folder: Path) -> ClosingTable | None:
-    """Return the closing table up to the run's last record; None if its settings are of another version."""
-    from yaml import YAMLError
-
-    from nemo_opd.checkpoint.run_directory import checkpoints_of
-    from nemo_opd.config.load import from_yaml
-    from nemo_opd.logging.base import Best
-    from nemo_opd.logging.loggers import read
-    from nemo_opd.logging.metrics import BITS_PER_BYTE
-    from nemo_opd.training.closing import closing_table
-
-    try:
-        config = from_yaml(folder / "config.yaml")
-    except (OSError, OPDError, YAMLError):
-        return None
-    records = read(folder / "metrics.jsonl")
-    start = next((record for record in records if not record["step"]), {})
-    best, metric = None, config.train.keep_best and config.train.keep_best.metric
-    with suppress(OPDError):  # only checkpoints have these figures
-        newest = checkpoints_of(config, folder).newest(hashed=False)
-        if newest and metric and newest.progress.best.values and (folder / "best").is_dir():
-            step, value = next(iter(newest.progress.best.values.items()))
-            best = Best(metric, int(step), value)
-    validated = [record for record in records if record["step"] and BITS_PER_BYTE in record]
-    last = validated[-1] if validated else {}
-    table = closing_table(config, folder, start, last, int(last.get("step", 0)))
-    return replace(table, best=best)
 
 
 REPORT = Command(
@@ -104,10 +84,16 @@ def _add_compare_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("comparison.html"), metavar="FILE", help="the page (default: %(default)s)"
     )
+    add_output_options(parser)
 
 
 def _compare(arguments: Namespace, console: Console) -> None:
-    """Write the page and print its table.
+    with output_of(arguments) as print_json:
+        print_json(_write_comparison(arguments, console))
+
+
+def _write_comparison(arguments: Namespace, console: Console) -> object:
+    """Write the page, print its table and return its facts.
 
     Raises ConfigError if the page's name has no suffix, as the folder of its curves would have the same name, and
     DataError if a folder is not a run or has a damaged file.
@@ -118,18 +104,33 @@ def _compare(arguments: Namespace, console: Console) -> None:
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder}: not a run (there is no metrics.jsonl); name directories of runs")
     # matplotlib and transformers are slow to import
-    from nemo_opd.logging.comparison import measures_of, read_runs, sweep_table, unlike, write_comparison
+    from nemo_opd.logging.comparison import (
+        measures_of,
+        read_runs,
+        setting_tables,
+        sweep_table,
+        unlike,
+        write_comparison,
+    )
     from nemo_opd.training.closing import answer_tables, comparison_sentences
+    from nemo_opd.training.facts import read_facts
 
     runs = read_runs(arguments.folders)
-    sentences = comparison_sentences(runs)
+    sentences, remarks, answers = comparison_sentences(runs), unlike(runs), answer_tables(runs)
     for sentence in sentences:
         console.print(sentence, style="bold", markup=False, highlight=False)
     console.print(sweep_table(runs, measures_of(runs)[:_MOST_MEASURES], "Runs"))
-    for sentence in unlike(runs):
+    for sentence in remarks:
         console.print(f"not alike  {sentence}", style="yellow", markup=False, highlight=False)
-    write_comparison(arguments.output, runs, answer_tables(runs), sentences, instead="name another --output")
+    write_comparison(arguments.output, runs, answers, sentences, instead="name another --output")
     print(f"report  {arguments.output}")
+    return {
+        "verdicts": sentences,
+        "not_alike": remarks,
+        "tables": [*answers, *setting_tables(runs)],
+        "report": arguments.output,
+        "runs": [read_facts(run.folder) for run in runs],
+    }
 
 
 COMPARE = Command(

@@ -2,14 +2,15 @@
 
 import re
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_opd.cli.command import exit_status, standard_streams
+from nemo_opd.cli.command import add_output_options, exit_status, output_of, standard_streams
 from nemo_opd.cli.completion import complete_recipe, complete_setting
+from nemo_opd.cli.exit_statuses import ENDED_EARLY
 from nemo_opd.cli.report import report_sweep
 from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.base import Settings
@@ -21,7 +22,10 @@ from nemo_opd.evaluation import inputs as evaluation_inputs
 from nemo_opd.logging.activity import loading
 from nemo_opd.paths import configs_dir
 from nemo_opd.preflight.inputs import check_inputs, with_documents_columns
+from nemo_opd.training.finished import Finished, finished_before
 from nemo_opd.training.interrupt import interruptible, was_requested
+
+_ALL_OUTPUT = Namespace(json=False, quiet=False)
 
 
 @dataclass(frozen=True)
@@ -31,35 +35,73 @@ class SettingsCommand:
     model: type[Settings]
     config_name: Callable[[Sequence[str]], str]
     """Returns the recipe to start from if no `--config` names one. Called with the arguments."""
-    task: Callable[[Any], None]
+    task: Callable[[Any], Finished | None]
 
     def run(self, program: str, arguments: Sequence[str]) -> int:
         """Run the task and return the exit status. Raises SystemExit for an error, after printing it on stderr."""
-        sys.argv = [program, *arguments]  # Hydra reads it
-        main(self.task, self.model, config_dir=configs_dir(), config_name=self.config_name(arguments))
-        return 0
+        parser = ArgumentParser(program, add_help=False, allow_abbrev=False)
+        add_output_options(parser)
+        options, remaining = parser.parse_known_args(arguments)
+        sys.argv = [program, *remaining]  # Hydra reads it
+        name = self.config_name(remaining)
+        return main(self.task, self.model, config_dir=configs_dir(), config_name=name, output=options)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Define the arguments that a shell can complete."""
+        add_output_options(parser)
         config: Any = add_options(parser)
         config.completer = lambda prefix, **_: complete_recipe(prefix, configs_dir())
         settings: Any = parser.add_argument("settings", nargs="*")
         settings.completer = lambda prefix, **_: complete_setting(prefix, self.model, configs_dir())
 
 
-def main(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
-    """Run `task` with the command line's settings. An error ends with one clear line and exit status 1."""
-    with standard_streams(), interruptible(), exit_status("nothing was saved since it started"):
+def main(
+    task: Callable[[S], Finished | None],
+    model: type[S],
+    *,
+    config_dir: Path,
+    config_name: str,
+    output: Namespace = _ALL_OUTPUT,
+) -> int:
+    """Run `task` with the command line's settings and return the exit status.
+
+    output: options `json` and `quiet`. An error ends with one clear line on stderr and SystemExit with status 1.
+    """
+    ended: list[Finished] = []
+
+    def run(config: S) -> None:
+        if (finished := task(config)) is not None:
+            ended.append(finished)
+
+    with (
+        standard_streams(),
+        interruptible(),
+        exit_status("nothing was saved since it started"),
+        output_of(output) as print_json,
+    ):
         run_with_hydra(
-            task,
+            run,
             model,
             config_dir=config_dir,
             config_name=config_name,
             prepare=with_documents_columns if model is RunConfig else dict,
             after_sweep=report_sweep,
             is_interrupted=was_requested,
-            before_default=_announce_demo,
+            before_default=(lambda _: None) if output.quiet else _announce_demo,
         )
+        if output.json and ended:
+            results = [_result(finished) for finished in ended]
+            print_json(results[0] if len(results) == 1 else {"runs": results})
+    return 0 if all(finished.is_complete for finished in ended) else ENDED_EARLY
+
+
+def _result(finished: Finished) -> object:
+    """Return the facts of a run, or of a dry run."""
+    if finished.checks is not None:
+        return finished.checks
+    from nemo_opd.training.facts import read_facts  # a slow import
+
+    return read_facts(finished.output_dir)
 
 
 def _announce_demo(recipe: str) -> None:
@@ -73,22 +115,26 @@ def _announce_demo(recipe: str) -> None:
         )
 
 
-def _distil(config: RunConfig) -> None:
+def _distil(config: RunConfig) -> Finished | None:
     check_inputs(config, on_policy=False)
+    if (finished := finished_before(config)) is not None:
+        return finished
     # Imported after the checks: PyTorch takes seconds.
     with loading("PyTorch"):
         from nemo_opd.training.off_policy import distil
 
-    distil(config)
+    return distil(config)
 
 
-def _distil_on_policy(config: RunConfig) -> None:
+def _distil_on_policy(config: RunConfig) -> Finished | None:
     check_inputs(config, on_policy=True)
+    if (finished := finished_before(config)) is not None:
+        return finished
     # Imported after the checks: PyTorch takes seconds.
     with loading("PyTorch"):
         from nemo_opd.training.on_policy import distil
 
-    distil(config)
+    return distil(config)
 
 
 def _evaluate(config: EvaluationConfig) -> None:

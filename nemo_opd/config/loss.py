@@ -1,6 +1,6 @@
 """Loss terms: how the student is compared with a teacher."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -81,6 +81,7 @@ class SameVocabTerm(DivergenceTerm):
     """Divergence at each scored token, for a teacher with the student's tokenizer (methods.md §4)."""
 
     type: Literal["same_vocab"] = "same_vocab"
+    take: ClassVar[str] = "for a teacher with the student's tokenizer"
     support: Literal["full", "teacher_topk", "student_topk", "union"] = "full"
     """Compared tokens: all, one side's `top_k` most likely, or the union of both sides' (methods.md §3.3)."""
     top_k: int | None = Field(None, ge=1)
@@ -144,6 +145,7 @@ class PKLTerm(ChunkTerm):
     """Student projected onto the teacher's vocabulary at each chunk's first position (methods.md §5.3)."""
 
     type: Literal["p_kl"] = "p_kl"
+    take: ClassVar[str] = "for any other tokenizer, unless a line below applies"
     compat: Literal["nemo_rl"] | None = None
     """Reproduce the loss of this system, for parity."""
     merge: Literal["first", "mean"] | None = None
@@ -203,18 +205,21 @@ class GoldTerm(PairedTerm):
     """Exact pairs cell by cell, and unmatched tokens by rank (methods.md §5.4)."""
 
     type: Literal["gold"] = "gold"
+    take: ClassVar[str] = "p_kl instead, unless you reproduce GOLD of TRL or NeMo-RL"
 
 
 class HKLTerm(PairedTerm):
     """gold on relaxed pairs, which hold most of a projection row's weight (methods.md §5.5)."""
 
     type: Literal["h_kl"] = "h_kl"
+    take: ClassVar[str] = "p_kl instead, unless the tokenizers' audit recommends h_kl"
 
 
 class StrictTerm(ChunkTerm):
     """Exact pairs, at positions whose realised tokens are an exact pair (methods.md §5.6)."""
 
     type: Literal["strict"] = "strict"
+    take: ClassVar[str] = "p_kl instead, unless sure pairs matter more than many"
     top_k: int | None = Field(None, ge=1)
     """Number of compared pairs, the student's likeliest; all by default."""
     normalization: Literal["support", "rest"] = "support"
@@ -235,6 +240,7 @@ class SharedPrefixTerm(ChunkTerm):
     """Both sides projected onto their shared vocabulary (methods.md §5.8)."""
 
     type: Literal["shared_prefix"] = "shared_prefix"
+    take: ClassVar[str] = "in place of p_kl if it costs too much"
     pieces: Literal["spelling", "longest_prefix"] = "longest_prefix"
     """Shared token of a token that is not shared. spelling: by the first token of its spelling by the other tokenizer;
     longest_prefix: the longest that its bytes begin with.
@@ -245,6 +251,7 @@ class BytePrefixTerm(ChunkTerm):
     """Teacher mapped onto the student's vocabulary by the first piece of each teacher token (methods.md §5.7)."""
 
     type: Literal["byte_prefix"] = "byte_prefix"
+    take: ClassVar[str] = "in place of p_kl, unless the teacher's tokens are shorter"
     positions: Literal["starts", "all"] = "starts"
     """starts: each chunk's first position; all: also student tokens that begin inside a teacher token."""
     ends: Literal["drop", "cover", "rest"] = "drop"
@@ -300,6 +307,7 @@ class TCADTerm(DivergenceTerm):
     """
 
     type: Literal["tcad"] = "tcad"
+    take: ClassVar[str] = "for the student's samples, unless the tokenizers differ"
     support_size: int = Field(256, ge=1)
     """Number of compared tokens."""
     support: Literal["interleaved", "union"] = "interleaved"
@@ -329,6 +337,7 @@ class SampledKLTerm(NormalizedTerm, ImportanceSettings):
     """KL estimated on the sampled tokens, or on their aligned chunks (methods.md §10.4)."""
 
     type: Literal["sampled_kl"] = "sampled_kl"
+    take: ClassVar[str] = "for log-probabilities of the sampled tokens; it is noisier"
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """KL estimator per token or chunk (methods.md §10.4)."""
     update: Literal["policy_gradient", "direct"] = "policy_gradient"
@@ -379,6 +388,7 @@ class ALMTerm(NormalizedTerm):
     """Binary cross-entropy of chunk likelihoods, teacher against student (methods.md §5.9)."""
 
     type: Literal["alm"] = "alm"
+    take: ClassVar[str] = "beside another loss, unless the vocabularies share little"
     temperature: float = Field(100.0, gt=0)
     """Chunk likelihoods are raised to the power 1 / temperature. At 1, chunks that both sides find unlikely have almost
     no gradient.
@@ -389,6 +399,7 @@ class ULDTerm(NormalizedTerm):
     """Probabilities compared by rank, independent of their tokens (methods.md §5.10)."""
 
     type: Literal["uld"] = "uld"
+    take: ClassVar[str] = "any other loss, unless you need this baseline"
     temperature: float = Field(1.0, gt=0)
     """Logits of both sides are divided by it."""
     compat: Literal["trl"] | None = None
@@ -399,6 +410,7 @@ class FunctionTerm(NormalizedTerm):
     """Your own formula, for a teacher with the student's or another tokenizer (docs/losses.md)."""
 
     type: Literal["function"] = "function"
+    take: ClassVar[str] = "for a formula of your own"
     function: str = Field(pattern=r"^[\w.]+:\w+$")
     """`package.module:function`, called with rows of student and teacher logits; it returns one loss per row."""
     arguments: dict[str, Any] = Field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The objective of a run: distillation losses, their aggregation (methods.md §6), and cross-entropy."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -96,6 +96,7 @@ class GRPOLoss(Objective, DivergenceTerm, ImportanceSettings):
     """Rewards compared among the rollouts of a prompt; teachers with a weight add a KL."""
 
     type: Literal["grpo"] = "grpo"
+    take: ClassVar[str] = "for rewards, with or without a teacher"
     kd_weight: float = Field(0.0, ge=0)
     """Weight of KD, the distillation loss; at 0 no teacher is loaded."""
     ce_weight: float = Field(0.0, ge=0)

@@ -64,6 +64,8 @@ class _Section:
     """0 for a top-level section."""
     meaning: str
     tables: tuple[_Table, ...]
+    advice: tuple[tuple[str, str], ...] = ()
+    """Type, and what to take it for, for each type that says so."""
 
 
 def page() -> str:
@@ -133,6 +135,8 @@ def _section_markdown(section: _Section) -> Iterator[str]:
     yield from ("", f"{'#' * (2 + section.depth)} {section.name}")
     if section.meaning:
         yield from ("", section.meaning)
+    if section.advice:
+        yield from ("", *(f"* `type: {tag}`: take {when}" for tag, when in section.advice))
     for table in section.tables:
         tag = f"**`type: {table.tag}`** " if table.tag else ""
         if heading := f"{tag}{table.meaning}".rstrip():
@@ -215,6 +219,8 @@ def _usage(model: type[BaseModel], config_dir: Path, program: str, all_sections:
 
 def _section_help(section: _Section) -> Iterator[str]:
     yield from ("", *_wrapped(f"{section.name}: {section.meaning}", 0))
+    if section.advice:
+        yield from ("", *(f"  {tag:<14}take {when}" for tag, when in section.advice), "")
     for table in section.tables:
         if table.tag:
             yield from ("", *_wrapped(f"{section.name} of type={table.tag}: {table.meaning}", 0))
@@ -363,7 +369,8 @@ def _section(
     for model in models:
         shown.setdefault(model, (key, model))
     if models:
-        yield _Section(key, depth, meaning_of(owner, name), tuple(_tables(models)))
+        advice = tuple((_tag(model), model.take) for model in models if hasattr(model, "take"))
+        yield _Section(key, depth, meaning_of(owner, name), tuple(_tables(models)), advice)
     inner: dict[str, tuple[type[BaseModel], str]] = {}
     for model in models:
         for field in model.model_fields:

@@ -71,7 +71,7 @@ class Train(Settings):
     """End the run, as after its last step, when a metric has stopped improving."""
     save_before: MayChange[Annotated[timedelta, Field(gt=timedelta())] | None] = None
     """Time since the start of the job, as `03:45:00`, before which the run saves a checkpoint and ends with exit status
-    0 (docs/checkpoints.md).
+    75 (docs/checkpoints.md).
     """
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest norm of the gradient, or null for no clipping."""

@@ -13,6 +13,7 @@ from nemo_opd.logging.records import Records
 _CONFIDENCE = 0.95
 _SAME = 1e-3
 """Largest relative difference that rounding in another layout or dtype may cause."""
+_UNKNOWN = "cannot be told"
 _MOST_EPOCHS = 10
 """Largest number of epochs without a remark."""
 
@@ -54,11 +55,14 @@ def judge(closing: ClosingTable, records: Records, setup: Setup, arm: Arm, basel
     interval = None if arm.start is None or arm.end is None else _difference(arm.end, arm.start)
     is_worse = interval is not None and interval.low > 0
     sentences = [_student_sentence(before, after, interval, arm), *_gap_sentences(closing)]
+    effect = ""
     if setup.teachers:
-        sentences.append(teacher_sentence(arm, baseline))
+        effect, sentence = teacher_effect(arm, baseline)
+        sentences.append(sentence)
     remarks = [*_student_remarks(before, after, records, is_worse=is_worse), *_teacher_remarks(closing, setup)]
     scores_gain = any(row.before is not None and row.after.value > row.before.value for row in closing.scores)
-    return Verdict(tuple(sentences), (*remarks, *_data_remarks(records, setup)), is_worse=is_worse and not scores_gain)
+    all_remarks = (*remarks, *_data_remarks(records, setup))
+    return Verdict(tuple(sentences), all_remarks, is_worse=is_worse and not scores_gain, teacher_effect=effect)
 
 
 def _difference(after: TextBits, before: TextBits) -> Estimate | None:
@@ -94,29 +98,40 @@ def _capital(name: str) -> str:
     return name[:1].upper() + name[1:]
 
 
-def teacher_sentence(arm: Arm, baseline: Arm | None) -> str:
-    """Return a sentence on whether the teachers helped: yes, no, or why this cannot be told."""
-    unknown = "Whether the teacher helped cannot be told"
-    if baseline is None:
-        return f"{unknown} without the same run without a teacher: set run.baseline to its folder, or to true."
-    if arm.start is None or arm.end is None or baseline.start is None or baseline.end is None:
-        lacking = arm if arm.start is None or arm.end is None else baseline
-        return f"{unknown}: {lacking.name} has no figures per validation text, of its start and its end."
-    if arm.end.step != baseline.end.step:
-        return f"{unknown}: {baseline.name} took {baseline.end.step:,} steps and {arm.name} {arm.end.step:,}."
-    gain = _difference(arm.end, baseline.end)
-    if gain is None:
-        return f"{unknown}: {baseline.name} was validated on other texts than {arm.name}, or on a single text."
-    start, baseline_start = arm.start.per_byte, baseline.start.per_byte
-    if abs(start - baseline_start) > _SAME * start:
-        return f"{unknown}: {baseline.name} started at {figure(baseline_start)}, {arm.name} at {figure(start)}."
+def teacher_effect(arm: Arm, baseline: Arm | None) -> tuple[str, str]:
+    """Return whether the teachers helped, as in `Verdict.teacher_effect`, and a sentence with figures or the reason."""
+    gain = _gain(arm, baseline)
+    if isinstance(gain, str):
+        return _UNKNOWN, f"Whether the teacher helped cannot be told{gain}"
+    assert arm.end is not None
+    assert baseline is not None
+    assert baseline.end is not None
     figures = (
         f"{figure(arm.end.per_byte)} bits per byte with it, {figure(baseline.end.per_byte)} without, after "
         f"{arm.end.step:,} steps each (difference {gain.value:+.4f}, 95 % interval {gain.low:+.4f} to {gain.high:+.4f})"
     )
     if gain.low <= 0 <= gain.high:
-        return f"{unknown}: {figures}."
-    return f"The teacher {'helped' if gain.value < 0 else 'made it worse'}: {figures}."
+        return _UNKNOWN, f"Whether the teacher helped cannot be told: {figures}."
+    effect = "helped" if gain.value < 0 else "made it worse"
+    return effect, f"The teacher {effect}: {figures}."
+
+
+def _gain(arm: Arm, baseline: Arm | None) -> Estimate | str:
+    """Return the difference in bits per byte from the run without teachers, or the reason why there is none."""
+    if baseline is None:
+        return " without the same run without a teacher: set run.baseline to its folder, or to true."
+    if arm.start is None or arm.end is None or baseline.start is None or baseline.end is None:
+        lacking = arm if arm.start is None or arm.end is None else baseline
+        return f": {lacking.name} has no figures per validation text, of its start and its end."
+    if arm.end.step != baseline.end.step:
+        return f": {baseline.name} took {baseline.end.step:,} steps and {arm.name} {arm.end.step:,}."
+    gain = _difference(arm.end, baseline.end)
+    if gain is None:
+        return f": {baseline.name} was validated on other texts than {arm.name}, or on a single text."
+    start, baseline_start = arm.start.per_byte, baseline.start.per_byte
+    if abs(start - baseline_start) > _SAME * start:
+        return f": {baseline.name} started at {figure(baseline_start)}, {arm.name} at {figure(start)}."
+    return gain
 
 
 def _student_remarks(before: float, after: float, records: Records, *, is_worse: bool) -> Iterator[str]:

@@ -11,31 +11,45 @@ from typing import Self, TextIO
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from nemo_opd.config.run_fields import Console as Settings
 from nemo_opd.logging.base import amount, clock, figure
 from nemo_opd.logging.terminal import VisibleConsole, visible
 from nemo_opd.progress import Work, current, working
 
 EARLY = 0.9
 """Share of an interval after which it counts as over: a busy machine wakes threads late."""
-_INTERVAL_S: float = Settings.model_fields["interval_s"].default
+SILENCE_S = 60.0
+"""Silence of a log, in seconds, that a line on the current work ends."""
 _SHOWN_AFTER_S = 1.0
 """Shortest work that a live display shows; shorter work would only flicker."""
 
 
+_is_quiet = False
+
+
+@contextmanager
+def without_progress() -> Iterator[None]:
+    """Show no current work on stderr during the block."""
+    global _is_quiet
+    _is_quiet = True
+    try:
+        yield
+    finally:
+        _is_quiet = False
+
+
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Show the work in the block: live in a terminal, elsewhere by occasional lines.
+    """Show the work in the block: live in a terminal, elsewhere by a line, and one more after each `SILENCE_S`.
 
     The live display goes to stderr and the lines to stdout, so both appear if a command's stdout is redirected.
     """
     with ExitStack() as stack:
         terminal = VisibleConsole(stderr=True)
-        if terminal.is_terminal:
+        if terminal.is_terminal and not _is_quiet:
             stack.enter_context(terminal.status(WorkLine()))
         if not sys.stdout.isatty():
             print_line(what)
-            stack.enter_context(Ticker(_print_current, _INTERVAL_S))
+            stack.enter_context(Ticker(_print_current, SILENCE_S))
         stack.enter_context(working(what))
         yield
 
@@ -62,6 +76,12 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
     """Print a line to stdout or another stream, if it can be written."""
     with suppress(OSError):
         print(visible(text), file=stream, flush=True)
+
+
+def print_warning(text: str) -> None:
+    """Print a warning as a single line to stderr, in colour if it is a terminal."""
+    with suppress(OSError):
+        VisibleConsole(stderr=True).print(Text(f"warning: {text}", "yellow"), soft_wrap=True)
 
 
 def _print_current() -> None:

@@ -121,6 +121,8 @@ class Verdict:
     """Sentences on what makes the result bad or doubtful."""
     is_worse: bool = False
     """Whether the student is worse than before the run, by more than chance."""
+    teacher_effect: str = ""
+    """`helped`, `made it worse` or `cannot be told`; empty without teachers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Progress on the console: a header, live or plain progress, and tables of the results."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.config.run_fields import Console as ConsoleSettings
-from nemo_opd.logging.activity import EARLY, Ticker, WorkLine, print_line, work_line
+from nemo_opd.logging.activity import EARLY, SILENCE_S, Ticker, WorkLine, print_warning, work_line
 from nemo_opd.logging.base import (
     ClosingTable,
     Logger,
@@ -57,15 +56,13 @@ _ROLLOUTS: _Fields = (
     ("length", "rollout/response_length", "{:.0f}".format),
     ("cut", "rollout/truncation_rate", "{:.0%}".format),
 )
-_LEAST_INTERVAL_S = 1.0
-"""Shortest time between lines about current work, even if lines about steps are more frequent."""
 _LEAST_SHARE, _NEWS = 0.005, 0.05
 """Smallest share of a step's time that is shown, and change of a share that prints a new line."""
 
 
 class ConsoleLogger(Logger):
-    """Live progress in a terminal; elsewhere plain lines of any width at least every `interval_s`, to keep log
-    files short but not silent. Warnings then go to stderr.
+    """Live progress in a terminal; elsewhere plain lines of any width, at most one every `interval_s` for steps, and
+    one on the current work after each `SILENCE_S` without other lines. Warnings then go to stderr.
     """
 
     def __init__(self, settings: ConsoleSettings, console: Console) -> None:
@@ -89,7 +86,7 @@ class ConsoleLogger(Logger):
         else:
             for warning in run.warnings:
                 self.warn(warning)
-            interval_s = max(_LEAST_INTERVAL_S, self._settings.interval_s)
+            interval_s = max(SILENCE_S, self._settings.interval_s)
             self._ticker = Ticker(lambda: console.print(Text(work_line(current() or self._doing), "dim")), interval_s)
 
     def _start_live(self, step: int) -> None:
@@ -116,7 +113,7 @@ class ConsoleLogger(Logger):
 
     def warn(self, message: str) -> None:
         if self._live is None:
-            print_line(f"warning: {message}", sys.stderr)
+            print_warning(message)
         else:
             self._print(Text(f"warning: {message}", "yellow"))
 
@@ -338,7 +335,6 @@ def _teacher_lines(run: RunSummary) -> Group:
     for teacher in run.teachers:
         facts = f"weight {teacher.weight:g}, {teacher.type}, {teacher.loss}"
         details = [Text(fact, "dim") for fact in (facts, *teacher.coverage)]
-        details += [Text(f"warning: {warning}", "yellow") for warning in teacher.warnings]
         lines.append(Text.assemble((teacher.name, "bold"), f"  {teacher.model}"))
         lines += [Padding(detail, (0, 0, 0, 2)) for detail in details]
     return Group(*lines)

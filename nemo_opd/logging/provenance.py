@@ -1,6 +1,7 @@
 """provenance.json of a run: its models, texts, command and versions."""
 
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -8,7 +9,15 @@ from pydantic import TypeAdapter, ValidationError
 from nemo_opd.files import write_atomically
 from nemo_opd.models.folder import OwnCard
 
-_PROVENANCE = "provenance.json"
+PROVENANCE = "provenance.json"
+FINISHED = "finished"
+NOT_EXPORTED = "finished, not exported"
+"""End of a run whose student is worse than before it."""
+ENDED_EARLY = "ended early"
+"""End before the last step, with a checkpoint."""
+INTERRUPTED = "interrupted"
+"""End by a second signal, or by a signal at the start."""
+FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,8 @@ class Provenance:
     total_steps: int | None = None
     started: str | None = None
     """Date and time of the last start."""
+    end: str | None = None
+    """End after the last start; None while the run is going, and if it was killed."""
 
     @property
     def models(self) -> tuple[ModelOrigin, ...]:
@@ -66,12 +77,20 @@ _ADAPTER = TypeAdapter(Provenance)
 
 
 def write_provenance(output_dir: Path, provenance: Provenance) -> None:
-    write_atomically(output_dir / _PROVENANCE, _ADAPTER.dump_json(provenance, indent=1) + b"\n")
+    write_atomically(output_dir / PROVENANCE, _ADAPTER.dump_json(provenance, indent=1) + b"\n")
+
+
+def record_end(output_dir: Path, end: str) -> None:
+    """Record the end of a run, if its folder can still be written."""
+    provenance = read_provenance(output_dir)
+    if provenance is not None:
+        with suppress(OSError):
+            write_provenance(output_dir, replace(provenance, end=end))
 
 
 def read_provenance(output_dir: Path) -> Provenance | None:
     """Return a run's provenance; None if the file is missing or damaged, as in a run of an earlier version."""
     try:
-        return _ADAPTER.validate_json((output_dir / _PROVENANCE).read_bytes())
+        return _ADAPTER.validate_json((output_dir / PROVENANCE).read_bytes())
     except (OSError, ValidationError):
         return None

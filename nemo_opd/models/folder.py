@@ -27,6 +27,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _CARD = "README.md"
+_ANSWER_S = 10.0
+"""Longest wait for the hub."""
 PLAIN = "plain"
 """Name of the template below in settings."""
 _PLAIN_TEMPLATE = """{{- bos_token if bos_token else '' }}
@@ -55,7 +57,8 @@ def split_revision(reference: str) -> tuple[str, str | None]:
 def check_folder(reference: str, *, key: str) -> None:
     """Raise ModelError, naming `key`, for a path without a complete model or adapter.
 
-    A hub name passes, and so does a teacher cache, which has no weights.
+    A hub name passes if the hub can be reached or has been read before, and so does a teacher cache, which has no
+    weights.
     """
     folder = Path(demo_folder(reference))
     if folder.is_file():
@@ -63,6 +66,7 @@ def check_folder(reference: str, *, key: str) -> None:
     if not folder.is_dir():
         if folder.is_absolute() or reference.startswith("."):
             raise ModelError(f"{key}={reference}: there is no such folder; check the path")
+        _require_reachable(reference, "config.json", key=key)
         return
     if is_adapter(folder):
         _check_adapter(folder, reference, key=key)
@@ -89,12 +93,32 @@ def check_folder(reference: str, *, key: str) -> None:
             raise ModelError(f"{key}={reference}: {file.name} is missing or damaged ({why}); copy it there again")
 
 
+def _require_reachable(reference: str, file: str, *, key: str) -> None:
+    """Raise ModelError, naming `key`, for a hub name if the hub does not answer and `file` of it is not cached.
+
+    transformers asks for each file, and the hub's client tries each five times, before it says so.
+    """
+    from huggingface_hub import constants, get_session, hf_hub_url, try_to_load_from_cache
+
+    name, revision = split_revision(reference)
+    is_cached = isinstance(try_to_load_from_cache(name, file, revision=revision), str)
+    if constants.HF_HUB_OFFLINE or is_cached:
+        return
+    try:
+        get_session().head(hf_hub_url(name, file, revision=revision), timeout=_ANSWER_S)
+    except Exception as error:  # the errors of the client's HTTP library, which depends on its version
+        raise ModelError(
+            f"{key}={reference}: there is no such folder, and the hub {constants.ENDPOINT} does not answer "
+            f"({reason(error)}); correct the path, or download the model where there is a network and name its folder"
+        ) from error
+
+
 def _kind_of_file(file: Path) -> str:
     return "a GGUF file, as llama.cpp reads" if file.suffix == ".gguf" else "a file"
 
 
 def check_tokenizer(reference: str, *, key: str) -> None:
-    """Raise ModelError, naming `key`, for a path without a tokenizer; a hub name passes."""
+    """Raise ModelError, naming `key`, for a path without a tokenizer; a hub name passes as in `check_folder`."""
     folder = Path(demo_folder(reference))
     if folder.is_dir():
         if not has_tokenizer(folder):
@@ -106,6 +130,8 @@ def check_tokenizer(reference: str, *, key: str) -> None:
         raise ModelError(
             f"{key}={reference}: there is no such folder; correct the path, or leave out {key} to use the model's"
         )
+    else:
+        _require_reachable(reference, "tokenizer_config.json", key=key)
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -1,6 +1,8 @@
 """Summary of a run before it starts, and the report of a dry run."""
 
-from collections.abc import Iterator, Sized
+import re
+from collections.abc import Collection, Iterable, Iterator, Sized
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +16,7 @@ from nemo_opd.distributed.process_group import BACKENDS
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.plan import Traffic
 from nemo_opd.logging import RunSummary, TeacherSummary
+from nemo_opd.logging.activity import print_warning
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.flops import device_name
 from nemo_opd.preflight.memory import memory_report, peak_text
@@ -23,6 +26,8 @@ from nemo_opd.preflight.survey import DataStatistics
 from nemo_opd.projection.build import fit_warnings
 from nemo_opd.projection.report import audit_lines, audit_table
 from nemo_opd.teacher_cache.shard import read_manifest
+
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
 def run_summary(plan: Plan) -> RunSummary:
@@ -41,6 +46,12 @@ def run_summary(plan: Plan) -> RunSummary:
         )
         for i, (settings, teacher) in enumerate(zip(config.active_teachers, plan.teachers, strict=True))
     ]
+    warnings = [*plan.warnings, *(f"{teacher.name}: {warning}" for teacher in teachers for warning in teacher.warnings)]
+    models = {
+        config.student.reference,
+        *config.active_names,
+        *(teacher.reference for teacher in config.active_teachers),
+    }
     return RunSummary(
         name=config.run.name,
         student=without_secrets(config.student.model),
@@ -51,31 +62,50 @@ def run_summary(plan: Plan) -> RunSummary:
         batch=f"{train.global_batch_size} {noun} {train.max_length:,} tokens",
         tokens_at_a_time=train.tokens_at_a_time,
         output_dir=plan.output_dir,
-        warnings=plan.warnings,
+        warnings=tuple(_folded(warnings, models)),
     )
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Print the projections' audits, warnings, the batch grid, the memory estimate and the result of the dry run.
+def _folded(warnings: Iterable[str], models: Collection[str]) -> Iterator[str]:
+    """Yield one warning of each kind, with the models or the number of the other warnings of its kind.
 
-    Raises ConfigError, after all is printed, if the run needs more memory than there is.
+    Warnings are of one kind if they differ in numbers and in `models` (names and references) alone.
     """
-    warnings = list(plan.warnings)
-    for i, teacher in enumerate(plan.teachers):
-        if teacher.audit is not None:
-            console.print(audit_table(teacher.audit))
-            for warning in fit_warnings(teacher.audit, plan.config.term(i).type):
-                console.print(Text(f"warning: {warning}", "yellow"))
-                warnings.append(warning)
-    for warning in plan.warnings:
-        console.print(Text(f"warning: {warning}", "yellow"))
-    console.print(batch_grid(plan))
+    mentioned = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?!\w)" for name in sorted(models, key=len)[::-1]))
+    kinds: dict[str, list[str]] = {}
+    for warning in warnings:
+        kinds.setdefault(_NUMBER.sub("#", mentioned.sub("@", warning)), []).append(warning)
+    for first, *repeated in kinds.values():
+        subjects = [match[0] for warning in repeated if (match := mentioned.search(warning))]
+        more = ", ".join(subjects) if len(subjects) == len(repeated) else f"{len(repeated)} more"
+        yield f"{first} (the same holds for {more})" if repeated else first
+
+
+def print_plan(plan: Plan, console: Console) -> dict[str, Any]:
+    """Print the projections' audits, the batch grid, the memory estimate and the result of the dry run, and on stderr
+    its warnings.
+
+    Returns the result in values that JSON can hold. Raises ConfigError, after all is printed, if the run needs more
+    memory than there is.
+    """
+    audits = [teacher.audit for teacher in plan.teachers if teacher.audit is not None]
+    for audit in audits:
+        console.print(audit_table(audit))
+    warnings = run_summary(plan).warnings
+    for warning in warnings:
+        print_warning(warning)
+    rows = plan_rows(plan)
+    table = Table("batch", "", title="Batch grid", title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
     for lines in memory_report(plan.memory, plan.config):
         console.print(lines)
     if not plan.config.logging.console.memory_table:
         console.print(Text("  table of parts and phases: logging.console.memory_table=true", "dim"))
-    for line in _unread(plan):
-        console.print(line)
+    unread = _unread(plan)
+    for line in unread:
+        console.print(Text(line, "dim"))
     if not plan.memory.fits:
         raise ConfigError(f"the run does not fit: {peak_text(plan.memory.shortest)}; nothing was written")
     number = f" with {len(warnings)} warning{'s' * (len(warnings) > 1)}" if warnings else ""
@@ -85,11 +115,28 @@ def print_plan(plan: Plan, console: Console) -> None:
             ": settings, models, data and layout fit; nothing was written",
         )
     )
+    return {
+        "status": "dry run passed",
+        "output_dir": str(plan.output_dir),
+        "warnings": warnings,
+        "total_steps": plan.total_steps,
+        "plan": rows,
+        "memory": [
+            {
+                "name": memory.name,
+                "peak_bytes": memory.peak,
+                "peak_phase": memory.peak_phase.value,
+                "available_bytes": memory.capacity,
+            }
+            for memory in plan.memory.memories
+        ],
+        "not_read": unread,
+    }
 
 
-def batch_grid(plan: Plan) -> Table:
+def plan_rows(plan: Plan) -> dict[str, str]:
+    """Return the plan's facts by heading."""
     train, optimizer, loss = plan.config.train, plan.config.student.optimizer, plan.config.loss
-    table = Table("batch", "", title="Batch grid", title_justify="left")
     data, names = plan.data, plan.config.active_names
     noun = "packed rows" if plan.config.packs_documents else "sequences"
     about = "about " if plan.config.packs_documents and train.epochs is None else ""
@@ -114,10 +161,7 @@ def batch_grid(plan: Plan) -> Table:
         "aggregation": plan.config.aggregation.type,
         "handoff": f"{plan.config.handoff.type} by {plan.transport}",
     }
-    rows |= _traffic_rows(plan) | _coverage_rows(plan)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    return rows | _traffic_rows(plan) | _coverage_rows(plan)
 
 
 def _origin(teacher: Teacher) -> str:
@@ -152,17 +196,18 @@ def _layout_of(plan: Plan) -> str:
     return f"{student}; teachers {_describe_placement(plan)}: {named}"
 
 
-def _unread(plan: Plan) -> Iterator[Text]:
-    """Yield the data that the checks did not read."""
+def _unread(plan: Plan) -> list[str]:
+    """Return lines on the data that the checks did not read."""
     config = plan.config
     loaded = [teacher.reference for teacher in config.active_teachers if teacher.is_computed]
     models = dict.fromkeys([config.student.model, *loaded])
     unread = [f"the weights of {', '.join(models)}"]
     if (number := len(plan.data.train) - plan.survey.num_texts) > 0:
         unread.append(f"{number:,} of {len(plan.data.train):,} training {plan.data.noun}, tokenized during the run")
-    yield Text(f"not read: {'; '.join(unread)}", "dim")
+    lines = [f"not read: {'; '.join(unread)}"]
     if plan.progress is not None:
-        yield Text(f"checked against its hashes, not loaded: the checkpoint of step {plan.progress.step}", "dim")
+        lines.append(f"checked against its hashes, not loaded: the checkpoint of step {plan.progress.step}")
+    return lines
 
 
 def _traffic_rows(plan: Plan) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.evaluation.estimates import paired_difference
-from nemo_opd.evaluation.verdict import Arm, Setup, judge, teacher_sentence
+from nemo_opd.evaluation.verdict import Arm, Setup, judge, teacher_effect
 from nemo_opd.logging import ClosingRow, ClosingTable
 from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, Score, ScoreRow, Verdict, difference, is_share
 from nemo_opd.logging.comparison import SweptRun
@@ -90,7 +90,7 @@ def comparison_sentences(runs: Sequence[SweptRun]) -> list[str]:
     arms = [_arm(run.folder, run.name) for run in runs if has_teachers[run.name]]
     if baseline is None:
         return ["Whether teachers helped cannot be told: none of these runs is without teachers."] if arms else []
-    return [f"{arm.name}: {teacher_sentence(arm, baseline)}" for arm in arms]
+    return [f"{arm.name}: {teacher_effect(arm, baseline)[1]}" for arm in arms]
 
 
 def closing_at(config: RunConfig, folder: Path, start: _Record, step: int) -> ClosingTable:

@@ -1,5 +1,6 @@
 """Off-policy distillation: the student learns the teachers' distributions on a corpus."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,34 +20,34 @@ from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.preflight.summary import print_plan
 from nemo_opd.training.cache_build import fill_caches
 from nemo_opd.training.closing import BASELINE
+from nemo_opd.training.finished import Finished
 from nemo_opd.training.session import Session
 from nemo_opd.training.step_metrics import objective_values, step_times, useful_positions
 from nemo_opd.workers.step import POSITIONS
 
 
-def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path | None:
+def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Finished | None:
     """Run to the end, or until a checkpoint after an interrupt.
 
-    Returns the run's directory, or None on ranks other than the driver. Raises an OPDError if the run fails.
+    Returns the run's output, or None on ranks other than the driver. Raises an OPDError if the run fails.
     """
     require_kind(config, on_policy=False)
     with driving(config.cluster) as is_driver:
         return drive(config, callbacks) if is_driver else None
 
 
-def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
-    """Run preflight, then train with this process as the driver; return the run's directory."""
+def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Finished:
+    """Run preflight, then train with this process as the driver; return the run's output."""
     with busy("checking settings, models, tokenizers and data"):
         plan = preflight(config)
     if config.run.dry_run:
-        print_plan(plan, VisibleConsole())
-        return plan.output_dir
+        return Finished(plan.output_dir, checks=print_plan(plan, VisibleConsole()))
     if config.run.baseline is True and not _trained_baseline(plan):
-        return plan.output_dir
+        return Finished(plan.output_dir, is_complete=False)
     fill_caches(plan)
     with lost_workers(), Session(plan, callbacks) as session:
         train(session)
-    return plan.output_dir
+    return Finished(plan.output_dir, session.is_complete)
 
 
 def _trained_baseline(plan: Plan) -> bool:
@@ -61,10 +62,9 @@ def _trained_baseline(plan: Plan) -> bool:
             )
         return True
     print_line(f"baseline  the same {plan.total_steps:,} steps without teachers first, in {folder}")
-    drive(baseline)
-    if log.at(plan.total_steps) is not None:
+    if drive(baseline).is_complete:
         return True
-    print_line(f"continue both runs with run.output_dir={plan.output_dir} run.resume=auto")
+    print_line(f"continue both runs with run.output_dir={plan.output_dir} run.resume=auto", sys.stderr)
     return False
 
 

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -27,6 +26,7 @@ from nemo_opd.rollout.environment import build_environment
 from nemo_opd.training.batches import RolloutSource, RolloutSteps
 from nemo_opd.training.engines import open_engine
 from nemo_opd.training.evaluator import Evaluator
+from nemo_opd.training.finished import Finished
 from nemo_opd.training.off_policy import train
 from nemo_opd.training.session import Session
 from nemo_opd.types import Max, Mean, Metric
@@ -35,26 +35,25 @@ FIRST_STEPS = 5
 """Number of first steps whose mean is the baseline."""
 
 
-def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path | None:
+def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Finished | None:
     """Run to the end, or until a checkpoint after an interrupt or an alarm that stops the run.
 
-    Returns the run's directory, or None on ranks other than the driver. Raises an OPDError if the run fails.
+    Returns the run's output, or None on ranks other than the driver. Raises an OPDError if the run fails.
     """
     require_kind(config, on_policy=True)
     with driving(config.cluster) as is_driver:
         return drive(config, callbacks) if is_driver else None
 
 
-def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
-    """Run preflight, then train with this process as the driver; return the run's directory."""
+def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Finished:
+    """Run preflight, then train with this process as the driver; return the run's output."""
     with busy("checking settings, models, tokenizers and prompts"):
         plan = preflight(config)
     if config.run.dry_run:
-        print_plan(plan, VisibleConsole())
-        return plan.output_dir
+        return Finished(plan.output_dir, checks=print_plan(plan, VisibleConsole()))
     with _OnPolicySession(plan, callbacks) as session:
         train(session)
-    return plan.output_dir
+    return Finished(plan.output_dir, session.is_complete)
 
 
 class _OnPolicySession(Session):

@@ -1,6 +1,7 @@
 """Resources and progress of a run."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -18,7 +19,15 @@ from nemo_opd.logging import Loggers, build, write_report
 from nemo_opd.logging.activity import print_line
 from nemo_opd.logging.metrics import BITS_PER_BYTE, SHARED_BITS_PER_BYTE
 from nemo_opd.logging.metrics import values as values_of
-from nemo_opd.logging.provenance import write_provenance
+from nemo_opd.logging.provenance import (
+    ENDED_EARLY,
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    NOT_EXPORTED,
+    record_end,
+    write_provenance,
+)
 from nemo_opd.logging.questions import VALIDATION_LOG, TextBits, TextLog
 from nemo_opd.logging.records import write_hardware
 from nemo_opd.preflight.corpus import Corpus
@@ -70,6 +79,8 @@ class Session:
         """`val/*` of the student at its last validation."""
         self._validated_at = -1
         self._is_best = False
+        self._end = ENDED_EARLY
+        self._error_type: type[BaseException] | None = None
 
     def __enter__(self) -> Self:
         plan, config, progress = self.plan, self.config, self.plan.progress
@@ -90,6 +101,7 @@ class Session:
             summary = run_summary(plan)
             write_hardware(summary)
             write_provenance(plan.output_dir, provenance(plan, summary))
+            stack.push(self._record_end)
             self.loggers.start(summary, self.step)
             if not self.is_complete:
                 self.source.start()
@@ -113,11 +125,19 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self._error_type = kind
         with working("ending the workers"), self._stack:
             if kind is not None:
                 self.loggers.end_display()
             if isinstance(error, KeyboardInterrupt):
                 error.add_note(self.how_to_continue())
+
+    def _record_end(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write the end of the run into its directory. kind: class of an error at the start or while closing."""
+        kind = self._error_type or kind
+        if kind is not None:
+            self._end = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
+        record_end(self.plan.output_dir, self._end)
 
     def _require_unchanged_checkpoints(self) -> None:
         """Raise ConfigError if another run has written checkpoints since preflight."""
@@ -336,7 +356,7 @@ class Session:
 
     def print_how_to_continue(self) -> None:
         ended = f"after step {self.step}" if self.step else "before the first step"
-        print_line(f"ended {ended}; {self.how_to_continue()}")
+        print_line(f"ended early {ended}; {self.how_to_continue()}", sys.stderr)
 
     def how_to_continue(self) -> str:
         """Return a sentence about the newest checkpoint and how to continue from it."""
@@ -387,6 +407,7 @@ class Session:
         push = self.config.run.push_to_hub
         if push is not None and (is_exported or (push.model == "best" and best is not None)):
             push_export(self.plan, push)
+        self._end = FINISHED if is_exported else NOT_EXPORTED
 
 
 def _is_due(step: int, every: int | None) -> bool:

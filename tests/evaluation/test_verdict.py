@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_opd.evaluation.estimates import ratio_difference
-from nemo_opd.evaluation.verdict import Arm, Setup, judge, teacher_sentence
+from nemo_opd.evaluation.verdict import Arm, Setup, judge, teacher_effect
 from nemo_opd.logging.base import ClosingRow, ClosingTable
 from nemo_opd.logging.questions import TextBits
 
@@ -44,8 +44,9 @@ def test_ratio_difference_weighs_texts_by_their_bytes() -> None:
 )
 def test_teachers_helped_only_beyond_the_interval(with_teacher: tuple[float, ...], answer: str) -> None:
     """Catches a swapped sign, and a verdict from the mean alone when texts disagree."""
-    sentence = teacher_sentence(arm("this run", 2.0, *with_teacher), arm("baseline", 2.0, 1.7, 1.7, 1.7, 1.7))
+    effect, sentence = teacher_effect(arm("this run", 2.0, *with_teacher), arm("baseline", 2.0, 1.7, 1.7, 1.7, 1.7))
     assert answer in sentence
+    assert answer.endswith(effect)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,8 @@ def test_teachers_helped_only_beyond_the_interval(with_teacher: tuple[float, ...
 )
 def test_unlike_runs_give_no_verdict(baseline: Arm | None, reason: str) -> None:
     """Catches a comparison of runs with other texts, steps or starts."""
-    sentence = teacher_sentence(arm("this run", 2.0, 1.5, 1.5, 1.5, 1.5), baseline)
+    effect, sentence = teacher_effect(arm("this run", 2.0, 1.5, 1.5, 1.5, 1.5), baseline)
+    assert effect == "cannot be told"
     assert sentence.startswith("Whether the teacher helped cannot be told")
     assert reason in sentence
 

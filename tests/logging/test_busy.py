@@ -56,7 +56,7 @@ def test_other_output_restarts_the_interval() -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ConsoleLogger, io.StringIO]]:
     """A logger outside a terminal that prints the work under way every hundredth of a second."""
-    monkeypatch.setattr(console_module, "_LEAST_INTERVAL_S", 0.01)
+    monkeypatch.setattr(console_module, "SILENCE_S", 0.01)
     output = io.StringIO()
     logger = ConsoleLogger(ConsoleSettings(interval_s=0), Console(file=output, width=80))
     logger.start(summary(Path("/outputs/demo")), 0)

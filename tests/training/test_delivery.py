@@ -19,7 +19,7 @@ from nemo_opd.preflight.delivery import mapped_devices, settle_transport
 from nemo_opd.preflight.memory_parts import Phase
 from nemo_opd.preflight.plan import preflight
 from nemo_opd.preflight.ranks import resolve_layouts
-from nemo_opd.preflight.summary import batch_grid
+from nemo_opd.preflight.summary import plan_rows
 from tests.composition import compose
 from tests.tiny import Tiny
 
@@ -145,8 +145,7 @@ def test_hidden_states_that_cross_nodes_are_sent_and_said(configure: Configure, 
         if part.name == "output of teachers on other nodes"
     ]
     assert part.at(Phase.LOSS) == sum(sent)
-    table = batch_grid(plan)
-    shown = dict(zip(*(list(column.cells) for column in table.columns), strict=True))
+    shown = plan_rows(plan)
     name = plan.config.active_names[0]
     assert shown[f"{name}, between nodes"] == "0.53 MiB of hidden states per step, 0.00 MiB of heads once, by nccl"
 

@@ -392,12 +392,13 @@ def test_a_dry_run_says_that_it_passed_and_what_it_did_not_read(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     distil(configure("run.dry_run=true"))
-    lines = capsys.readouterr().out.splitlines()
+    output = capsys.readouterr()
+    lines, warnings = output.out.splitlines(), output.err.splitlines()
     assert max(map(len, lines)) <= 80
     unread = next(i for i, line in enumerate(lines) if line.startswith("not read: the weights of "))
     assert tiny.student.name in "".join(lines[unread:])
     passed = next(line for line in lines[unread:] if line.startswith("dry run passed"))
-    assert passed.startswith("dry run passed with ") == any(line.startswith("warning: ") for line in lines)
+    assert passed.startswith("dry run passed with ") == any(line.startswith("warning: ") for line in warnings)
 
 
 def test_a_dry_run_of_what_does_not_fit_fails(

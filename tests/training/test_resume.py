@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_opd.cli.exit_statuses import ENDED_EARLY
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.load import from_yaml
 from nemo_opd.config.run_fields import Logging
@@ -151,8 +152,8 @@ def test_the_next_run_clears_up_after_a_killed_one(killed: Run, interrupted: Run
 
 def test_a_signal_to_the_group_ends_a_run_after_its_step_with_a_checkpoint(interrupted: Run) -> None:
     """Bug: Ray's processes and the data workers ended at once, and the run with their error."""
-    assert interrupted.process.returncode == 0, interrupted.output
-    assert f"ended after step {UNDER_WAY};" in interrupted.output
+    assert interrupted.process.returncode == ENDED_EARLY, interrupted.output
+    assert f"ended early after step {UNDER_WAY};" in interrupted.output
     assert "run.resume=auto" in interrupted.last_line, interrupted.output
     assert interrupted.leftovers() == []
 
