@@ -18,7 +18,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.evaluation import inputs as evaluation_inputs
 from nemo_opd.logging.activity import loading
 from nemo_opd.paths import configs_dir
-from nemo_opd.preflight.inputs import check_inputs
+from nemo_opd.preflight.inputs import check_inputs, resolve_columns
 from nemo_opd.training.interrupt import interruptible, was_requested
 
 
@@ -61,6 +61,7 @@ def main(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_
 
 
 def _distil(config: RunConfig) -> None:
+    config = resolve_columns(config)
     check_inputs(config, on_policy=False)
     # Imported after the checks: PyTorch takes seconds.
     with loading("PyTorch"):
@@ -70,6 +71,7 @@ def _distil(config: RunConfig) -> None:
 
 
 def _distil_on_policy(config: RunConfig) -> None:
+    config = resolve_columns(config)
     check_inputs(config, on_policy=True)
     # Imported after the checks: PyTorch takes seconds.
     with loading("PyTorch"):

@@ -82,6 +82,13 @@ def source_of(files: Sequence[str], *, key: str, otherwise: str) -> Source:
     return Source.model_validate({kinds.pop(): tuple(files)})
 
 
+def source_kind(name: str) -> str | None:
+    """Return the kind of files that a path or glob names; None for a folder or a data set on the hub."""
+    path = Path(name)
+    suffix = (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
+    return "jsonl_files" if suffix == ".json" else _kind_of(name, "") or None
+
+
 def _kind_of(file: str, otherwise: str) -> str:
     if file.startswith("demo:"):
         return "arrow_files"

@@ -80,6 +80,17 @@ def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
                 _require_json(kind, path, layout, f"{named}={summarize(path)}")
 
 
+def first_columns(source: Source, *, key: str) -> list[str]:
+    """Return the columns of a source's first file; empty if only the loader can tell. Raises DataError."""
+    for kind, value in source.given.items():
+        if not isinstance(value, HubDataset) and kind in _SCHEMAS:
+            path = resolve_files(value, key=f"{key}.{kind}")[0]
+            with reading(f"{key}.{kind}", path):
+                schema = _SCHEMAS[kind](path)
+            return [] if schema is None else schema.names
+    return []
+
+
 def _require_json(kind: str, path: Path, layout: Layout, source: str) -> None:
     """Raise DataError if the first conversation is a string but not a JSON list, as in a column of texts."""
     for name, ours in layout.columns.items():

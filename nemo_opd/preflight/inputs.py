@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_opd.checkpoint.run_directory import progress_to_resume, resolve_output_dir
+from nemo_opd.config.load import from_dict
 from nemo_opd.config.model import Model
 from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher, ServedTeacher
-from nemo_opd.data.files import require_suitable
+from nemo_opd.config.teacher import OwnIdsTeacher, UnresolvedTeacher
+from nemo_opd.data.files import first_columns, require_suitable
 from nemo_opd.data.layout import Layout, PromptLayout, RoutedLayout
 from nemo_opd.data.layout import layout_of as data_layout
 from nemo_opd.errors import ConfigError, DataError, ProjectionError
@@ -23,8 +24,8 @@ from nemo_opd.teacher_cache.shard import CacheManifest, read_manifest
 def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
     """Check that files and programs in the settings exist and are valid. Raises an OPDError otherwise."""
     require_kind(config, on_policy=on_policy)
-    if not any(isinstance(teacher, CachedTeacher | ServedTeacher) for teacher in config.active_teachers):
-        # Only preflight knows the types of cached and served teachers. It also hashes the checkpoint's files.
+    if not any(isinstance(teacher, UnresolvedTeacher) for teacher in config.active_teachers):
+        # Only preflight knows the types of these teachers. It also hashes the checkpoint's files.
         progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
     _check_model(config.student, "student")
     for i, teacher in enumerate(config.active_teachers):
@@ -42,6 +43,22 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
         if (push := config.run.push_to_hub) is not None:
             require_hub(f"run.push_to_hub.repo={push.repo}")
     _check_data(config)
+
+
+def resolve_columns(config: RunConfig) -> RunConfig:
+    """Return the settings with data.messages_key=messages if the texts have this column, and no column `text`.
+
+    Nothing changes if a setting names the column. Raises DataError if the texts cannot be read.
+    """
+    data = config.data
+    if data.messages_key is not None or "text_key" in data.model_fields_set:
+        return config
+    columns = first_columns(data.train, key="data.train")
+    if data.text_key in columns or "messages" not in columns:
+        return config
+    settings = config.model_dump(mode="json")
+    settings["data"]["messages_key"] = "messages"
+    return from_dict(settings)
 
 
 def require_kind(config: RunConfig, *, on_policy: bool) -> None:

@@ -11,7 +11,7 @@ from nemo_opd.config.load import compose, from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.loggers import read
-from nemo_opd.preflight.inputs import check_inputs
+from nemo_opd.preflight.inputs import check_inputs, resolve_columns
 from nemo_opd.progress import quiet_libraries
 
 Settings = RunConfig | Mapping[str, Any] | str | Path
@@ -65,10 +65,10 @@ def distil_on_policy(config: Settings, overrides: Sequence[str] = (), *, callbac
 def _validated(config: Settings, overrides: Sequence[str]) -> RunConfig:
     quiet_libraries()
     if isinstance(config, str | Path):
-        return compose(config, overrides)
+        return resolve_columns(compose(config, overrides))
     if overrides:
         raise ConfigError(f"overrides={list(overrides)}: only a file or a recipe takes overrides; change the settings")
-    return config if isinstance(config, RunConfig) else from_dict(config)
+    return resolve_columns(config if isinstance(config, RunConfig) else from_dict(config))
 
 
 def _finished(output_dir: Path | None) -> Finished:
