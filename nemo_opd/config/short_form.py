@@ -16,6 +16,8 @@ from nemo_opd.errors import ConfigError
 
 _TYPED = ("loss", "aggregation", "handoff", "rollout", "reward", "environment")
 """Sections that a string names by their type."""
+SHORT = ("student", "teachers", "data", *_TYPED)
+"""Sections that a string can stand for."""
 _UNUSUAL_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
