@@ -31,11 +31,10 @@ from step_models import PRESETS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_opd.alignment import TokenAligner
 from nemo_opd.cluster.batch_grid import dealt, micro_batches
 from nemo_opd.data.encoders import Encoder
 from nemo_opd.data.order import Lengths, PackedOrder, lengths_of
-from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker, common_places, window_edges
+from nemo_opd.data.text import TextSampleMaker, TextWindowMaker, window_edges
 from nemo_opd.logits.sources import Packing
 from nemo_opd.models.head import HiddenStateModel
 from nemo_opd.models.load import load_tokenizer
@@ -44,7 +43,6 @@ from nemo_opd.types import TokenRows
 MEDIAN, SPREAD = 400, 1.2
 """Of the lengths of web pages in tokens: their median, and the standard deviation of the logarithm."""
 SEED = 0
-UNLIMITED = 10**9
 
 
 @dataclass(frozen=True)
@@ -70,17 +68,13 @@ class Filling:
     documents: str
     number: int
     longest: int
-    """Tokens of a row for the student."""
-    teachers_longest: int | None
-    """Tokens of a row for each teacher; None: no limit."""
+    """Tokens of a row."""
     read_when_cut: float
     """Share of the student's tokens that are read where documents are cut."""
     read: float
     """That in rows of windows; above 1 where windows begin with a token of their own."""
-    student: float
-    """Share of the positions of rows that are tokens of the student."""
-    teachers: float | None
-    """That of the teacher with the most tokens; None without a limit, where a row has no positions but its tokens."""
+    useful: float
+    """Share of the positions of rows that are tokens."""
 
 
 @dataclass(frozen=True)
@@ -100,51 +94,31 @@ def web(number: int, longest: int) -> list[int]:
     return [min(longest, max(1, round(math.exp(draw.gauss(math.log(MEDIAN), SPREAD))))) for _ in range(number)]
 
 
-def drawn_documents(number: int, longest: int, limit: int | None) -> Filling:
-    """Documents of a student and of two teachers that have up to a tenth more or fewer tokens."""
-    draw = random.Random(SEED)
+def drawn_documents(number: int, longest: int) -> Filling:
     whole = np.array(web(number, 10**9))
-    ratios = np.array([[1.0, draw.uniform(0.9, 1.1), draw.uniform(0.9, 1.1)] for _ in whole])
-    lengths = []
-    for tokens, ratio in zip(whole, ratios, strict=True):
-        places = common_places(int(tokens), [], np.array([tokens]))
-        limits = [longest, limit or UNLIMITED, limit or UNLIMITED]
-        edges = window_edges(np.floor(places * ratio).astype(np.int64), limits, [0, 0, 0])
-        lengths.append(np.maximum(1, np.diff(edges, axis=0)))
-    return filling("web, log-normal", lengths, whole, longest, limit)
+    lengths = [np.diff(window_edges(np.ones(tokens, np.bool_), longest, 0)) for tokens in whole.tolist()]
+    return filling("web, log-normal", lengths, whole, longest)
 
 
-def real_documents(texts: Sequence[str], tokenizers: Path, longest: int, limit: int | None) -> Filling:
-    names = ("llama3_1", "qwen3", "gemma3")
-    student, *teachers = (load_tokenizer(str(tokenizers / name), key="--tokenizers") for name in names)
-
-    crossing = (
-        CrossTokenizer(Encoder.of(teacher, limit or UNLIMITED, append_eos=True), TokenAligner(student, teacher))
-        for teacher in teachers
-    )
-    make = TextSampleMaker(Encoder.of(student, longest, append_eos=True), tuple(crossing))
-    windows_of = TextWindowMaker(make)
+def real_documents(texts: Sequence[str], tokenizers: Path, longest: int) -> Filling:
+    encoder = Encoder.of(load_tokenizer(str(tokenizers / "llama3_1"), key="--tokenizers"), longest, append_eos=True)
+    windows_of = TextWindowMaker(TextSampleMaker(encoder, ()))
     lengths = [lengths_of(windows_of(text)) for text in texts]
-    whole = np.array([len(make.student(text).ids) for text in texts])
-    return filling("shared corpus, Llama ← Qwen, Gemma", lengths, whole, longest, limit)
+    whole = np.array([len(encoder(text).ids) for text in texts])
+    return filling("shared corpus, Llama", lengths, whole, longest)
 
 
-def filling(
-    name: str, lengths: Sequence[Lengths], whole: NDArray[np.int64], longest: int, limit: int | None
-) -> Filling:
-    """lengths: of the windows of each document; whole: the student's tokens of each."""
-    order = PackedOrder(len(lengths), 1, SEED, True, (longest, *[limit or UNLIMITED] * (lengths[0].shape[1] - 1)))
-    tokens = np.concatenate(lengths).sum(0)
-    rows = order.num_batches(0, lengths)
+def filling(name: str, lengths: Sequence[Lengths], whole: NDArray[np.int64], longest: int) -> Filling:
+    """lengths: tokens of the windows of each document; whole: tokens of each document."""
+    tokens = np.concatenate(lengths).sum()
+    rows = PackedOrder(len(lengths), 1, SEED, True, longest).num_batches(0, lengths)
     return Filling(
         name,
         len(lengths),
         longest,
-        limit,
         float(np.minimum(whole, longest).sum() / whole.sum()),
-        float(tokens[0] / whole.sum()),
-        float(tokens[0] / (rows * longest)),
-        float(tokens[1:].max() / (rows * limit)) if limit else None,
+        float(tokens / whole.sum()),
+        float(tokens / (rows * longest)),
     )
 
 
@@ -202,14 +176,13 @@ def times(name: str, lengths: Sequence[int], options: argparse.Namespace) -> Tim
 
 
 def filling_grid(rows: list[Filling]) -> Grid:
-    names = ["documents", "number", "row", "of a teacher", "read when cut", "read", "useful, student", "teacher"]
+    names = ["documents", "number", "row", "read when cut", "read", "useful"]
     cells = [
         [
             row.documents,
             f"{row.number:,}",
             f"{row.longest:,}",
-            f"{row.teachers_longest:,}" if row.teachers_longest else "any",
-            *(f"{share:.1%}" for share in (row.read_when_cut, row.read, row.student, row.teachers or 1.0)),
+            *(f"{share:.1%}" for share in (row.read_when_cut, row.read, row.useful)),
         ]
         for row in rows
     ]
@@ -259,19 +232,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     counted = [counts(web(32 * options.batch, longest), longest, options) for longest in options.longest]
-    filled = [
-        drawn_documents(options.documents, longest, limit) for longest in options.longest for limit in (None, longest)
-    ]
+    filled = [drawn_documents(options.documents, longest) for longest in options.longest]
     if not (options.corpus and options.tokenizers):
         print("no rows of real texts: give --corpus and --tokenizers", file=sys.stderr)
     else:
         lines = (options.corpus / "multidomain.jsonl").read_text(encoding="utf-8").splitlines()
         texts = [json.loads(line)["text"] for line in lines]
-        filled += [
-            real_documents(texts, options.tokenizers, longest, limit)
-            for longest in options.longest_of_corpus
-            for limit in (None, int(1.3 * longest))
-        ]
+        filled += [real_documents(texts, options.tokenizers, longest) for longest in options.longest_of_corpus]
     timed = [
         times(f"web, up to {options.timed_longest}", web(options.micro, options.timed_longest), options),
         times(f"all {options.timed_longest}", [options.timed_longest] * options.micro, options),
@@ -284,8 +251,7 @@ def main() -> None:
         "date": date.today().isoformat(),
         "command": shlex.join(["uv", "run", *sys.argv]),
         "web": f"log-normal lengths, median {MEDIAN} tokens, standard deviation of the logarithm {SPREAD}",
-        "rows": "read: of the student's tokens, with those that windows begin with; useful: of the positions of rows, "
-        "of the teacher with the most tokens; a teacher without a limit reads no positions but its tokens",
+        "rows": "read: of the tokens, with those that windows begin with; useful: of the positions of rows",
         "step": f"{options.batch} sequences on {options.ranks} ranks, median over steps; padded: {options.micro} at a "
         f"time, in order; packed: up to {options.micro} · longest tokens at a time",
         "time": f"{options.model}, {options.micro} sequences, the median of rounds that take turns",

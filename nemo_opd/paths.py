@@ -42,7 +42,7 @@ def _cache_root() -> Path:
 
 
 def keep_compiled_code_private() -> None:
-    """Make PyTorch keep compiled code in the cache folder. Call before importing it.
+    """Make PyTorch keep compiled code in the cache folder. Call before anything is compiled.
 
     PyTorch's default is a folder in /tmp that another user may have created, and its contents are executed. The default
     stays if the cache folder cannot be created; `$TORCHINDUCTOR_CACHE_DIR` takes precedence.

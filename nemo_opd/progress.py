@@ -104,5 +104,7 @@ def quiet_libraries() -> None:
         os.environ.setdefault(name, "1")
     if "transformers" in sys.modules and os.environ[BARS[0]] == "1":
         sys.modules["transformers"].utils.logging.disable_progress_bar()
+    # Each of the hub's many retries is a warning; what remains of them is an error.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     # PyTorch logs a C++ stack when a connection is lost, besides raising the error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

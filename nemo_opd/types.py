@@ -382,7 +382,22 @@ class EffectiveShare:
         return float(self.total) ** 2 / weight if weight else 0.0
 
 
-Metric = Mean | Sum | Max | Last | EffectiveShare
+@dataclass(frozen=True, slots=True)
+class PerText:
+    """A text's bits and bytes, for each text; merging appends the later texts."""
+
+    bits: tuple[float, ...]
+    """Σ −log₂ p over the text's bytes."""
+    num_bytes: tuple[int, ...]
+
+    def merge(self, other: Self) -> PerText:
+        return PerText(self.bits + other.bits, self.num_bytes + other.num_bytes)
+
+    def value(self) -> float:
+        return sum(self.bits) / max(1, sum(self.num_bytes))
+
+
+Metric = Mean | Sum | Max | Last | EffectiveShare | PerText
 Metrics = Mapping[str, Metric]
 
 

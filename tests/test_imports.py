@@ -44,6 +44,7 @@ ORDER = (
     "preflight",
     "training",
     "cli integrations",
+    "__main__",
 )
 """One level a package, from the lowest: a package imports those above it in this list, never those below. The package
 itself, whose names are imported when they are asked for, is above all.

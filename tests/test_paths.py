@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_opd import distil
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import cache_dir, keep_compiled_code_private
 
@@ -23,11 +24,19 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         cache_dir("samples")
 
 
-def test_compiled_code_lies_in_the_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("called_from_python", [False, True])
+def test_compiled_code_lies_in_the_cache_unless_told_otherwise(
+    called_from_python: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a run that Python code starts compiles into, and executes from, a folder in /tmp."""
     monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    keep_compiled_code_private()
+    if called_from_python:
+        with pytest.raises(ConfigError):
+            distil({"no_such_section": 1})
+    else:
+        keep_compiled_code_private()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")

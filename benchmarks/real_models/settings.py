@@ -125,7 +125,8 @@ def transplanted(tokenizer: str, losses: tuple[str, ...]) -> list[Setting]:
 def _with_gemma(name: str, about: str, loss: str, **more: Any) -> Setting:
     gemma = {"name": "gemma", "type": "cross_tokenizer", "model": "{root}/models/gemma3"}
     changes = student("original") | {"loss": {"type": loss, **more}, "teachers": [gemma]}
-    return Setting("languages", f"gemma_{name}", about, changes, None if name == "ce" else "gemma_ce")
+    as_long_as = ("gemma_ce", "gemma_drop") if name == "ce_as_long" else None
+    return Setting("languages", f"gemma_{name}", about, changes, None if name == "ce" else "gemma_ce", as_long_as)
 
 
 WITH_GEMMA = [
@@ -148,6 +149,7 @@ WITH_GEMMA = [
         "byte_prefix",
         normalizer="student_tokens",
     ),
+    _with_gemma("ce_as_long", "cross-entropy alone, for the CPU time of `drop`", "byte_prefix", kd_weight=0.0),
     _with_gemma("p_kl", "cross-entropy and p_kl", "p_kl"),
     _with_gemma("gold", "cross-entropy and gold", "gold"),
     _with_gemma("alm", "cross-entropy and alm at temperature 100", "alm"),
@@ -211,7 +213,7 @@ SETTINGS: tuple[Setting, ...] = (
 """In the order of the first seed."""
 LATER_SEEDS = {
     "prune": ("half_ce", "half_kd", "half_cached", "half_ce_as_long"),
-    "languages": ("gemma_ce", "gemma_drop", "gemma_cover"),
+    "languages": ("gemma_ce", "gemma_drop", "gemma_ce_as_long"),
     "tokenizer": ("demo_ce", "demo_p_kl", "demo_alm", "demo_gold", "demo_random_ce"),
     "gold": ("trl_ours", "gold_trl", "p_kl_as_long"),
     "on_policy": ("frozen", "ema", "grpo"),
@@ -246,8 +248,7 @@ def _off_policy(setting: Setting, size: Size) -> dict[str, Any]:
         "data": {
             "num_workers": _DATA_WORKERS if size.device == "cuda" else 0,
             "train": {"jsonl_files": [f"{{root}}/data/{files}train.jsonl"]},
-            # How documents are packed depends on the models of a run; without packing all runs read the same rows.
-            **({"packing": False} if is_languages else validation),
+            **({} if is_languages else validation),
             "append_eos": False,
         },
         "train": {

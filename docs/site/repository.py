@@ -22,6 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = "docs"
 REPOSITORY = "repository"
 """Folder of the site for files outside of docs/; `not_in_nav` of mkdocs.yml names it too."""
+GENERATED = (f"{DOCS}/api/", f"{DOCS}/settings.md")
+"""References whose many headings would come before guides in a search."""
+GUIDES = {"start.md", "how_to.md", "data.md", "losses.md", "checkpoints.md", "troubleshooting.md"}
+"""Pages of `docs/` that answer first questions, which come first in a search."""
 FENCE = re.compile(r"^( *)(```+)[^\n]*\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(\[[^\]\n]*\]\(|^\[[\w-]+\]: )(?!#|\w+:)([^)#\s]+)(#[^)\s]+)?", re.MULTILINE)
 """What is before a target, in the text or as a definition, the target, and the place in it."""
@@ -51,8 +55,10 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if (ROOT / path).is_file() and not path.endswith(".md"):
         page.meta |= {"search": {"exclude": True}, "hide": ["toc", "navigation"]}
         return code_page(path)
-    if not path.startswith(f"{DOCS}/"):
-        page.meta.setdefault("search", {"boost": 0.5})
+    if not path.startswith(f"{DOCS}/") or path.startswith(GENERATED):
+        page.meta.setdefault("search", {"boost": 0.001})
+    elif path.removeprefix(f"{DOCS}/") in GUIDES:
+        page.meta.setdefault("search", {"boost": 2})
 
     def link(found: re.Match[str]) -> str:
         before, target, place = found.groups(default="")

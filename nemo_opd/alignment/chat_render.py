@@ -102,7 +102,7 @@ class ChatRenderer:
         if not tokenizer.chat_template:
             raise AlignmentError(
                 f"tokenizer {name_of(tokenizer)} has no chat template, so messages cannot be rendered; use the "
-                "tokenizer of the instruct model, set its chat_template, or train on plain text"
+                "tokenizer of the instruct model, set its chat_template, such as plain, or train on plain text"
             )
         if reserved := [key for key in _RESERVED_ARGUMENTS if key in self._template_kwargs]:
             raise AlignmentError(f"template_kwargs sets {', '.join(reserved)}, which the renderer sets; remove it")

@@ -33,6 +33,17 @@ TEMPLATE_S = 20.0
 """Longest rendering in seconds. The sandbox of templates limits each loop, but not loops in loops."""
 _T = TypeVar("_T")
 
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Roles of messages with `from` and `value`."""
 _PROBE_WORD = "probeword"
 _SPELLINGS_OF_NONE = ("None", "null")
 """None as templates print it, and as JSON."""
@@ -211,7 +222,8 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages in one form, which `ChatTemplate` adapts to a template.
 
     Contents are strings, or None; a list of text parts is joined. A call's arguments that are JSON text of an object
-    become that object; other texts stay. Null keys of messages, calls and functions are dropped.
+    become that object; other texts stay. Null keys of messages, calls and functions are dropped. ShareGPT's `from` and
+    `value` become role and content.
 
     Raises AlignmentError for an empty list, and for anything but mappings with a role and such contents and calls.
     """
@@ -226,6 +238,8 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _plain_message(k: int, message: Message) -> dict[str, Any]:
+    if isinstance(message, Mapping) and message.get("role") is None and "from" in message:
+        message = _from_sharegpt(k, message)
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise AlignmentError(
             f"messages[{k}] is {_shorten(message)}, which is not a mapping with a role; write for example "
@@ -242,6 +256,16 @@ def _plain_message(k: int, message: Message) -> dict[str, Any]:
     if isinstance(call := plain.get("function_call"), Mapping):
         plain["function_call"] = _plain_call(call)
     return plain
+
+
+def _from_sharegpt(k: int, message: Message) -> dict[str, Any]:
+    other_keys = {key: value for key, value in message.items() if key not in ("from", "value", "role", "content")}
+    role = _SHAREGPT_ROLES.get(message["from"]) if isinstance(message["from"], str) else None
+    if role is None:
+        raise AlignmentError(
+            f"messages[{k}] is from {_shorten(message['from'])}; write one of {', '.join(_SHAREGPT_ROLES)}"
+        )
+    return {"role": role, "content": message.get("value"), **other_keys}
 
 
 def _plain_call(call: Message) -> dict[str, Any]:

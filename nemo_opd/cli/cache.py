@@ -15,12 +15,14 @@ from rich.table import Table
 
 from nemo_opd.cli.command import Command, print_plain
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.command_line import require_no_secrets
 from nemo_opd.config.data import source_of
 from nemo_opd.config.load import compose, from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.logging.activity import busy, loading
+from nemo_opd.preflight.inputs import with_documents_columns
 
 if TYPE_CHECKING:
     from nemo_opd.teacher_cache.reader import CacheReader
@@ -137,7 +139,8 @@ def _run_config(arguments: Namespace) -> tuple[RunConfig, int]:
         raise ConfigError("--data with --config: the settings name the texts; leave either out")
     if wrong := next((setting for setting in arguments.settings if "=" not in setting), None):
         raise ConfigError(f"{wrong}: settings are written KEY=VALUE")
-    config = compose(arguments.config, arguments.settings)
+    require_no_secrets(arguments.settings)
+    config = compose(arguments.config, arguments.settings, with_documents_columns)
     names = config.active_names
     name = arguments.teacher or next(iter(names), None)
     if name not in names:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -97,13 +96,14 @@ def _prompts(arguments: Namespace) -> Iterator[Prompt]:
 
 def _print(rollout: Rollout, arguments: Namespace, console: Console) -> None:
     from nemo_opd.alignment.chat_template import content_text
+    from nemo_opd.logging.terminal import visible_json
 
     response, content = rollout.responses[-1], rollout.prompt.content
     prompt = content if isinstance(content, str) else content_text(content[-1])
     if arguments.json:
         facts = {"prompt": prompt, "sample": rollout.sample, "response": response}
         facts |= {"finish_reason": rollout.finish_reason, "tokens": rollout.num_sampled}
-        print(json.dumps(facts, ensure_ascii=False))
+        print(visible_json(facts))
         return
     print_plain(console, prompt, style="dim", end="\n" if arguments.chat else "")
     print_plain(console, response)

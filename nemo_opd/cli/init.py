@@ -32,7 +32,7 @@ def _write(arguments: Namespace, console: Console) -> None:
         raise ConfigError(f"{file} exists already; name another folder, or remove it")
     for source, copy in ((configs_dir() / "schema" / "run.json", folder / SCHEMA), (TEMPLATES / file.name, file)):
         write_atomically(copy, source.read_bytes(), instead="name another folder")
-    print(f"wrote {file}; see what would run: nemo-opd {verb} --config {shlex.quote(str(file))} run.dry_run=true")
+    print(f"wrote {file}; see what would run: nemo-opd {verb} {shlex.quote(str(file))} run.dry_run=true")
 
 
 COMMAND = Command(

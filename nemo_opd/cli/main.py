@@ -94,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         _complete(os.environ["COMP_LINE"].split()[1:])
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     names, verb = _find(words)
     if verb is None:
         parser = _parser()

@@ -554,9 +554,10 @@ def _byte_prefix(arguments: Namespace, console: Console) -> ProjectionMatrix:
 BYTE_PREFIX = Command(
     "Last step of a projection: the prefix maps for the losses byte_prefix and shared_prefix.",
     """\
-Adds three maps to the file; the rows are unchanged.
+Adds these maps to the file; the rows are unchanged.
   byte prefix Φ       teacher token → the longest student token that its bytes begin with: 'recognition' → 'recogn'
   shared prefix Ψ     a token of either side → the longest token of both vocabularies that its bytes begin with
+Spellings of teacher tokens by the student's tokenizer, and Ψ by the first tokens of spellings, are added too.
 
 If a vocabulary has all single bytes, every token with bytes has such a prefix, so all the mass of a distribution can be
 moved. Special tokens are mapped by role.

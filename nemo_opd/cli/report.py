@@ -119,13 +119,16 @@ def _compare(arguments: Namespace, console: Console) -> None:
             raise DataError(f"{folder}: not a run (there is no metrics.jsonl); name directories of runs")
     # matplotlib and transformers are slow to import
     from nemo_opd.logging.comparison import measures_of, read_runs, sweep_table, unlike, write_comparison
-    from nemo_opd.training.closing import answer_tables
+    from nemo_opd.training.closing import answer_tables, comparison_sentences
 
     runs = read_runs(arguments.folders)
+    sentences = comparison_sentences(runs)
+    for sentence in sentences:
+        console.print(sentence, style="bold", markup=False, highlight=False)
     console.print(sweep_table(runs, measures_of(runs)[:_MOST_MEASURES], "Runs"))
     for sentence in unlike(runs):
         console.print(f"not alike  {sentence}", style="yellow", markup=False, highlight=False)
-    write_comparison(arguments.output, runs, answer_tables(runs), instead="name another --output")
+    write_comparison(arguments.output, runs, answer_tables(runs), sentences, instead="name another --output")
     print(f"report  {arguments.output}")
 
 

@@ -11,14 +11,16 @@ from typing import Any
 from nemo_opd.cli.command import exit_status, standard_streams
 from nemo_opd.cli.completion import complete_recipe, complete_setting
 from nemo_opd.cli.report import report_sweep
+from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.base import Settings
+from nemo_opd.config.command_line import add_options
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import S, run_with_hydra
 from nemo_opd.config.run import RunConfig
 from nemo_opd.evaluation import inputs as evaluation_inputs
 from nemo_opd.logging.activity import loading
 from nemo_opd.paths import configs_dir
-from nemo_opd.preflight.inputs import check_inputs, resolve_columns
+from nemo_opd.preflight.inputs import check_inputs, with_documents_columns
 from nemo_opd.training.interrupt import interruptible, was_requested
 
 
@@ -39,10 +41,8 @@ class SettingsCommand:
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Define the arguments that a shell can complete."""
-        config: Any = parser.add_argument("--config", metavar="FILE")
+        config: Any = add_options(parser)
         config.completer = lambda prefix, **_: complete_recipe(prefix, configs_dir())
-        parser.add_argument("--cfg", choices=("job", "hydra", "all"))
-        parser.add_argument("--multirun", "-m", action="store_true")
         settings: Any = parser.add_argument("settings", nargs="*")
         settings.completer = lambda prefix, **_: complete_setting(prefix, self.model, configs_dir())
 
@@ -55,13 +55,25 @@ def main(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_
             model,
             config_dir=config_dir,
             config_name=config_name,
+            prepare=with_documents_columns if model is RunConfig else dict,
             after_sweep=report_sweep,
             is_interrupted=was_requested,
+            before_default=_announce_demo,
+        )
+
+
+def _announce_demo(recipe: str) -> None:
+    """Say on stderr that the run starts from the settings of a demo."""
+    if recipe.endswith("_demo") and Processes.started().rank == 0:
+        print(
+            f"no file is named, so this starts from the demo {recipe}, with tiny models; for your own models and data: "
+            f"nemo-opd init DIR, then {Path(sys.argv[0]).name} DIR/FILE.yaml",
+            file=sys.stderr,
+            flush=True,
         )
 
 
 def _distil(config: RunConfig) -> None:
-    config = resolve_columns(config)
     check_inputs(config, on_policy=False)
     # Imported after the checks: PyTorch takes seconds.
     with loading("PyTorch"):
@@ -71,7 +83,6 @@ def _distil(config: RunConfig) -> None:
 
 
 def _distil_on_policy(config: RunConfig) -> None:
-    config = resolve_columns(config)
     check_inputs(config, on_policy=True)
     # Imported after the checks: PyTorch takes seconds.
     with loading("PyTorch"):

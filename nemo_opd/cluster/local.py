@@ -21,6 +21,7 @@ from nemo_opd.cluster.base import CONTINUE, Call, Cluster, Failure, Group, Rank
 from nemo_opd.cluster.placement import Placement, Places, Processes, num_cores, num_threads
 from nemo_opd.config.cluster import Cluster as Settings
 from nemo_opd.distributed import process_group
+from nemo_opd.distributed.signed_objects import share_key, sign_objects
 from nemo_opd.errors import ClusterError, WorkerError
 
 _IDLE = timedelta(days=365)
@@ -252,7 +253,11 @@ class _Order:
 
 @cache
 def _shared_store(processes: Processes) -> dist.Store:
-    return dist.HashStore() if processes.size == 1 else next(iter(dist.rendezvous("env://")))[0]
+    if processes.size == 1:
+        return dist.HashStore()
+    store = next(iter(dist.rendezvous("env://")))[0]
+    sign_objects(share_key(dist.PrefixStore("opd/key", store), processes.rank, processes.size))
+    return store
 
 
 def _next_store(processes: Processes) -> dist.Store:

@@ -5,11 +5,13 @@ import json
 import re
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Never, TypeVar, get_args
+from typing import Annotated, Any, Never, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+
+from nemo_opd.config.other_trainers import translate
 
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
@@ -17,6 +19,7 @@ _V = TypeVar("_V", bound=Hashable)
 
 YEAR_S = 365 * 86400.0
 """Longest time limit in seconds; functions that wait overflow on much larger numbers."""
+_MOST_SUGGESTIONS = 3
 _EMPTY = "it is empty; write a value, or leave the key out"
 
 
@@ -132,7 +135,7 @@ def _explain(
     if is_blank(value) and kind not in ("extra_forbidden", "value_error"):
         return f"{key}: {_EMPTY}"
     if kind == "extra_forbidden":
-        return f"{key}={text}: there is no such key{_suggestion(path, data, model)}"
+        return f"{key}={text}: there is no such key{_suggestion(path, value, data, model)}"
     if kind in ("missing", "union_tag_not_found"):
         return f"{key}{'.type' * (kind != 'missing')}: required, but not given"
     if kind == "union_tag_invalid" and is_blank(value["type"]):
@@ -200,14 +203,48 @@ def _real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool)
     return path
 
 
-def _suggestion(path: list[int | str], data: Mapping[str, Any], model: type[BaseModel]) -> str:
+def _suggestion(path: list[int | str], value: object, data: Mapping[str, Any], model: type[BaseModel]) -> str:
     siblings = _keys_at(path[:-1], data, model)
     if owners := _types_with_key(path, data, model):
         return f"; it belongs to {'.'.join(map(str, path[:-1]))}.type={', '.join(owners)}"
+    if translations := [text for word in (str(path[-1]), *_keys_in_value(value)) for text in translate(word)]:
+        return f"; {'; '.join(dict.fromkeys(translations))}"
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
     if close:
         return f"; did you mean {'.'.join(map(str, [*path[:-1], close[0]]))}?"
+    if keys := keys_named(str(path[-1]), model):
+        return f"; did you mean {' or '.join(keys)}?"
     return f"; known here: {', '.join(siblings)}" if siblings else ""
+
+
+def _keys_in_value(value: object) -> Iterator[str]:
+    """Yield the keys inside an unknown section, as other trainers have sections of their own."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _keys_in_value(inner)
+
+
+def all_keys(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of the settings and of all sections inside, by key; an element of a list has the number 0."""
+    return dict(_walk(model, "", ()))
+
+
+def _walk(model: type[BaseModel], prefix: str, outer: tuple[type[BaseModel], ...]) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}", field
+        element = (
+            ".0" if any(get_origin(part) is tuple for part in (field.annotation, *get_args(field.annotation))) else ""
+        )
+        for inner in models_in(field.annotation):
+            if inner not in outer:
+                yield from _walk(inner, f"{prefix}{name}{element}.", (*outer, model))
+
+
+def keys_named(word: str, model: type[BaseModel]) -> list[str]:
+    """Return up to three keys that end in a word, such as `student.optimizer.lr` for `lr`, the shortest first."""
+    keys = [key for key in all_keys(model) if f".{key}".endswith(f".{word}")]
+    return sorted(keys, key=lambda key: key.count("."))[:_MOST_SUGGESTIONS]
 
 
 def _types_with_key(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:

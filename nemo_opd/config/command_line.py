@@ -3,27 +3,28 @@
 import hashlib
 import re
 import sys
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
+from pydantic import BaseModel
 
-from nemo_opd.config.base import options, recipes
-from nemo_opd.config.secrets import masked_leaf, without_secrets
+from nemo_opd.config.base import all_keys, keys_named, options, recipes
+from nemo_opd.config.other_trainers import translate
+from nemo_opd.config.secrets import contains_secret, is_secret_name, masked_leaf, without_secrets
 from nemo_opd.config.short_form import sections_of_strings, short_form
 from nemo_opd.errors import ConfigError
 
 _PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
 _OVERRIDE = re.compile(r"^(~|\+{0,2}[A-Za-z_][\w./@:]*=)")
-HELP_FLAGS = frozenset({"--help", "-h"})
-MULTIRUN_FLAGS = frozenset({"--multirun", "-m"})
 INLINE = "_inline_"
 """Prefix of the names of group options that are defined on the command line."""
 
@@ -47,7 +48,8 @@ _NO_VALUE = object()
 class CommandLine:
     """Arguments, as typed and as passed to Hydra."""
 
-    options: tuple[str, ...]
+    options: Namespace
+    """Options, as `add_options` defines them, `help`, `version` and `topics`: words that are not settings."""
     settings: tuple[str, ...]
     """Overrides added by this program."""
     typed: tuple[str, ...]
@@ -59,38 +61,106 @@ class CommandLine:
 
     @property
     def for_hydra(self) -> list[str]:
-        return [*self.options, *self.settings, *self.overrides]
+        options = ["--config-path", str(self.config_file.parent), "--config-name", self.config_file.stem]
+        options += ["--cfg", self.options.cfg] if self.options.cfg else []
+        options += ["--resolve"] * self.options.resolve + ["--multirun"] * self.options.multirun
+        return [*options, *self.settings, *self.overrides]
 
 
-def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: str) -> CommandLine:
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> Never:
+        raise ConfigError(f"{message}; {self.prog} --help shows the options")
+
+
+def add_options(parser: ArgumentParser) -> Action:
+    """Define the options of a command with settings; return that of the file, which a shell completes."""
+    parser.add_argument("--cfg", choices=("job", "hydra", "all"))
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    return parser.add_argument("--config", "--config-name", "-c", "-cn", metavar="FILE", nargs="?", const="")
+
+
+def _read_options(arguments: Sequence[str], model: type[BaseModel]) -> tuple[Namespace, list[str]]:
+    """Return the options and the words that are not options. Raises ConfigError for an unknown option."""
+    parser = _Parser(Path(sys.argv[0]).name, add_help=False, allow_abbrev=False)
+    add_options(parser)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("words", nargs="*")
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        raise ConfigError(_explain_option(unknown[0], arguments, model, parser.prog))
+    return options, options.words
+
+
+def _explain_option(typed: str, arguments: Sequence[str], model: type[BaseModel], program: str) -> str:
+    """Explain an unknown option, which is often a setting of this program or of another trainer."""
+    flag, equals, value = typed.partition("=")
+    word = flag.lstrip("-").replace("-", "_")
+    following = "".join(arguments[arguments.index(typed) + 1 :][:1])
+    if not equals and not following.startswith("-") and "=" not in following:
+        value = following
+    problem = f"{flag}: there is no such option"
+    if translations := translate(word):
+        return f"{problem}; {'; '.join(translations)}; settings are written key=value, without dashes"
+    keys, fields = keys_named(word, model), all_keys(model)
+    if not keys:
+        return f"{problem}; {program} --help shows the options, and {program} --help WORD finds settings"
+
+    def written(key: str) -> str:
+        if is_secret_name(key.rpartition(".")[2]):
+            return "'${oc.env:NAME}'"
+        return "true" if fields[key].annotation is bool else value or "VALUE"
+
+    settings = [f"{key}={written(key)}" for key in keys]
+    return f"{problem}; settings are written without dashes: {' or '.join(settings)}"
+
+
+def read_command_line(
+    arguments: Sequence[str], config_dir: Path, config_name: str, model: type[BaseModel]
+) -> CommandLine:
     """Split the arguments into options and overrides, and translate the overrides into Hydra's grammar.
 
-    `--config FILE` sets the folder and name of the primary config; `config_dir` is still searched for groups. A plain
-    `key=value` becomes `++key=value`: the YAML files hold only differences from the defaults, so a key missing there
-    may still be valid, and pydantic rejects unknown keys. A value for a whole group becomes a new option of the group
-    and replaces the option that the config selects. Raises ConfigError for a `--config` without a file and for an
-    override without a key.
+    A file or recipe, given as a word or by `--config`, sets the folder and name of the primary config; `config_dir` is
+    still searched for groups. A plain `key=value` becomes `++key=value`: the YAML files hold only differences from the
+    defaults, so a key missing there may still be valid, and pydantic rejects unknown keys. A value for a whole group
+    becomes a new option of the group and replaces the option that the config selects. Raises ConfigError for an unknown
+    option, a missing file, two files, and an override without a key.
+
+    model: its keys are suggested for an unknown option.
     """
-    options: list[str] = []
-    settings = [*_QUIET_HYDRA, f"hydra.job.name='{Path(sys.argv[0]).stem}'"]
-    typed: list[str] = []
-    primary = config_dir / f"{config_name}.yaml"
-    remaining = iter(arguments)
-    for argument in remaining:
-        flag, _, value = argument.partition("=")
-        if flag == "--config":
-            primary = _config_file(value or next(remaining, ""), config_dir)
-            options += ["--config-path", str(primary.parent), "--config-name", primary.stem]
-            settings.append(f"hydra.searchpath=[file://{config_dir.resolve()}]")
-        elif _OVERRIDE.match(argument):
-            typed.append(argument)
-        elif argument.startswith("="):
-            raise ConfigError(f"{argument}: the key is empty; write key=value")
+    options, words = _read_options(arguments, model)
+    typed = [word for word in words if _OVERRIDE.match(word)]
+    options.topics = []
+    for word in words:
+        if word in typed:
+            continue
+        if word.startswith("="):
+            raise ConfigError(f"{word}: the key is empty; write key=value")
+        if not _names_config(word, config_dir):
+            options.topics.append(word)
+        elif options.config is not None:
+            raise ConfigError(f"{word}: the settings come from {options.config} already; name one file")
         else:
-            options.append(argument)
+            options.config = word
+    if options.topics and not options.help:
+        raise ConfigError(
+            f"{options.topics[0]}: cannot be read as key=value, and is neither a YAML file nor a recipe "
+            f"({', '.join(recipes(config_dir))})"
+        )
+    settings = [*_QUIET_HYDRA, f"hydra.job.name='{Path(sys.argv[0]).stem}'"]
+    primary = config_dir / f"{config_name}.yaml"
+    if options.config is not None:
+        primary = _config_file(options.config, config_dir)
+        settings.append(f"hydra.searchpath=[file://{config_dir.resolve()}]")
     groups = Groups.of(config_dir, primary)
     overrides = tuple(groups.override(argument) for argument in typed)
-    return CommandLine(tuple(options), tuple(settings), tuple(typed), overrides, primary)
+    return CommandLine(options, tuple(settings), tuple(typed), overrides, primary)
+
+
+def _names_config(word: str, config_dir: Path) -> bool:
+    path = Path(word)
+    return path.suffix in (".yaml", ".yml") or path.is_file() or word in recipes(config_dir)
 
 
 def _config_file(name: str, config_dir: Path) -> Path:
@@ -102,6 +172,22 @@ def _config_file(name: str, config_dir: Path) -> Path:
         f"--config={name}: there is no such file; give the path of a YAML file, or the name of a recipe "
         f"({', '.join(recipes(config_dir))})"
     )
+
+
+def require_no_secrets(typed: Sequence[str]) -> None:
+    """Raise ConfigError if an override contains a secret: `ps`, Ray's dashboard and trackers show the command line."""
+    for argument in typed:
+        for override in swept_options(argument) if is_sweep(argument) else [argument]:
+            try:
+                parsed = OverridesParser.create().parse_override(override)
+            except HydraException:
+                return  # reported by Hydra
+            key = parsed.key_or_group
+            if contains_secret(parsed.value(), tuple(key.split("."))):
+                raise ConfigError(
+                    f"{key}: a secret on the command line can be read in `ps`, on Ray's dashboard and by trackers; "
+                    "put it into an environment variable and write '${oc.env:NAME}' in its place"
+                )
 
 
 @dataclass

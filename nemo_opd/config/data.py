@@ -14,6 +14,15 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 LearnedTurns = Literal["all", "last", "marked"]
 
 
+def require_one_naming(messages_key: str | None, prompt_key: Sequence[str]) -> None:
+    """Raise ValueError if both keys are set."""
+    if prompt_key and messages_key is not None:
+        raise ValueError(
+            f"prompt_key={', '.join(prompt_key)} and messages_key={messages_key} both name conversations; write one of "
+            "them"
+        )
+
+
 class HubDataset(Settings):
     """A dataset of the Hugging Face Hub, or a folder that `datasets.load_dataset` reads."""
 
@@ -21,6 +30,8 @@ class HubDataset(Settings):
     """Name on the hub, or path of a folder."""
     name: str | None = None
     """Configuration of the dataset; by default the only one or the dataset's default."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; by default the newest."""
     split: str = "train"
     """Split, or part of one such as `train[:10%]`."""
 
@@ -32,6 +43,7 @@ def _one_path_is_a_list_of_one(value: object) -> object:
 
 
 Files = Annotated[tuple[str, ...], BeforeValidator(_one_path_is_a_list_of_one)]
+PromptColumns = Annotated[tuple[str, ...], BeforeValidator(_one_path_is_a_list_of_one)]
 
 
 class Source(Settings):
@@ -105,20 +117,35 @@ class ValidationSource(Source):
     """Number of documents to use, from the first, or all if null."""
 
 
+class ValidationTexts(ValidationSource):
+    """Source of validation documents, which may be texts if training is on conversations."""
+
+    text_key: str | None = None
+    """The column with a text to validate on; by default validation documents are read as the training documents."""
+
+
 class Data(Settings):
     """Texts or prompts, and how they are read."""
 
     train: Source = Field(default_factory=Source)
     """Texts to learn from; on-policy, prompts."""
-    validation: MayChange[ValidationSource] = Field(default_factory=ValidationSource)
-    """Validation documents; without a source validation is off."""
+    validation: MayChange[ValidationTexts] = Field(default_factory=ValidationTexts)
+    """Validation documents; without a source validation is off. text_files are texts, also beside conversations."""
     text_key: str = "text"
-    """The column with a document's text."""
-    messages_key: str | None = None
-    """The column with a conversation: a list of messages with `role` and `content`, or the list as JSON. If set,
-    `text_key` is unused, each model's chat template renders the conversation, and only the assistant's messages are
-    learned.
+    """The column with a document's text. If no setting names a column of documents, the names of the first training
+    file's columns tell (docs/data.md).
     """
+    messages_key: str | None = None
+    """The column with a conversation: a list of messages with `role` and `content`, or `from` and `value`
+    (ShareGPT), or the list as JSON. If set, `text_key` is unused, each model's chat template renders the conversation,
+    and only the assistant's messages are learned.
+    """
+    prompt_key: PromptColumns = ()
+    """Instead of `messages_key`: the column with a prompt, which is the user's message or a list of messages. The texts
+    of several columns, such as [instruction, input], are joined by an empty line.
+    """
+    completion_key: str | None = None
+    """With `prompt_key`: the column with the answer, which is the assistant's message or a list of messages."""
     tools_key: str | None = None
     """The column with the tools that a conversation may call, as a list or as JSON."""
     learned_turns: LearnedTurns = "all"
@@ -152,8 +179,17 @@ class Data(Settings):
 
     @model_validator(mode="after")
     def tools_belong_to_messages(self) -> "Data":
-        if self.tools_key is not None and self.messages_key is None:
+        if self.tools_key is not None and not self.is_chat:
             raise ValueError(f"tools_key={self.tools_key} without messages_key; set data.messages_key, or drop it")
+        return self
+
+    @model_validator(mode="after")
+    def conversations_are_named_once(self) -> "Data":
+        require_one_naming(self.messages_key, self.prompt_key)
+        if self.completion_key is not None and not self.prompt_key:
+            raise ValueError(
+                f"completion_key={self.completion_key} without prompt_key; set data.prompt_key to the column of prompts"
+            )
         return self
 
     @model_validator(mode="after")
@@ -168,9 +204,29 @@ class Data(Settings):
 
     @model_validator(mode="after")
     def conversations_are_no_text_files(self) -> "Data":
-        if self.messages_key is not None and (self.train.text_files or self.validation.text_files):
+        if self.is_chat and self.train.text_files:
+            setting, column = self.document_columns[0]
             raise ValueError(
-                f"messages_key={self.messages_key} needs columns, which text_files do not have; give arrow_files, "
-                "parquet_files, jsonl_files or hub"
+                f"{setting}={column} needs columns, which text_files do not have; give arrow_files, parquet_files, "
+                "jsonl_files or hub"
             )
         return self
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether training documents are conversations."""
+        return self.messages_key is not None or bool(self.prompt_key)
+
+    @property
+    def has_chat_validation(self) -> bool:
+        """Whether validation documents are conversations."""
+        return self.is_chat and self.validation.text_key is None and not self.validation.text_files
+
+    @property
+    def document_columns(self) -> list[tuple[str, str]]:
+        """Pairs of a setting and a column that it names, for the columns that training documents are read from."""
+        if not self.is_chat:
+            return [("text_key", self.text_key)]
+        named = [("messages_key", self.messages_key), *(("prompt_key", name) for name in self.prompt_key)]
+        named += [("completion_key", self.completion_key), ("tools_key", self.tools_key)]
+        return [(setting, name) for setting, name in named if name is not None]

@@ -10,7 +10,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 from nemo_opd.config.base import Frozen, Settings
 from nemo_opd.config.cluster import EvaluationCluster
 from nemo_opd.config.context import Context, field_names
-from nemo_opd.config.data import ValidationSource
+from nemo_opd.config.data import PromptColumns, ValidationSource, require_one_naming
 from nemo_opd.config.model import Parallelism
 from nemo_opd.config.reward import Reward, is_paid_by_environment
 from nemo_opd.config.rollout import Environment, HFRollout, RolloutBase, Rollouts
@@ -75,15 +75,19 @@ class SetSource(ValidationSource):
     """The column with a question as a text to continue; by default `data.text_key`."""
     messages_key: str | None = None
     """The column with a question as a conversation; by default `data.messages_key`, unless `text_key` is set."""
+    prompt_key: PromptColumns = ()
+    """Columns with a question as a user's message; by default `data.prompt_key`, unless another column is named."""
     tools_key: str | None = None
     """The column with the tools that a conversation may call."""
 
     @model_validator(mode="after")
     def a_question_is_one_of_both(self) -> Self:
-        if self.text_key is not None and (self.messages_key or self.tools_key) is not None:
+        if self.text_key is not None and (self.messages_key or self.tools_key or self.prompt_key):
             raise ValueError(
-                f"text_key={self.text_key} is for texts, messages_key and tools_key for conversations; write one kind"
+                f"text_key={self.text_key} is for texts, messages_key, prompt_key and tools_key for conversations; "
+                "write one kind"
             )
+        require_one_naming(self.messages_key, self.prompt_key)
         return self
 
 
@@ -253,19 +257,30 @@ class QuestionSource(ValidationSource):
     """The column with a question as a text to continue."""
     messages_key: str | None = None
     """The column with a question as a conversation; `text_key` is then unused."""
+    prompt_key: PromptColumns = ()
+    """Columns with a question as a user's message; `text_key` is then unused."""
     tools_key: str | None = None
     """The column with the tools that a conversation may call; with `messages_key`."""
+
+    @model_validator(mode="after")
+    def conversations_are_named_once(self) -> Self:
+        require_one_naming(self.messages_key, self.prompt_key)
+        return self
 
 
 class EvaluationConfig(QuestionSets):
     """Evaluation of an existing model: all settings of `nemo-opd evaluate`."""
 
     model: str
-    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:arithmetic_student`."""
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or
+    `demo:arithmetic_student`.
+    """
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default the model's."""
     chat_template: str | None = None
-    """A file with the chat template (Jinja), if the tokenizer has none or another one is needed."""
+    """The chat template if the tokenizer has none or another one is needed: a file (Jinja), the folder of a model whose
+    template to take, or `plain`, a simple template for base models.
+    """
     chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
     """Arguments of the template besides the conversation, such as `enable_thinking: false`."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -327,7 +342,8 @@ class EvaluationConfig(QuestionSets):
 
     @model_validator(mode="after")
     def turns_need_conversations(self) -> Self:
-        if self.data.messages_key is None and (self.environment is not None or self.data.tools_key is not None):
+        is_chat = self.data.messages_key is not None or self.data.prompt_key
+        if not is_chat and (self.environment is not None or self.data.tools_key is not None):
             key = "environment" if self.environment is not None else "data.tools_key"
             raise ValueError(f"{key} is for conversations; name their column as data.messages_key")
         if self.environment is not None:

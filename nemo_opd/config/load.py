@@ -1,6 +1,8 @@
 """Loading of settings: Hydra composes, pydantic validates."""
 
 import os
+import pydoc
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,14 +23,13 @@ from yaml import MarkedYAMLError
 
 from nemo_opd.config.base import Settings, explain_all
 from nemo_opd.config.command_line import (
-    HELP_FLAGS,
     INLINE,
-    MULTIRUN_FLAGS,
     CommandLine,
     Sweep,
     is_sweep,
     quoted,
     read_command_line,
+    require_no_secrets,
     swept_options,
 )
 from nemo_opd.config.reference import help_text
@@ -42,25 +43,34 @@ from nemo_opd.plain_yaml import load_yaml
 from nemo_opd.progress import separately
 
 S = TypeVar("S", bound=Settings)
+Prepare = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Completes composed settings before they are validated."""
 
 
-def compose(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def _unchanged(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    return data
+
+
+def compose(recipe: str | Path, overrides: Sequence[str] = (), prepare: Prepare = _unchanged) -> RunConfig:
     """Return the settings of a recipe, named by file or name, with overrides as on the command line.
 
     Raises ConfigError if they cannot be composed or are not valid.
     """
-    return compose_settings(["--config", str(recipe), *overrides], RunConfig, configs_dir(), "off_policy_demo")
+    arguments = ["--config", str(recipe), *overrides]
+    return compose_settings(arguments, RunConfig, configs_dir(), "off_policy_demo", prepare)
 
 
-def compose_settings(arguments: Sequence[str], model: type[S], config_dir: Path, config_name: str) -> S:
+def compose_settings(
+    arguments: Sequence[str], model: type[S], config_dir: Path, config_name: str, prepare: Prepare = _unchanged
+) -> S:
     """Return a command line's settings through Hydra's compose API, which takes half the time."""
-    command = read_command_line(arguments, config_dir, config_name)
+    command = read_command_line(arguments, config_dir, config_name, model)
     file = command.config_file
     with composition_errors(command):
         require_no_hydra_settings(command, config_dir, config_name)
         with initialize_config_dir(str(file.parent), version_base="1.3"):
             composed = hydra.compose(file.stem, [*command.settings, *command.overrides])
-    return from_omegaconf(composed, model)
+    return validated(prepare(_plain_data(composed)), model)
 
 
 def require_no_hydra_settings(command: CommandLine, config_dir: Path, config_name: str) -> None:
@@ -127,18 +137,22 @@ def run_with_hydra(
     *,
     config_dir: Path,
     config_name: str,
+    prepare: Prepare = _unchanged,
     after_sweep: Callable[[Path, Sequence[str]], None] = lambda root, names: None,
     is_interrupted: Callable[[], bool] = lambda: False,
+    before_default: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Compose `config_dir/config_name` with the command line's overrides, validate it as `model`, and call `task`.
 
-    Hydra's whole command line works, plus `--config FILE`. Errors of `task` are raised here; for a `--multirun`, the
-    first error, after all jobs have run and `after_sweep` was called with the sweep's folder and the names of its runs.
-    No further job starts once `is_interrupted` returns true; KeyboardInterrupt names those that did not start.
+    `before_default` is called with the recipe's name if the command line names no file or recipe. Errors of `task` are
+    raised here; for a `--multirun`, the first error, after all jobs have run and `after_sweep` was called with the
+    sweep's folder and the names of its runs. No further job starts once `is_interrupted` returns true;
+    KeyboardInterrupt names those that did not start.
     """
     failures: list[Exception] = []
     not_started: list[str] = []
-    command = read_command_line(sys.argv[1:], config_dir, config_name)
+    command = read_command_line(sys.argv[1:], config_dir, config_name, model)
+    require_no_secrets(command.typed)
     sweep = Sweep.of(command.typed)
 
     def guarded(cfg: DictConfig) -> None:
@@ -152,26 +166,27 @@ def run_with_hydra(
                     not_started.append(sweep.names[-1])
                     return
             with separately():
-                task(validated(data, model))
+                task(validated(prepare(data), model))
         except Exception as error:
             failures.append(error)
 
     program, sys.argv[1:] = Path(sys.argv[0]).name, command.for_hydra
     with ExitStack() as stack:
         stack.enter_context(composition_errors(command))
-        if HELP_FLAGS & set(command.options):
-            only = [option for option in command.options if not option.startswith("-")]
+        if command.options.help:
             with suppress(BrokenPipeError):
-                print(help_text(model, config_dir, program, only), flush=True)
+                _show(help_text(model, config_dir, program, command.options.topics))
             return
-        if "--version" in command.options:
+        if command.options.version:
             print(package_version())
             return
-        if MULTIRUN_FLAGS & set(command.options):
+        if command.options.multirun:
             # Hydra writes a sweep's overrides into a file that nobody needs.
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
             sys.argv.append(f"hydra.sweep.dir={quoted(scratch)}")
         require_no_hydra_settings(command, config_dir, config_name)
+        if command.options.config is None and not command.options.cfg:
+            before_default(config_name)
         hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(guarded)()
     end: BaseException | None = failures[0] if failures else KeyboardInterrupt() if not_started else None
     if end is not None and not_started:
@@ -182,6 +197,14 @@ def run_with_hydra(
     finally:
         if end is not None:
             raise end
+
+
+def _show(text: str) -> None:
+    """Print a text, page by page if it does not fit a terminal."""
+    if sys.stdout.isatty() and text.count("\n") >= shutil.get_terminal_size().lines:
+        pydoc.pager(text)
+    else:
+        print(text, flush=True)
 
 
 def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:

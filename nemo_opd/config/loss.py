@@ -68,6 +68,15 @@ class DivergenceTerm(Settings):
         return _require_effect(divergence == required, weight, info, cls, reason)
 
 
+class NormalizedTerm(Settings):
+    """Settings of terms whose units may be aligned chunks."""
+
+    normalizer: Literal["units", "student_tokens"] = "units"
+    """Divisor of the sum. units: the compared chunks or tokens; student_tokens: the student's scored tokens in texts
+    with such units (methods.md §7.1).
+    """
+
+
 class SameVocabTerm(DivergenceTerm):
     """Divergence at each scored token, for a teacher with the student's tokenizer (methods.md §4)."""
 
@@ -114,15 +123,6 @@ class SameVocabTerm(DivergenceTerm):
                 "or leave top_k out"
             )
         return top_k
-
-
-class NormalizedTerm(Settings):
-    """Settings of terms that compare aligned chunks."""
-
-    normalizer: Literal["units", "student_tokens"] = "units"
-    """Divisor of the sum. units: the compared chunks; student_tokens: the student's scored tokens in texts with such
-    chunks (methods.md §7.1).
-    """
 
 
 class ChunkTerm(DivergenceTerm, NormalizedTerm):
@@ -235,6 +235,10 @@ class SharedPrefixTerm(ChunkTerm):
     """Both sides projected onto their shared vocabulary (methods.md §5.8)."""
 
     type: Literal["shared_prefix"] = "shared_prefix"
+    pieces: Literal["spelling", "longest_prefix"] = "longest_prefix"
+    """Shared token of a token that is not shared. spelling: by the first token of its spelling by the other tokenizer;
+    longest_prefix: the longest that its bytes begin with.
+    """
 
 
 class BytePrefixTerm(ChunkTerm):
@@ -313,7 +317,7 @@ class TCADTerm(DivergenceTerm):
         return coverage_coef
 
 
-class SampledKLTerm(ImportanceSettings):
+class SampledKLTerm(NormalizedTerm, ImportanceSettings):
     """KL estimated on the sampled tokens, or on their aligned chunks (methods.md §10.4)."""
 
     type: Literal["sampled_kl"] = "sampled_kl"
@@ -329,12 +333,18 @@ class SampledKLTerm(ImportanceSettings):
     """policy_gradient: clip the ratio above at 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
     """policy_gradient: upper bound of the ratio for negative advantages, or null for no bound."""
+    shares: Literal["chunk", "equal", "logprobs"] = "chunk"
+    """policy_gradient across tokenizers: chunk: a chunk is one action; otherwise each of its tokens is one, with an
+    equal share of the chunk's advantage or a share in proportion to its log-probability.
+    """
+    advantage_clamp: float | None = Field(None, gt=0)
+    """policy_gradient: bound of each action's advantage, positive or negative, or null for no bound."""
 
-    @field_validator("clip_low", "clip_high", "dual_clip")
+    @field_validator("clip_low", "clip_high", "dual_clip", "shares", "advantage_clamp")
     @classmethod
-    def clipping_needs_a_ratio(cls, clip: float | None, info: ValidationInfo) -> float | None:
+    def advantages_need_a_policy_gradient(cls, value: _Value, info: ValidationInfo) -> _Value:
         is_clipped = info.data.get("update") != "direct"
-        return _require_effect(is_clipped, clip, info, cls, "update=direct; write update=policy_gradient")
+        return _require_effect(is_clipped, value, info, cls, "update=direct; write update=policy_gradient")
 
     @field_validator("update")
     @classmethod
@@ -377,7 +387,7 @@ class ULDTerm(NormalizedTerm):
     """Reproduce the loss of this system, for parity."""
 
 
-class FunctionTerm(Settings):
+class FunctionTerm(NormalizedTerm):
     """Your own formula, for a teacher with the student's or another tokenizer (docs/losses.md)."""
 
     type: Literal["function"] = "function"

@@ -47,11 +47,13 @@ class Model(Settings):
     """Settings that student and teachers share."""
 
     model: str | None = None
-    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:student`."""
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or `demo:student`."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default the model's."""
     chat_template: str | None = None
-    """A file with the chat template (Jinja), if the tokenizer has none or another one is needed."""
+    """The chat template if the tokenizer has none or another one is needed: a file (Jinja), the folder of a model whose
+    template to take, or `plain`, a simple template for base models.
+    """
     chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
     """Arguments of the template besides the conversation, such as `enable_thinking: false`."""
     parallelism: MayChange[Parallelism] = Field(default_factory=Parallelism)
@@ -139,7 +141,7 @@ class Student(Model):
     """The model that learns."""
 
     model: str
-    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:student`."""
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or `demo:student`."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision; master weights are fp32 in any case. auto: bfloat16 on GPU, float32 on CPU."""
     offload: MayChange[Literal[True, False, "auto"]] = "auto"

@@ -104,12 +104,12 @@ def _check_lengths(config: RunFields, rollout: Rollouts) -> None:
 
 def _check_responses(config: RunFields, rollout: Rollouts) -> None:
     data = config.data
-    if data.response_key is not None and data.messages_key is not None:
+    if data.response_key is not None and data.is_chat:
         raise ValueError(
             f"data.response_key={data.response_key}: with data.messages_key the response is the assistant's last "
             "message; leave one of the two out"
         )
-    if rollout.on_policy_share < 1 and data.messages_key is None and data.response_key is None:
+    if rollout.on_policy_share < 1 and not data.is_chat and data.response_key is None:
         raise ValueError(
             f"rollout.on_policy_share={rollout.on_policy_share:g} takes some responses from the data; name their "
             "column as data.response_key"
@@ -117,7 +117,7 @@ def _check_responses(config: RunFields, rollout: Rollouts) -> None:
 
 
 def _check_environment(config: RunFields) -> None:
-    if config.environment is not None and config.data.messages_key is None:
+    if config.environment is not None and not config.data.is_chat:
         raise ValueError("environment: turns need conversations; name their column as data.messages_key")
 
 

@@ -4,6 +4,7 @@ and check YAML.
 
 import difflib
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from nemo_opd.config.base import groups, models_in, options, recipes
 from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.config.other_trainers import translate
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.short_form import SHORT
 from nemo_opd.errors import ConfigError
@@ -152,9 +154,10 @@ def _key_markdown(key: _Key) -> str:
 
 
 def help_text(model: type[BaseModel], config_dir: Path, program: str, only: Sequence[str] = ()) -> str:
-    """Return usage, group options and all settings, or only those of the sections `only`.
+    """Return usage, group options and all settings; or, for each of `only`, a section, a key, or the keys that have the
+    word in their name or meaning.
 
-    Raises ConfigError for an unknown section.
+    Raises ConfigError if nothing has the word.
     """
     all_sections = list(_sections(model))
     if only:
@@ -163,22 +166,42 @@ def help_text(model: type[BaseModel], config_dir: Path, program: str, only: Sequ
     return "\n".join((*usage, *(line for section in all_sections for line in _section_help(section))))
 
 
-def _with_subsections(name: str, all_sections: Sequence[_Section]) -> Iterator[str]:
+def _with_subsections(word: str, all_sections: Sequence[_Section]) -> Iterator[str]:
+    name = re.sub(r"\.\d+(?=\.|$)", "", word)
     matches = [section for section in all_sections if section.name == name or section.name.startswith(f"{name}.")]
-    if not matches:
+    if matches:
+        for section in matches:
+            yield from _section_help(section)
+        return
+    tables = [(_prefix(section), table) for section in all_sections for table in section.tables]
+    keys = [(prefix, table.tag, key) for prefix, table in tables for key in table.keys if key.type]
+    exact = [entry for entry in keys if f"{entry[0]}{entry[2].name}".replace(".0", "") == name]
+    mentions = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
+    matching = exact or [entry for entry in keys if mentions.search(f"{entry[2].name} {entry[2].meaning}")]
+    translations = translate(word)
+    if not matching and not translations:
         close = difflib.get_close_matches(name, [section.name for section in all_sections], n=1)
         top_level = ", ".join(section.name for section in all_sections if not section.depth)
         way_out = f"did you mean {close[0]}?" if close else f"choose one of {top_level}"
-        raise ConfigError(f"--help {name}: there is no such section; {way_out}")
-    for section in matches:
-        yield from _section_help(section)
+        raise ConfigError(f"--help {word}: there is no such section or key, and no key speaks of it; {way_out}")
+    yield from translations
+    for prefix, tag, key in dict.fromkeys(matching):
+        yield from _key_help(f"{prefix[:-1]} of type={tag}: " if tag else prefix, key)
+
+
+def _prefix(section: _Section) -> str:
+    """Return the section's part of a key as typed, with the first element of a list."""
+    return re.sub("^teachers", "teachers.0", section.name) + "."
 
 
 def _usage(model: type[BaseModel], config_dir: Path, program: str, all_sections: Sequence[_Section]) -> Iterator[str]:
-    yield from (f"{program} [--config FILE] [GROUP=OPTION …] [KEY=VALUE …]", "")
-    yield from ("--config FILE      start from your own file, or from one of the recipes", "")
+    yield from (f"{program} [FILE] [GROUP=OPTION …] [KEY=VALUE …]", "")
+    yield from ("FILE               start from your own file, or from one of the recipes", "")
     yield from (_entry("recipes:", ", ".join(recipes(config_dir))), "")
-    yield from ("--help SECTION     show one section", "--cfg job          print the settings and end")
+    yield from (
+        "--help WORD        show a section, a key, or all keys that speak of a word",
+        "--cfg job          print the settings and end (--resolve: with references)",
+    )
     yield "--multirun KEY=1,2 a run with each value"
     if model is RunConfig:
         yield "run.dry_run=true   check everything and end"
@@ -193,13 +216,12 @@ def _usage(model: type[BaseModel], config_dir: Path, program: str, all_sections:
 
 def _section_help(section: _Section) -> Iterator[str]:
     yield from ("", *_wrapped(f"{section.name}: {section.meaning}", 0))
-    prefix = section.name.replace("teachers", "teachers.0", 1) if section.name.startswith("teachers") else section.name
     for table in section.tables:
         if table.tag:
             yield from ("", *_wrapped(f"{section.name} of type={table.tag}: {table.meaning}", 0))
         elif table.meaning:
             yield from ("", *_wrapped(f"{section.name}: {table.meaning}", 0))
-        yield from _table_help(f"{prefix}.", table)
+        yield from _table_help(_prefix(section), table)
 
 
 def _table_help(prefix: str, table: _Table) -> Iterator[str]:

@@ -193,8 +193,7 @@ class RunConfig(RunFields):
                     f"data.{name}.text_files have no column {aggregation.key!r} (aggregation.key) that names a "
                     "teacher; give arrow_files, parquet_files, jsonl_files or hub"
                 )
-        prompt = {"text_key": data.text_key} if data.messages_key is None else {"messages_key": data.messages_key}
-        for key, column in (prompt | {"tools_key": data.tools_key}).items():
+        for key, column in data.document_columns:
             if column == aggregation.key:
                 raise ValueError(
                     f"aggregation.key={aggregation.key} is the column of data.{key} too; name the one with the teacher"

@@ -23,6 +23,7 @@ _Ignored = Iterator[tuple[str, str]]
 def check_effects(config: RunFields) -> None:
     """Raise ValueError for the first setting that differs from its default and has no effect."""
     checks = (
+        _ignored_baseline,
         _ignored_teachers,
         _ignored_templates,
         _ignored_data,
@@ -49,6 +50,21 @@ def _value_and_default(config: RunFields, key: str) -> tuple[Any, Any]:
     return getattr(owner, name), type(owner).model_fields[name].get_default(call_default_factory=True)
 
 
+def _ignored_baseline(config: RunFields) -> _Ignored:
+    if not config.active_teachers:
+        yield "run.baseline", "the run has no teachers that could help (loss.kd_weight=0); leave it out"
+    if not config.data.validation.given:
+        yield "run.baseline", "there is no text to compare the two runs on; set data.validation, or leave it out"
+    if config.train.early_stopping is not None and config.run.baseline is True:
+        yield "run.baseline", "the two runs may end at different steps; leave out train.early_stopping, or this"
+    if config.rollout is not None and config.run.baseline is True:
+        yield (
+            "run.baseline",
+            "on-policy, a run without teachers has no texts to learn by cross-entropy; name the directory of a "
+            "finished run without teachers, or leave it out",
+        )
+
+
 def _ignored_teachers(config: RunFields) -> _Ignored:
     """Yield settings that self-teachers take from the student, and settings that only self-teachers have."""
     for i, teacher in enumerate(config.teachers):
@@ -72,7 +88,7 @@ def _ignored_teachers(config: RunFields) -> _Ignored:
 
 
 def _ignored_templates(config: RunFields) -> _Ignored:
-    is_chat = config.data.messages_key is not None
+    is_chat = config.data.is_chat
     asks_teachers = config.evaluation is not None and config.evaluation.teachers
     if not is_chat:
         texts = "the data are texts, which no chat template renders; set data.messages_key for conversations"
@@ -91,9 +107,17 @@ def _ignored_templates(config: RunFields) -> _Ignored:
 
 
 def _ignored_data(config: RunFields) -> _Ignored:
-    is_chat, is_on_policy = config.data.messages_key is not None, config.rollout is not None
+    data, is_chat, is_on_policy = config.data, config.data.is_chat, config.rollout is not None
+    if not is_chat:
+        yield "data.validation.text_key", "training texts and validation texts have one column; set data.text_key"
+    if is_on_policy:
+        yield "data.validation.text_key", "prompts are validated as the training prompts are read; leave it out"
+        if is_chat:
+            way_out = "give arrow_files, parquet_files, jsonl_files or hub"
+            yield "data.validation.text_files", f"the prompts are conversations, which have columns; {way_out}"
     if is_chat:
-        yield "data.text_key", "data.messages_key names the column of conversations instead; leave one of the two out"
+        setting = data.document_columns[0][0]
+        yield "data.text_key", f"data.{setting} names the column of conversations instead; leave one of the two out"
         yield "data.append_eos", "the chat template ends the conversation; leave it out"
         yield "data.special_tokens", "the chat template writes special tokens that must be read; leave it out"
     if is_chat or is_on_policy:
@@ -185,7 +209,7 @@ def check_contexts(config: RunFields) -> None:
 
 def _check_prompts(config: RunFields, context: Context, key: str) -> None:
     """Check that the data have prompts of the kind that the context replaces."""
-    if config.data.messages_key is not None:
+    if config.data.is_chat:
         return
     if config.rollout is None:
         raise ValueError(
@@ -208,12 +232,9 @@ def _check_fields(config: RunFields, context: Context, key: str) -> None:
             f"{key}.{context.named_in(context.fields[0])} names the column {context.fields[0]!r}, and text_files have "
             "none; give arrow_files, parquet_files, jsonl_files or hub"
         )
-    used = {"data.tools_key": data.tools_key, "aggregation.key": config.routing and config.routing.key}
-    if data.messages_key is None:
-        used["data.text_key"] = data.text_key
-    else:
-        used["data.messages_key"] = data.messages_key
-    for setting, column in used.items():
+    used = [(f"data.{setting}", column) for setting, column in data.document_columns]
+    used += [("aggregation.key", config.routing.key)] if config.routing else []
+    for setting, column in used:
         if column in context.fields:
             raise ValueError(
                 f"{key}.{context.named_in(column)} names the column {column!r}, which {setting} names too; write "

@@ -144,6 +144,13 @@ class Run(Settings):
     """auto: continue from the newest complete checkpoint in `output_dir`, or start if it has none."""
     dry_run: MayChange[bool] = False
     """Run all checks, print the plan and stop."""
+    baseline: MayChange[bool | Path] = False
+    """Comparison with the same run without teachers, for the verdict on whether they helped. true: off-policy, first
+    train as many steps on the same texts in the same order by cross-entropy alone, in the run's folder `baseline`. A
+    folder: the directory of such a run, already finished.
+    """
+    export_worse: MayChange[bool] = False
+    """Off-policy: export and push the student even if validation finds it worse than before training."""
     push_to_hub: MayChange[PushToHub | None] = None
     """Upload the model to the Hugging Face Hub at the end."""
     callbacks: MayChange[tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...]] = ()
@@ -214,7 +221,7 @@ class RunFields(Settings):
     @property
     def packs_documents(self) -> bool:
         """Whether rows hold several documents; conversations and prompts are one sequence each."""
-        return self.data.packing and self.rollout is None and self.data.messages_key is None
+        return self.data.packing and self.rollout is None and not self.data.is_chat
 
     @property
     def teachers_work_ahead(self) -> bool:

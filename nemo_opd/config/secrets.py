@@ -34,6 +34,7 @@ _IN_ARGUMENTS = (
     re.compile(r"\b(?:bearer|authorization\W+basic)\s+(?P<secret>[^\s'\"]+)", re.IGNORECASE),
     *_IN_ADDRESSES,
 )
+_REFERENCE = re.compile(r"\$\{oc\.env:\w+\}")
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)")
 _SHORTEST, _SHORTEST_ELSEWHERE = 6, 12
 """Fewest characters of a secret, and of an environment variable's value outside secret fields, that are masked in any
@@ -84,6 +85,11 @@ def _looks_secret(value: str) -> bool:
     return len(value) >= _SHORTEST_ELSEWHERE and "/" not in value
 
 
+def is_secret_name(name: str) -> bool:
+    """Return whether a variable or an option is named like a secret, such as HF_TOKEN and --api-key."""
+    return _SECRET_NAME.fullmatch(name) is not None
+
+
 def has_references(settings: Any) -> bool:
     """Return whether a value is read from the environment."""
     return any(isinstance(value, str) and _FROM_ENVIRONMENT.search(value) for _, value in leaves(settings))
@@ -108,6 +114,23 @@ def shown_config(settings: Any) -> Any:
     return _changed(settings, shown)
 
 
+def contains_secret(settings: Any, path: _KeyPath) -> bool:
+    """Return whether a value, or one inside of it, is a secret that is written out.
+
+    path: its key. Of a server's environment, only variables whose names say so.
+    """
+    values = dict(leaves(settings, path))
+    for place, value in values.items():
+        if not isinstance(value, str) or MASK in value or (masked := masked_leaf(values, place, value)) == value:
+            continue
+        secrets = (value,) if masked == MASK else _secrets_in(value, _IN_ARGUMENTS)
+        if "environment" in place and not is_secret_name(str(place[-1])):
+            continue
+        if not all(_REFERENCE.search(secret) for secret in secrets):
+            return True
+    return False
+
+
 def require_values(settings: Any) -> None:
     """Raise ConfigError if a value is a mask, as in the config.yaml of a run that had a secret there."""
     values = dict(leaves(settings))
@@ -116,8 +139,8 @@ def require_values(settings: Any) -> None:
         if isinstance(value, str) and MASK in value and masked_leaf(values, path, value.replace(MASK, "x")) == value:
             key = ".".join(map(str, path))
             raise ConfigError(
-                f"{key}={value}: a secret that was masked when the file was written; write {key}=VALUE, or "
-                f"{key}='${{oc.env:NAME}}' to read it from the environment, which is written as it is"
+                f"{key}={value}: a secret that was masked when the file was written; put it into an environment "
+                f"variable and write {key}='${{oc.env:NAME}}', which is kept as it is"
             )
 
 

@@ -72,8 +72,8 @@ class Endpoint(Settings):
 
 class TeacherBase(Model):
     model: str | None = None
-    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name, or `demo:teacher_same`; not set if `weights`
-    are the student's.
+    """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or `demo:teacher_same`; not
+    set if `weights` are the student's.
     """
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Short unique name, used in metrics."""
@@ -222,8 +222,8 @@ class OwnIdsTeacher(TeacherBase):
     "<|eot_id|>"]}`. Tokens with the same role are compared; the inspect tool shows the detected roles.
     """
     max_length: int | None = Field(None, ge=2)
-    """Longest sequence in the teacher's tokens; by default the positions of its model. Of texts that are not packed,
-    nothing beyond it is learned from this teacher.
+    """Longest sequence in the teacher's tokens; by default the positions of its model. The student learns nothing from
+    this teacher beyond it.
     """
     equal_history: EqualHistory = "text"
     """Texts that both sides must have read alike before a compared chunk. text: up to white space and Unicode form;

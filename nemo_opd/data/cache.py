@@ -21,7 +21,7 @@ from nemo_opd.paths import cache_dir
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 8
+_VERSION = 9
 """Increment when the stored format changes, or when the same settings yield other samples."""
 WAIT_S = 60.0
 """Seconds to wait for another process to finish writing."""

@@ -105,18 +105,24 @@ class Encoder:
         eos = self.tokenizer.eos_token_id if self.append_eos else None
         return fingerprint(self.tokenizer), eos, self.max_length, len(self.lengths), self.reads_special, _VERSION
 
-    def __call__(self, text: str) -> Encoding:
+    def __call__(self, text: str, *, is_end: bool = True) -> Encoding:
         """Tokenize the full text. A tokenizer without an end-of-sequence token appends none.
 
-        Raises DataError for a text with a token that the model cannot read.
+        is_end: whether the document ends with the text; otherwise no special token follows it. Raises DataError for a
+        text with a token that the model cannot read.
         """
-        return self._encoding(self._encoded(text), text)
+        return self._encoding(self._encoded(text), text, is_end=is_end)
 
     @cached_property
     def opening(self) -> Encoding:
         """Special tokens that precede every text: usually the beginning-of-sequence token, or none."""
         encoding = self._encoding(self._encoded("a"), "a")
         return encoding.cut(min(int((encoding.ends == 0).sum()), self.max_length - 1))
+
+    @cached_property
+    def continues_character(self) -> NDArray[np.bool_]:
+        """Ids whose first byte is inside a character in UTF-8: bool [V]."""
+        return np.array([0x80 <= piece[0] < 0xC0 if piece else False for piece in self.pieces.as_list()])
 
     def located(self, text: str) -> tuple[Encoding, NDArray[np.int64]]:
         """Tokenize a text and locate the first character of each token: [S], non-decreasing."""
@@ -132,10 +138,16 @@ class Encoder:
         # The call overrides the tokenizer file's truncation and padding; verbose would warn about long texts.
         return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
 
-    def _encoding(self, encoded: BatchEncoding, text: str) -> Encoding:
-        ids: list[int] = list(encoded["input_ids"])[self._token_range(encoded, text)]
+    def _encoding(self, encoded: BatchEncoding, text: str, *, is_end: bool = True) -> Encoding:
+        ids: list[int] = list(encoded["input_ids"])[self._token_range(encoded, text, is_end=is_end)]
         eos = self.tokenizer.eos_token_id
-        if self.append_eos and eos is not None and (not ids or ids[-1] != eos) and not self._spells_end(text):
+        if (
+            is_end
+            and self.append_eos
+            and eos is not None
+            and (not ids or ids[-1] != eos)
+            and not self._spells_end(text)
+        ):
             ids.append(eos)
         array = np.asarray(ids, dtype=np.int32)
         require_ids(array, len(self.lengths), self.tokenizer, text)
@@ -148,12 +160,14 @@ class Encoder:
         text = np.flatnonzero(self.pieces.lengths[ids])
         return (ids[: text[0]], ids[text[-1] + 1 :]) if len(text) else (ids, [])
 
-    def _token_range(self, encoded: BatchEncoding, text: str) -> slice:
-        """Return the range of tokens to use: without added tokens that the text already spells."""
+    def _token_range(self, encoded: BatchEncoding, text: str, *, is_end: bool = True) -> slice:
+        """Return the range of tokens to use: without added tokens that the text already spells, or that end it."""
         ids, (leading, trailing) = encoded["input_ids"], self._added_tokens
         count = len(leading)
         is_twice = self.reads_special and count > 0 and ids[count : 2 * count] == leading
-        return slice(count if is_twice else 0, len(ids) - (len(trailing) if self._spells_end(text) else 0))
+        return slice(
+            count if is_twice else 0, len(ids) - (len(trailing) if not is_end or self._spells_end(text) else 0)
+        )
 
     def _spells_end(self, text: str) -> bool:
         """Return whether the text, apart from trailing white space, ends with the end-of-sequence token."""

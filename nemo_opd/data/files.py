@@ -80,15 +80,20 @@ def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
                 _require_json(kind, path, layout, f"{named}={summarize(path)}")
 
 
-def first_columns(source: Source, *, key: str) -> list[str]:
-    """Return the columns of a source's first file; empty if only the loader can tell. Raises DataError."""
-    for kind, value in source.given.items():
-        if not isinstance(value, HubDataset) and kind in _SCHEMAS:
-            path = resolve_files(value, key=f"{key}.{kind}")[0]
-            with reading(f"{key}.{kind}", path):
-                schema = _SCHEMAS[kind](path)
-            return [] if schema is None else schema.names
-    return []
+def first_schema(source: Source, *, key: str) -> tuple[str, pa.Schema | None]:
+    """Return the name of a source's first file in messages, and its columns; None if only the loader can tell them.
+
+    Raises DataError for a source that is not set, or a file that cannot be read.
+    """
+    require_source(source, key=key)
+    ((kind, value),) = source.given.items()
+    named = f"{key}.{kind}"
+    if isinstance(value, HubDataset) or kind not in _SCHEMAS:
+        return named, None
+    path = resolve_files(value, key=named)[0]
+    with reading(named, path):
+        schema = _SCHEMAS[kind](path)
+    return f"{named}={summarize(path)}", None if schema is None else plain(schema)
 
 
 def _require_json(kind: str, path: Path, layout: Layout, source: str) -> None:

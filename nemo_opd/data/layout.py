@@ -11,8 +11,21 @@ import pyarrow.compute as pc
 
 from nemo_opd.config.data import Data
 from nemo_opd.config.reward import FunctionReward, RewardBase
+from nemo_opd.data.columns import described, is_list_of_objects, is_string, readings
 from nemo_opd.data.lines import Origin
-from nemo_opd.data.record import ANSWER, DOMAIN, FIELD, MESSAGES, RESPONSE, ROW, TEACHER, TEXT, TOOLS
+from nemo_opd.data.record import (
+    ANSWER,
+    COMPLETION,
+    DOMAIN,
+    FIELD,
+    MESSAGES,
+    PROMPT,
+    RESPONSE,
+    ROW,
+    TEACHER,
+    TEXT,
+    TOOLS,
+)
 from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:
@@ -33,7 +46,9 @@ class Layout(Protocol):
 
 
 def layout_of(data: Data) -> Layout:
-    return TextLayout(data.text_key) if data.messages_key is None else ChatLayout(data.messages_key, data.tools_key)
+    if not data.is_chat:
+        return TextLayout(data.text_key)
+    return ChatLayout(data.messages_key, data.tools_key, prompt_key=data.prompt_key, completion_key=data.completion_key)
 
 
 def columns_in(layout: Layout, schemas: Sequence[pa.Schema]) -> Mapping[str, str]:
@@ -76,7 +91,7 @@ class TextLayout:
     def require_columns(self, schema: pa.Schema, source: str) -> None:
         setting = f"{self.section}.text_key"
         dtype = _type_of(schema, self.text_key, setting, source)
-        if not _is_string(dtype):
+        if not is_string(dtype):
             raise DataError(
                 f"{source}: column {self.text_key!r} is of type {_type_name(dtype)}, not string; set {setting} to a "
                 "column of strings"
@@ -92,31 +107,49 @@ class TextLayout:
 
 @dataclass(frozen=True, slots=True)
 class ChatLayout:
-    """A layout whose documents are lists of messages, with an optional list of tools; either may be JSON text."""
+    """A layout whose documents are lists of messages, or prompts with completions, with an optional list of tools.
 
-    messages_key: str
+    Messages and tools in one column may be JSON text.
+    """
+
+    messages_key: str | None
+    """None if `prompt_key` names columns."""
     tools_key: str | None
     section: str = "data"
-    """Section of the settings that contains both keys."""
+    """Section of the settings that contains all keys."""
+    prompt_key: tuple[str, ...] = ()
+    completion_key: str | None = None
 
     @property
     def columns(self) -> Mapping[str, str]:
-        return {self.messages_key: MESSAGES} | ({} if self.tools_key is None else {self.tools_key: TOOLS})
+        return {name: ours for _, name, ours in self._named}
+
+    @property
+    def _named(self) -> list[tuple[str, str, str]]:
+        """Setting, user's name and our name of each column."""
+        named = [
+            ("messages_key", self.messages_key, MESSAGES),
+            *(("prompt_key", name, f"{PROMPT}{i}") for i, name in enumerate(self.prompt_key)),
+            ("completion_key", self.completion_key, COMPLETION),
+            ("tools_key", self.tools_key, TOOLS),
+        ]
+        return [(setting, name, ours) for setting, name, ours in named if name is not None]
 
     def require_columns(self, schema: pa.Schema, source: str) -> None:
-        for key, name in (("messages_key", self.messages_key), ("tools_key", self.tools_key)):
-            if name is None:
-                continue
+        for key, name, ours in self._named:
             setting = f"{self.section}.{key}"
             dtype = _type_of(schema, name, setting, source)
-            if not _is_string(dtype) and not _is_list_of_objects(dtype):
+            if not is_string(dtype) and not is_list_of_objects(dtype):
+                text = "its JSON text" if ours in (MESSAGES, TOOLS) else "a text"
                 raise DataError(
-                    f"{source}: column {name!r} is of type {_type_name(dtype)}, not a list of objects or its "
-                    f"JSON text; set {setting} to such a column"
+                    f"{source}: column {name!r} is of type {_type_name(dtype)}, not a list of objects or {text}; set "
+                    f"{setting} to such a column"
                 )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        _column_without_nulls(documents, MESSAGES, source, origin)
+        for _, name, ours in self._named:
+            if ours in (MESSAGES, f"{PROMPT}0", COMPLETION):
+                _column_without_nulls(documents, ours, source, origin, name=None if ours == MESSAGES else repr(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +173,7 @@ class RoutedLayout:
                 "aggregation"
             )
         dtype = schema.field(self.key).type
-        if not _is_string(dtype):
+        if not is_string(dtype):
             raise DataError(
                 f"{source}: column {self.key!r} is of type {_type_name(dtype)}, not string; set aggregation.key to a "
                 "column with the names of teachers"
@@ -174,7 +207,7 @@ class DomainLayout:
     def require_columns(self, schema: pa.Schema, source: str) -> None:
         self.documents.require_columns(schema, source)
         dtype = _type_of(schema, self.key, "data.domain_key", source)
-        if not _is_string(dtype) and not pa.types.is_integer(dtype):
+        if not is_string(dtype) and not pa.types.is_integer(dtype):
             raise DataError(
                 f"{source}: column {self.key!r} is of type {_type_name(dtype)}; set data.domain_key to a column of "
                 "names"
@@ -206,7 +239,7 @@ class ContextLayout:
                     f"{', '.join(schema.names)}"
                 )
             dtype = _type_of(schema, name, setting, source)
-            if not (_is_string(dtype) or (_is_list_of_objects if setting.endswith(".key") else _is_printable)(dtype)):
+            if not (is_string(dtype) or (is_list_of_objects if setting.endswith(".key") else _is_printable)(dtype)):
                 kinds = "texts or messages" if setting.endswith(".key") else "texts, lists of texts or numbers"
                 raise DataError(
                     f"{source}: column {name!r} is of type {_type_name(dtype)}, which {setting} cannot write; name "
@@ -256,7 +289,7 @@ class PromptLayout:
         self.documents.require_columns(schema, source)
         for setting, name, ours in self._extra_columns:
             dtype = _type_of(schema, name, setting, source)
-            if not (_is_string(dtype) or (ours == ANSWER and _is_answer(dtype))):
+            if not (is_string(dtype) or (ours == ANSWER and _is_answer(dtype))):
                 kinds = "strings, numbers or lists of strings" if ours == ANSWER else "strings"
                 raise DataError(
                     f"{source}: column {name!r} is of type {_type_name(dtype)}; set {setting} to a column of {kinds}"
@@ -287,7 +320,8 @@ def _type_of(schema: pa.Schema, name: str, setting: str, source: str) -> pa.Data
     """Return a column's type. Raises DataError if the column is missing or occurs more than once."""
     if name not in schema.names:
         columns = ", ".join(schema.names) or "none"
-        raise DataError(f"{source} has no column {name!r}; set {setting} to one of its columns: {columns}")
+        advice = "".join(f", or write {described(reading)}" for reading in readings(schema))
+        raise DataError(f"{source} has no column {name!r}; set {setting} to one of its columns: {columns}{advice}")
     if (count := schema.names.count(name)) > 1:
         raise DataError(f"{source} has {count} columns {name!r}; write the file with one, or set {setting} to another")
     return schema.field(name).type
@@ -296,17 +330,6 @@ def _type_of(schema: pa.Schema, name: str, setting: str, source: str) -> pa.Data
 def _type_name(dtype: pa.DataType) -> str:
     """Return the name of a column's type for messages."""
     return "JSON (objects, or values of several types)" if isinstance(dtype, pa.JsonType) else str(dtype)
-
-
-def _is_string(dtype: pa.DataType) -> bool:
-    return pa.types.is_string(dtype) or pa.types.is_large_string(dtype)
-
-
-def _is_list_of_objects(dtype: pa.DataType) -> bool:
-    """Return whether a type is a list of objects, which `datasets` stores as JSON if their keys or types differ."""
-    if not (pa.types.is_list(dtype) or pa.types.is_large_list(dtype)):
-        return isinstance(dtype, pa.JsonType)
-    return pa.types.is_struct(dtype.value_type) or isinstance(dtype.value_type, pa.JsonType)
 
 
 def _column_without_nulls(
@@ -333,7 +356,7 @@ def _is_printable(dtype: pa.DataType) -> bool:
 def _is_answer(dtype: pa.DataType) -> bool:
     """Return whether a type, which is not a string, is a number or a list of strings."""
     if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
-        return _is_string(dtype.value_type)
+        return is_string(dtype.value_type)
     return pa.types.is_integer(dtype) or pa.types.is_floating(dtype)
 
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_opd.alignment.merge import jit
-from nemo_opd.data.samples import Sample, Tokens
+from nemo_opd.data.samples import Sample
 from nemo_opd.errors import CheckpointError
 
 State = Mapping[str, int]
@@ -30,7 +30,7 @@ _DOCUMENTS_AT_A_TIME = 16
 _Windows = tuple[Sample, ...]
 
 Lengths = NDArray[np.int64]
-"""[N, M]: tokens of N segments for each of M models."""
+"""[N]: the student's tokens of N segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +137,24 @@ class PackedOrder(_DocumentOrder):
 
     An epoch is cut into blocks of consecutive documents, with `BLOCK` windows or fewer long ones; rows are packed
     within a block. So a batch does not depend on how batches are read, and only its block's documents are needed to
-    reach it.
+    reach it. Teachers change neither order nor rows.
     """
 
-    limits: tuple[int, ...] = ()
-    """Longest row in tokens, for the student and for each teacher."""
+    limit: int = 0
+    """Longest row in the student's tokens."""
 
     @property
     def settings(self) -> dict[str, int]:
-        values = asdict(self)
-        limits = values.pop("limits")
-        return {
-            **{name: int(value) for name, value in values.items()},
-            **{f"limit_{i}": limit for i, limit in enumerate(limits)},
-            "block": BLOCK,
-            "block_tokens": self._block_tokens,
-        }
+        return {**super().settings, "block": BLOCK, "block_tokens": self._block_tokens}
+
+    def require_same(self, state: State) -> None:
+        """Raise CheckpointError if a state belongs to another order, such as those of versions up to 0.1."""
+        if "limit_0" in state:
+            raise CheckpointError(
+                "the checkpoint is of a version that packed texts by the limits of all models, so its next batch is "
+                "not known here; start a new run with another run.output_dir, or continue with that version"
+            )
+        super().require_same(state)
 
     @property
     def start(self) -> State:
@@ -203,9 +205,9 @@ class PackedOrder(_DocumentOrder):
             while first < self.num_documents and self._fullness(num_windows, num_tokens) < 1:
                 parts.append(lengths[order[first]])
                 num_windows += len(parts[-1])
-                num_tokens += int(parts[-1][:, 0].sum())
+                num_tokens += int(parts[-1].sum())
                 first += 1
-            rows += len(packed_rows(np.concatenate(parts), self.limits))
+            rows += len(packed_rows(np.concatenate(parts), self.limit))
         return -(-rows // self.batch_size)
 
     def _place(self, num_batches: int, last_epoch: int, block: _Block, num_drawn: int) -> State:
@@ -226,7 +228,7 @@ class PackedOrder(_DocumentOrder):
         ):
             windows = next(documents)
             block.windows += windows
-            block.num_tokens += sum(_length(window.student) for window in windows)
+            block.num_tokens += int(lengths_of(windows).sum())
             block.num_documents += 1
 
     def _fullness(self, num_windows: int, num_tokens: int) -> float:
@@ -235,7 +237,7 @@ class PackedOrder(_DocumentOrder):
 
     @property
     def _block_tokens(self) -> int:
-        return max(BLOCK_TOKENS, BLOCK_ROWS * self.limits[0])
+        return max(BLOCK_TOKENS, BLOCK_ROWS * self.limit)
 
     def _after(self, block: _Block) -> _Block:
         """Return the block after a fully read one, without windows."""
@@ -244,7 +246,7 @@ class PackedOrder(_DocumentOrder):
 
     def _rows(self, block: _Block) -> list[NDArray[np.int64]]:
         """Return the windows of each row of a block."""
-        rows = packed_rows(lengths_of(block.windows), self.limits)
+        rows = packed_rows(lengths_of(block.windows), self.limit)
         if not self.shuffle:
             return sorted(rows, key=lambda row: int(row[0]))
         draw = np.random.default_rng((self.seed, block.epoch, block.first))
@@ -266,39 +268,27 @@ class _Block:
 
 
 def lengths_of(windows: Sequence[Sample]) -> Lengths:
-    """Return the tokens of windows for the student and each teacher, [N, 1 + teachers].
+    """Return the student's tokens of windows [N]; an empty one has a token of padding."""
+    return np.array([max(1, len(window.student)) for window in windows], np.int64)
 
-    A model that reads nothing has one token of padding.
+
+def packed_rows(lengths: Lengths, limit: int) -> list[NDArray[np.int64]]:
+    """Pack segments into rows of at most `limit` tokens; return the segments of each row.
+
+    Best fit decreasing: the longest first, each into the row with the least room left after it. A segment longer than
+    the limit has a row to itself.
     """
-    return np.array(
-        [
-            [_length(window.student)]
-            + [_length(teacher.tokens) if window.route in (None, i) else 1 for i, teacher in enumerate(window.teachers)]
-            for window in windows
-        ],
-        np.int64,
-    )
-
-
-def packed_rows(lengths: Lengths, limits: Sequence[int]) -> list[NDArray[np.int64]]:
-    """Pack segments into rows within every model's token limit; return the segments of each row.
-
-    Best fit decreasing: the largest first, each into the row with the least room left after it. A segment longer than a
-    limit has a row to itself.
-    """
-    capacity = np.array(limits, np.int64)
-    largest_first = np.argsort(-(lengths / capacity).max(1), kind="stable")
-    row = _best_fit(lengths, capacity, largest_first)
+    row = _best_fit(lengths, limit, np.argsort(-lengths, kind="stable"))
     by_row = np.argsort(row, kind="stable")
     return np.split(by_row, np.flatnonzero(np.diff(row[by_row])) + 1) if len(row) else []
 
 
 @jit
-def _best_fit(lengths: Lengths, capacity: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
+def _best_fit(lengths: Lengths, limit: int, order: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the row of each segment [N]. Rows that cannot hold the shortest segment are no longer tried."""
-    number, models = lengths.shape
-    shortest = np.array([lengths[:, m].min() for m in range(models)])
-    room = np.empty((number, models), np.int64)
+    number = len(lengths)
+    shortest = lengths[order[-1]] if number else 0
+    room = np.empty(number, np.int64)
     row = np.empty(number, np.int64)
     open_rows = np.empty(number, np.int64)
     num_rows, num_open = 0, 0
@@ -306,21 +296,17 @@ def _best_fit(lengths: Lengths, capacity: NDArray[np.int64], order: NDArray[np.i
         best, least = -1, 0
         for place in range(num_open):
             room_left = room[open_rows[place]] - lengths[segment]
-            if room_left.min() >= 0 and (best < 0 or room_left[0] < least):
-                best, least = place, room_left[0]
+            if room_left >= 0 and (best < 0 or room_left < least):
+                best, least = place, room_left
         if best < 0:
             best = num_open
             open_rows[best] = num_rows
-            room[num_rows] = capacity
+            room[num_rows] = limit
             num_rows, num_open = num_rows + 1, num_open + 1
         target = open_rows[best]
         row[segment] = target
         room[target] -= lengths[segment]
-        if (room[target] < shortest).any():
+        if room[target] < shortest:
             num_open -= 1
             open_rows[best] = open_rows[num_open]
     return row
-
-
-def _length(tokens: Tokens) -> int:
-    return max(1, len(tokens))

@@ -19,6 +19,9 @@ FinishReason = Literal["stop", "length"]
 TEXT = "text"
 MESSAGES = "messages"
 TOOLS = "tools"
+PROMPT = "prompt."
+"""Prefix of columns with a prompt, numbered in the order in which their texts are joined."""
+COMPLETION = "completion"
 TEACHER = "teacher"
 ANSWER = "answer"
 RESPONSE = "response"
@@ -159,9 +162,33 @@ def _read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[_Cont
 def read_rows(columns: Columns, indices: list[int]) -> dict[str, list[Any]]:
     """Read columns of these rows, with the values that the user wrote as far as Arrow keeps them.
 
+    Columns of prompts and completions are also joined into a column of messages.
     Arrow gives every object all keys that any row has; null values are dropped from messages, tools and contexts.
     Objects that Arrow stores as JSON keep the user's own nulls.
     """
+    rows = _read_columns(columns, indices)
+    if f"{PROMPT}0" not in rows:
+        return rows
+    prompts = zip(*(rows[name] for name in rows if name.startswith(PROMPT)), strict=True)
+    completions = rows.get(COMPLETION, [None] * len(indices))
+    pairs = zip(prompts, completions, strict=True)
+    return rows | {MESSAGES: [_messages(parts, "user") + _messages([text], "assistant") for parts, text in pairs]}
+
+
+def _messages(values: Iterable[Any], role: str) -> list[Message]:
+    """Return the messages in these values, then their texts as one message of this role."""
+    texts = [value for value in values if isinstance(value, str)]
+    messages = [message for value in values if isinstance(value, list) for message in value]
+    text = "\n\n".join(filter(None, texts))
+    return [*messages, {"role": role, "content": text}] if text else messages
+
+
+def holds_conversations(columns: Iterable[str]) -> bool:
+    """Return whether columns with our names are those of conversations."""
+    return not {MESSAGES, f"{PROMPT}0"}.isdisjoint(columns)
+
+
+def _read_columns(columns: Columns, indices: list[int]) -> dict[str, list[Any]]:
     if isinstance(columns, _Dataset) and _has_objects(columns.data.schema):
         table = columns.with_format("arrow")[indices]
         return {
@@ -187,7 +214,7 @@ def _has_objects(schema: pa.Schema) -> bool:
 
 
 def _is_document(column: str) -> bool:
-    return column in (MESSAGES, TOOLS) or is_field(column)
+    return column in (MESSAGES, TOOLS, COMPLETION) or column.startswith(PROMPT) or is_field(column)
 
 
 def _arrow_value(value: Any, dtype: pa.DataType, has_added_nulls: bool) -> Any:

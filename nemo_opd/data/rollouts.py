@@ -20,6 +20,7 @@ from nemo_opd.data.record import (
     ANSWER,
     MESSAGES,
     OTHER,
+    PROMPT,
     RESPONSE,
     ROW,
     TEXT,
@@ -256,6 +257,8 @@ def read_prompts(columns: Columns, indices: Sequence[int], names: Mapping[str, s
         for row in zip(indices, contents, tools, answers, responses, strict=True)
     ]
     fields = fields_of(rows, len(indices))
+    if f"{PROMPT}0" in rows:
+        del rows[MESSAGES]  # not a column of the user's
     user_names = {ours: name for name, ours in (names or {}).items()}
     rows |= {name: list(map(parsed, rows[name])) for name in (MESSAGES, TOOLS) if name in rows}
     row_columns = {

@@ -45,7 +45,7 @@ from nemo_opd.data.files import (
 )
 from nemo_opd.data.layout import Layout, columns_in
 from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
-from nemo_opd.data.record import MESSAGES, TEXT, Columns
+from nemo_opd.data.record import TEXT, Columns, holds_conversations
 from nemo_opd.errors import DataError
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -74,7 +74,7 @@ def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Data
         named = f"{key}={summarize(value)}"
         documents, origin = READERS[kind](resolve_files(value, key=key), layout, key)
     layout.require_content(documents, named, origin)
-    if MESSAGES in documents.column_names:
+    if holds_conversations(documents.column_names):
         require_conversations(documents, named, origin)
     if isinstance(source, ValidationSource) and source.max_samples is not None:
         return documents.select(range(min(source.max_samples, len(documents))))
@@ -189,9 +189,10 @@ def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
 
 
 def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
-    way_out = f"check {key}.path, {key}.name and {key}.split, and the network"
+    way_out = f"check {key}.path, {key}.name, {key}.revision and {key}.split, and the network"
+    read = partial(datasets.load_dataset, hub.path, hub.name, revision=hub.revision, split=hub.split)
     with reading(f"{key}.path", hub.path, way_out=way_out), writing(Path(datasets.config.HF_CACHE_HOME), "HF_HOME"):
-        dataset = retry_after_repair(partial(datasets.load_dataset, hub.path, hub.name, split=hub.split), "*")
+        dataset = retry_after_repair(read, "*")
     return selected(dataset, layout, f"{key}.path", hub.path)
 
 

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 Ids = NDArray[np.int32]
 
-_Places = NDArray[np.int64]
-"""[P, M]: places in a document, as the number of tokens before them for each of M models; columns are non-decreasing.
-"""
-
 
 @dataclass(frozen=True)
 class CrossTokenizer:
@@ -105,7 +101,7 @@ def _teacher_sample(encoding: Encoding, student: Tokens, is_cut: bool, teacher: 
 
 @dataclass(frozen=True)
 class TextWindowMaker:
-    """A maker of windows that cover all of a text on all sides (methods.md §8.6)."""
+    """A maker of windows that cover all of a text, each a text of its own for every model (methods.md §8.6)."""
 
     make: TextSampleMaker
 
@@ -114,71 +110,42 @@ class TextWindowMaker:
         return f"windows of {self.make.identity}"
 
     def __call__(self, text: Document) -> tuple[Sample, ...]:
-        """Cut the text at token boundaries shared by all its models, into windows that fit each of them.
+        """Cut the text into windows that fit the student, whatever the teachers.
 
-        Raises AlignmentError from the aligners, DataError for a text with a token that a model cannot read.
+        A teacher reads the text of a window in its own tokens, as far as its length. Raises AlignmentError from the
+        aligners, DataError for a text with a token that a model cannot read.
         """
         assert isinstance(text, str)
-        encoders = [self.make.student, *(teacher.encoder for teacher in self.make.crossing)]
-        encodings = [encoder(text) for encoder in encoders]
+        student = self.make.student
+        encoding, starts = student.located(text)
+        # A token may begin later than the one before and yet inside a character, of which that one has the first bytes.
+        begins_character = (np.diff(starts, prepend=starts[:1]) > 0) & ~student.continues_character[encoding.ids]
+        edges = window_edges(begins_character, student.max_length, len(student.opening.ids))
+        places = np.append(starts, len(text))
+        places[0] = 0
         windows = []
-        for begins, ends in pairwise(self._edges(encoders, encodings).tolist()):
-            sides = zip(encoders, encodings, begins, ends, strict=True)
-            student, *teachers = (encoding.part(begin, end, encoder.opening) for encoder, encoding, begin, end in sides)
-            windows.append(self.make.sample(student.tokens(), teachers, is_cut=False))
+        for begin, end in pairwise(edges):
+            part, is_end = text[places[begin] : places[end]], end == len(starts)
+            readings = [teacher.encoder(part, is_end=is_end) for teacher in self.make.crossing]
+            tokens = encoding.part(begin, end, student.opening).tokens()
+            windows.append(self.make.sample(tokens, readings, is_cut=False))
         return tuple(windows)
 
-    def _edges(self, encoders: Sequence[Encoder], encodings: Sequence[Encoding]) -> _Places:
-        """Return the edges of windows, in each encoder's tokens."""
-        ends = np.array([len(encoding.ids) for encoding in encodings])
-        limits = [encoder.max_length for encoder in encoders]
-        if (ends <= limits).all():
-            return np.stack([np.zeros_like(ends), ends])
-        student, *teacher_ids = (encoding.ids for encoding in encodings)
-        readers = zip(self.make.crossing, teacher_ids, strict=True)
-        bounds = [teacher.aligner.align(student, ids).bounds for teacher, ids in readers]
-        places = common_places(len(student), [(chunks[:, 0], chunks[:, 2]) for chunks in bounds], ends)
-        return window_edges(places, limits, [len(encoder.opening.ids) for encoder in encoders])
 
+def window_edges(begins_character: NDArray[np.bool_], limit: int, opening: int) -> list[int]:
+    """Cut a document into windows of at most `limit` tokens, as long as possible: edges as numbers of tokens.
 
-def common_places(length: int, starts: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]], ends: _Places) -> _Places:
-    """Return the token boundaries that all models of a document share.
-
-    length: number of the student's tokens. starts: for each teacher with another tokenizer, the first tokens of the
-    aligned chunks, the student's [C] and the teacher's [C]. ends: [M], numbers of tokens of the student and these
-    teachers.
+    Windows end before a token that begins a character, [S]. If none does within a window, it ends inside a character.
+    opening: number of tokens in front of each window but the first.
     """
-    places = np.arange(length, dtype=np.int64)
-    for ours, _ in starts:
-        places = np.intersect1d(places, ours)
-    theirs = [first_tokens[np.searchsorted(ours, places)] for ours, first_tokens in starts]
-    common = np.column_stack([places, *theirs]).astype(np.int64)
-    return np.concatenate([np.zeros_like(ends)[None], common[(common > 0).any(1)], ends[None]])
-
-
-def window_edges(places: _Places, limits: Sequence[int], openings: Sequence[int]) -> _Places:
-    """Cut a document into windows as long as its models can read: edges [windows + 1, M].
-
-    Windows end at `places`. If two of these are too far apart, the text between them is cut into equal parts. limits:
-    longest input of each model, in its tokens. openings: tokens in front of each window but the first.
-    """
-    room = np.array(limits) - np.array(openings)
-    places, at = places.copy("F"), 0
-    edges = [places[0].copy()]
-    while at < len(places) - 1:
-        last = places[at] + (room if len(edges) > 1 else np.array(limits))
-        reached = (
-            min(int(np.searchsorted(column, most, "right")) for column, most in zip(places.T, last, strict=True)) - 1
-        )
-        if reached > at:
-            at = reached
-            edges.append(places[at].copy())
-            continue
-        begin, gap = places[at], places[at + 1] - places[at]
-        parts = int((-(-gap // room)).max())
-        edges += [begin + gap * part // parts for part in range(1, parts)]
-        places[at] = edges[-1]
-    return np.stack(edges)
+    length, places = len(begins_character), np.flatnonzero(begins_character)
+    edges = [0]
+    while length - edges[-1] > (room := limit - opening * (len(edges) > 1)):
+        last = edges[-1] + room
+        number = int(np.searchsorted(places, last, "right"))
+        reached = int(places[number - 1]) if number else 0
+        edges.append(reached if reached > edges[-1] else last)
+    return [*edges, length]
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,25 @@ def paired_difference(values: Sequence[float], others: Sequence[float], confiden
     return Estimate(mean, mean - half, mean + half)
 
 
+def ratio_difference(
+    totals: Sequence[float], baseline: Sequence[float], sizes: Sequence[int], confidence: float
+) -> Estimate:
+    """Return Σ totals / Σ sizes − Σ baseline / Σ sizes over the same texts, with a bootstrap over texts.
+
+    With one text the interval is infinitely wide.
+    """
+    gains, weights = np.array(totals, np.float64) - np.array(baseline, np.float64), np.array(sizes, np.float64)
+    value = float(gains.sum() / weights.sum())
+    if len(gains) < 2:
+        return Estimate(value, -math.inf, math.inf)
+    random, resampled = np.random.default_rng(_SEED), []
+    for _ in range(_NUM_RESAMPLES):
+        texts = random.integers(len(gains), size=len(gains))
+        resampled.append(gains[texts].sum() / max(1.0, weights[texts].sum()))
+    low, high = np.quantile(resampled, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Estimate(value, float(low), float(high))
+
+
 def with_bounds(estimates: Mapping[str, Estimate]) -> dict[str, float]:
     """Return each estimate's value and the bounds of its interval: pass@1, pass@1_low, pass@1_high, …"""
     figures: dict[str, float] = {}

@@ -43,6 +43,8 @@ class ResolvedSet:
     messages_key: str | None
     """The column of conversations, or None if questions are texts."""
     tools_key: str | None
+    prompt_key: tuple[str, ...]
+    """Instead of `messages_key`: columns with the user's message."""
 
     @property
     def key(self) -> str:
@@ -62,7 +64,7 @@ class ResolvedSet:
 
     @property
     def is_chat(self) -> bool:
-        return self.messages_key is not None
+        return self.messages_key is not None or bool(self.prompt_key)
 
     @property
     def columns(self) -> list[tuple[str, str]]:
@@ -86,8 +88,8 @@ class ResolvedSet:
         """The columns of questions, and the columns that rewards and prompts read."""
         section = self.key if isinstance(self.settings, QuestionSet) else "data"
         layout: Layout = TextLayout(self.text_key, section)
-        if self.messages_key is not None:
-            layout = ChatLayout(self.messages_key, self.tools_key, section)
+        if self.is_chat:
+            layout = ChatLayout(self.messages_key, self.tools_key, section, self.prompt_key)
         layout = PromptLayout(layout, self.reward.answer_column, reward=self.reward_key)
         return with_columns(layout, self.columns, self.reward)
 
@@ -108,18 +110,23 @@ def resolved_sets(
     for name, settings in evaluation.all_sets.items():
         if not isinstance(settings, QuestionSet):
             assert reward is not None, "checked with the settings"
-            yield ResolvedSet(name, settings, reward, prefix, data.text_key, data.messages_key, data.tools_key)
+            keys = data.text_key, data.messages_key, data.tools_key, data.prompt_key
+            yield ResolvedSet(name, settings, reward, prefix, *keys)
             continue
         source = settings.data
-        is_text = source.text_key is not None
+        if source.text_key or source.messages_key or source.prompt_key:
+            prompt = source.messages_key, source.prompt_key
+        else:
+            prompt = data.messages_key, data.prompt_key
         resolved = ResolvedSet(
             name,
             settings,
             settings.reward or reward,  # type: ignore[arg-type]  # checked with the settings
             f"{prefix}sets.{name}.",
             source.text_key or data.text_key,
-            None if is_text else source.messages_key or data.messages_key,
-            None if is_text else source.tools_key or data.tools_key,
+            prompt[0],
+            None if source.text_key else source.tools_key or data.tools_key,
+            prompt[1],
         )
         if settings.system_prompt is not None and not resolved.is_chat:
             raise ConfigError(

@@ -123,7 +123,9 @@ def same_texts(
     max_length: int,
     num_old_rows: int,
 ) -> list[Batch]:
-    """Cut texts into windows of at most `max_length` tokens of either tokenizer; the old one is the batches' teacher.
+    """Cut texts into windows of at most `max_length` tokens of the new tokenizer; the old one is the batches' teacher.
+
+    It reads at most as many of its own tokens of a window.
 
     num_old_rows: ids that the old model can read. Raises DataError if no byte is predicted by both models.
     """

@@ -19,7 +19,7 @@ from nemo_opd.alignment.pieces import Pieces
 from nemo_opd.logging.metrics import merge
 from nemo_opd.logits.planned import UnitLossRecorder
 from nemo_opd.losses.metrics import with_calibration_error
-from nemo_opd.types import Batch, Mean, Metric, Rows, Sum, TeacherRows, TokenRows
+from nemo_opd.types import Batch, Mean, Metric, PerText, Rows, Sum, TeacherRows, TokenRows
 
 CLASSES = (
     "cjk",
@@ -57,6 +57,8 @@ _ONE_TO_ONE, _ONE_TO_N, _N_TO_ONE, _N_TO_M, _UNALIGNED = range(len(_CHUNK_KINDS)
 _NONE = -1
 _ALL, _SHARED = "bits_per_byte", "shared_bits_per_byte"
 """Measures over all bytes that the student predicts, and over the bytes that all models predict."""
+PER_TEXT = "per_text"
+"""Name of the bits and bytes of each validation text."""
 _SIZES = {_ALL: "bytes", _SHARED: "shared_bytes"}
 """Name of the number of bytes, by measure."""
 
@@ -275,6 +277,14 @@ def shared_bits_per_byte(batch: Batch, nats: Tensor) -> dict[str, Metric]:
         return {}
     bits = nats[batch.shared_bytes > 0].sum() / math.log(2)
     return {_SHARED: Mean(float(bits), int(batch.shared_bytes.sum()))}
+
+
+def per_text(batch: Batch, nats: Tensor) -> dict[str, Metric]:
+    """Return the student's bits and bytes of each text. nats: float64 [B, S], −log p of tokens."""
+    student = batch.student
+    num_bytes = (student.num_bytes * student.loss_mask)[:, 1:]
+    bits = (nats[:, 1:] * (num_bytes > 0)).sum(1) / math.log(2)
+    return {PER_TEXT: PerText(tuple(bits.tolist()), tuple(num_bytes.sum(1).tolist()))}
 
 
 def teachers_bits_per_byte(batch: Batch, nats: Sequence[Tensor], names: Sequence[str]) -> dict[str, Metric]:

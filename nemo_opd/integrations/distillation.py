@@ -41,7 +41,10 @@ _USED_KEYS: dict[str, set[str] | None] = {
     "teachers": None,
     "loss": None,
     "aggregation": None,
-    "data": {"text_key", "messages_key", "tools_key", "learned_turns", "append_eos", "special_tokens"},
+    "data": {
+        *("text_key", "messages_key", "prompt_key", "completion_key", "tools_key"),
+        *("learned_turns", "append_eos", "special_tokens"),
+    },
     "train": {"max_length"},
 }
 """Sections that have an effect, each with the keys that do, or None for all keys."""
@@ -70,7 +73,8 @@ class Distillation:
         plans = [plan_teacher(config, i, info, teacher) for i, teacher in enumerate(teachers)]
         self.tokenizer, self.vocab_size = info.tokenizer, info.vocab_size
         self._infos = info, teachers
-        self.collator = Collator(build_sample_maker(config, info, teachers), layout_of(config).columns)
+        make_sample = build_sample_maker(config, info, teachers, is_chat=config.data.is_chat)
+        self.collator = Collator(make_sample, layout_of(config).columns)
         self._teacher_vocab_sizes = [plan.vocab_size for plan in plans]
         self._objective = build_objective(
             config,
@@ -86,7 +90,7 @@ class Distillation:
         key: name of the dataset in messages. Raises DataError if the student would learn a message without its calls or
         its text.
         """
-        if self.config.data.messages_key is None:
+        if not self.config.data.is_chat:
             return
         rows = [dataset[i] for i in sampled_rows(len(dataset))]
         conversations = conversations_of(self.collator.documents(rows))
@@ -251,8 +255,8 @@ def read_settings(settings: Mapping[str, Any]) -> RunConfig:
     if isinstance(train, Mapping):  # validation reports other types
         train = {"max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1, **train}
     if isinstance(data, Mapping):
-        packing = {} if data.get("messages_key") else {"packing": False}  # conversations are never packed
-        data = {**data, **packing, "cache": False}
+        is_chat = data.get("messages_key") or data.get("prompt_key")  # conversations are never packed
+        data = {**data, **({} if is_chat else {"packing": False}), "cache": False}
     config = from_dict({**settings, "train": train, "data": data})
     for key, reason in _unsupported(config):
         raise ConfigError(f"{key}: {reason}; leave it out, or use nemo_opd.distil")

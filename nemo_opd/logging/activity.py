@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Self
+from typing import Self, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -58,10 +58,10 @@ def loading(what: str) -> Iterator[None]:
             gc.enable()
 
 
-def print_line(text: str) -> None:
-    """Print a line, if stdout can be written."""
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print a line to stdout or another stream, if it can be written."""
     with suppress(OSError):
-        print(visible(text), flush=True)
+        print(visible(text), file=stream, flush=True)
 
 
 def _print_current() -> None:

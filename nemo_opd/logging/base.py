@@ -112,6 +112,18 @@ class Best(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """Sentences on a run's result, for readers."""
+
+    sentences: tuple[str, ...]
+    """The student's change, and whether its teachers helped."""
+    remarks: tuple[str, ...] = ()
+    """Sentences on what makes the result bad or doubtful."""
+    is_worse: bool = False
+    """Whether the student is worse than before the run, by more than chance."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClosingTable:
     """Results of a run: of the student before and after, and of its teachers."""
 
@@ -122,6 +134,9 @@ class ClosingTable:
     """One row for each measure; empty if no questions were asked."""
     best: Best | None = None
     """The checkpoint in `best/`, if `train.keep_best` is set."""
+    verdict: Verdict = Verdict(())
+    is_exported: bool = True
+    """Whether the final student was exported; a worse one is not, unless `run.export_worse`."""
 
     @property
     def rows(self) -> tuple[ClosingRow, ...]:

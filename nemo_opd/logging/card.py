@@ -1,4 +1,4 @@
-"""provenance.json of a run, and README.md of an exported model: its card on the Hugging Face Hub."""
+"""README.md of an exported model: its card on the Hugging Face Hub."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,6 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from pydantic import TypeAdapter, ValidationError
 
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.demo import is_demo
@@ -17,6 +16,7 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable, figure
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import by_set
+from nemo_opd.logging.provenance import Provenance, read_provenance
 from nemo_opd.logging.records import (
     Records,
     config_text,
@@ -28,11 +28,10 @@ from nemo_opd.logging.records import (
     value_at,
 )
 from nemo_opd.logging.report import render
-from nemo_opd.models.folder import OwnCard
+from nemo_opd.models.folder import split_revision
 from nemo_opd.plain_yaml import load_yaml
 
 CARD = "README.md"
-_PROVENANCE = "provenance.json"
 _TAGS = ("nemo-opd", "distillation", "knowledge-distillation")
 _CURVES = {
     "train/loss": "loss",
@@ -44,61 +43,6 @@ _CURVES = {
 """Heading by metric, for columns of every card that has the metric; scores of questions are added."""
 _MOST_ROWS = 10
 _TASK = "text-generation"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOrigin:
-    """A model that a run uses."""
-
-    name: str
-    """`student`, or the name of a teacher."""
-    model: str
-    """Hub name, last part of a path, or a description of the weights."""
-    tokenizer: str
-    vocab_size: int
-    """Number of ids that both tokenizer and model have."""
-    card: OwnCard
-    weight: float | None = None
-    """None for the student, like `loss`."""
-    loss: str | None = None
-    audit: tuple[str, ...] = ()
-    """Lines on how well its vocabulary covers the student's, with warnings."""
-
-    @property
-    def role(self) -> str:
-        return self.name if self.weight is None else f"teacher {self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """Models, command and versions of a run, at its last start."""
-
-    command: str
-    versions: dict[str, str]
-    """Versions of libraries by name."""
-    student: ModelOrigin
-    teachers: tuple[ModelOrigin, ...]
-    validation_texts: str | None = None
-    """Short hash of the validation texts in order, whatever the models; None without validation."""
-
-    @property
-    def models(self) -> tuple[ModelOrigin, ...]:
-        return self.student, *self.teachers
-
-
-_ADAPTER = TypeAdapter(Provenance)
-
-
-def write_provenance(output_dir: Path, provenance: Provenance) -> None:
-    write_atomically(output_dir / _PROVENANCE, _ADAPTER.dump_json(provenance, indent=1) + b"\n")
-
-
-def read_provenance(output_dir: Path) -> Provenance | None:
-    """Return a run's provenance; None if the file is missing or damaged, as in a run of an earlier version."""
-    try:
-        return _ADAPTER.validate_json((output_dir / _PROVENANCE).read_bytes())
-    except (OSError, ValidationError):
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +108,15 @@ def _metadata(
 
 
 def hub_name(reference: object) -> str | None:
-    """Return the name if it is one on the hub. Returns None for a folder or an invalid repository name."""
+    """Return the name, without a revision, if it is one on the hub; None for a folder or an invalid name."""
     if not isinstance(reference, str) or is_demo(reference) or Path(reference).exists():
         return None
+    name, _ = split_revision(reference)
     try:
-        validate_repo_id(reference)
+        validate_repo_id(name)
     except HFValidationError:
         return None
-    return reference
+    return name
 
 
 def _results(config: object, closing: ClosingTable | None) -> Iterator[EvalResult]:

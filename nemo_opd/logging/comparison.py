@@ -18,11 +18,11 @@ from rich.table import Table
 from nemo_opd.errors import DataError
 from nemo_opd.files import ELSEWHERE, write_atomically
 from nemo_opd.logging.base import change, clock, figure, is_share, score, share
-from nemo_opd.logging.card import read_provenance
 from nemo_opd.logging.charts import Theme, question_measures, series, smooth, write_chart
 from nemo_opd.logging.console import titled_table
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE, NUM_BYTES
+from nemo_opd.logging.provenance import read_provenance
 from nemo_opd.logging.records import NOTHING, Records, TextTable, figures_by_table, read_config, title_of
 from nemo_opd.logging.report import render
 
@@ -200,11 +200,16 @@ def _validated(run: SweptRun) -> list[Mapping[str, float]]:
 
 
 def write_comparison(
-    page: Path, runs: Sequence[SweptRun], tables: Sequence[TextTable] = (), *, instead: str = ELSEWHERE
+    page: Path,
+    runs: Sequence[SweptRun],
+    tables: Sequence[TextTable] = (),
+    verdicts: Sequence[str] = (),
+    *,
+    instead: str = ELSEWHERE,
 ) -> None:
     """Write the page, and its curves as PNG into a folder with its name.
 
-    tables: more tables, after the results. instead: advice if a file cannot be written.
+    tables: more tables, after the results. verdicts: sentences at the top. instead: advice if a file cannot be written.
     """
     measures = measures_of(runs)
     metrics = {key for run in runs for record in run.records for key in record}
@@ -230,6 +235,7 @@ def write_comparison(
         "comparison.html",
         title="Comparison",
         folder=page.parent,
+        verdicts=verdicts,
         tables=all_tables,
         notes=unlike(runs),
         charts=charts,

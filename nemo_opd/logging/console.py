@@ -1,8 +1,9 @@
 """Progress on the console: a header, live or plain progress, and tables of the results."""
 
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -14,11 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.config.run_fields import Console as ConsoleSettings
-from nemo_opd.logging.activity import EARLY, Ticker, WorkLine, work_line
+from nemo_opd.logging.activity import EARLY, Ticker, WorkLine, print_line, work_line
 from nemo_opd.logging.base import (
     ClosingTable,
     Logger,
     RunSummary,
+    Verdict,
     amount,
     change,
     clock,
@@ -62,8 +64,8 @@ _LEAST_SHARE, _NEWS = 0.005, 0.05
 
 
 class ConsoleLogger(Logger):
-    """Live progress in a terminal; elsewhere a plain line at least every `interval_s`, to keep log files short but not
-    silent.
+    """Live progress in a terminal; elsewhere plain lines of any width at least every `interval_s`, to keep log
+    files short but not silent. Warnings then go to stderr.
     """
 
     def __init__(self, settings: ConsoleSettings, console: Console) -> None:
@@ -80,10 +82,13 @@ class ConsoleLogger(Logger):
         self._printed = -math.inf
         self._doing = self._next_step(step)
         console = self._console
-        console.print(_header(run, step))
-        if console.is_terminal and not console.is_dumb_terminal:
+        is_live = console.is_terminal and not console.is_dumb_terminal
+        console.print(_header(run, run.warnings if is_live else (), step))
+        if is_live:
             self._start_live(step)
         else:
+            for warning in run.warnings:
+                self.warn(warning)
             interval_s = max(_LEAST_INTERVAL_S, self._settings.interval_s)
             self._ticker = Ticker(lambda: console.print(Text(work_line(current() or self._doing), "dim")), interval_s)
 
@@ -110,12 +115,15 @@ class ConsoleLogger(Logger):
             self._print(Text(name, "dim"))
 
     def warn(self, message: str) -> None:
-        self._print(Text(f"warning: {message}", "yellow"))
+        if self._live is None:
+            print_line(f"warning: {message}", sys.stderr)
+        else:
+            self._print(Text(f"warning: {message}", "yellow"))
 
     def _print(self, content: RenderableType) -> None:
         if self._ticker is not None:
             self._ticker.touch()
-        self._console.print(content)
+        self._console.print(content, crop=False)
 
     def _next_step(self, step: int) -> Work:
         return Work(f"in step {self._counted(min(step + 1, self._run.total_steps))}")
@@ -174,6 +182,8 @@ class ConsoleLogger(Logger):
 
     def summary(self, closing: ClosingTable) -> None:
         self.end_display()
+        if closing.verdict.sentences:
+            self._print(_verdict_lines(closing.verdict))
         if closing.rows:
             self._print(_closing_table(closing))
         if closing.scores:
@@ -183,7 +193,8 @@ class ConsoleLogger(Logger):
         since = f"; since step {progression.start:,}: " if progression.start else ", "
         done = Table.grid(padding=(0, 2))
         done.add_row("[dim]done[/]", f"step {progression.step:,}{since}{tokens} student tokens, {elapsed}")
-        done.add_row("[dim]model[/]", Text(str(output_dir / "final"), overflow="fold"))
+        model = str(output_dir / "final") if closing.is_exported else "not exported, as it is worse than at the start"
+        done.add_row("[dim]model[/]", Text(model, overflow="fold"))
         if (best := closing.best) is not None:
             origin = f", of step {best.step:,} with {best.metric} {best.value:.4g}"
             done.add_row("[dim]best[/]", Text(f"{output_dir / 'best'}{origin}", overflow="fold"))
@@ -245,7 +256,7 @@ class _Progression:
 
 
 class _Line:
-    """Labelled values on one line, as many as the width allows."""
+    """Labelled values on one line, in a terminal as many as the width allows."""
 
     def __init__(self, lead: Text, fields: _Fields, values: Mapping[str, float], tail: str = "") -> None:
         self._lead = lead
@@ -254,7 +265,7 @@ class _Line:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         line = self._lead.copy()
-        room = options.max_width - len(self._tail)
+        room = options.max_width - len(self._tail) if console.is_terminal else math.inf
         for name, value, form in self._fields:
             style = "bold" if math.isfinite(value) else "bold red"
             field = Text.assemble("  ", (name, "dim"), " ", (form(value), style))
@@ -262,7 +273,7 @@ class _Line:
                 break
             line.append_text(field)
         line.append(self._tail, "dim")
-        line.no_wrap = True
+        line.no_wrap, line.overflow = True, "ignore"
         yield line
 
 
@@ -298,7 +309,7 @@ class _StepTime:
         return True
 
 
-def _header(run: RunSummary, step: int) -> Panel:
+def _header(run: RunSummary, warnings: Sequence[str], step: int) -> Panel:
     """Return the facts of a run.
 
     step: last step of the run that is continued; 0 for a new run.
@@ -316,7 +327,7 @@ def _header(run: RunSummary, step: int) -> Panel:
     facts.add_row("steps", Text(f"{run.total_steps:,}{continued}"))
     facts.add_row("batch", Text(f"{run.batch}, {run.tokens_at_a_time:,} tokens at a time per rank"))
     facts.add_row("output", Text(str(run.output_dir)))
-    for warning in run.warnings:
+    for warning in warnings:
         facts.add_row("warning", Text(warning, "yellow"))
     title = Text.assemble(("nemo_opd", "bold cyan"), " ", run.name)
     return Panel(facts, title=title, title_align="left", border_style="cyan", padding=(0, 1))
@@ -331,6 +342,12 @@ def _teacher_lines(run: RunSummary) -> Group:
         lines.append(Text.assemble((teacher.name, "bold"), f"  {teacher.model}"))
         lines += [Padding(detail, (0, 0, 0, 2)) for detail in details]
     return Group(*lines)
+
+
+def _verdict_lines(verdict: Verdict) -> Padding:
+    lines = [Text(sentence, "bold") for sentence in verdict.sentences]
+    remarks = [Text(f"note: {remark}", "yellow") for remark in verdict.remarks]
+    return Padding(Group(*lines, *remarks), (1, 0, 1, 1))
 
 
 def _closing_table(closing: ClosingTable) -> Table:

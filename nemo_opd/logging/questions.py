@@ -1,4 +1,4 @@
-"""Scores on questions: evaluation.jsonl, samples.jsonl, and tables."""
+"""Scores on questions and validation texts: evaluation.jsonl, samples.jsonl, validation.jsonl, and tables."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from nemo_opd.logging.base import is_mean, is_share, share
 from nemo_opd.logging.loggers import parse_lines
 from nemo_opd.logging.records import NOTHING, TextTable
 
+VALIDATION_LOG = "validation.jsonl"
 _Values = Mapping[str, float]
 """Share of right answers by question."""
 _LEVELS = ("never right at the start", "up to a third", "up to two thirds", "more than two thirds", "always right")
@@ -72,7 +73,21 @@ class ShownAnswer:
     """Name of the question set; empty for the unnamed one."""
 
 
-_Line = TypeVar("_Line", QuestionValues, ShownAnswer)
+@dataclass(frozen=True, slots=True)
+class TextBits:
+    """The student's bits for each validation text."""
+
+    step: int
+    """Optimizer steps that the student had taken."""
+    bits: tuple[float, ...]
+    num_bytes: tuple[int, ...]
+
+    @property
+    def per_byte(self) -> float:
+        return sum(self.bits) / sum(self.num_bytes)
+
+
+_Line = TypeVar("_Line", QuestionValues, ShownAnswer, TextBits)
 
 
 class _LineLog(Generic[_Line]):
@@ -129,7 +144,21 @@ class SampleLog(_LineLog[ShownAnswer]):
     kind, problem = ShownAnswer, "not an answer"
 
 
-def _json_line(line: QuestionValues | ShownAnswer) -> str:
+class TextLog(_LineLog[TextBits]):
+    """validation.jsonl: the first and the last validation."""
+
+    kind, problem = TextBits, "not the bits of validation texts"
+
+    def add(self, line: TextBits) -> None:
+        """Add a validation and drop earlier ones, except at step 0."""
+        start = [earlier for earlier in self.read() if not earlier.step and line.step]
+        self.replace([*start, line])
+
+    def at(self, step: int) -> TextBits | None:
+        return next((line for line in self.read() if line.step == step), None)
+
+
+def _json_line(line: QuestionValues | ShownAnswer | TextBits) -> str:
     # Readable, except for lone surrogates, which byte-level tokenizers produce and UTF-8 cannot encode.
     text = json.dumps(asdict(line), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "replace").decode() + "\n"

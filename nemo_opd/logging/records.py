@@ -167,6 +167,35 @@ def read_projections(output_dir: Path) -> Mapping[str, Sequence[MovedRow]]:
         raise DataError(f"{file} is damaged: {str(error).splitlines()[0]}; remove it") from error
 
 
+def overview(config: object) -> list[_Fact]:
+    """Return the student, teachers, loss and texts in words, for readers who do not know the settings."""
+    facts = [("student", str(value_at(config, "student.model") or NOTHING))]
+    kd, ce = value_at(config, "loss.kd_weight"), value_at(config, "loss.ce_weight")
+    teachers = value_at(config, "teachers")
+    if kd and isinstance(teachers, list):
+        models = [f"{value_at(teacher, 'name')} ({value_at(teacher, 'model')})" for teacher in teachers]
+        facts.append(("teachers", ", ".join(models)))
+        loss = f"loss {value_at(config, 'loss.type')}, weight {kd:g}"
+        text = f", and the texts (cross-entropy, weight {ce:g})" if ce else ""
+        facts.append(("learns from", f"its teachers' predictions ({loss}){text}"))
+    else:
+        signal = "its rewards (GRPO)" if value_at(config, "loss.type") == "grpo" else "the texts (cross-entropy)"
+        facts += [("teachers", "none"), ("learns from", signal)]
+    for name, label in (("train", "training texts"), ("validation", "validation texts")):
+        source = value_at(config, f"data.{name}")
+        kinds: Iterable[object] = source.values() if isinstance(source, dict) else ()
+        if names := [_source_name(value) for value in kinds if isinstance(value, list | dict) and value]:
+            facts.append((label, names[0]))
+    return facts
+
+
+def _source_name(value: list[object] | dict[str, object]) -> str:
+    """Return a dataset's name on the hub, or the first file and the number of further ones."""
+    if isinstance(value, dict):
+        return str(value.get("path"))
+    return str(value[0]) + (f" and {len(value) - 1} more" if len(value) > 1 else "")
+
+
 def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> list[_Fact]:
     """Return the settings that are present and not null, the hardware and the number of skipped steps.
 
@@ -189,9 +218,9 @@ def _lora(config: object) -> Iterable[_Fact]:
 
 
 def teacher_facts(config: object, records: Records) -> list[_Fact]:
-    """Return a name and one line for each teacher."""
+    """Return a name and one line for each teacher in use."""
     teachers = value_at(config, "teachers")
-    if not isinstance(teachers, list):
+    if not isinstance(teachers, list) or value_at(config, "loss.kd_weight") == 0:
         return []
     return [_teacher_fact(teacher, records) for teacher in teachers]
 

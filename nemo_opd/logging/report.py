@@ -13,6 +13,7 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable, amount, change, clock, difference, figure, score, score_texts, share
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.plots import PLOTS
+from nemo_opd.logging.provenance import Provenance, read_provenance
 from nemo_opd.logging.questions import SampleLog, ValueLog, answer_tables, answers_by_question
 from nemo_opd.logging.records import (
     Records,
@@ -20,6 +21,7 @@ from nemo_opd.logging.records import (
     group_tables,
     markdown,
     number_of_set,
+    overview,
     read_config,
     read_hardware,
     read_projections,
@@ -40,8 +42,6 @@ class _Tile(NamedTuple):
 
     label: str
     value: str
-    change: float | None = None
-    """Replaces the value, in the colour of a gain or a loss."""
 
 
 def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
@@ -58,10 +58,12 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     tables += answer_tables(ValueLog(output_dir / "evaluation.jsonl").read())
     if tables:
         write_atomically(folder / "tables.md", "\n".join(map(markdown, tables)).encode())
+    provenance = read_provenance(output_dir)
     page = render(
         "report.html",
         title=run_name(config) or output_dir.name,
         folder=output_dir,
+        overview=[*_course(provenance, records), *overview(config)],
         tiles=[*_result_tiles(closing), *_progress_tiles(records)],
         closing=closing,
         charts=charts,
@@ -79,6 +81,18 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     return folder / "report.html"
 
 
+def _course(provenance: Provenance | None, records: Records) -> Iterable[tuple[str, str]]:
+    """Yield when the run was started and how far it got."""
+    if provenance is not None and provenance.started is not None:
+        yield "started", provenance.started
+    steps = int(records[-1]["step"]) if records else 0
+    total = None if provenance is None else provenance.total_steps
+    if total is not None and steps < total:
+        yield "status", f"not complete, step {steps:,} of {total:,}"
+    else:
+        yield "status", f"complete, {steps:,} steps"
+
+
 def _result_tiles(closing: ClosingTable) -> Iterable[_Tile]:
     for row in closing.scores[:1]:
         form = share if row.is_share else figure
@@ -86,11 +100,6 @@ def _result_tiles(closing: ClosingTable) -> Iterable[_Tile]:
         yield _Tile(f"{row.measure}{before}", form(row.after.value))
     if (best := closing.best) is not None:
         yield _Tile(f"best {best.metric}, of step {best.step:,}", f"{best.value:.4g}")
-    after = closing.after
-    if after is not None and after.bits_per_byte is not None:
-        yield _Tile("bits per byte", f"{after.bits_per_byte:.4f}")
-        if (change := closing.change(after)) is not None:
-            yield _Tile("vs start", "", change)
 
 
 def _progress_tiles(records: Records) -> Iterable[_Tile]:

@@ -1,5 +1,6 @@
 """Texts of models, servers and files on a terminal: control characters are shown, not obeyed."""
 
+import json
 import logging
 from collections.abc import Iterable
 
@@ -15,6 +16,11 @@ _SHOWN |= {0x7F: 0x2421, **{code: f"\\x{code:02x}" for code in range(0x80, 0xA0)
 def visible(text: str) -> str:
     """Replace control characters, other than line feeds and tabs, by pictures such as ␛."""
     return text.translate(_SHOWN)
+
+
+def visible_json(value: object) -> str:
+    """Format a value as a line of JSON with its control characters escaped, and other characters as they are."""
+    return json.dumps(value, ensure_ascii=False).translate({code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)})
 
 
 class VisibleConsole(Console):

@@ -308,6 +308,11 @@ class ChunkPositions:
         """Repeat each unit's value at its positions: [U] → [R]."""
         return unit_values.repeat_interleave(self.lengths, output_size=len(self.rows))
 
+    def repeated(self, values: Tensor, units: slice) -> Tensor:
+        """Repeat the values of a slice of units at their positions: [u] → [r]."""
+        span = self.span(units)
+        return values.repeat_interleave(self.lengths[units], output_size=span.stop - span.start)
+
     def span(self, units: slice) -> slice:
         """Return the positions of a slice of units, as a slice."""
         return slice(self.offsets[units.start], self.offsets[units.stop])
@@ -374,4 +379,8 @@ class RealisedChunks:
 
     def log_likelihood(self, logits: Tensor, part: slice) -> Tensor:
         """Compute each unit's Σ log p(token), [u], from its tokens' logits [R, X]."""
-        return -self.positions.sum(surprise(logits, self.targets[self.positions.span(part)]), part)
+        return self.positions.sum(self.log_probabilities(logits, part), part)
+
+    def log_probabilities(self, logits: Tensor, part: slice) -> Tensor:
+        """Compute log p(token), [R], from the tokens' logits [R, X]."""
+        return -surprise(logits, self.targets[self.positions.span(part)])

@@ -29,7 +29,7 @@ from nemo_opd.losses.sparse_projection import cached_by_array
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-PIECES = ("spelling", "longest_prefix")
+_PIECES = ("spelling", "longest_prefix")
 ADD_MAPS = (
     "which this projection lacks; add it with nemo_opd.projection.add_byte_prefix or "
     "nemo-opd projection byte-prefix, or use projection: auto"
@@ -82,7 +82,7 @@ class PieceTree:
     ) -> PieceTree:
         """Build the tree within the given vocabulary sizes; cached while the projection lives.
 
-        pieces: one of PIECES. Raises ProjectionError for a projection without pieces.
+        pieces: as for `check_pieces`. Raises ProjectionError for a projection without pieces.
         """
         ids, ends = _arrays_of(projection, pieces)
         return cached_by_array(
@@ -126,13 +126,18 @@ def first_pieces(projection: ProjectionMatrix, pieces: str) -> NDArray[np.int32]
     return cached_by_array(first, (ids, ends), first_pieces)
 
 
+def check_pieces(pieces: str) -> None:
+    """Raise ConfigError unless `pieces` is spelling or longest_prefix."""
+    if pieces not in _PIECES:
+        raise ConfigError(f"pieces={pieces!r} is unknown; choose from {', '.join(_PIECES)}")
+
+
 def _arrays_of(projection: ProjectionMatrix, pieces: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the concatenated pieces of teacher tokens and where each token's pieces end.
 
     Raises ConfigError for unknown pieces, ProjectionError for a projection without them.
     """
-    if pieces not in PIECES:
-        raise ConfigError(f"pieces={pieces!r} is unknown; choose from {', '.join(PIECES)}")
+    check_pieces(pieces)
     arrays = {
         "spelling": (projection.teacher_spellings, projection.teacher_spelling_ends),
         "longest_prefix": (projection.teacher_prefix_pieces, projection.teacher_prefix_ends),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
@@ -28,6 +28,9 @@ from nemo_opd.types import Mean, Metric
 
 _ESTIMATORS = ("k1", "k2", "k3")
 _UPDATES = ("policy_gradient", "direct")
+_SHARES = ("chunk", "equal", "logprobs")
+_SMALLEST_LOG_LIKELIHOOD = 1e-8
+"""Chunks that the student finds more certain than this have equal shares, as the log-probabilities are rounding."""
 
 
 @Loss
@@ -46,6 +49,8 @@ def sampled_kl(
     importance_level: str = "token",
     importance_cap: float | None = None,
     importance_veto: float | None = None,
+    shares: str = "chunk",
+    advantage_clamp: float | None = None,
     **shared: Unpack[TokenArguments],
 ) -> PlannedLoss:
     """Compute Σ loss of a KL(p ‖ q) estimate / normalizer over scored tokens sampled from the student.
@@ -67,6 +72,7 @@ def sampled_kl(
     log(p/q) − p + q], with S as a constant. importance_cap=C: weights are at most C. importance_level="sequence": each
     token gets the product of its sequence's weights, at most C, instead of its weight.
     importance_veto: a sequence with a token of a smaller weight is dropped but stays in the normalizer.
+    advantage_clamp: bound of |A|. shares: as for `sampled_chunk_kl`; without effect here.
 
     Unshifted logits [B, S, V] of one vocabulary; ids and mask [B, S]: token i is scored by the logits at i−1. Metrics:
     `kd`, the mean of W · k3 in nats per token, ≥ 0 for every estimator; with update="policy_gradient" also
@@ -74,7 +80,8 @@ def sampled_kl(
     sizes, names or bounds that do not fit. Across tokenizers: `sampled_chunk_kl`.
     """
     importance = Importance(importance_level, importance_cap, importance_veto)
-    estimate = _KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
+    clip = Clip(clip_low, clip_high, dual_clip)
+    estimate = _KLEstimate(estimator, update, clip, importance, shares, advantage_clamp)
     places = LabelPositions.of(student_logits, teacher_logits, takes_truncated=True, **shared)
     mask = shared["mask"]
     check_positions(mask.shape, ids=ids, **without_none(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs))
@@ -118,6 +125,8 @@ def sampled_chunk_kl(
     importance_level: str = "token",
     importance_cap: float | None = None,
     importance_veto: float | None = None,
+    shares: str = "chunk",
+    advantage_clamp: float | None = None,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
     """Compute `sampled_kl` with a chunk as one action: Σ over sampled chunks of the loss of a KL estimate / normalizer.
@@ -137,11 +146,18 @@ def sampled_chunk_kl(
 
     logprobs [B, S]: log-probabilities of the sampled tokens under the model that sampled them, by default the current
     model; behaviour_logprobs, importance_*: as for `sampled_kl`, W being the product over the chunk's tokens. mask
-    [B, S]: sampled tokens that count for weights and vetoes of sequences; by default the tokens in chunks. Metrics: as
-    for `sampled_kl`, per chunk. Raises ConfigError for shapes, sizes, names or bounds that do not fit.
+    [B, S]: sampled tokens that count for weights and vetoes of sequences; by default the tokens in chunks.
+
+    shares, with update="policy_gradient": "chunk" is the above. Otherwise each student token is an action, with its own
+    ratio and importance weight, and its share a_i of the chunk's advantage, Σ a_i = 1: "equal", or "logprobs" in
+    proportion to log p(token). advantage_clamp: bound of each action's |A|. A chunk's loss is the sum over its tokens.
+
+    Metrics: as for `sampled_kl`, `kd` per chunk, those of ratios and weights per action. Raises ConfigError for shapes,
+    sizes, names or bounds that do not fit.
     """
     importance = Importance(importance_level, importance_cap, importance_veto)
-    estimate = _KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
+    clip = Clip(clip_low, clip_high, dual_clip)
+    estimate = _KLEstimate(estimator, update, clip, importance, shares, advantage_clamp)
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, takes_truncated=True, **shared)
     token_tensors = without_none(mask=mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
     check_positions(inputs.student.shape, **token_tensors)
@@ -180,9 +196,16 @@ class _KLEstimate:
     """One of _UPDATES."""
     clip: Clip
     importance: Importance
+    shares: str
+    """One of _SHARES."""
+    advantage_clamp: float | None
 
     def __post_init__(self) -> None:
-        for key, value, choices in (("estimator", self.estimator, _ESTIMATORS), ("update", self.update, _UPDATES)):
+        for key, value, choices in (
+            ("estimator", self.estimator, _ESTIMATORS),
+            ("update", self.update, _UPDATES),
+            ("shares", self.shares, _SHARES),
+        ):
             if value not in choices:
                 raise ConfigError(f"{key}={value!r} is unknown; choose from {', '.join(choices)}")
         if self.update == "direct" and self.importance.level == "sequence":
@@ -190,23 +213,51 @@ class _KLEstimate:
                 "importance_level='sequence' weighs policy gradients, and update='direct' differentiates the estimate "
                 "of each unit; use update='policy_gradient', or importance_level='token'"
             )
+        if self.update == "direct" and self.shares != "chunk":
+            raise ConfigError(
+                f"shares={self.shares!r} divides an advantage, which update='direct' does not have; use "
+                "update='policy_gradient', or shares='chunk'"
+            )
+        if self.update == "direct" and self.advantage_clamp is not None:
+            raise ConfigError(
+                f"advantage_clamp={self.advantage_clamp} bounds an advantage, which update='direct' does not have; use "
+                "update='policy_gradient', or None"
+            )
+        if self.advantage_clamp is not None and not self.advantage_clamp > 0:
+            raise ConfigError(
+                f"advantage_clamp={self.advantage_clamp} leaves no advantage; give a number above 0, or None"
+            )
 
     def plan(self, chunks: _SampledChunks, normalizer: float | None, chunk_size: int | None) -> PlannedLoss:
         """Plan the sum over units / normalizer, by default the number of units. chunk_size: units per block."""
         student, teacher, num_units = chunks.student, chunks.teacher, len(chunks)
-        readings = Readings.of(chunks.source, num_units, 3 + NUM_READINGS)
+        acting = chunks if self.shares == "chunk" else chunks.tokens
+        readings = Readings.of(chunks.source, len(acting), 3 + NUM_READINGS)
 
         def loss_of(logits: Tensor, part: slice) -> Tensor:
-            s = student.log_likelihood(logits, part)
+            log_p = student.log_probabilities(logits, part)
+            s = student.positions.sum(log_p, part)
             t = teacher.log_likelihood(chunks.ahead.of(part).to(logits.dtype), part)
             estimate = _estimate_kl(self.estimator, s, t)
             weights = self._weights(chunks, s.detach(), part)
-            surrogate = self.clip(s - chunks.proximal(s, part), -estimate)
             # Include clipped and dropped units: no gradient does not mean zero KL.
             kd = weights.unit_weight * _estimate_kl("k3", s.detach(), t)
+            actions, log_action, advantage = part, s, -estimate
+            if self.shares != "chunk":
+                actions, log_action = student.positions.span(part), log_p
+                shares = self._shares(log_p.detach(), student.positions, part)
+                advantage = student.positions.repeated(advantage, part) * shares
+                weights = self._weights(acting, log_p.detach(), actions)
+                kd = student.positions.repeated(kd / student.positions.lengths[part], part)
+            if self.advantage_clamp is not None:
+                advantage = advantage.clamp(-self.advantage_clamp, self.advantage_clamp)
+            surrogate = self.clip(log_action - acting.proximal(log_action, actions), advantage)
             ratio_readings = torch.stack([kd, surrogate.ratio, surrogate.is_clipped.to(s.dtype)], 1)
-            readings.put(part, torch.cat([ratio_readings, weights.readings()], 1))
-            return weights.used * estimate if self.update == "direct" else weights.factor * surrogate.loss
+            readings.put(actions, torch.cat([ratio_readings, weights.readings()], 1))
+            if self.update == "direct":
+                return weights.used * estimate
+            losses = weights.factor * surrogate.loss
+            return losses if self.shares == "chunk" else student.positions.sum(losses, part)
 
         def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
             (kd, ratio, is_clipped), weight_readings = readings.gather().tensor_split([3])
@@ -228,6 +279,14 @@ class _KLEstimate:
         )
         divisor = (num_units if normalizer is None else normalizer) or 1
         return PlannedLoss(chunks.source, [term], 1 / divisor, metrics_of)
+
+    def _shares(self, log_p: Tensor, positions: ChunkPositions, part: slice) -> Tensor:
+        """Return each token's share of its chunk's advantage, from the tokens' log-probabilities [r]."""
+        equal = positions.repeated(1 / positions.lengths[part].to(log_p.dtype), part)
+        if self.shares == "equal":
+            return equal
+        total = positions.repeated(positions.sum(log_p, part), part)
+        return torch.where(total.abs() < _SMALLEST_LOG_LIKELIHOOD, equal, log_p / total)
 
     def _weights(self, chunks: _SampledChunks, s: Tensor, part: slice) -> Weighted:
         units = chunks.sequences[part]
@@ -260,6 +319,16 @@ class _SampledChunks:
 
     def __len__(self) -> int:
         return len(self.student)
+
+    @property
+    def tokens(self) -> _SampledChunks:
+        """The student's tokens, each a unit by itself; `ahead` and `weights` stay those of the chunks."""
+        positions = self.student.positions
+        return replace(
+            self,
+            student=RealisedChunks(ChunkPositions.single(positions.rows), self.student.targets),
+            sequences=positions.per_position(self.sequences),
+        )
 
     def proximal(self, s: Tensor, part: slice) -> Tensor:
         """Return units' log-probabilities [u] under the model that sampled them. s: under the current student."""

@@ -16,6 +16,7 @@ from nemo_opd.losses.cells import CommonCells, common_cells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, first_position_term
 from nemo_opd.losses.divergence import Divergence, compare_with_gradient
 from nemo_opd.losses.merge import chunk_loss
+from nemo_opd.losses.prefixes import check_pieces
 from nemo_opd.losses.sparse_projection import add_pulled_back, project
 from nemo_opd.losses.support import require_temperature_1, split
 
@@ -33,6 +34,7 @@ def shared_prefix(
     temperature: float = 1.0,
     beta: float = 0.5,
     mixed_weight: float = 0.5,
+    pieces: str = "longest_prefix",
     continuation_weight: float = 0.0,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
@@ -40,6 +42,8 @@ def shared_prefix(
 
     P(x) = Σ p over the student tokens whose longest shared prefix is the shared token x; Q(x) is the same sum for the
     teacher. Tokens without a shared prefix share a rest cell, which counts if both sides have such tokens.
+    pieces="spelling": a token that is not shared counts where the first token of its spelling by the other tokenizer
+    does, instead of at its longest shared prefix.
     continuation_weight: factor of the `alm` term of chunks with several tokens on a side. Raises ConfigError for
     shapes, sizes or names that do not fit, ProjectionError for a projection without the maps.
     """
@@ -49,7 +53,8 @@ def shared_prefix(
     require_temperature_1(inputs.teacher, temperature)
     compare = Divergence(divergence, beta, mixed_weight)
     sizes = inputs.student_size, inputs.teacher_size
-    cells = CommonCells.of(*_maps(projection), *sizes, inputs.device)
+    maps = _maps(projection, pieces)
+    cells = CommonCells.of(*maps, *sizes, inputs.device)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         if inputs.is_truncated:
@@ -70,19 +75,24 @@ def shared_prefix(
         unit_loss,
         cells_per_unit=cells.cells_per_unit(*sizes),
         compare_onto=None if inputs.is_truncated else unit_loss_onto,
-        on_cells=None
-        if inputs.is_truncated
-        else OnCells(compare, lambda: common_cells(*_maps(projection), *sizes, inputs.device)),
+        on_cells=None if inputs.is_truncated else OnCells(compare, lambda: common_cells(*maps, *sizes, inputs.device)),
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 
 
-def _maps(projection: ProjectionMatrix) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the maps onto the shared vocabulary. Raises ProjectionError for a projection without them."""
-    student_cells, teacher_cells = projection.student_shared_prefix, projection.teacher_shared_prefix
+def _maps(projection: ProjectionMatrix, pieces: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the maps onto the shared vocabulary.
+
+    Raises ConfigError for unknown pieces, ProjectionError for a projection without the maps.
+    """
+    check_pieces(pieces)
+    student_cells, teacher_cells = {
+        "spelling": (projection.student_shared_spelling, projection.teacher_shared_spelling),
+        "longest_prefix": (projection.student_shared_prefix, projection.teacher_shared_prefix),
+    }[pieces]
     if student_cells is None or teacher_cells is None:
         raise ProjectionError(
-            "shared_prefix needs the shared-prefix maps, which this projection lacks; add them with "
-            "nemo_opd.projection.add_shared_prefix or nemo-opd projection byte-prefix, or use projection: auto"
+            f"shared_prefix with pieces={pieces} needs its shared-prefix maps, which this projection lacks; add them "
+            "with nemo_opd.projection.add_shared_prefix or nemo-opd projection byte-prefix, or use projection: auto"
         )
     return student_cells, teacher_cells

@@ -6,14 +6,15 @@ import fcntl
 import hashlib
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -26,7 +27,7 @@ from transformers.utils import find_adapter_config_file
 
 from nemo_opd.errors import ModelError
 from nemo_opd.files import open_unlinked, replacing, settle, storage_errors
-from nemo_opd.models.folder import adapter_base, demo_folder, has_tokenizer, is_adapter, reason
+from nemo_opd.models.folder import adapter_base, demo_folder, has_tokenizer, is_adapter, reason, split_revision
 from nemo_opd.models.quantised import dequantised, quantisation
 from nemo_opd.paths import cache_dir
 from nemo_opd.progress import working
@@ -51,11 +52,12 @@ _log = logging.getLogger(__name__)
 def resolve(reference: str, *, key: str = "model") -> str:
     """Return the folder or hub name of a complete model that transformers can load.
 
-    A folder or hub name is returned unchanged, `demo:NAME` as its folder in the package. An adapter is merged into its
-    base model at the first call, and the merged model's folder in the cache is returned. key: setting to name in
-    messages. Raises ModelError if the adapter does not fit its base model, or one of them cannot be read.
+    A folder or hub name is returned unchanged, `demo:NAME` as its folder in the package, and `NAME@REVISION` as the
+    folder that it is downloaded to. An adapter is merged into its base model at the first call, and the merged model's
+    folder in the cache is returned. key: setting to name in messages. Raises ModelError if the adapter does not fit its
+    base model, or one of them cannot be read.
     """
-    source = demo_folder(reference)
+    source = _at_revision(demo_folder(reference), (*_ADAPTER, *_MODEL, *_TOKENIZER, *_CARD), f"{key}={reference}")
     adapter = _adapter_folder(source)
     return source if adapter is None else str(_merged(adapter, named=f"{key}={reference}"))
 
@@ -63,15 +65,41 @@ def resolve(reference: str, *, key: str = "model") -> str:
 def resolve_tokenizer(reference: str, *, key: str) -> str:
     """Return the folder or hub name to load a model's tokenizer from, without merging an adapter.
 
-    Raises ModelError as `adapter_base` does.
+    Raises ModelError as `adapter_base` does, and for a revision that cannot be read.
     """
-    source = demo_folder(reference)
+    source = _at_revision(demo_folder(reference), (*_ADAPTER, "config.json", *_TOKENIZER), f"{key}={reference}")
     adapter = _adapter_folder(source)
     if adapter is None:
         return source
     if has_tokenizer(adapter):
         return str(adapter)
     return resolve_tokenizer(adapter_base(adapter, named=f"{key}={reference}"), key=key)
+
+
+@lru_cache
+def _at_revision(source: str, files: Sequence[str], named: str) -> str:
+    """Return the folder with a hub repository's files at a revision if `source` is NAME@REVISION, else `source`."""
+    name, revision = split_revision(source)
+    if revision is None:
+        return source
+    try:
+        return snapshot_download(name, revision=revision, allow_patterns=list(files))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{named}: {name} could not be read from the hub at the revision {revision} ({reason(error)}); give a "
+            "branch, tag or commit of it, and check the network"
+        ) from error
+
+
+def hub_commit(reference: str) -> str | None:
+    """Return the commit of a model that was read from the hub; None for a folder or an unreadable name."""
+    name, revision = split_revision(reference)
+    if Path(reference).exists():
+        return None
+    with suppress(HFValidationError):
+        config = try_to_load_from_cache(name, "config.json", revision=revision)
+        return Path(config).parent.name if isinstance(config, str) else None
+    return None
 
 
 def _adapter_folder(source: str) -> Path | None:

@@ -27,6 +27,15 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _CARD = "README.md"
+PLAIN = "plain"
+"""Name of the template below in settings."""
+_PLAIN_TEMPLATE = """{{- bos_token if bos_token else '' }}
+{%- for message in messages %}
+{{- message.role | capitalize + ':\\n' + message.content }}
+{{- (eos_token if message.role == 'assistant' and eos_token else '') + '\\n\\n' }}
+{%- endfor %}
+{{- 'Assistant:\\n' if add_generation_prompt else '' }}"""
+"""A template for base models: roles in words, and the end-of-sequence token after an answer."""
 _WHOLE_FOLDER = (
     "name the folder of the model in Hugging Face form (config.json, model.safetensors, tokenizer.json) or its hub name"
 )
@@ -35,6 +44,12 @@ _WHOLE_FOLDER = (
 def demo_folder(reference: str) -> str:
     """Return a folder or hub name unchanged, and for `demo:NAME` the folder in the package."""
     return str(model_path(reference.removeprefix(DEMO_PREFIX))) if is_demo(reference) else reference
+
+
+def split_revision(reference: str) -> tuple[str, str | None]:
+    """Return name and revision of NAME@REVISION on the hub; no revision for a folder or a name alone."""
+    name, _, revision = reference.rpartition("@")
+    return (name, revision) if name and not Path(reference).exists() else (reference, None)
 
 
 def check_folder(reference: str, *, key: str) -> None:
@@ -108,11 +123,43 @@ def needs_sentencepiece(folder: Path) -> bool:
 
 
 def read_template(path: str, *, key: str) -> str:
-    """Read a chat template. Raises ModelError, naming `key`, for a file that cannot be read."""
+    """Read a chat template from a file or a model's folder; `plain` is the one below.
+
+    Raises ModelError, naming `key`, for a file that cannot be read and for a folder without a template.
+    """
+    if path == PLAIN:
+        return _PLAIN_TEMPLATE
+    file = Path(demo_folder(path)).expanduser()
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{key}={path}: {error}; name a file with a Jinja chat template") from error
+        template = _template_in(file) if file.is_dir() else file.read_text(encoding="utf-8")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{key}={path}: {error}; name a file with a Jinja chat template, a model's folder, or {PLAIN}"
+        ) from error
+    if template is None:
+        raise ModelError(f"{key}={path}: the model in this folder has no chat template; name another, or {PLAIN}")
+    return template
+
+
+def template_setting(source: str) -> str:
+    """Return a value of `chat_template`: the source if it has a template on this machine, otherwise `plain`."""
+    try:
+        read_template(source, key="chat_template")
+    except ModelError:
+        return PLAIN
+    return source
+
+
+def _template_in(folder: Path) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    template = settings.get("chat_template") if isinstance(settings, dict) else None
+    if isinstance(template, list):  # named templates
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
 
 
 def is_adapter(folder: Path) -> bool:
@@ -264,8 +311,11 @@ def _read_card(folder: Path, reference: str) -> OwnCard:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+    name, revision = split_revision(reference)
     try:
-        file = folder / _CARD if folder.is_dir() else Path(hf_hub_download(reference, _CARD, etag_timeout=5))
+        file = folder / _CARD
+        if not folder.is_dir():
+            file = Path(hf_hub_download(name, _CARD, revision=revision, etag_timeout=5))
         block = REGEX_YAML_BLOCK.search(file.read_text(encoding="utf-8"))
         metadata = load_yaml(block[2]) if block else None
     except (OSError, ValueError, yaml.YAMLError):

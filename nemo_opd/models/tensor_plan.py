@@ -95,15 +95,6 @@ def tensor_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool, key
     return plan
 
 
-def tensor_parts(model: PreTrainedModel) -> int:
-    """Return the largest possible `tp`, which every possible `tp` divides; 1 for a model that cannot be cut."""
-    try:
-        plan = tensor_plan(model, 1, sequence_parallel=False, key="tp")
-    except ModelError:
-        return 1
-    return gcd(*(size for _, size in _sizes(model, dict(model.named_modules()), plan)))
-
-
 def inside(name: str, module: str) -> bool:
     """Return whether the module `name` is inside `module`."""
     return name.startswith(f"{module}.")

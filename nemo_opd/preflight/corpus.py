@@ -20,7 +20,17 @@ from nemo_opd.data.context import Context, PrivilegedPrompt, with_others
 from nemo_opd.data.encoders import ChatEncoder, Encoder
 from nemo_opd.data.loader import Domains, TrainLoader, domains_of, made_of_all, validation_batches
 from nemo_opd.data.order import BatchOrder, PackedOrder, State, lengths_of
-from nemo_opd.data.record import MESSAGES, TEXT, Document, Routed, parsed, read_documents, read_rows, texts_hash
+from nemo_opd.data.record import (
+    MESSAGES,
+    TEXT,
+    Document,
+    Routed,
+    holds_conversations,
+    parsed,
+    read_documents,
+    read_rows,
+    texts_hash,
+)
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import HasIdentity, SameTokenizer, Sample, SampleMaker, WindowMaker
 from nemo_opd.data.sources import load_documents
@@ -38,23 +48,15 @@ _BLOCK_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """Packing of training documents into rows of windows."""
-
-    make: WindowMaker
-    limits: tuple[int, ...]
-    """Maximum row length in tokens for the student and each active teacher."""
-
-
-@dataclass(frozen=True, slots=True)
 class Corpus:
     """Training and validation documents with the functions that turn them into samples."""
 
     train: Dataset
     validation: Dataset | None
     make_sample: SampleMaker
-    packed: Packed | None
-    """None if each training document is one sequence."""
+    make_validation_sample: SampleMaker
+    make_windows: WindowMaker | None
+    """Maker of the windows that fill rows; None if each training document is one sequence."""
     domains: Domains | None = None
     """Domains of the validation documents."""
     noun: ClassVar[str] = "documents"
@@ -62,9 +64,9 @@ class Corpus:
     def loader(self, config: RunConfig) -> TrainLoader[Any]:
         """Open the training batches at their start."""
         workers = config.data.num_workers
-        if self.packed is None:
+        if self.make_windows is None:
             return TrainLoader(self.train, self.make_sample, self._order(config), workers)
-        return TrainLoader(self.train, self.packed.make, self._packed_order(config, self.packed), workers)
+        return TrainLoader(self.train, self.make_windows, self._packed_order(config), workers)
 
     def start(self, config: RunConfig) -> State:
         """Return the loader state of a run before its first batch."""
@@ -76,12 +78,12 @@ class Corpus:
         Raises DataError, with the row, for a document that cannot be read or used.
         """
         epochs = config.train.epochs or 1
-        if self.packed is None:
+        if self.make_windows is None:
             return [self._order(config).steps_per_epoch] * epochs
-        documents = made_of_all(self.train, self.packed.make, config.data.num_workers)
+        documents = made_of_all(self.train, self.make_windows, config.data.num_workers)
         counted = tracked(documents, "counting the rows of an epoch", "documents", total=len(self.train))
         lengths = [lengths_of(windows) for windows in counted]
-        order = self._packed_order(config, self.packed)
+        order = self._packed_order(config)
         return [order.num_batches(epoch, lengths) for epoch in range(epochs)]
 
     @property
@@ -101,19 +103,22 @@ class Corpus:
     def _order(self, config: RunConfig) -> BatchOrder:
         return BatchOrder(len(self.train), config.train.global_batch_size, config.run.seed, config.data.shuffle)
 
-    def _packed_order(self, config: RunConfig, packed: Packed) -> PackedOrder:
+    def _packed_order(self, config: RunConfig) -> PackedOrder:
         size, seed, shuffle = config.train.global_batch_size, config.run.seed, config.data.shuffle
-        return PackedOrder(len(self.train), size, seed, shuffle, packed.limits)
+        return PackedOrder(len(self.train), size, seed, shuffle, config.train.max_length)
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield all validation documents once, in order."""
         assert self.validation is not None
-        return validation_batches(self.validation, self.make_sample, batch_size, self.domains)
+        return validation_batches(self.validation, self.make_validation_sample, batch_size, self.domains)
 
 
 def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Corpus:
     """Load the documents. Raises DataError for unreadable or unusable documents."""
-    make_sample = build_sample_maker(config, student, teachers)
+    is_chat = config.data.is_chat
+    make_sample = make_validation_sample = build_sample_maker(config, student, teachers, is_chat=is_chat)
+    if is_chat and not config.data.has_chat_validation:
+        make_validation_sample = build_sample_maker(config, student, teachers, is_chat=False)
     with working("reading data.train"):
         train = _load_documents(config, config.data.train, "data.train")
     _require_answers(config, train, "data.train")
@@ -123,11 +128,9 @@ def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelI
         with working("reading data.validation"):
             validation = _load_documents(config, config.data.validation, "data.validation", is_validation=True)
         _require_answers(config, validation, "data.validation")
-    packed = None
-    if config.packs_documents:
-        packed = Packed(_build_window_maker(config, student, teachers), _row_limits(config, teachers))
+    make_windows = _build_window_maker(config, student, teachers) if config.packs_documents else None
     domains = None if validation is None else domains_of(validation, domain_column(config))
-    return Corpus(train, validation, make_sample, packed, domains)
+    return Corpus(train, validation, make_sample, make_validation_sample, make_windows, domains)
 
 
 def _load_documents(config: RunConfig, source: Source, key: str, *, is_validation: bool = False) -> Dataset:
@@ -137,7 +140,7 @@ def _load_documents(config: RunConfig, source: Source, key: str, *, is_validatio
 
 def _require_answers(config: RunConfig, documents: Dataset, key: str) -> None:
     """Raise DataError if conversations have no assistant message to learn; plain texts pass."""
-    if MESSAGES not in documents.column_names:
+    if not holds_conversations(documents.column_names):
         return
     roles: set[str] = set()
     turns = config.data.learned_turns
@@ -172,9 +175,11 @@ def _require_readable(make_sample: SampleMaker, documents: Dataset) -> None:
         raise DataError(f"data.train: the first document cannot be used: {error}") from error
 
 
-def build_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> SampleMaker:
-    """Build the sample maker of documents."""
-    make = _text_sample_maker if config.data.messages_key is None else _chat_sample_maker
+def build_sample_maker(
+    config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo], *, is_chat: bool
+) -> SampleMaker:
+    """Build the sample maker of conversations or texts."""
+    make = _chat_sample_maker if is_chat else _text_sample_maker
     maker: SampleMaker = make(config, student, teachers)
     if config.data.cache:
         maker = CachedSampleMaker(maker)
@@ -189,22 +194,13 @@ def _build_window_maker(config: RunConfig, student: ModelInfo, teachers: Sequenc
     return maker if config.routing is None else _RoutedWindowMaker(maker, config.active_names)
 
 
-def _row_limits(config: RunConfig, teachers: Sequence[ModelInfo]) -> tuple[int, ...]:
-    """Return the most tokens of a packed row: the student's, then one limit per active teacher."""
-    max_length = config.train.max_length
-    return max_length, *(
-        teacher.longest_text(settings) if isinstance(settings, CrossTokenizerTeacher) else max_length
-        for settings, teacher in zip(config.active_teachers, teachers, strict=True)
-    )
-
-
 def build_rollout_sample_maker(
     config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]
 ) -> RolloutSampleMaker:
     """Build the sample maker of rollouts."""
 
     def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizerReader:
-        if config.data.messages_key is not None:
+        if config.data.is_chat:
             return _chat_reader(settings, student, teacher)
         length, aligner = teacher.longest_text(settings), _aligner(settings, student, teacher)
         return CrossTokenizerText.of(teacher.tokenizer, length, aligner, teacher.vocab_size, settings.equal_history)
@@ -268,7 +264,7 @@ def _add_contexts(
         fields = {name: columns[name] for name in context_settings.fields}
         context = Context(context_settings, fields, f"teachers.{i}.context")
         renderer = None
-        if config.data.messages_key is not None:
+        if config.data.is_chat:
             renderer = ChatRenderer(info.tokenizer, template_kwargs=settings.chat_template_kwargs)
         return PrivilegedPrompt(reader, context, info.tokenizer, renderer, info.vocab_size, info.longest_text(settings))
 

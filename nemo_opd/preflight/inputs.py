@@ -1,21 +1,29 @@
 """Checks of a run's paths before the slow import of PyTorch, and the columns of its data."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from nemo_opd.checkpoint.run_directory import progress_to_resume, resolve_output_dir
-from nemo_opd.config.load import from_dict
+from nemo_opd.config.data import Source
 from nemo_opd.config.model import Model
 from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.short_form import long_form
 from nemo_opd.config.teacher import OwnIdsTeacher, UnresolvedTeacher
-from nemo_opd.data.files import first_columns, require_suitable
-from nemo_opd.data.layout import Layout, PromptLayout, RoutedLayout
+from nemo_opd.data.columns import described, readings
+from nemo_opd.data.files import first_schema, require_suitable
+from nemo_opd.data.layout import Layout, PromptLayout, RoutedLayout, TextLayout
 from nemo_opd.data.layout import layout_of as data_layout
+from nemo_opd.data.record import TEXT
 from nemo_opd.errors import ConfigError, DataError, ProjectionError
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets, with_columns
 from nemo_opd.extras import require_extras, require_installed
+from nemo_opd.logging.questions import VALIDATION_LOG
+from nemo_opd.logging.records import read_config, value_at
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template, require_hub
 from nemo_opd.rewards import build_reward
 from nemo_opd.teacher_cache.shard import CacheManifest, read_manifest
@@ -43,22 +51,47 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
         if (push := config.run.push_to_hub) is not None:
             require_hub(f"run.push_to_hub.repo={push.repo}")
     _check_data(config)
+    if isinstance(config.run.baseline, Path):
+        _check_baseline(config.run.baseline)
 
 
-def resolve_columns(config: RunConfig) -> RunConfig:
-    """Return the settings with data.messages_key=messages if the texts have this column, and no column `text`.
+def _check_baseline(folder: Path) -> None:
+    """Raise ConfigError for a folder that is not of a run with validation and without teachers."""
+    problem = None
+    if not (folder / VALIDATION_LOG).is_file():
+        problem = f"not the directory of a run with validation (there is no {VALIDATION_LOG})"
+    elif value_at(read_config(folder), "loss.kd_weight"):
+        problem = "this run learned from teachers"
+    if problem is not None:
+        raise ConfigError(
+            f"run.baseline={folder}: {problem}; name a finished run without teachers, or write true to train one first"
+        )
 
-    Nothing changes if a setting names the column. Raises DataError if the texts cannot be read.
+
+def with_documents_columns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name the columns of documents in composed settings as the first training file has them, if no setting names them.
+
+    Strings that stand for sections become sections. Names no column for texts, for the hub, which is not contacted
+    here, and for files whose columns have other names. Raises DataError if there are several readings.
     """
-    data = config.data
-    if data.messages_key is not None or "text_key" in data.model_fields_set:
-        return config
-    columns = first_columns(data.train, key="data.train")
-    if data.text_key in columns or "messages" not in columns:
-        return config
-    settings = config.model_dump(mode="json")
-    settings["data"]["messages_key"] = "messages"
-    return from_dict(settings)
+    settings = long_form(settings)
+    data = settings.get("data")
+    if not isinstance(data, Mapping) or {"text_key", "messages_key", "prompt_key"} & data.keys():
+        return settings
+    try:
+        source, schema = first_schema(Source.model_validate(data.get("train")), key="data.train")
+    except (ValidationError, DataError):  # reported with all other settings
+        return settings
+    written, ways = data.get("completion_key"), [] if schema is None else readings(schema)
+    if written is not None:
+        ways = [way for way in ways if way.get("completion_key") == written]
+    elif data.get("response_key") is not None:  # the answers are those of a stored response
+        ways = [way for way in ways if "completion_key" not in way]
+    if len(ways) > 1:
+        raise DataError(
+            f"{source}: its columns can be read in {len(ways)} ways; write {', or '.join(map(described, ways))}"
+        )
+    return {**settings, "data": {**data, **ways[0]}} if ways else settings
 
 
 def require_kind(config: RunConfig, *, on_policy: bool) -> None:
@@ -121,6 +154,8 @@ def layout_of(config: RunConfig, *, is_validation: bool = False) -> Layout:
     is_validation: also include the domain column.
     """
     layout: Layout = data_layout(config.data)
+    if is_validation and config.data.is_chat and not config.data.has_chat_validation:
+        layout = TextLayout(config.data.validation.text_key or TEXT, "data.validation")
     reward = config.reward if config.rollout is not None else None
     if config.rollout is not None:
         layout = PromptLayout(layout, reward.answer_column if reward else None, config.data.response_key)

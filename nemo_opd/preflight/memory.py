@@ -1,4 +1,4 @@
-"""Estimate of each rank's memory, the offloading and resharding that it decides, advice, and its report."""
+"""Estimate of each rank's memory, the offloading and resharding that it decides, and its report."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
-from math import floor, lcm
-from typing import Any, Literal, TypeVar
+from math import floor
+from typing import Literal, TypeVar
 
 from rich.table import Table
 from rich.text import Text
 
-from nemo_opd.config.load import from_dict
 from nemo_opd.config.model import Student
-from nemo_opd.config.rollout import HFRollout, ServerRollout
+from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.errors import ConfigError
@@ -22,7 +21,6 @@ from nemo_opd.preflight.memory_parts import (
     LOADED,
     SLACK,
     USABLE,
-    Advice,
     Machine,
     Memory,
     MemoryEstimate,
@@ -32,7 +30,6 @@ from nemo_opd.preflight.memory_parts import (
     constant_part,
 )
 from nemo_opd.preflight.memory_processes import (
-    student_batch,
     student_parts,
     student_samples,
     teacher_processes,
@@ -50,8 +47,12 @@ _SERVER_NOT_COUNTED = (
     "rollout.memory_share limits what it takes"
 )
 _NUM_LARGEST = 3
-_SMALLEST_SAVING = 0.01
-"""Smallest saving worth advising, as a share of the peak."""
+_WAYS_OUT = (
+    "smaller microbatches (train.micro_batch_size or train.micro_batch_tokens), a smaller train.max_length, "
+    "student.activation_checkpointing=true, handoff.type=hidden_states, smaller batches of rollouts and answers, "
+    "teachers in bfloat16, more parallelism.tp and more GPUs need less"
+)
+"""Settings that lower the memory, for a run that does not fit."""
 _STUDENT_INDEX = -1
 """Stands for the student among indices of teachers."""
 _Item = int | Literal["student", "gradients"]
@@ -169,9 +170,8 @@ def settle_memory(config: RunConfig, situation: MemoryInputs) -> tuple[RunConfig
             estimated = estimate(decided, inputs)
             if estimated.fits:
                 return decided, estimated
-    estimated = replace(estimated, advice=tuple(advice(decided, small_blocks)))
     if undecided and situation.device == "cuda" and not config.run.dry_run:
-        raise ConfigError(_does_not_fit(estimated, "with everything offloaded " if is_shared else ""))
+        raise ConfigError(_does_not_fit(estimated.shortest, "with everything offloaded " if is_shared else ""))
     return decided, estimated
 
 
@@ -191,18 +191,14 @@ def _has_auto_offload(model: Student | Teacher) -> bool:
     return model.offload == "auto" and has_weights
 
 
-def _does_not_fit(estimated: MemoryEstimate, condition: str) -> str:
-    """Return the error message: the peak, the capacity and settings that help."""
-    memory = estimated.shortest
-    remedies = [f"{change.setting} saves {gib(change.saved_bytes)}" for change in estimated.advice]
-    if sum(change.saved_bytes for change in estimated.advice) < memory.shortage:
-        remedies.append("use more GPUs")
+def _does_not_fit(memory: Memory, condition: str) -> str:
+    """Return the error message: the peak, its largest parts, the capacity and the way out."""
     assert memory.capacity is not None
     return (
         f"student.offload=auto, teachers.*.offload=auto: {condition}{memory.name} would have to hold "
         f"{gib(memory.peak)} in the phase {memory.peak_phase.value!r} ({largest_parts(memory)}), but has "
-        f"{gib(memory.capacity)}; {'; '.join(remedies)}; or set every offload to true or false, which starts the "
-        "run without this check. run.dry_run=true prints the whole estimate"
+        f"{gib(memory.capacity)}; {_WAYS_OUT}; or set every offload to true or false, which starts the run without "
+        "this check. run.dry_run=true prints the whole estimate"
     )
 
 
@@ -252,83 +248,9 @@ def _with_resharding(model: _Model, *, reshards: bool) -> _Model:
     return model.with_parallelism(reshard_after_forward=reshards)
 
 
-def advice(config: RunConfig, situation: MemoryInputs) -> list[Advice]:
-    """Return single changes that lower the peak of the memory that is short, largest saving first."""
-    short, changes = estimate(config, situation).shortest, []
-    for setting, changed, inputs in variants(config, situation):
-        peaks = {memory.name: memory.peak for memory in estimate(changed, inputs).memories}
-        changes.append(Advice(setting, short.peak - peaks[short.name]))
-    worthwhile = [change for change in changes if change.saved_bytes > _SMALLEST_SAVING * short.peak]
-    return sorted(worthwhile, key=lambda change: change.saved_bytes, reverse=True)
-
-
-def variants(config: RunConfig, situation: MemoryInputs) -> Iterator[tuple[str, RunConfig, MemoryInputs]]:
-    """Yield single changes as `key=value`, each with the settings and the inputs of the estimate it leads to."""
-    same_layouts = ((key, value, situation) for key, value in _changes(config, situation))
-    for key, value, inputs in chain(same_layouts, _other_layouts(config, situation)):
-        if (changed := _with_setting(config, key, value)) not in (None, config):
-            yield f"{key}={'null' if value is None else str(value).lower()}", changed, inputs
-
-
-def _changes(config: RunConfig, situation: MemoryInputs) -> Iterator[tuple[str, object]]:
-    train, rollout, evaluation = config.train, config.rollout, config.evaluation
-    yield "student.sync_each_micro_batch", True
-    yield "student.activation_checkpointing", True
-    yield "student.offload", True
-    yield "train.async_save", False
-    yield "handoff.type", "hidden_states"
-    yield "logging.gradients_every", None
-    if train.micro_batch_tokens is None:
-        yield "train.micro_batch_size", max(1, train.micro_batch_size // 2)
-    else:
-        yield "train.micro_batch_tokens", max(2, train.micro_batch_tokens // 2)
-    yield "train.max_length", max(2, train.max_length // 2)
-    # Each rank has the same number of sequences, and so has each prompt.
-    ranks = (setup.layout.dp for setup in (situation.student, *situation.teachers))
-    unit = lcm(*ranks, 1 if rollout is None else rollout.n)
-    yield "train.global_batch_size", max(unit, train.global_batch_size // 2 // unit * unit)
-    if isinstance(rollout, HFRollout):
-        yield "rollout.batch_size", max(1, student_batch(config, situation.student.layout.dp).rows // 2)
-    if evaluation is not None:
-        yield "evaluation.batch_size", max(1, evaluation.batch_size // 2)
-        yield "evaluation.teacher_batch_size", max(1, evaluation.teacher_batch_size // 2)
-        yield "evaluation.teachers", False
-    for i in range(len(config.active_teachers)):
-        yield f"teachers.{i}.offload", True
-        yield f"teachers.{i}.offload", "layers"
-        yield f"teachers.{i}.dtype", "bfloat16"
-
-
-def _with_setting(config: RunConfig, key: str, value: object) -> RunConfig | None:
-    """Return the settings with another value of one key; None if a validation rule rejects it."""
-    *path, name = key.split(".")
-    section: Any = (settings := config.model_dump(exclude_unset=True))
-    for part in path:
-        section = section[int(part)] if isinstance(section, tuple) else section.setdefault(part, {})
-    section[name] = value
-    try:
-        return from_dict(settings)
-    except ConfigError:
-        return None
-
-
-def _other_layouts(config: RunConfig, situation: MemoryInputs) -> Iterator[tuple[str, object, MemoryInputs]]:
-    """Yield `replicas=1` for each model, and twice its `tp` if that divides its ranks and the model."""
-    for i, setup in enumerate((situation.student, *situation.teachers)):
-        if i and not config.active_teachers[i - 1].has_model:
-            continue
-        layout, changed = setup.layout, {}
-        if layout.replicas > 1:
-            changed["replicas"] = replace(layout, replicas=1)
-        if layout.dp // layout.replicas % 2 == 0 and setup.size.tensor_parts % (2 * layout.tp) == 0:
-            changed["tp"] = replace(layout, dp=layout.dp // 2, tp=2 * layout.tp)
-        for name, new_layout in changed.items():
-            key = f"{f'teachers.{i - 1}' if i else 'student'}.parallelism.{name}"
-            yield key, getattr(new_layout, name), situation.with_layouts({i: new_layout}, config)
-
-
 def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table | Text]:
-    """Yield each memory's peak and largest parts, the offloaded models, uncounted processes, and advice.
+    """Yield each memory's peak and largest parts, the offloaded models, uncounted processes, and settings that help
+    if the run does not fit.
 
     With `logging.console.memory_table`, also a table of parts and phases. config: settings with every `offload`
     decided, as `settle_memory` returns them.
@@ -345,8 +267,8 @@ def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table
     is_counted = any(part.owner == SERVER for memory in estimate.memories for part in memory.parts)
     if isinstance(config.rollout, ServerRollout) and config.rollout.shares_devices and not is_counted:
         yield Text(_SERVER_NOT_COUNTED)
-    for change in estimate.advice:
-        yield Text(f"  {change.setting} would save {gib(change.saved_bytes)}", "yellow")
+    if not estimate.fits:
+        yield Text(f"  {_WAYS_OUT}", "yellow")
 
 
 def largest_parts(memory: Memory) -> str:
@@ -371,14 +293,16 @@ def _parts_table(memory: Memory) -> Table:
 
 
 def _peak_line(memory: Memory) -> Text:
+    return Text(f"warning: {peak_text(memory)}", "yellow") if memory.shortage else Text(peak_text(memory))
+
+
+def peak_text(memory: Memory) -> str:
+    """Return the peak, the capacity, and by how much the peak is too large."""
     peak = f"{memory.name}: {gib(memory.peak)} at the peak ({memory.peak_phase.value})"
     if memory.capacity is None:
-        return Text(f"{peak}; the available memory is unknown here")
+        return f"{peak}; the available memory is unknown here"
     usage = f"{peak}, of {gib(memory.capacity)}"
-    if not memory.shortage:
-        return Text(usage)
-    over = f"{gib(memory.shortage)} more than the usable {USABLE:.0%}"
-    return Text(f"warning: {usage}: {over}", "yellow")
+    return f"{usage}: {gib(memory.shortage)} more than the usable {USABLE:.0%}" if memory.shortage else usage
 
 
 def gib(num_bytes: int) -> str:

@@ -109,14 +109,6 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
-    """Change of a setting that lowers the peak of the memory that is short."""
-
-    setting: str
-    saved_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """Estimate for all memories of a rank."""
 
@@ -126,8 +118,6 @@ class MemoryEstimate:
     """Byte budget assumed for a block of the student's logits, and for a loss's temporaries."""
     caches_fit: bool = False
     """Whether a GPU has room for the PyTorch caches of all its processes at their peaks."""
-    advice: tuple[Advice, ...] = ()
-    """Changes that save memory if the run does not fit, largest saving first."""
 
     @property
     def shortest(self) -> Memory:

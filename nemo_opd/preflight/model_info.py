@@ -25,7 +25,7 @@ from nemo_opd.models.load import build_on_meta, load_config, tokenizer_of
 from nemo_opd.models.lora import NAME, Adapters, adapter_parameters, lora_layers
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.models.stored_weights import check_weights
-from nemo_opd.models.tensor_plan import decoder_layers, tensor_parts
+from nemo_opd.models.tensor_plan import decoder_layers
 from nemo_opd.models.token_trials import require_causal
 from nemo_opd.rollout.hf import max_positions
 from nemo_opd.rotary import RotaryLimit, rotary_limit
@@ -87,8 +87,6 @@ class ModelSize:
     """Shapes of the parameters outside the layers: embedding, final norm and, unless tied, the head."""
     has_soft_cap: bool
     """Whether the model soft-caps its logits."""
-    tensor_parts: int = 1
-    """Number that `tp` must divide."""
     adapters: tuple[Shape, ...] = ()
     """Shapes of all adapters; with any, nothing else is trained."""
 
@@ -268,7 +266,7 @@ def model_size(config: PretrainedConfig, adapters: Adapters | None = None) -> Mo
 
 def size_of(model: Any, adapters: Adapters | None = None) -> ModelSize:
     """Attach the adapters to a model on meta and return its size. Raises ModelError if they do not fit."""
-    text, parts = model.config.get_text_config(), tensor_parts(model)
+    text = model.config.get_text_config()
     if adapters is not None:
         adapters.attach(model)
     layers = _decoder_layers(model)
@@ -279,7 +277,6 @@ def size_of(model: Any, adapters: Adapters | None = None) -> ModelSize:
         layers=tuple(_layer_size(layer, i, model.config) for i, layer in enumerate(layers)),
         rest=tuple(tuple(p.shape) for p in _base_parameters(model) if id(p) not in in_layers),
         has_soft_cap=any(getattr(text, name, None) for name in SOFT_CAPS),
-        tensor_parts=parts,
         adapters=_adapter_shapes(model),
     )
 

@@ -54,7 +54,7 @@ from nemo_opd.preflight.warnings import (
     check_texts,
     warn_of_other_ends,
     warn_of_shared_data,
-    warn_of_short_rows,
+    warn_of_short_teachers,
     warn_of_spelled_tokens,
 )
 from nemo_opd.progress import tracked, working
@@ -202,8 +202,8 @@ def preflight(config: RunConfig) -> Plan:
     warnings += check_texts(config, statistics)
     if isinstance(data, Corpus):
         warnings += warn_of_spelled_tokens(config, data, student)
-    if isinstance(data, Corpus) and data.packed is not None:
-        warnings += warn_of_short_rows(config, data.packed.limits, statistics)
+    if config.packs_documents:
+        warnings += warn_of_short_teachers(config, teachers, statistics)
     deliveries = plan_deliveries(
         config, placement, (student_layout, teacher_layouts), teachers, device, lengths=statistics.widths
     )
@@ -299,9 +299,7 @@ def _steps(config: RunConfig, data: Corpus | Prompts, statistics: DataStatistics
     """
     if config.train.epochs is not None or not config.packs_documents or isinstance(data, Prompts):
         return data.steps(config)
-    assert data.packed is not None
-    limits = zip(statistics.tokens_per_byte, data.packed.limits, strict=True)
-    rows = data.text_bytes * max(tokens / limit for tokens, limit in limits)
+    rows = data.text_bytes * statistics.tokens_per_byte[0] / config.train.max_length
     return [max(1, round(rows / config.train.global_batch_size))]
 
 

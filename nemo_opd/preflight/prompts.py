@@ -124,7 +124,7 @@ def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[Model
     Raises DataError if prompts cannot be read or do not fit the reward, or if all are too long.
     """
     assert config.rollout is not None
-    is_chat = config.data.messages_key is not None
+    is_chat = config.data.is_chat
     sampled = _sampled_model(config.student, student, "student", config.train.max_length, is_chat=is_chat)
     renderer = sampled.renderer
     train = _prompt_set(config, renderer, config.data.train, "data.train")

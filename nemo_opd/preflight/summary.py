@@ -6,15 +6,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_opd.config.data import Data
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import BACKENDS
+from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.plan import Traffic
 from nemo_opd.logging import RunSummary, TeacherSummary
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.flops import device_name
-from nemo_opd.preflight.memory import memory_report
+from nemo_opd.preflight.memory import memory_report, peak_text
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import Prompts
 from nemo_opd.preflight.survey import DataStatistics
@@ -54,12 +56,17 @@ def run_summary(plan: Plan) -> RunSummary:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print the projections' audits, warnings, the batch grid, the memory estimate and the result of the dry run."""
+    """Print the projections' audits, warnings, the batch grid, the memory estimate and the result of the dry run.
+
+    Raises ConfigError, after all is printed, if the run needs more memory than there is.
+    """
+    warnings = list(plan.warnings)
     for i, teacher in enumerate(plan.teachers):
         if teacher.audit is not None:
             console.print(audit_table(teacher.audit))
             for warning in fit_warnings(teacher.audit, plan.config.term(i).type):
                 console.print(Text(f"warning: {warning}", "yellow"))
+                warnings.append(warning)
     for warning in plan.warnings:
         console.print(Text(f"warning: {warning}", "yellow"))
     console.print(batch_grid(plan))
@@ -67,18 +74,27 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(lines)
     if not plan.config.logging.console.memory_table:
         console.print(Text("  table of parts and phases: logging.console.memory_table=true", "dim"))
-    for line in _dry_run_result(plan):
+    for line in _unread(plan):
         console.print(line)
+    if not plan.memory.fits:
+        raise ConfigError(f"the run does not fit: {peak_text(plan.memory.shortest)}; nothing was written")
+    number = f" with {len(warnings)} warning{'s' * (len(warnings) > 1)}" if warnings else ""
+    console.print(
+        Text.assemble(
+            (f"dry run passed{number}", "bold yellow" if warnings else "bold green"),
+            ": settings, models, data and layout fit; nothing was written",
+        )
+    )
 
 
 def batch_grid(plan: Plan) -> Table:
-    train = plan.config.train
+    train, optimizer, loss = plan.config.train, plan.config.student.optimizer, plan.config.loss
     table = Table("batch", "", title="Batch grid", title_justify="left")
     data, names = plan.data, plan.config.active_names
     noun = "packed rows" if plan.config.packs_documents else "sequences"
     about = "about " if plan.config.packs_documents and train.epochs is None else ""
     rows = {
-        **_data_rows(data),
+        **_data_rows(plan.config.data, data),
         **_question_rows(plan),
         f"{noun} per step": str(train.global_batch_size),
         "device": plan.device,
@@ -92,7 +108,9 @@ def batch_grid(plan: Plan) -> Table:
         "tokens at a time": f"{train.tokens_at_a_time:,} per rank",
         "longest sequence": f"{train.max_length:,} tokens",
         "steps per epoch": f"{about}{plan.steps_per_epoch:,}",
-        "steps": f"{plan.total_steps:,}",
+        "steps": f"{plan.total_steps:,}, {about}{plan.total_steps / plan.steps_per_epoch:.3g} epochs",
+        "learning rate": f"{optimizer.lr:g}, {optimizer.type}, {plan.config.student.scheduler.type}",
+        "loss": f"{loss.type}, KD weight {loss.kd_weight:g}, cross-entropy weight {loss.ce_weight:g}",
         "aggregation": plan.config.aggregation.type,
         "handoff": f"{plan.config.handoff.type} by {plan.transport}",
     }
@@ -134,11 +152,8 @@ def _layout_of(plan: Plan) -> str:
     return f"{student}; teachers {_describe_placement(plan)}: {named}"
 
 
-def _dry_run_result(plan: Plan) -> Iterator[Text]:
-    """Yield the result, and the data that the checks did not read."""
-    yield Text.assemble(
-        ("dry run passed", "bold green"), ": settings, models, data and layout fit; nothing was written"
-    )
+def _unread(plan: Plan) -> Iterator[Text]:
+    """Yield the data that the checks did not read."""
     config = plan.config
     loaded = [teacher.reference for teacher in config.active_teachers if teacher.is_computed]
     models = dict.fromkeys([config.student.model, *loaded])
@@ -181,14 +196,18 @@ def _amount(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"
 
 
-def _data_rows(data: Corpus | Prompts) -> dict[str, str]:
+def _data_rows(settings: Data, data: Corpus | Prompts) -> dict[str, str]:
     def counted(part: Sized | None) -> str:
         return "none" if part is None else f"{len(part):,}"
 
+    columns = ", ".join(f"{name} ({setting})" for setting, name in settings.document_columns)
     if isinstance(data, Corpus):
-        return {"training documents": counted(data.train), "validation documents": counted(data.validation)}
+        return {
+            "training documents": f"{counted(data.train)}, from {columns}",
+            "validation documents": counted(data.validation),
+        }
     return {
-        "prompts": f"{counted(data.train)}, {data.train.num_dropped:,} too long left out",
+        "prompts": f"{counted(data.train)}, from {columns}, {data.train.num_dropped:,} too long left out",
         "validation documents": counted(data.validation),
     }
 

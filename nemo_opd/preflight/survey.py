@@ -120,7 +120,7 @@ def survey(
             None if matrix is None else TargetShares.of(batches, i, matrix, validation_batches, config.term(i).type)
             for i, matrix in enumerate(projections)
         ),
-        tokens_per_byte=_tokens_per_byte(samples, lengths, by_teacher),
+        tokens_per_byte=_tokens_per_byte(samples, len(teachers)),
         widths=tuple(
             _longest_sequence(config, i, teachers[i], teacher_lengths, lengths, ratios[i])
             for i, teacher_lengths in enumerate(by_teacher)
@@ -138,7 +138,8 @@ def _documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sequence[Sample]]:
     for row in tracked(rows, "aligning some of the texts", "texts"):
         document = read_documents(data.train, [row])[0]
         with _naming_row("data.train", row):
-            samples = [data.make_sample(document)] if data.packed is None else data.packed.make(document)[:_WINDOWS]
+            make_windows = data.make_windows
+            samples = [data.make_sample(document)] if make_windows is None else make_windows(document)[:_WINDOWS]
         yield samples
 
 
@@ -161,7 +162,7 @@ def _domain_batches(config: RunConfig, data: Corpus | Prompts) -> dict[str, list
         for row in rows[list(sampled_rows(len(rows), _TEXTS_PER_DOMAIN))].tolist():
             document = read_documents(data.validation, [row])[0]
             with _naming_row("data.validation", row):
-                batches[name].append(_batch_of(data.make_sample(document), config))
+                batches[name].append(_batch_of(data.make_validation_sample(document), config))
     return batches
 
 
@@ -191,11 +192,12 @@ def _added_by_context(reader: object, teacher: ModelInfo, prompt: Prompt) -> int
     return with_context - without
 
 
-def _tokens_per_byte(
-    samples: Sequence[Sample], lengths: Sequence[int], by_teacher: Sequence[Sequence[int]]
-) -> tuple[float, ...]:
-    num_bytes = sum(int(sample.student.num_bytes.sum()) for sample in samples)
-    return tuple(sum(model) / num_bytes if num_bytes else 0.0 for model in (lengths, *by_teacher))
+def _tokens_per_byte(samples: Sequence[Sample], num_teachers: int) -> tuple[float, ...]:
+    """Return the tokens per byte that the student and each teacher read; 0 if they read no byte."""
+    sides = [[sample.student for sample in samples]]
+    sides += [[sample.teachers[i].tokens for sample in samples] for i in range(num_teachers)]
+    sizes = [(sum(map(len, side)), sum(int(tokens.num_bytes.sum()) for tokens in side)) for side in sides]
+    return tuple(tokens / num_bytes if num_bytes else 0.0 for tokens, num_bytes in sizes)
 
 
 def _token_ratio(

@@ -37,6 +37,7 @@ from nemo_opd.logits.rows import SparseLayout, SparseLogits
 from nemo_opd.logits.sources import places_in_row
 from nemo_opd.losses.learned_projection import NOTHING_PAIRED, learnable_pairs, learnable_rows
 from nemo_opd.losses.sparse_projection import TokenPairs
+from nemo_opd.models.folder import template_setting
 from nemo_opd.models.load import compute_dtype, load_tokenizer
 from nemo_opd.models.stored_output import require_head, sparse_layout
 from nemo_opd.preflight.inputs import require_cache
@@ -151,7 +152,7 @@ def _require_other_text(config: RunConfig, i: int, student: ModelInfo, teacher: 
     settings = config.active_teachers[i]
     ours = student.tokenizer.chat_template, config.student.chat_template_kwargs
     theirs = teacher.tokenizer.chat_template, settings.chat_template_kwargs
-    has_other_template = config.data.messages_key is not None and ours != theirs
+    has_other_template = config.data.is_chat and ours != theirs
     if student.pieces.fingerprint == teacher.pieces.fingerprint and not has_other_template:
         raise ModelError(
             f"teachers.{i}.type=cross_tokenizer: {settings.name} has the student's tokenizer, so there is nothing to "
@@ -160,16 +161,13 @@ def _require_other_text(config: RunConfig, i: int, student: ModelInfo, teacher: 
 
 
 def require_templates(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> None:
-    """Raise AlignmentError, with the key, if the data are conversations and a model has no chat template.
-
-    A teacher with the student's tokenizer and no context needs none: it reads the student's tokens.
-    """
+    """Raise AlignmentError, with the key, if a model that renders conversations has no chat template."""
     for key, settings, info in template_readers(config, student, teachers):
         if not info.tokenizer.chat_template:
-            name, source = settings.tokenizer_source
+            value = template_setting(config.student.chat_template or config.student.tokenizer_source[1])
             raise AlignmentError(
-                f"{key}.{name}={source} has no chat template, which conversations (data.messages_key) need; set "
-                f"{key}.chat_template to a file with one, or {key}.tokenizer to the instruct model's tokenizer"
+                f"{key}.{'='.join(settings.tokenizer_source)} has no chat template, which conversations need; write "
+                f"{key}.chat_template={value}, a file, or {key}.tokenizer with the instruct model's tokenizer"
             )
 
 
@@ -177,7 +175,7 @@ def template_readers(
     config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]
 ) -> list[tuple[str, Model, ModelInfo]]:
     """Return section, settings and info of each model that renders conversations with its own chat template."""
-    if config.data.messages_key is None:
+    if not config.data.is_chat:
         return []
     return [("student", config.student, student)] + [
         (f"teachers.{i}", settings, teacher)
@@ -230,7 +228,7 @@ def _resolve_cached(
 ) -> dict[str, Any]:
     """Return a cached teacher's settings with the cache as its model folder and its type resolved."""
     manifest = require_cache(settings.cache, f"teachers.{i}.cache")
-    kwargs = manifest.chat_template_kwargs if config.data.messages_key is not None else {}
+    kwargs = manifest.chat_template_kwargs if config.data.is_chat else {}
     changed = {"model": settings.cache, "dtype": manifest.dtype, "chat_template_kwargs": kwargs}
     as_model = settings.model_copy(update=changed)
     teacher = read_model_info(as_model, f"teachers.{i}", device)
@@ -281,7 +279,7 @@ def _reads_students_ids(
     teacher: ModelInfo,
 ) -> bool:
     """Return whether the teacher's tokens of a text, after its context if it has one, are the student's."""
-    if config.data.messages_key is not None and settings.context is None:
+    if config.data.is_chat and settings.context is None:
         ours = student.tokenizer.chat_template, dict(config.student.chat_template_kwargs)
         if ours != (teacher.tokenizer.chat_template, dict(settings.chat_template_kwargs)):
             return False

@@ -31,8 +31,8 @@ from nemo_opd.rollout.renderer import encode
 
 _CHECKED_CHARACTERS = 100_000
 """Number of leading characters of a text that are searched for special tokens."""
-_SHORT_ROW = 0.75
-"""Warning threshold: share of `train.max_length` that packed rows can fill."""
+_SHORT_TEACHER = 0.75
+"""Warning threshold: share of a full window that a teacher can read."""
 _TOOLS = "the tools that can be called"
 _LEARNED = {
     "tool calls": "learn to end its turn in place of a call",
@@ -199,7 +199,7 @@ def check_texts(config: RunConfig, statistics: DataStatistics) -> list[str]:
     """
     warnings, num_texts = [], statistics.num_texts
     if statistics.num_without_label:
-        label = "token to learn" if config.data.messages_key is None else "assistant turn"
+        label = "token to learn" if not config.data.is_chat else "assistant turn"
         empty = f"{statistics.num_without_label} of {num_texts} checked texts of data.train have no {label}"
         longer = ""
         if not config.packs_documents:
@@ -227,7 +227,7 @@ def check_texts(config: RunConfig, statistics: DataStatistics) -> list[str]:
 
 def warn_of_spelled_tokens(config: RunConfig, data: Corpus, student: ModelInfo) -> Iterator[str]:
     """Yield a warning if texts contain the student's special tokens, like rendered conversations or HTML."""
-    if config.data.messages_key is not None or config.data.special_tokens == "text":
+    if config.data.is_chat or config.data.special_tokens == "text":
         return
     documents = read_documents(data.train, list(sampled_rows(len(data.train))))
     texts = [document.content if isinstance(document, Routed) else document for document in documents]
@@ -244,30 +244,30 @@ def warn_of_spelled_tokens(config: RunConfig, data: Corpus, student: ModelInfo) 
         )
 
 
-def warn_of_short_rows(config: RunConfig, limits: Sequence[int], statistics: DataStatistics) -> Iterator[str]:
-    """Yield a warning if a teacher's limit ends packed rows long before the student's.
-
-    limits: maximum row length in tokens for the student and each active teacher.
-    """
-    rates = statistics.tokens_per_byte
-    for i, (limit, rate) in enumerate(zip(limits[1:], rates[1:], strict=True)):
-        fitting = round(limit * rates[0] / rate) if rate else limits[0]
-        if fitting < _SHORT_ROW * limits[0]:
-            settings = config.active_teachers[i]
-            if isinstance(settings, CrossTokenizerTeacher) and settings.max_length:
-                reason, way_out = f"teachers.{i}.max_length={limit}", f"raise teachers.{i}.max_length"
-            else:
+def warn_of_short_teachers(
+    config: RunConfig, teachers: Sequence[ModelInfo], statistics: DataStatistics
+) -> Iterator[str]:
+    """Yield a warning for each teacher that reads much less of a full window of packed text than the student."""
+    student_rate, *rates = statistics.tokens_per_byte
+    for i, (settings, info, rate) in enumerate(zip(config.active_teachers, teachers, rates, strict=True)):
+        if not isinstance(settings, CrossTokenizerTeacher) or not rate:
+            continue
+        limit, max_length = info.longest_text(settings), config.train.max_length
+        fitting = round(limit * student_rate / rate)
+        if fitting < _SHORT_TEACHER * max_length:
+            reason, way_out = f"teachers.{i}.max_length={limit}", f"raise teachers.{i}.max_length"
+            if not settings.max_length:
                 reason = f"the limit of {limit} positions of teachers.{i}.model"
                 way_out = "use a teacher that reads longer texts"
             yield (
-                f"train.max_length={limits[0]}: {reason} ends packed rows after about {fitting} student tokens, and "
-                f"documents are cut there for all models; set train.max_length={fitting}, or {way_out}"
+                f"train.max_length={max_length}: {reason} ends after about {fitting} student tokens, and the "
+                f"rest of a longer window is learned without this teacher; set train.max_length={fitting}, or {way_out}"
             )
 
 
 def _low_coverage_advice(config: RunConfig, i: int) -> str:
     settings = config.active_teachers[i]
-    context, is_chat = settings.context, config.data.messages_key is not None
+    context, is_chat = settings.context, config.data.is_chat
     if context is not None and context.replaces_question and is_chat:
         return (
             f"teachers.{i}.context.{'template' if context.key is None else 'key'} has it compare only the answer to "

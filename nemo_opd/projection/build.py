@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_BUILDER_VERSION = 4
+_BUILDER_VERSION = 5
 """Increment when the same tokenizers yield another matrix."""
 _NUMERALS_COVERED = 0.9
 """Share of numerals of each length that must be covered for exact pairs to carry arithmetic."""

@@ -31,6 +31,8 @@ _ARRAY_NAMES = (
     "byte_prefix",
     "student_shared_prefix",
     "teacher_shared_prefix",
+    "student_shared_spelling",
+    "teacher_shared_spelling",
     "teacher_byte_order",
     *_PIECE_ARRAYS.keys(),
     *_PIECE_ARRAYS.values(),
@@ -168,6 +170,8 @@ def _expected_forms(metadata: Mapping[str, str]) -> dict[str, _Form]:
         "byte_prefix": ("I32", (num_columns,)),
         "student_shared_prefix": ("I32", (num_rows,)),
         "teacher_shared_prefix": ("I32", (num_columns,)),
+        "student_shared_spelling": ("I32", (num_rows,)),
+        "teacher_shared_spelling": ("I32", (num_columns,)),
         "teacher_byte_order": ("I32", (num_columns, 3)),
     }
     listed = metadata["arrays"].split()

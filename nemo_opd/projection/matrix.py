@@ -52,6 +52,11 @@ class ProjectionMatrix:
     """Ψ_S [V]: longest shared token that begins a student token, as a row of `shared_pairs`, or −1."""
     teacher_shared_prefix: NDArray[np.int32] | None
     """Ψ_T [W]: the same for teacher tokens."""
+    student_shared_spelling: NDArray[np.int32] | None
+    """Ψ_S [V] by spelling: the first shared token among first tokens of spellings, as a row of `shared_pairs`, or −1.
+    """
+    teacher_shared_spelling: NDArray[np.int32] | None
+    """Ψ_T [W] by spelling."""
     teacher_byte_order: NDArray[np.int32] | None
     """[W, 3]: teacher tokens in byte order, and the range of tokens that begin with each, from `byte_order`."""
     teacher_spellings: NDArray[np.int32] | None
@@ -78,6 +83,8 @@ class ProjectionMatrix:
         byte_prefix: ArrayLike | None = None,
         student_shared_prefix: ArrayLike | None = None,
         teacher_shared_prefix: ArrayLike | None = None,
+        student_shared_spelling: ArrayLike | None = None,
+        teacher_shared_spelling: ArrayLike | None = None,
         teacher_byte_order: ArrayLike | None = None,
         teacher_spellings: ArrayLike | None = None,
         teacher_spelling_ends: ArrayLike | None = None,
@@ -96,7 +103,11 @@ class ProjectionMatrix:
         flags = np.zeros(rows, np.bool_) if exact is None else np.asarray(exact)
         _check_rows(checked_indices, checked_weights, size)
         _check_exact(flags, checked_indices)
-        if (student_shared_prefix is None) != (teacher_shared_prefix is None):
+        shared_maps = (
+            (student_shared_prefix, teacher_shared_prefix),
+            (student_shared_spelling, teacher_shared_spelling),
+        )
+        if any((student is None) != (teacher is None) for student, teacher in shared_maps):
             raise ProjectionError("a shared-prefix map is given for one side only; give both or neither")
         num_shared = int(flags.sum())
         values = {
@@ -111,6 +122,12 @@ class ProjectionMatrix:
             "byte_prefix": _prefix_map("byte_prefix", byte_prefix, size, rows),
             "student_shared_prefix": _prefix_map("student_shared_prefix", student_shared_prefix, rows, num_shared),
             "teacher_shared_prefix": _prefix_map("teacher_shared_prefix", teacher_shared_prefix, size, num_shared),
+            "student_shared_spelling": _prefix_map(
+                "student_shared_spelling", student_shared_spelling, rows, num_shared
+            ),
+            "teacher_shared_spelling": _prefix_map(
+                "teacher_shared_spelling", teacher_shared_spelling, size, num_shared
+            ),
             "teacher_byte_order": _byte_order(teacher_byte_order, size),
             **_pieces(
                 "teacher_spellings", teacher_spellings, "teacher_spelling_ends", teacher_spelling_ends, size, rows

@@ -32,6 +32,8 @@ _STRAY_BYTES = re.compile("([\udc80-\udcff]+)")
 _DECAY = 0.1
 """Weight of a piece relative to the previous one: 0.9, 0.09, 0.009, …"""
 
+_SharedMaps = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""A row of `shared_pairs` for each token of student and teacher, −1 for none."""
 _Pieces = list[list[int]]
 """Student tokens of each teacher token; empty for a token without an image."""
 
@@ -247,6 +249,10 @@ def add_shared_prefix(
     A text token maps to the longest shared text token whose bytes begin its bytes: its own pair, if it has one. A token
     that stands for a role maps to the pair with the closest role, otherwise to the rest cell.
 
+    Also set `student_shared_spelling` [V] and `teacher_shared_spelling` [W]. There a text token that is not shared maps
+    where the first token of its spelling by the other tokenizer maps; if it has no spelling, to the longest shared
+    token that begins it.
+
     `roles` default to the matrix's. Raises ProjectionError for tokenizers of another pair.
     """
     return shared_prefix_pass(matrix, pair_of(matrix, student_tokenizer, teacher_tokenizer, roles))
@@ -257,14 +263,39 @@ def shared_prefix_pass(matrix: ProjectionMatrix, pair: TokenizerPair) -> Project
     pair_of_student = {s: place for place, s in enumerate(shared[:, 0].tolist())}
     pair_of_teacher = {t: place for place, t in enumerate(shared[:, 1].tolist())}
     pair_of_bytes = _shared_bytes(pair, shared, pair_of_student)
-    student, teacher = _longest_prefixes(pair.student, pair_of_bytes), _longest_prefixes(pair.teacher, pair_of_bytes)
-    student[shared[:, 0]] = teacher[shared[:, 1]] = np.arange(len(shared))
-    for s, t in pair.special.best.items():
-        student[s] = pair_of_student.get(s, pair_of_teacher.get(t, -1))
-    for t, s in pair.nearest_student.items():
-        teacher[t] = pair_of_teacher.get(t, pair_of_student.get(s, -1))
-    options = matrix.options.after("shared_prefix", roles=pair.roles)
-    return replace(matrix, student_shared_prefix=student, teacher_shared_prefix=teacher, options=options)
+    prefixes = _longest_prefixes(pair.student, pair_of_bytes), _longest_prefixes(pair.teacher, pair_of_bytes)
+    spellings = _shared_spellings(pair, prefixes, pair_of_bytes)
+    for student, teacher in (prefixes, spellings):
+        student[shared[:, 0]] = teacher[shared[:, 1]] = np.arange(len(shared))
+        for s, t in pair.special.best.items():
+            student[s] = pair_of_student.get(s, pair_of_teacher.get(t, -1))
+        for t, s in pair.nearest_student.items():
+            teacher[t] = pair_of_teacher.get(t, pair_of_student.get(s, -1))
+    return replace(
+        matrix,
+        student_shared_prefix=prefixes[0],
+        teacher_shared_prefix=prefixes[1],
+        student_shared_spelling=spellings[0],
+        teacher_shared_spelling=spellings[1],
+        options=matrix.options.after("shared_prefix", roles=pair.roles),
+    )
+
+
+def _shared_spellings(pair: TokenizerPair, prefixes: _SharedMaps, pair_of_bytes: Mapping[bytes, int]) -> _SharedMaps:
+    """Map text tokens of both sides by the first pieces of their spellings. prefixes: the maps by longest prefix."""
+    sides = pair.student, pair.teacher
+    maps = prefixes[0].copy(), prefixes[1].copy()
+    unshared: list[tuple[int, int, int, int]] = []
+    for k, side in enumerate(sides):
+        tokens = [t for t in np.flatnonzero(side.is_text).tolist() if side.contents[t] not in pair_of_bytes]
+        spelled = spell_with(sides[1 - k], _select(side.contents, np.array(tokens, np.int64)))
+        is_first = spelled.place == 0
+        first_pieces = zip(spelled.content[is_first].tolist(), spelled.ids[is_first].tolist(), strict=True)
+        unshared += [(len(side.contents[tokens[n]]), k, tokens[n], piece) for n, piece in first_pieces]
+    # A first piece is shorter than its token, as tokens with the same bytes are shared, so it is mapped before it.
+    for _, k, token, piece in sorted(unshared):
+        maps[k][token] = maps[1 - k][piece]
+    return maps
 
 
 def _shared_bytes(

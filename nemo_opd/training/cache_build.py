@@ -289,15 +289,15 @@ class _MissingSegments:
 
     def _samples(self) -> Iterator[Sample]:
         corpus, workers = self._corpus, self._config.data.num_workers
-        if corpus.packed is None:
+        if corpus.make_windows is None:
             yield from tracked(
                 made_of_all(corpus.train, corpus.make_sample, workers), "asking", "texts", len(corpus.train)
             )
         else:
-            windows = made_of_all(corpus.train, corpus.packed.make, workers)
+            windows = made_of_all(corpus.train, corpus.make_windows, workers)
             yield from chain.from_iterable(tracked(windows, "asking", "texts", len(corpus.train)))
         if corpus.validation is not None:
-            texts = made_of_all(corpus.validation, corpus.make_sample, workers)
+            texts = made_of_all(corpus.validation, corpus.make_validation_sample, workers)
             yield from tracked(texts, "asking about validation", "texts", len(corpus.validation))
 
 

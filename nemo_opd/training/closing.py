@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.evaluation.estimates import paired_difference
+from nemo_opd.evaluation.verdict import Arm, Setup, judge, teacher_sentence
 from nemo_opd.logging import ClosingRow, ClosingTable
-from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, Score, ScoreRow, difference, is_share
+from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, Score, ScoreRow, Verdict, difference, is_share
 from nemo_opd.logging.comparison import SweptRun
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE, PREFIX, SHARED_BITS_PER_BYTE, score_keys
-from nemo_opd.logging.questions import QuestionValues, ValueLog
-from nemo_opd.logging.records import NOTHING, TextTable, number_of_set, read_config
+from nemo_opd.logging.provenance import read_provenance
+from nemo_opd.logging.questions import VALIDATION_LOG, QuestionValues, TextLog, ValueLog
+from nemo_opd.logging.records import NOTHING, TextTable, number_of_set, read_config, value_at
 
+BASELINE = "baseline"
+"""Folder in a run's directory with the same run without teachers."""
 _Record = Mapping[str, float]
 
 
@@ -44,12 +49,48 @@ def closing_table(
         for teacher in config.active_teachers
         if (shared := start.get(f"{SHARED_BITS_PER_BYTE}/{teacher.name}")) is not None
     ]
-    return ClosingTable(
+    closing = ClosingTable(
         before=student(STUDENT_BEFORE, start),
         after=student(STUDENT_AFTER, end, f"{steps} steps"),
         teachers=tuple(teachers),
         scores=_scores_at(config, folder, None if is_end else steps),
     )
+    return replace(closing, verdict=_verdict(config, folder, closing, steps))
+
+
+def _verdict(config: RunConfig, folder: Path, closing: ClosingTable, steps: int) -> Verdict:
+    records = [record for record in read(folder / "metrics.jsonl") if record["step"] <= steps]
+    provenance, baseline = read_provenance(folder), baseline_folder(config, folder)
+    models = () if provenance is None else provenance.models
+    setup = Setup(
+        config.active_names,
+        {model.name: model.parameters for model in models if model.parameters is not None},
+        None if provenance is None else provenance.num_texts,
+    )
+    arm = _arm(folder, "this run", steps)
+    return judge(closing, records, setup, arm, None if baseline is None else _arm(baseline, str(baseline)))
+
+
+def baseline_folder(config: RunConfig, folder: Path) -> Path | None:
+    """Return the directory of the run without teachers; None if there is none. folder: this run's."""
+    baseline = config.run.baseline
+    return baseline if isinstance(baseline, Path) else folder / BASELINE if baseline else None
+
+
+def _arm(folder: Path, name: str, steps: int | None = None) -> Arm:
+    """Return a run's validation per text. steps: step of the last one; by default the last that was written."""
+    by_step = {line.step: line for line in TextLog(folder / VALIDATION_LOG).read()}
+    return Arm(name, by_step.get(0), by_step.get(max(by_step, default=0) if steps is None else steps))
+
+
+def comparison_sentences(runs: Sequence[SweptRun]) -> list[str]:
+    """Say for each run with teachers whether they helped, compared with the first run without any."""
+    has_teachers = {run.name: bool(value_at(read_config(run.folder), "loss.kd_weight")) for run in runs}
+    baseline = next((_arm(run.folder, run.name) for run in runs if not has_teachers[run.name]), None)
+    arms = [_arm(run.folder, run.name) for run in runs if has_teachers[run.name]]
+    if baseline is None:
+        return ["Whether teachers helped cannot be told: none of these runs is without teachers."] if arms else []
+    return [f"{arm.name}: {teacher_sentence(arm, baseline)}" for arm in arms]
 
 
 def closing_at(config: RunConfig, folder: Path, start: _Record, step: int) -> ClosingTable:

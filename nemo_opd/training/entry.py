@@ -11,7 +11,8 @@ from nemo_opd.config.load import compose, from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.loggers import read
-from nemo_opd.preflight.inputs import check_inputs, resolve_columns
+from nemo_opd.paths import keep_compiled_code_private
+from nemo_opd.preflight.inputs import check_inputs, with_documents_columns
 from nemo_opd.progress import quiet_libraries
 
 Settings = RunConfig | Mapping[str, Any] | str | Path
@@ -26,7 +27,7 @@ class Finished:
 
     @property
     def model(self) -> Path | None:
-        """Folder of the trained student in Hugging Face format, or None if the run ended early."""
+        """Folder of the trained student in Hugging Face format, as last exported; None if it never was."""
         folder = self.output_dir / "final"
         return folder if folder.is_dir() else None
 
@@ -64,11 +65,12 @@ def distil_on_policy(config: Settings, overrides: Sequence[str] = (), *, callbac
 
 def _validated(config: Settings, overrides: Sequence[str]) -> RunConfig:
     quiet_libraries()
+    keep_compiled_code_private()
     if isinstance(config, str | Path):
-        return resolve_columns(compose(config, overrides))
+        return compose(config, overrides, with_documents_columns)
     if overrides:
         raise ConfigError(f"overrides={list(overrides)}: only a file or a recipe takes overrides; change the settings")
-    return resolve_columns(config if isinstance(config, RunConfig) else from_dict(config))
+    return config if isinstance(config, RunConfig) else from_dict(with_documents_columns(config))
 
 
 def _finished(output_dir: Path | None) -> Finished:

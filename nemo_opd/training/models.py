@@ -30,7 +30,7 @@ from nemo_opd.cluster.batch_grid import BatchGrid, dp_leader_ranks, reduced
 from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.evaluation.likelihoods import Scored
-from nemo_opd.evaluation.validation import joined_losses, shared_bits_per_byte, teachers_bits_per_byte
+from nemo_opd.evaluation.validation import joined_losses, per_text, shared_bits_per_byte, teachers_bits_per_byte
 from nemo_opd.files import replacing
 from nemo_opd.handoff.outputs import Window, windows
 from nemo_opd.handoff.shared_memory import FileDescriptor
@@ -212,7 +212,7 @@ class Models:
         losses = joined_losses([by_rank[rank][1] for rank in dp_leader_ranks(self._grid.student)])
         losses = self._grid.unpad(losses, scored.batch)
         metrics = self._reduced([metrics for metrics, _ in by_rank], scored)
-        metrics |= shared_bits_per_byte(scored.batch, losses.nats)
+        metrics |= per_text(scored.batch, losses.nats) | shared_bits_per_byte(scored.batch, losses.nats)
         if self._token_groups is None:
             return metrics
         return metrics | self._token_groups.of_student(scored.batch, losses)

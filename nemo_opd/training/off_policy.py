@@ -4,16 +4,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_opd.checkpoint.identity import identity
 from nemo_opd.cluster.launch import driving
+from nemo_opd.config.load import from_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers
+from nemo_opd.errors import ConfigError
 from nemo_opd.logging import Timer
-from nemo_opd.logging.activity import busy
+from nemo_opd.logging.activity import busy, print_line
+from nemo_opd.logging.questions import VALIDATION_LOG, TextLog
 from nemo_opd.logging.terminal import VisibleConsole
 from nemo_opd.preflight.inputs import require_kind
-from nemo_opd.preflight.plan import preflight
+from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.preflight.summary import print_plan
 from nemo_opd.training.cache_build import fill_caches
+from nemo_opd.training.closing import BASELINE
 from nemo_opd.training.session import Session
 from nemo_opd.training.step_metrics import objective_values, step_times, useful_positions
 from nemo_opd.workers.step import POSITIONS
@@ -36,10 +41,55 @@ def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
     if config.run.dry_run:
         print_plan(plan, VisibleConsole())
         return plan.output_dir
+    if config.run.baseline is True and not _trained_baseline(plan):
+        return plan.output_dir
     fill_caches(plan)
     with lost_workers(), Session(plan, callbacks) as session:
         train(session)
     return plan.output_dir
+
+
+def _trained_baseline(plan: Plan) -> bool:
+    """Train the same steps without teachers, unless that is done; return False if it was interrupted."""
+    config, folder = plan.config, plan.output_dir / BASELINE
+    baseline, log = _without_teachers(plan, folder), TextLog(folder / VALIDATION_LOG)
+    if config.run.resume == "auto" and log.at(plan.total_steps) is not None:
+        if identity(from_yaml(folder / "config.yaml")) != identity(baseline):
+            raise ConfigError(
+                f"run.baseline=true: the baseline in {folder} was trained with other settings; restore them, or choose "
+                "another run.output_dir"
+            )
+        return True
+    print_line(f"baseline  the same {plan.total_steps:,} steps without teachers first, in {folder}")
+    drive(baseline)
+    if log.at(plan.total_steps) is not None:
+        return True
+    print_line(f"continue both runs with run.output_dir={plan.output_dir} run.resume=auto")
+    return False
+
+
+def _without_teachers(plan: Plan, folder: Path) -> RunConfig:
+    """Return the settings of the same run by cross-entropy alone, in another folder."""
+    config = plan.config
+    loss = {"kd_weight": 0.0, "ce_weight": config.loss.ce_weight or 1.0, "scaling": "fixed"}
+    train = {"max_steps": plan.total_steps, "epochs": None, "early_stopping": None, "keep_best": None}
+    run = {
+        "name": f"{config.run.name}-baseline",
+        "output_dir": folder,
+        "baseline": False,
+        "push_to_hub": None,
+        "callbacks": (),
+        "export_worse": True,
+    }
+    return config.model_copy(
+        update={
+            "loss": config.loss.model_copy(update=loss),
+            "train": config.train.model_copy(update=train),
+            "run": config.run.model_copy(update=run),
+            "evaluation": None,
+            "logging": config.logging.model_copy(update={"gradients_every": None}),
+        }
+    )
 
 
 def train(session: Session) -> None:

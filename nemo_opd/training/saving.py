@@ -1,5 +1,6 @@
 """Writing of a run's checkpoints, synchronously or in the background, and export of its models with their cards."""
 
+import math
 import platform
 import shlex
 import sys
@@ -7,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Self
@@ -17,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_opd.alignment.pieces import pieces_of
 from nemo_opd.checkpoint.manager import STUDENT, CheckpointManager, Progress
 from nemo_opd.checkpoint.shards import require_whole
+from nemo_opd.config.run_fields import PushToHub
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
 from nemo_opd.errors import HubError
@@ -24,11 +27,15 @@ from nemo_opd.files import copy_whole, size_below
 from nemo_opd.logging import ClosingTable, RunSummary
 from nemo_opd.logging.activity import print_line
 from nemo_opd.logging.base import Best, TeacherSummary
-from nemo_opd.logging.card import Exported, ModelOrigin, Provenance, write_card
+from nemo_opd.logging.card import Exported, write_card
+from nemo_opd.logging.provenance import ModelOrigin, Provenance
 from nemo_opd.logging.records import MovedRow, write_projections
+from nemo_opd.models.adapter_folder import hub_commit
 from nemo_opd.models.folder import OwnCard, push, read_own_card
 from nemo_opd.models.load import tokenizer_of
 from nemo_opd.paths import package_version
+from nemo_opd.preflight.corpus import Corpus
+from nemo_opd.preflight.model_info import ModelSize
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.progress import working
 from nemo_opd.projection import ProjectionMatrix
@@ -169,23 +176,26 @@ def _moved_rows(
             yield MovedRow(shown_token(student_tokenizer, student, i), float(moved[i]), entries_before, entries_after)
 
 
-def export_best(plan: Plan, best: BestSteps, checkpoints: CheckpointManager) -> Best | None:
-    """Copy the student of the best existing checkpoint to best/ and return its step, or None without one."""
+def export_best(
+    plan: Plan, best: BestSteps, checkpoints: CheckpointManager, start: Mapping[str, float] | None = None
+) -> Best | None:
+    """Copy the student of the best existing checkpoint to best/ and return its step, or None without one.
+
+    start: the student's figures before training, which a value of the same metric must be better than.
+    """
     settings, saved_steps = plan.config.train.keep_best, set(checkpoints.steps())
     if settings is None:
         return None
     for step, value in best.ranked:
-        if step in saved_steps:
+        is_worse = start is not None and settings.is_better(start.get(settings.metric, math.nan), value)
+        if step in saved_steps and not is_worse:
             copy_whole(checkpoints.path(step) / STUDENT, plan.output_dir / "best")
             return Best(settings.metric, step, value)
     return None
 
 
-def push_export(plan: Plan) -> None:
-    """Push the model that `run.push_to_hub` names, if set. Raises HubError on failure."""
-    settings = plan.config.run.push_to_hub
-    if settings is None:
-        return
+def push_export(plan: Plan, settings: PushToHub) -> None:
+    """Push the model that `settings` names. Raises HubError on failure."""
     folder = plan.output_dir / settings.model
     if not folder.is_dir():
         raise HubError(f"run.push_to_hub.model={settings.model}: the run has no {folder}, so nothing was pushed")
@@ -205,13 +215,14 @@ def write_cards(plan: Plan, closing: ClosingTable, start: Mapping[str, float], s
 
 def _exported_folders(plan: Plan, closing: ClosingTable, start: Mapping[str, float], step: int) -> Iterator[Exported]:
     config, folder, best = plan.config, plan.output_dir, closing.best
-    yield Exported(folder / "final", f"The student after {step:,} steps", step, closing)
+    if closing.is_exported:
+        yield Exported(folder / "final", f"The student after {step:,} steps", step, closing)
     if best is not None:
         description = f"The student after {best.step:,} of {step:,} steps, at its best {best.metric}: {best.value:.4g}"
         at_best = closing_at(config, folder, start, best.step)
         yield Exported(folder / "best", description, best.step, at_best, " (best)")
     for teacher in config.active_teachers:
-        if teacher.weights == "ema":
+        if teacher.weights == "ema" and closing.is_exported:
             description = f"An average of the student's weights over {step:,} steps with decay {teacher.ema_decay:g}"
             yield Exported(folder / f"final_{teacher.name}", description, step, suffix=f" ({teacher.name})")
 
@@ -231,14 +242,19 @@ def provenance(plan: Plan, summary: RunSummary) -> Provenance:
             _public_name(student.tokenizer_source[1]),
             plan.student_vocab_size,
             read_own_card(student.model),
+            commit=hub_commit(student.model),
+            parameters=plan.utilization.student.parameters,
         ),
         teachers=tuple(
-            _teacher_origin(settings, teacher_summary, teacher.vocab_size)
-            for settings, teacher_summary, teacher in zip(
-                plan.config.active_teachers, summary.teachers, plan.teachers, strict=True
+            _teacher_origin(settings, teacher_summary, teacher.vocab_size, size)
+            for settings, teacher_summary, teacher, size in zip(
+                plan.config.active_teachers, summary.teachers, plan.teachers, plan.utilization.teachers, strict=True
             )
         ),
         validation_texts=plan.data.validation_hash,
+        total_steps=summary.total_steps,
+        started=datetime.now().strftime("%Y-%m-%d %H:%M"),
+        num_texts=len(plan.data.train) if isinstance(plan.data, Corpus) else None,
     )
 
 
@@ -250,7 +266,7 @@ def _command() -> str:
     return shlex.join([Path(program).name, *arguments])
 
 
-def _teacher_origin(settings: Teacher, summary: TeacherSummary, vocab_size: int) -> ModelOrigin:
+def _teacher_origin(settings: Teacher, summary: TeacherSummary, vocab_size: int, size: ModelSize | None) -> ModelOrigin:
     model = summary.model if settings.cache is None else read_manifest(settings.cache).teacher
     return ModelOrigin(
         name=summary.name,
@@ -261,7 +277,9 @@ def _teacher_origin(settings: Teacher, summary: TeacherSummary, vocab_size: int)
         card=OwnCard() if settings.served is not None else read_own_card(model),
         weight=summary.weight,
         loss=summary.loss,
+        commit=None if settings.served is not None else hub_commit(model),
         audit=(*summary.coverage, *summary.warnings),
+        parameters=None if size is None else size.parameters,
     )
 
 

@@ -12,13 +12,14 @@ from nemo_opd.checkpoint.run_directory import RunLock, checkpoints_of
 from nemo_opd.cluster.launch import open_cluster
 from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import ConfigError
-from nemo_opd.evaluation.validation import validate, validate_teachers
+from nemo_opd.evaluation.validation import PER_TEXT, validate, validate_teachers
 from nemo_opd.files import write_atomically
 from nemo_opd.logging import Loggers, build, write_report
 from nemo_opd.logging.activity import print_line
-from nemo_opd.logging.card import write_provenance
 from nemo_opd.logging.metrics import BITS_PER_BYTE, SHARED_BITS_PER_BYTE
 from nemo_opd.logging.metrics import values as values_of
+from nemo_opd.logging.provenance import write_provenance
+from nemo_opd.logging.questions import VALIDATION_LOG, TextBits, TextLog
 from nemo_opd.logging.records import write_hardware
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.plan import Plan
@@ -33,7 +34,7 @@ from nemo_opd.training.interrupt import Interrupt, TimeLimit
 from nemo_opd.training.models import Models
 from nemo_opd.training.saving import Saving, export_best, export_models, provenance, push_export, write_cards
 from nemo_opd.training.step_metrics import KDScale, SkippedSteps, first_kd_warnings, objective_values
-from nemo_opd.types import Batch, Mean, Metrics
+from nemo_opd.types import Batch, Mean, Metrics, PerText
 from nemo_opd.users_code import Callbacks
 
 _VALIDATION, _EVALUATION = "validation", "evaluation"
@@ -78,6 +79,8 @@ class Session:
             self.checkpoints.remove_incomplete()
             for step in plan.damaged_steps:
                 self.checkpoints.set_aside(step)
+            self.texts = TextLog(plan.output_dir / VALIDATION_LOG)
+            self.texts.truncate_after(0 if progress is None else progress.step)
             self.loggers: Loggers = stack.enter_context(build(config.logging, plan.output_dir))
             self.source: BatchSource = self.open_source()
             stack.enter_context(self.source)
@@ -278,6 +281,9 @@ class Session:
         """Validate the student with its current weights and return `val/*`."""
         with self.time_limit.evaluating(_VALIDATION):
             metrics = validate(self.models, self._validation_batches("validating the student"))
+        texts = metrics.pop(PER_TEXT, None)
+        if isinstance(texts, PerText) and all(map(math.isfinite, texts.bits)):
+            self.texts.add(TextBits(self.step, texts.bits, texts.num_bytes))
         named = objective_values(self.config, metrics, self.kd_scale.value, "val")
         self.validated, self._validated_at = named, self.step
         self._warn_of_not_finite(named)
@@ -356,19 +362,31 @@ class Session:
                 f"{self.step - self.skipped.in_a_row}; it may have diverged"
             )
         self.loggers.phase("writing the model and the report")
-        export_models(self.plan, self.models)
-        best = export_best(self.plan, self.best, self.checkpoints)
-        if best is None and (settings := self.config.train.keep_best) is not None:
-            self.loggers.warn(
-                f"no best/ was exported: no kept checkpoint has a value of {settings.metric} (train.keep_best)"
-            )
         folder = self.plan.output_dir
         closing = closing_table(self.config, folder, self.start, self.validated, self.step)
-        closing = replace(closing, best=best)
+        # On-policy the student may well leave the data's texts behind while its rewards rise.
+        is_exported = self.config.run.export_worse or self.config.rollout is not None or not closing.verdict.is_worse
+        if is_exported:
+            export_models(self.plan, self.models)
+        else:
+            self.loggers.warn(
+                "the student is worse than before training, so it was not exported or pushed; to do that, continue the "
+                f"run with run.output_dir={folder} run.resume=auto run.export_worse=true"
+                + (f"; {folder / 'final'} is the student of an earlier end" if (folder / "final").exists() else "")
+            )
+        best = export_best(self.plan, self.best, self.checkpoints, None if is_exported else self.start)
+        if best is None and (settings := self.config.train.keep_best) is not None:
+            self.loggers.warn(
+                f"no best/ was exported: no kept checkpoint is better than the start in {settings.metric} "
+                "(train.keep_best)"
+            )
+        closing = replace(closing, best=best, is_exported=is_exported)
         write_cards(self.plan, closing, self.start, self.step)
         write_report(folder, closing)
         self.loggers.summary(closing)
-        push_export(self.plan)
+        push = self.config.run.push_to_hub
+        if push is not None and (is_exported or (push.model == "best" and best is not None)):
+            push_export(self.plan, push)
 
 
 def _is_due(step: int, every: int | None) -> bool:

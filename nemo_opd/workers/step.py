@@ -3,8 +3,9 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,7 +151,7 @@ def with_numbers(metrics: dict[str, Metric]) -> dict[str, Metric]:
     tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     if tensors:
         values |= zip(tensors, torch.stack([value.double() for value in tensors.values()]).tolist(), strict=True)
-    return {
-        name: type(metric)(**{field.name: float(values[name, field.name]) for field in fields(metric)})
-        for name, metric in metrics.items()
-    }
+    numbers: dict[str, dict[str, Any]] = {name: {} for name in metrics}
+    for (name, field_name), value in values.items():
+        numbers[name][field_name] = float(value)
+    return {name: replace(metric, **numbers[name]) for name, metric in metrics.items()}

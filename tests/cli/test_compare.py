@@ -9,8 +9,8 @@ import yaml
 
 from nemo_opd.cli.main import main
 from nemo_opd.evaluation.estimates import paired_difference
-from nemo_opd.logging.card import ModelOrigin, Provenance, write_provenance
 from nemo_opd.logging.comparison import read_runs, setting_tables, unlike
+from nemo_opd.logging.provenance import ModelOrigin, Provenance, write_provenance
 from nemo_opd.models.folder import OwnCard
 from nemo_opd.training.closing import answer_tables
 

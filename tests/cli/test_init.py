@@ -47,7 +47,7 @@ def test_the_printed_command_can_be_pasted(tmp_path: Path, capsys: pytest.Captur
     folder = tmp_path / "my models"
     assert exit_status("init", folder) == 0
     command = shlex.split(capsys.readouterr().out.partition("see what would run: ")[2])
-    assert command == ["nemo-opd", "distil", "--config", str(folder / "distil.yaml"), "run.dry_run=true"]
+    assert command == ["nemo-opd", "distil", str(folder / "distil.yaml"), "run.dry_run=true"]
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

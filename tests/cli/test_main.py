@@ -3,12 +3,15 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from nemo_opd.cli import settings_verbs
 from nemo_opd.cli.completion import complete_recipe, complete_setting
-from nemo_opd.cli.main import VERBS, Group
+from nemo_opd.cli.main import VERBS, Group, main
 from nemo_opd.config.run import RunConfig
 from tests.composition import CONFIGS
 from tests.exit_status import exit_status
@@ -125,7 +128,42 @@ def test_a_section_of_the_settings(capsys: pytest.CaptureFixture[str], monkeypat
     for section, way_out in {"trian": "did you mean train?", "xyz": "choose one of run, train,"}.items():
         assert exit_status("distil", "--help", section) == 1
         error = capsys.readouterr().err
-        assert error.startswith(f"error: --help {section}: there is no such section; {way_out}")
+        assert error.startswith(f"error: --help {section}: there is no such section or key")
+        assert way_out in error
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("teachers.0.context", "teachers.0.context.contrast  (bool"),
+        ("train.max_steps", "train.max_steps  (int | null; default null)"),
+        ("teachers.0.weight", "teachers.0.weight  (float; default 1.0)"),
+        ("loss.temperature", "loss of type=uld: temperature  (float; default 1.0)"),
+        ("gradients", "logging.gradients_every"),
+        ("num_generations", "num_generations of TRL or transformers is rollout.n here"),
+    ],
+)
+def test_help_answers_for_a_key_or_a_word(word: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: `there is no such section`, for a key, an element of a list, a word in a meaning, another trainer's word."""
+    assert exit_status("help", "distil", word) == 0
+    assert line in capsys.readouterr().out
+
+
+def test_a_run_without_a_file_says_that_it_is_the_demo(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: tiny models are trained, for minutes, in place of those in the file that was forgotten."""
+    tasks: list[object] = []
+    monkeypatch.setattr(settings_verbs, "DISTIL", replace(settings_verbs.DISTIL, task=tasks.append))
+    for words, is_demo in (((), True), (("off_policy_demo",), False), (("--cfg", "job"), False)):
+        assert exit_status("distil", *words) == 0
+        assert ("starts from the demo off_policy_demo" in capsys.readouterr().err) == is_demo
+    assert len(tasks) == 2
+
+
+def test_the_package_is_a_command() -> None:
+    """Bug: `nemo_opd is a package and cannot be directly executed`."""
+    assert import_module("nemo_opd.__main__").main is main
 
 
 def test_generate_prints_samples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,16 +5,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock, patch
 
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.cluster import Cluster
-from nemo_opd.distributed.process_group import serve_store
-from nemo_opd.errors import WorkerError
+from nemo_opd.distributed.process_group import join, serve_store
+from nemo_opd.distributed.signed_objects import share_key
+from nemo_opd.errors import ClusterError, WorkerError
 from tests import processes
 from tests.cluster.toy import Toy
 from tests.waiting import wait_until
@@ -136,3 +139,48 @@ def test_rank_zero_alone_answers_a_signal(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
     assert ranks.end() == [0, 0], ranks.output(0, "error")
     assert ranks.output(0, "out") == ["ended after a whole call"]
+
+
+class Planted:
+    """An object that makes a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.file,)
+
+
+def _stranger(port: int, folder: Path) -> None:
+    """Join as rank 1 without the key, which another user cannot read, and answer a call."""
+    as_torchrun_starts(1, 2, port)
+    store = next(iter(dist.rendezvous("env://")))[0]
+    dist.PrefixStore("opd/key", store).set("read_by_1", "")
+    join(dist.PrefixStore("opd/0", store), 1, 2, "cpu", 60)
+    group = dist.new_group(backend="gloo")
+    with patch.object(distributed_c10d, "_unpickler", MagicMock()):
+        dist.scatter_object_list([None], None, group=group)
+    dist.gather_object(Planted(folder / "planted"), None, group=group)
+
+
+def test_nothing_of_a_stranger_is_unpickled(tmp_path: Path) -> None:
+    """Bug: another user connects to torchrun's store as a rank, and rank 0 runs what its pickle says."""
+    store = serve_store("127.0.0.1", 60)
+    ours = processes.make(_rank, 0, store.port, "sums", tmp_path)
+    stranger = processes.make(_stranger, store.port, tmp_path)
+    ours.start()
+    stranger.start()
+    ours.join(60)
+    stranger.kill()
+    assert not (tmp_path / "planted").exists()
+    assert "a rank received an object without the signature of this run" in (tmp_path / "error_0").read_text()
+    assert ours.exitcode == 1
+
+
+def test_the_folder_of_the_key_is_ours(tmp_path: Path) -> None:
+    """Bug: another user names a folder of their own, and so chooses the key."""
+    store = dist.HashStore()
+    tmp_path.chmod(0o755)
+    store.set("folder", str(tmp_path))
+    with pytest.raises(ClusterError, match="others may have written it"):
+        share_key(store, 1, 2)

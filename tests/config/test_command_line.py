@@ -68,7 +68,7 @@ def test_globs_and_quoted_paths_arrive_unchanged() -> None:
         assert configured(f'data.train.arrow_files="{path}"').data.train.arrow_files == (path,)
 
 
-@pytest.mark.parametrize("form", [("--config", "FILE"), ("--config=FILE",)], ids=["two words", "one word"])
+@pytest.mark.parametrize("form", [("--config", "FILE"), ("--config=FILE",), ("-c", "FILE"), ("FILE",)], ids=" ".join)
 def test_a_config_file_anywhere_finds_the_groups(form: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "mine.yaml").write_text(
         "defaults: [{student: demo}, {teachers: demo_multi}, {data: demo}, _self_]\ntrain: {max_steps: 3}\n"
@@ -115,9 +115,9 @@ def test_a_config_file_that_is_not_there(arguments: list[str]) -> None:
 
 def test_options_of_hydra_are_not_taken_for_overrides() -> None:
     typed = ["--cfg", "job", "train.max_steps=1", "-m", "teachers=demo_single", "~run.name"]
-    arguments = read_command_line(typed, CONFIGS, DEMO).for_hydra
+    arguments = read_command_line(typed, CONFIGS, DEMO, RunConfig).for_hydra
 
-    assert arguments[:3] == ["--cfg", "job", "-m"]
+    assert arguments[4:7] == ["--cfg", "job", "--multirun"]
     assert arguments[-3:] == ["++train.max_steps=1", "teachers=demo_single", "~run.name"]
 
 
@@ -131,7 +131,7 @@ def test_cfg_job_prints_the_config_and_runs_nothing(capsys) -> None:
 def test_help_names_the_groups_and_runs_nothing(capsys) -> None:
     assert compose_all("--help") == []
     printed = capsys.readouterr().out
-    assert printed.startswith("distil [--config FILE]")  # the program's name, not that of a module of ours
+    assert printed.startswith("distil [FILE]")  # the program's name, not that of a module of ours
     assert max(map(len, printed.splitlines())) <= 80
     for told in ("docs/settings.md", "max_steps", "p_kl", "--cfg job"):
         assert told in printed
@@ -153,7 +153,7 @@ def test_a_group_counts_before_what_is_said_of_its_elements() -> None:
 
 
 def test_a_full_disk_under_stdout_is_not_a_fault_of_the_config() -> None:
-    command = read_command_line([], CONFIGS, "off_policy_demo")
+    command = read_command_line([], CONFIGS, "off_policy_demo", RunConfig)
     reason = r"^stdout cannot be written \(No space left on device\)"
     with pytest.raises(ConfigError, match=reason), composition_errors(command):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -286,11 +286,29 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
     [
         (
             ["loss=nope"],
-            r"^loss=nope: there is no such file in the group; choose one of alm, bpm, byte_prefix, function, gold",
+            r"^loss=nope: there is no such file in the group; choose one of alm, bpm, byte_prefix, dpca, function",
         ),
         (["teachers=phi"], r"^teachers=phi: .* choose one of .*demo_multi, .*phi4mini_llama3b"),
         (["run.output_dir=/runs/a(b"], r"^run\.output_dir=/runs/a\(b: cannot be read .* quote a value"),
-        (["train"], r"^train: cannot be read as key=value"),
+        (["train"], r"^train: cannot be read as key=value, and is neither a YAML file nor a recipe"),
+        (["a.yaml"], r"^--config=a\.yaml: there is no such file"),
+        (["off_policy_demo", "b.yaml"], r"^b\.yaml: the settings come from off_policy_demo already; name one file$"),
+        (
+            ["--dry-run"],
+            r"^--dry-run: there is no such option; settings are written without dashes: run\.dry_run=true$",
+        ),
+        (["--lr", "1e-5"], r"^--lr: there .* without dashes: student\.optimizer\.lr=1e-5$"),
+        (["--train.max_steps", "5"], r"^--train\.max_steps: there .* without dashes: train\.max_steps=5$"),
+        (["--train.max_steps=5"], r"^--train\.max_steps: there .* without dashes: train\.max_steps=5$"),
+        (
+            ["--learning-rate=1"],
+            r"^--learning-rate: there .*; learning_rate of TRL .* is student\.optimizer\.lr here; ",
+        ),
+        (["--nothing-like-it"], r"^--nothing-like-it: there is no such option; distil --help shows the options, and "),
+        (["--cfg", "x"], r"^argument --cfg: .* distil --help shows the options$"),
+        (["lr=1"], r"^lr=1: there is no such key; did you mean student\.optimizer\.lr\?$"),
+        (["num_train_epochs=3"], r"^num_train_epochs=3: there .*; num_train_epochs of TRL .* is train\.epochs here$"),
+        (["policy.max_grad_norm=1"], r"^policy=.*; max_grad_norm of TRL .* is train\.gradient_clip here$"),
         (["~train.nope"], r"^~train\.nope: .*'train\.nope' does not exist"),
         (
             ["teachers.7.weight=1"],
@@ -313,7 +331,7 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
             r"^train\.max_steps=1,2: several values; write key=\[a,b\] for a list, or add --multirun",
         ),
         (["=5"], r"^=5: the key is empty; write key=value$"),
-        (["--config-name=zzz"], r"^Cannot find primary config 'zzz'.*; the files are in "),
+        (["--config-name=zzz"], r"^--config=zzz: there is no such file; "),
         (["loss=null"], r"^loss=null: a group of keys, not one value"),
         (["++teachers=5"], r"^teachers=5: must be a list$"),
         (["loss="], r"^loss=: it is empty; choose one of alm, "),
@@ -322,7 +340,7 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
     ],
 )
 def test_what_hydra_refuses_is_one_line_of_ours(arguments: list[str], message: str) -> None:
-    """Hydra itself prints several lines, the last of which is about HYDRA_FULL_ERROR."""
+    """Bug: Hydra's usage of 30 lines for `--lr`, or its several lines about HYDRA_FULL_ERROR."""
     with pytest.raises(ConfigError, match=message) as caught:
         configured(*arguments)
     assert len(str(caught.value).splitlines()) == 1
@@ -360,7 +378,7 @@ def test_a_base_of_the_users_folder_hides_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "on_policy_demo.yaml").write_text("train: {max_steps: 1}\n")
     (tmp_path / "mine.yaml").write_text("defaults:\n  - on_policy_demo\n  - _self_\n")
     groups = Groups.of(CONFIGS, tmp_path / "mine.yaml")
-    assert (groups.listed, groups.keys) == (frozenset(), {"defaults", "train"})
+    assert groups.listed == frozenset()
 
 
 def test_broken_yaml_is_told_by_its_file_and_line(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*
 DEMOS = ("off_policy_demo", "on_policy_demo")
 """What options are tried on."""
 ON_POLICY_GROUPS = ("rollout=", "reward=", "environment=", "evaluation=")
-ON_POLICY_OPTIONS = ("loss=grpo", "loss=policy_gradient")
+ON_POLICY_OPTIONS = ("loss=dpca", "loss=grpo", "loss=policy_gradient")
 """What only a run can have whose student samples."""
 OF_ONE_TOKENIZER = ("loss=same_vocab", "loss=reverse_kl", "loss=jsd", "loss=tcad", "loss=policy_gradient")
 CROSS_TOKENIZER = (
@@ -46,7 +46,7 @@ OF_A_RECIPE = {
         **{f"aggregation={kind}": ["teachers=demo_multi", "loss=p_kl"] for kind in ("routed", "select_teacher")},
         "aggregation=averaged_logits": ["teachers=demo_multi", "teachers.0.type=same_tokenizer"],
         **{f"teachers={name}": ["loss=p_kl"] for name in CROSS_TOKENIZER},
-        **{f"loss={name}": ["teachers=demo_multi"] for name in ("bpm", "strict_16")},
+        **{f"loss={name}": ["teachers=demo_multi"] for name in ("bpm", "dpca", "strict_16")},
     },
 }
 """The off-policy recipes have a cross-tokenizer teacher, and the on-policy ones a single teacher."""

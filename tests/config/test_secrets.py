@@ -26,6 +26,9 @@ STARTED = (
     f"rollout.options=['--api-key',{VALUE},'--hf-token={VALUE}','--max-num-batched-tokens','8192']",
     f"rollout.environment={{HF_TOKEN:{VALUE},NAME:{VALUE},PIN_KEY:'1234',CUDA_VISIBLE_DEVICES:'0,1'}}",
 )
+REFERENCE = "${oc.env:OF_A_TEST}"
+TYPED = tuple(override.replace(VALUE, REFERENCE).replace("PIN_KEY:'1234',", "") for override in STARTED)
+"""The same, as a command line takes them."""
 RUNNING = ("rollout=server", f"rollout.url='https://me:{VALUE}@example.org/v1?api_key={VALUE}&page=2'")
 
 
@@ -132,7 +135,7 @@ def _settled(teacher: Teacher) -> Teacher:
     return SameTokenizerTeacher(name="big", type="same_tokenizer", model="m", served=served)
 
 
-def test_a_mask_is_no_value(tmp_path: Path) -> None:
+def test_a_mask_is_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a run that is continued sends `***` to a server, or starts one with it."""
     config = composed("rollout=server", f"rollout.environment={{HF_TOKEN:{VALUE}}}")
     written(config, tmp_path)
@@ -140,16 +143,18 @@ def test_a_mask_is_no_value(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         configured(*again)
     assert str(caught.value) == (
-        "rollout.environment.HF_TOKEN=***: a secret that was masked when the file was written; write "
-        "rollout.environment.HF_TOKEN=VALUE, or rollout.environment.HF_TOKEN='${oc.env:NAME}' to read it from the "
-        "environment, which is written as it is"
+        "rollout.environment.HF_TOKEN=***: a secret that was masked when the file was written; put it into an "
+        "environment variable and write rollout.environment.HF_TOKEN='${oc.env:NAME}', which is kept as it is"
     )
-    assert configured(*again, f"rollout.environment.HF_TOKEN={VALUE}") == config
+    monkeypatch.setenv("OF_A_TEST", VALUE)
+    assert configured(*again, f"rollout.environment.HF_TOKEN={REFERENCE}") == config
     assert from_yaml(tmp_path / "config.yaml").student == config.student, "for tools, which start no server"
 
 
 @pytest.mark.parametrize("error", [RolloutError, RuntimeError], ids=["known", "any"])
-def test_error_lines_have_none(error: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_lines_have_none(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An address, a server's command line, the end of its log."""
 
     def failing(config: RunConfig) -> None:
@@ -157,17 +162,19 @@ def test_error_lines_have_none(error: type[Exception], capsys: pytest.CaptureFix
         failure.add_note(f"401 for token {VALUE}")
         raise failure
 
-    with command_line(STARTED), pytest.raises(SystemExit):
+    monkeypatch.setenv("OF_A_TEST", VALUE)
+    with command_line(TYPED), pytest.raises(SystemExit):
         main(failing, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
     said = capsys.readouterr().err
     assert VALUE not in said
-    assert f"https://{MASK}@example.org died (--api-key {MASK}, HF_TOKEN={MASK})" in said
+    assert f"https://{MASK}@example.org died (--api-key {REFERENCE}, HF_TOKEN={REFERENCE})" in said
 
 
-def test_a_refused_value_has_none(capsys: pytest.CaptureFixture[str]) -> None:
-    with command_line((*STARTED, "rollout.concurrency=0")), pytest.raises(SystemExit):
+def test_a_refused_value_has_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("OF_A_TEST", VALUE)
+    with command_line((*TYPED, "rollout.concurrency=0")), pytest.raises(SystemExit):
         main(lambda _: None, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
-    with command_line((*STARTED, f"rollout.urls=https://me:{VALUE}@example.org")), pytest.raises(SystemExit):
+    with command_line((*TYPED, f"rollout.urls=https://me:{REFERENCE}@example.org")), pytest.raises(SystemExit):
         main(lambda _: None, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
     said = capsys.readouterr().err
     assert "rollout.concurrency=0" in said
@@ -267,6 +274,7 @@ def test_a_mask_in_another_place_is_a_text() -> None:
 def test_a_sweep_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: Hydra's own record of a sweep, and folders named by the value."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_A_TEST", VALUE)
     folders: list[str] = []
 
     def note(config: RunConfig) -> None:
@@ -276,12 +284,36 @@ def test_a_sweep_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (config.run.output_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
     swept = f"++rollout.environment.ALSO={VALUE},{VALUE}2"
-    with command_line(("-m", *STARTED, swept)):
+    with command_line(("-m", *TYPED, swept)):
         run_with_hydra(note, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
     assert len(set(folders)) == 2
     assert VALUE not in " ".join(folders)
     for file in filter(Path.is_file, tmp_path.rglob("*")):
         assert VALUE not in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"rollout.environment.HF_TOKEN={VALUE}",
+        f"rollout.environment={{HF_TOKEN:{VALUE}}}",
+        f"rollout.options=['--api-key',{VALUE}]",
+        f"rollout.options=['--api-key={VALUE}']",
+        f"rollout.url='https://me:{VALUE}@example.org/v1'",
+        f"rollout.url='https://me:{VALUE}@example.org/${{oc.env:PATH}}'",
+        f"++teachers.0.served.api_key='${{oc.env:OF_A_TEST,{VALUE}}}'",
+        f"++teachers.0.served.api_key={VALUE}",
+        f"++teachers.0.served.api_key={VALUE},{VALUE}2",
+    ],
+)
+def test_a_command_line_has_none(override: str) -> None:
+    """Bug: other users see it in `ps`, and wandb and Ray's list of jobs show the arguments of the command."""
+    with (
+        command_line(("rollout=server", override)),
+        pytest.raises(ConfigError, match=r"a secret on the command line .* write '\$\{oc.env:NAME\}'") as refused,
+    ):
+        run_with_hydra(lambda _: None, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
+    assert VALUE not in str(refused.value)
 
 
 def test_the_first_word_of_a_shells_command_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from nemo_opd.config.load import compose, from_dict
 from nemo_opd.errors import ConfigError
-from nemo_opd.preflight.inputs import resolve_columns
+from nemo_opd.preflight.inputs import with_documents_columns
 
 pytestmark = pytest.mark.unit
 
@@ -69,5 +69,5 @@ def test_column_of_conversations(tmp_path: Path, column: str, expected: str | No
     file = tmp_path / "train.jsonl"
     text: object = "a" if column == "text" else [{"role": "user", "content": "a"}]
     file.write_text(json.dumps({column: text}) + "\n")
-    config = from_dict({"student": "a", "teachers": ["b"], "data": str(file), "train": {"max_steps": 1}})
-    assert resolve_columns(config).data.messages_key == expected
+    settings = {"student": "a", "teachers": ["b"], "data": str(file), "train": {"max_steps": 1}}
+    assert from_dict(with_documents_columns(settings)).data.messages_key == expected

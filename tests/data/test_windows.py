@@ -1,4 +1,4 @@
-"""Windows of a text: all of it, on all sides, each a text of its own."""
+"""Windows of a text: all of it, whatever the teachers, each a text of its own."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_opd.alignment import TokenAligner
+from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.data.encoders import Encoder
 from nemo_opd.data.samples import SameTokenizer, Sample, decoded, encoded
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
@@ -36,35 +36,43 @@ def sides(sample: Sample) -> list[list[int]]:
     return [tokens.ids.tolist() for tokens in (sample.student, *crossing)]
 
 
-def num_chunks(sample: Sample) -> int:
-    chunks = sample.teachers[0].chunks
-    assert chunks is not None
-    return len(set(chunks.student[chunks.student >= 0].tolist()))
+def bytes_of(tokenizer: Any, ids: list[int]) -> bytes:
+    pieces = pieces_of(tokenizer)
+    return b"".join(map(pieces.bytes_of, ids))
 
 
 @settings(max_examples=150)
-@given(texts, st.integers(6, 40), st.integers(6, 40), st.booleans())
-def test_windows_are_all_of_a_text(text: str, student_limit: int, teacher_limit: int, swap: bool) -> None:
-    """Bugs: tokens that no window has, a chunk in two windows, an end of sequence in the middle."""
+@given(texts, st.integers(6, 40), st.booleans())
+def test_windows_are_all_of_a_text(text: str, limit: int, swap: bool) -> None:
+    """Bugs: tokens that no window has, bytes that a side reads in another window, an end of sequence in the middle."""
     student, teacher = (FINE, COARSE) if swap else (COARSE, FINE)
-    limits = [student_limit, teacher_limit]
-    whole = maker(student, [teacher], [LONG, LONG])(text)
+    windows = TextWindowMaker(maker(student, [teacher], [limit, LONG]))(text)
 
-    windows = TextWindowMaker(maker(student, [teacher], limits))(text)
-
-    for side, (ids, limit) in enumerate(zip(sides(whole), limits, strict=True)):
-        parts = [sides(window)[side] for window in windows]
-        assert all(part[0] == BOS and len(part) <= limit for part in parts)
-        assert [*parts[0], *(token for part in parts[1:] for token in part[1:])] == ids
-        assert all(EOS not in part for part in parts[:-1])
-    assert sum(map(num_chunks, windows)) == num_chunks(whole), "each chunk is learned from in one window"
-    for window in windows:
-        (cross, same) = window.teachers
-        assert same.tokens is window.student
-        bytes_of = [int(tokens.num_bytes.sum()) for tokens in (window.student, cross.tokens)]
-        assert bytes_of[0] == bytes_of[1]
+    parts = [sides(window)[0] for window in windows]
+    assert all(part[0] == BOS and len(part) <= limit for part in parts)
+    whole = maker(student, [teacher], [LONG, LONG])(text).student.ids.tolist()
+    assert [*parts[0], *(token for part in parts[1:] for token in part[1:])] == whole
+    for k, window in enumerate(windows):
+        ours, theirs = sides(window)
+        assert bytes_of(student, ours) == bytes_of(teacher, theirs)
+        assert (theirs[0], theirs[-1] == EOS, EOS in theirs[:-1]) == (BOS, k == len(windows) - 1, False)
+        assert window.teachers[1].tokens is window.student
         assert not window.student.loss_mask[0]
         assert window.student.loss_mask[1:].all()
+        chunks = window.teachers[0].chunks
+        assert chunks is not None
+        assert (chunks.student >= 0)[1:].all(), "all of a window is compared"
+
+
+def test_teachers_do_not_change_the_windows() -> None:
+    """Bug: windows at boundaries that all tokenizers share, within every model's limit: arms of a comparison with and
+    without a teacher read other sequences."""
+    text = "the cat sat on mat,東京ïß1 34\n" * 12
+    alone = TextWindowMaker(TextSampleMaker(Encoder.of(COARSE, 9, True), ()))(text)
+    for limit in (5, 12, LONG):
+        taught = TextWindowMaker(maker(COARSE, [FINE], [9, limit]))(text)
+        assert [arrays(Sample(window.student, ())) for window in taught] == [arrays(window) for window in alone]
+        assert max(len(window.teachers[0].tokens) for window in taught) <= limit
 
 
 def test_a_text_that_fits_is_one_window_and_the_sample_of_the_text() -> None:
@@ -86,20 +94,6 @@ def test_without_a_first_token_of_their_own_windows_begin_with_the_text(make_tok
     assert not any(window.student.loss_mask[0] for window in windows)
 
 
-@pytest.mark.tokenizers
-def test_what_has_no_common_token_within_a_window_is_read_whole() -> None:
-    """Two tokenizers may never begin a token at the same place of a long rule."""
-    text = "=-" * 3000
-    student, teacher = real_tokenizer("llama3_1"), real_tokenizer("gemma3")
-    whole = maker(student, [teacher], [LONG, LONG])(text)
-    windows = TextWindowMaker(maker(student, [teacher], [9, 7]))(text)
-    assert num_chunks(whole) < len(windows)
-    for side, limit in enumerate((9, 7)):
-        parts = [sides(window)[side] for window in windows]
-        assert max(map(len, parts)) <= limit
-        assert [*parts[0], *(token for part in parts[1:] for token in part[1:])] == sides(whole)[side]
-
-
 @pytest.mark.parametrize("text", ["", " ", "t"])
 def test_a_short_text_is_a_window_too(text: str) -> None:
     (window,) = TextWindowMaker(maker(COARSE, [FINE], [3, 3]))(text)
@@ -115,27 +109,24 @@ def test_stored_windows_are_the_made_ones() -> None:
 
 
 @pytest.mark.tokenizers
-def test_windows_of_real_texts_for_three_tokenizers() -> None:
-    student, names = "gemma3", ("llama3_1", "qwen3")
+@pytest.mark.parametrize("student", ["gemma3", "llama3_1", "qwen3"])
+def test_windows_of_real_texts_for_three_tokenizers(student: str) -> None:
+    """Bugs: windows that depend on teachers; a teacher that starts a window elsewhere than the student, so that none of
+    its chunks has an equal history."""
+    names = [name for name in ("gemma3", "llama3_1", "qwen3") if name != student]
     teachers = [real_tokenizer(name) for name in names]
-    limits = [60, 70, 80]
-    windows_of = TextWindowMaker(maker(real_tokenizer(student), teachers, limits))
-    make = maker(real_tokenizer(student), teachers, [LONG] * 3)
+    windows_of = TextWindowMaker(maker(real_tokenizer(student), teachers, [60, LONG, LONG]))
+    alone = TextWindowMaker(TextSampleMaker(windows_of.make.student, ()))
+    compared, scored = 0, 0
     for text in corpus_texts()[::40]:
-        whole, windows = make(text), windows_of(text)
-        assert len(windows) >= len(whole.student) / limits[0]
-        for side, limit in enumerate(limits):
-            parts = [sides(window)[side] for window in windows]
-            opening = opening_of(windows_of, side)
-            assert max(map(len, parts)) <= limit
-            assert [*parts[0], *(token for part in parts[1:] for token in part[opening:])] == sides(whole)[side]
-        read = [num_chunks(window) for window in windows]
-        assert num_chunks(whole) - len(windows) <= sum(read) <= num_chunks(whole)
-
-
-def opening_of(windows: TextWindowMaker, side: int) -> int:
-    encoders = [windows.make.student, *(teacher.encoder for teacher in windows.make.crossing)]
-    return len(encoders[side].opening.ids)
+        windows = windows_of(text[:8000])
+        assert [w.student.ids.tolist() for w in windows] == [w.student.ids.tolist() for w in alone(text[:8000])]
+        scored += sum(int(window.student.loss_mask.sum()) for window in windows)
+        for window in windows:
+            chunks = window.teachers[0].chunks
+            assert chunks is not None
+            compared += int((chunks.compared[0] >= 0).sum())
+    assert compared > 0.97 * scored
 
 
 @pytest.mark.tokenizers

@@ -6,6 +6,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,12 +19,16 @@ VALUES = {"cluster.num_nodes": "2", "cluster.gpus_per_node": "8", "cluster.addre
 """Values in the place of the scripts' variables."""
 
 
+def kuberay() -> dict[str, Any]:
+    """Return the specifications of the objects, keyed by kind."""
+    return {each["kind"]: each["spec"] for each in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())}
+
+
 def commands() -> Iterator[tuple[str, list[str]]]:
     """Yield each command that starts an example, by the file that has it."""
     compose_file = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     yield "compose.yaml", compose_file["services"]["demo"]["command"]
-    kuberay = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
-    yield "kuberay.yaml", shlex.split(kuberay["spec"]["entrypoint"])
+    yield "kuberay.yaml", shlex.split(kuberay()["RayJob"]["entrypoint"])
     for name in ("slurm.sh", "ray_job.sh"):
         lines = (DEPLOY / name).read_text().replace("\\\n", " ").splitlines()
         (line,) = (each for each in lines if "examples/run_off_policy_distillation.py" in each)
@@ -65,9 +70,32 @@ def test_the_image_has_what_it_names() -> None:
     assert not {"nemo_opd", "configs", "examples", "tools", "README.md", "LICENSE", "pyproject.toml"} & set(left_out)
 
 
+def groups() -> list[dict[str, Any]]:
+    spec = kuberay()["RayJob"]["rayClusterSpec"]
+    return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+
+
+def test_containers_are_not_root() -> None:
+    """Bug: code in a model's files, or a program that leaves its sandbox, is root of the container."""
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    assert [line for line in lines if re.match("(USER|CMD)", line)][-2] == "USER opd"
+    for group in groups():
+        assert group["template"]["spec"]["securityContext"]["runAsNonRoot"]
+
+
+def test_the_policy_selects_all_pods_of_kuberay() -> None:
+    """Bug: a pod that anybody in the cluster can connect to, and Ray without a token runs what it is sent."""
+    objects = kuberay()
+    chosen = objects["NetworkPolicy"]["podSelector"]["matchLabels"]
+    assert all(chosen.items() <= group["template"]["metadata"]["labels"].items() for group in groups())
+    assert objects["RayJob"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    pinned = re.search(r'"ray==(.+?)"', (ROOT / "pyproject.toml").read_text())
+    assert pinned is not None
+    assert objects["RayJob"]["rayClusterSpec"]["rayVersion"] == pinned[1]
+
+
 def test_pods_of_kuberay_have_the_volumes_that_they_mount() -> None:
-    spec = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())["spec"]["rayClusterSpec"]
-    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+    for group in groups():
         pod = group["template"]["spec"]
         mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}

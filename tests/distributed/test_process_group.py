@@ -35,7 +35,7 @@ def test_a_rank_of_ray_takes_the_one_gpu_that_it_sees(monkeypatch: pytest.Monkey
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
 
-    RankActor(3, 8, "cuda", torch.get_num_threads(), 60.0, None, {})
+    RankActor(3, 8, "cuda", torch.get_num_threads(), 60.0, None, {}, b"key")
 
     assert chosen == [0]
     assert os.environ["LOCAL_RANK"] == "0"

@@ -8,8 +8,9 @@ import yaml
 from huggingface_hub import ModelCard
 
 from nemo_opd.logging.base import ClosingTable, Score
-from nemo_opd.logging.card import Exported, ModelOrigin, Provenance, write_card, write_provenance
+from nemo_opd.logging.card import Exported, write_card
 from nemo_opd.logging.loggers import JsonlLogger
+from nemo_opd.logging.provenance import ModelOrigin, Provenance, write_provenance
 from nemo_opd.models.folder import OwnCard, read_own_card
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
 

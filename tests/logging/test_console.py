@@ -4,6 +4,7 @@ import io
 import math
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,11 +101,32 @@ def test_the_last_line_of_a_continued_run_says_since_when() -> None:
 def test_plain_output_fits_the_width_and_has_no_control_codes(width: int) -> None:
     text = shown(Console(file=io.StringIO(), width=width))
     assert "\x1b" not in text
-    assert max(map(len, text.splitlines())) <= width
+    assert max(len(line) for line in text.splitlines() if not line.startswith(("step ", "  time "))) <= width
     assert all(
         word in text
         for word in ("llama-1b", "phi4mini", "0.674", "warning: p_kl", "2.0000", "1.5000", "-25.0 %", "report")
     )
+
+
+@pytest.mark.parametrize("width", [20, 80])
+def test_a_log_has_all_fields_whatever_the_width(width: int) -> None:
+    """Bug: a log of 80 columns loses the learning rate of some steps, whose other figures are longer."""
+    lines = [
+        line for line in shown(Console(file=io.StringIO(), width=width), interval_s=0).splitlines() if " lr " in line
+    ]
+    assert len(lines) == 20
+    assert all(re.fullmatch(r"step .*  loss .*  lr \S+  s/step \S+.*  left \S+", line) for line in lines)
+
+
+def test_warnings_of_a_log_are_lines_of_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a warning folded into several lines, or among the figures that a program reads from stdout."""
+    console = Console(file=io.StringIO(), width=40)
+    logger = ConsoleLogger(ConsoleSettings(), console)
+    logger.start(replace(summary(Path("/outputs/demo")), warnings=(long := "a warning of many words " * 4,)), 0)
+    logger.warn("step 1: not finite")
+    logger.close()
+    assert capsys.readouterr().err.splitlines() == [f"warning: {long}", "warning: step 1: not finite"]
+    assert "many words" not in console.file.getvalue()
 
 
 def test_scores_are_by_measure_and_model() -> None:

@@ -1,6 +1,7 @@
 """Texts that try to command the terminal: titles, the clipboard, cursor moves, lines that hide others."""
 
 import io
+import json
 import logging
 import sys
 
@@ -12,7 +13,7 @@ from rich.text import Text
 from nemo_opd.cli.command import exit_status
 from nemo_opd.errors import RolloutError
 from nemo_opd.logging.activity import print_line
-from nemo_opd.logging.terminal import VisibleConsole
+from nemo_opd.logging.terminal import VisibleConsole, visible_json
 
 ATTACK = "a\x1b]52;c;cm0gLXJmIH4=\x07b\x1b[2J\x1b[1;1Hc\x08\x7f\x9b31md"
 OBEYED = {*map(chr, (*range(0x20), *range(0x7F, 0xA0)))} - {"\n", "\t"}
@@ -54,3 +55,12 @@ def test_errors_notes_warnings_and_work_show_them(capsys: pytest.CaptureFixture[
     assert not OBEYED & set(printed.out + printed.err)
     assert printed.err.count("␛]52;c;cm0") == 3
     assert "its log:\n\ta" in printed.err
+
+
+def test_json_has_no_control_characters() -> None:
+    """Bug: `generate --json` prints the one-byte form of an escape sequence that a model wrote."""
+    value = {"response": "\x1b[31m \x9b31m \x7f 東京"}
+    line = visible_json(value)
+    assert json.loads(line) == value
+    assert "東京" in line
+    assert line.isprintable()

@@ -34,6 +34,7 @@ NUMBERS: dict[str, tuple[float | None, ...]] = {
     "clip_low": (0.0, 0.2),
     "clip_high": (0.0, 0.2),
     "dual_clip": (None, 1.5),
+    "advantage_clamp": (None, 0.5),
     "importance_cap": (None, 0.5),
     "importance_veto": (None, 0.5),
 }

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from nemo_opd.errors import ProjectionError
+from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.losses.cells import CommonCells
 from nemo_opd.losses.shared_prefix import shared_prefix
 
@@ -53,6 +55,21 @@ def test_value_equals_the_loop(kind, weights, tau):
     # Sums of at most 11 positive float64 numbers, and logarithms of numbers far from 1.
     assert out.loss.item() == pytest.approx(expected / 5, rel=1e-12)
     assert out.metrics["kd"].value() == pytest.approx(expected / 5, rel=1e-12)
+
+
+def test_pieces_choose_the_maps():
+    """Catches maps by longest prefix in place of spellings, and a name that is not checked."""
+    spelling = [0, 2, 1, 4, 4, 2, 3, 0, 4], [3, 4, 1, 0, 2, -1, 0, 2, 4, 4, 3]
+    matrix = replace(MATRIX, student_shared_spelling=spelling[0], teacher_shared_spelling=spelling[1])
+    student, teacher = logits(S, V, 0), logits(T, W, 1)
+    lists = student.tolist(), teacher.tolist()
+    for pieces, maps in (("spelling", spelling), ("longest_prefix", (STUDENT_MAP, TEACHER_MAP))):
+        expected = oracle_prefix.shared_prefix(*lists, maps, LISTS, "forward_kl", 1.0)
+        assert run(student, teacher, matrix, pieces=pieces).loss.item() == pytest.approx(expected / 5, rel=1e-12)
+    with pytest.raises(ProjectionError, match="pieces=spelling needs"):
+        run(student, teacher, pieces="spelling")
+    with pytest.raises(ConfigError, match="pieces='words' is unknown"):
+        run(student, teacher, pieces="words")
 
 
 @pytest.mark.parametrize("one_sided", ["student", "teacher"])

@@ -16,7 +16,7 @@ from nemo_opd.demo import model_path
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh
 from nemo_opd.errors import ModelError
-from nemo_opd.models.adapter_folder import resolve
+from nemo_opd.models.adapter_folder import hub_commit, resolve
 from nemo_opd.models.folder import check_folder, read_own_card
 from nemo_opd.models.load import load_config, load_model, load_tokenizer
 from nemo_opd.models.lora import Adapters, adapter_parameters
@@ -207,3 +207,24 @@ def test_an_adapter_may_be_a_hub_name(tmp_path: Path, monkeypatch: pytest.Monkey
         (downloaded / "refs").mkdir()
         (downloaded / "refs" / "main").write_text("0123")
     torch.testing.assert_close(logits_of("me/adapter"), expected, rtol=0, atol=1e-5)
+
+
+def test_a_hub_name_may_have_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the newest commit is read, whatever was asked for, and nobody knows later which one a run used."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    downloaded = tmp_path / "hub" / "models--me--base"
+    (downloaded / "refs").mkdir(parents=True)
+    for revision, kind, commit in (("main", "llama, tied", "a" * 40), ("v1", "phi3, fused", "b" * 40)):
+        shutil.copytree(save(kind, tmp_path / revision), downloaded / "snapshots" / commit)
+        (downloaded / "refs" / revision).write_text(commit)
+    assert load_config("me/base", key="model").model_type == "llama"
+    assert load_config("me/base@v1", key="model").model_type == "phi3"
+    assert load_config(f"me/base@{'b' * 40}", key="model").model_type == "phi3"
+    assert [hub_commit(name) for name in ("me/base", "me/base@v1", str(tmp_path))] == ["a" * 40, "b" * 40, None]
+    with pytest.raises(
+        ModelError, match=r"model=me/base@v2: me/base could not be read from the hub at the revision v2"
+    ):
+        load_config("me/base@v2", key="model")

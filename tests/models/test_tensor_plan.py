@@ -13,7 +13,7 @@ from transformers import (
 
 from nemo_opd.config.model import Parallelism
 from nemo_opd.errors import ModelError
-from nemo_opd.models.tensor_plan import Style, tensor_parts, tensor_plan
+from nemo_opd.models.tensor_plan import Style, tensor_plan
 from tests.models.families import FAMILIES, MIXTURES, SIZES
 
 KEY = "student.parallelism.tp"
@@ -74,7 +74,6 @@ def test_sizes_that_cannot_be_cut(change: dict[str, int], tp: int, message: str)
 )
 def test_a_model_is_cut_by_the_divisors_of_its_parts_alone(config: PretrainedConfig, parts: int) -> None:
     model = on_meta(config)
-    assert tensor_parts(model) == parts
     for tp in range(2, 9):
         if parts % tp:
             with pytest.raises(ModelError):

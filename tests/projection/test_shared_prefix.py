@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from nemo_opd.alignment import pieces_of
 from nemo_opd.projection import ProjectionMatrix, build_projection
@@ -35,6 +36,56 @@ def test_every_token_of_both_sides(names: tuple[str, str]) -> None:
                 assert known[psi[token_id]] == longest(token, known)
             else:
                 assert psi[token_id] == -1 or known[psi[token_id]] == b""
+
+
+def spelled_by(tokenizer: PreTrainedTokenizerBase, pieces: list[bytes], content: bytes) -> list[int]:
+    """Ids that spell the bytes of a text, or none. pieces: the bytes of all ids."""
+    try:
+        ids = tokenizer(content.decode(), add_special_tokens=False).input_ids
+    except UnicodeDecodeError:
+        return []
+    return ids if b"".join(pieces[i] for i in ids) == content else []
+
+
+@pytest.mark.parametrize("names", [("one_digit", "sentencepiece"), ("three_digits", "one_digit")], ids="-".join)
+def test_maps_by_spelling_follow_first_pieces_to_a_shared_token(names: tuple[str, str]) -> None:
+    """Catches the own tokenizer's spelling, a piece that is not shared as the end, and an unshared first piece's
+    longest prefix in place of its spelling.
+    """
+    tokenizers = [SMALL[name] for name in names]
+    matrix = build_projection(*tokenizers)
+    shared = matrix.shared_pairs
+    maps = matrix.student_shared_spelling, matrix.teacher_shared_spelling
+    contents = [pieces_of(tokenizer).as_list() for tokenizer in tokenizers]
+    known = {contents[0][s] for s in shared[:, 0].tolist()}
+    num_checked = 0
+    for k, prefixes in enumerate((matrix.student_shared_prefix, matrix.teacher_shared_prefix)):
+        assert maps[k][shared[:, k]].tolist() == list(range(len(shared)))
+        for token, content in enumerate(contents[k]):
+            if not content or content in known:
+                assert maps[k][token] == prefixes[token]
+                continue
+            side = k
+            while content not in known and (ids := spelled_by(tokenizers[1 - side], contents[1 - side], content)):
+                side = 1 - side
+                content = contents[side][ids[0]]
+            if content in known:
+                assert contents[0][shared[maps[k][token], 0]] == content
+                num_checked += 1
+    assert num_checked > 10
+
+
+@pytest.mark.tokenizers
+def test_a_realised_first_token_is_in_the_cell_of_the_teacher_token_that_it_begins() -> None:
+    """By longest prefix a quarter of the teacher's unshared tokens are in another cell."""
+    matrix = real_matrix("llama3_1", "gemma3")
+    begin = np.append(0, matrix.teacher_spelling_ends[:-1])
+    is_shared = np.isin(np.arange(matrix.teacher_vocab_size), matrix.shared_pairs[:, 1])
+    tokens = np.flatnonzero((begin < matrix.teacher_spelling_ends) & ~is_shared)
+    first = matrix.teacher_spellings[begin[tokens]]
+    assert (matrix.teacher_shared_spelling[tokens] == matrix.student_shared_spelling[first]).all()
+    by_prefix = matrix.teacher_shared_prefix[tokens] == matrix.student_shared_prefix[first]
+    assert 0.7 < by_prefix.mean() < 0.8
 
 
 @pytest.mark.tokenizers

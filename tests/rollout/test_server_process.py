@@ -63,7 +63,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 def test_it_serves_in_a_clean_world_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a child in a session of its own that does not end when asked."""
-    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID"):
+    foreign = ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "WANDB_API_KEY", "HF_TOKEN", "DATABASE_URL")
+    for name in foreign:
         monkeypatch.setenv(name, "1")
     engine = started("has children", tmp_path)
 
@@ -76,7 +77,7 @@ def test_it_serves_in_a_clean_world_and_nothing_is_left(tmp_path: Path, monkeypa
     assert left_of(tmp_path) == []
     world = environment(tmp_path)
     assert not Path(world["TMPDIR"]).exists()
-    assert not world.keys() & {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID"}
+    assert not world.keys() & set(foreign)
     with pytest.raises(RolloutError, match="closed"):
         engine.generate([], Sampling())
 

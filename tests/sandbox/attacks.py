@@ -199,6 +199,8 @@ def reaching(home: str, secret: str, outside: str, port: int, socket: str, drive
             """,
         "changes the mode of a file": f"import os\nos.chmod({home + '/token'!r}, 0o666)\nreturn True",
         "changes the times of a file": f"import os\nos.utime({home + '/token'!r}, (0, 0))\nreturn True",
+        "sets an attribute of a file": f"import os\nos.setxattr({home + '/token'!r}, 'user.mark', b'x')\nreturn True",
+        "makes a node": f"import os\nos.mknod({outside + '/node'!r})\nreturn True",
         "changes the owner of a file": f"import os\nos.chown({home + '/token'!r}, os.getuid(), -1)\nreturn True",
         "changes the mode of the sandbox's own files": "import os, sys\nos.chmod(sys.argv[0], 0o777)\nreturn True",
         "changes the times of the sandbox's own files": "import os, sys\nos.utime(sys.argv[0], (0, 0))\nreturn True",

@@ -7,7 +7,10 @@ from html import unescape
 from pathlib import Path
 from urllib.parse import unquote
 
+import lunr
 import pytest
+from lunr.stop_word_filter import WORDS as STOP_WORDS
+from lunr.stop_word_filter import stop_word_filter
 
 from tests.site.pages import DOCS, ROOT
 
@@ -58,6 +61,67 @@ def test_the_search_finds_parts_of_settings() -> None:
     separator = json.loads(text.removeprefix("var __index = "))["config"]["separator"]
     assert re.split(separator, "run.push_to_hub.repo=me/x") == ["run", "push_to_hub", "repo", "me", "x"]
     assert re.split(separator, "torch 2.13.0, 5e-4") == ["torch", "2.13.0", "5e", "4"]
+
+
+QUESTIONS = {
+    "memory": {"scaling", "losses", "troubleshooting"},
+    "conversations": {"data"},
+    "sharegpt": {"data"},
+    "alpaca": {"data"},
+    "prompt completion": {"data"},
+    "jsonl": {"data"},
+    "gold": {"losses"},
+    "which loss": {"losses"},
+    "learning rate": {"start", "how_to", "checkpoints", "troubleshooting"},
+    "chat template": {"troubleshooting", "alignment", "data"},
+    "resume": {"checkpoints"},
+    "lora": {"teachers", "how_to", "command"},
+    "wandb": {"publishing", "how_to"},
+    "several teachers": {"losses", "tutorials/several_teachers"},
+    "vllm": {"on_policy"},
+    "slurm": {"deploying"},
+    "bits per byte": {"evaluation"},
+    "cache teacher": {"teacher_cache"},
+    "grpo": {"losses", "recipes"},
+    "trl": {"migrating"},
+    "benchmarks": {"evaluation"},
+}
+"""What a user asks, and pages of which one is among the first three results."""
+
+
+def test_the_search_answers_questions_with_guides() -> None:
+    """Bug: attributes of classes and keys of settings before the page that explains them.
+
+    The index is asked by lunr, as the site's search does, with the site's boosts of fields and pages.
+    """
+    text = (SITE / "search" / "search_index.js").read_text(encoding="utf-8")
+    index = json.loads(text.removeprefix("var __index = "))
+    separator, boosts = index["config"]["separator"], index["config"]["fields"]
+
+    def words(text: str) -> list[str]:
+        return [word for word in re.split(separator, re.sub(r"<[^>]+>", " ", text).lower()) if word]
+
+    documents = [
+        (
+            {"id": entry["location"], "title": " ".join(words(entry["title"])), "text": " ".join(words(entry["text"]))},
+            {"boost": entry.get("boost", 1)},
+        )
+        for entry in index["docs"]
+    ]
+    builder = lunr.get_default_builder()
+    builder.pipeline.reset()
+    builder.pipeline.add(stop_word_filter)
+    builder.search_pipeline.reset()
+    builder.search_pipeline.add(stop_word_filter)
+    fields = [{"field_name": name, "boost": boosts[name]["boost"]} for name in ("title", "text")]
+    search = lunr.lunr("id", fields, documents, builder=builder)
+    wrong = {}
+    for question, answers in QUESTIONS.items():
+        results = search.search(" ".join(f"+{word}" for word in words(question) if word not in STOP_WORDS))
+        pages = list(dict.fromkeys(result["ref"].partition(".html")[0] for result in results))
+        if not answers & set(pages[:3]) or pages[0] == "settings" or pages[0].startswith("api/"):
+            wrong[question] = pages[:4]
+    assert not wrong
 
 
 def test_linked_files_of_the_repository_are_shown() -> None:

@@ -32,6 +32,7 @@ from nemo_opd.errors import (
     ProjectionError,
 )
 from nemo_opd.models.load import load_model
+from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.plan import preflight
 from nemo_opd.projection import build_projection
 from tests.composition import ROOT, compose, nothing_is_created
@@ -349,7 +350,7 @@ def test_a_chat_template_that_is_no_file(refused: Refused, chat: list[str]) -> N
     message = refused(ModelError, *chat, "++student.chat_template=/nowhere.jinja")
 
     assert message.startswith("student.chat_template=/nowhere.jinja: ")
-    assert message.endswith("name a file with a Jinja chat template")
+    assert message.endswith("name a file with a Jinja chat template, a model's folder, or plain")
 
 
 def test_a_chat_template_that_refuses_the_conversation(refused: Refused, inputs: Path, chat: list[str]) -> None:
@@ -576,7 +577,9 @@ def test_every_problem_of_a_command_has_its_line(tmp_path: Path) -> None:
     arguments = [sys.executable, str(script), "train.max_step=5", "run.seed=-1"]
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
 
-    assert sorted(done.stderr.strip().splitlines()) == [
+    demo, *errors = done.stderr.strip().splitlines()
+    assert demo.startswith("no file is named, so this starts from the demo")
+    assert sorted(errors) == [
         "error: run.seed=-1: must be greater than or equal to 0",
         "error: train.max_step=5: there is no such key; did you mean train.max_steps?",
     ]
@@ -592,3 +595,27 @@ def processes_with(mark: str) -> list[int]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
+
+
+def test_a_teacher_without_a_template_is_offered_the_students(refused: Refused, inputs: Path, chat: list[str]) -> None:
+    """Bug: an error that names no value to write."""
+    (template := inputs / "student.jinja").write_text(TEMPLATE)
+    message = refused(AlignmentError, *chat, f"++student.chat_template={template}", "teachers.0.type=cross_tokenizer")
+    assert f"write teachers.0.chat_template={template}, a file" in message
+
+
+def test_texts_validate_a_run_of_conversations(configure: Configure, inputs: Path, chat: list[str]) -> None:
+    """Bug: validation texts refused beside conversations, or read as conversations."""
+    (inputs / "validation.txt").write_text("The quick brown fox jumps over the lazy dog")
+    config = configure(
+        *chat,
+        *with_templates(inputs, TEMPLATE, TEMPLATE),
+        f"run.output_dir={inputs / 'run'}",
+        "data.validation.arrow_files=null",
+        "data.validation.max_samples=null",
+        f"++data.validation.text_files={inputs / 'validation.txt'}",
+    )
+    data = preflight(config).data
+    assert isinstance(data, Corpus)
+    (batch,) = data.validation_batches(4)
+    assert batch.student.loss_mask.sum() >= 5, "a text is learned from its second token on"

@@ -87,7 +87,7 @@ def test_an_evaluation_that_fails_is_told_and_the_run_goes_on(
 
     assert [record["step"] for record in read(folder / "metrics.jsonl")] == [0, 1, 2]
     assert "own: asking the student failed after step 1: the reward failed for all" in " ".join(
-        capsys.readouterr().out.split()
+        capsys.readouterr().err.split()
     )
     with pytest.raises(RolloutError, match="raised ValueError: no"):
         run_here(tmp_path / "stop", [*overrides, "evaluation.teachers=false", "++evaluation.on_error=stop"])

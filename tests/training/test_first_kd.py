@@ -93,5 +93,5 @@ def test_a_run_whose_teacher_is_a_copy_of_the_student(tmp_path: Path, capsys: py
     copy = shutil.copytree(model_path("student"), tmp_path / "copy")
     teacher = f"[{{name: copy, type: same_tokenizer, model: {copy}, dtype: float32}}]"
     run_here(tmp_path / "run", ["evaluation=null", "train.max_steps=2", f"teachers={teacher}", "loss=same_vocab"])
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().err.split())
     assert shown.count("step 1: train/kd/copy is 0: copy and the student agree") == 1

@@ -1,4 +1,4 @@
-"""What is planned with the estimate: what is offloaded, what is advised, what is printed and what is refused."""
+"""What is planned with the estimate: what is offloaded, what is printed and what is refused."""
 
 import io
 import re
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from transformers import GPT2Config, LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
 from nemo_opd.config import RunConfig
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.preflight.memory import CONTEXT_BYTES, estimate, memory_report, settle_memory, variants
+from nemo_opd.preflight.memory import CONTEXT_BYTES, estimate, memory_report, settle_memory
 from nemo_opd.preflight.memory_parts import USABLE, Machine, MemoryEstimate, MemoryInputs, ModelSetup, Phase
 from nemo_opd.preflight.model_info import ModelSize, model_size, numel
 from nemo_opd.preflight.plan import Plan
@@ -178,8 +178,8 @@ def test_what_fits_nowhere_is_refused_with_figures_and_ways_out(sizes: list[Mode
         "student.offload=auto, teachers.*.offload=auto: with everything offloaded each GPU would have "
     )
     assert "but has 8.0 GiB" in told
-    for setting in ("train.micro_batch_size=2", "train.max_length=1024", "student.parallelism.tp=2"):
-        assert f"{setting} saves " in told
+    for setting in ("train.micro_batch_size", "train.max_length", "parallelism.tp", "run.dry_run=true"):
+        assert setting in told
 
 
 def test_a_dry_run_shows_what_fits_nowhere(sizes: list[ModelSize]) -> None:
@@ -188,68 +188,16 @@ def test_a_dry_run_shows_what_fits_nowhere(sizes: list[ModelSize]) -> None:
 
     assert offloaded(settled) == (True, True, True)
     assert not made.fits
-    assert [one.saved_bytes for one in made.advice] == sorted((one.saved_bytes for one in made.advice), reverse=True)
-
-
-def test_what_is_advised_is_not_refused(sizes: list[ModelSize]) -> None:
-    """Bugs: a batch that ranks cannot share, and more tensor-parallel ranks than key-value heads."""
-    config = configure("run.dry_run=true", "train.global_batch_size=12", "train.micro_batch_size=1", "handoff=logits")
-    around = situation(sizes, gib=4, ranks=4)
-    _, made = settle_memory(config, around)
-    settings = {each.setting for each in made.advice}
-    assert "train.global_batch_size=4" in settings
-
-    student = replace(around.student, layout=Layout(4, tp=8))
-    assert "student.parallelism.tp=2" in settings
-    _, made = settle_memory(config, replace(around, student=student))
-    assert not any(each.setting.startswith("student.parallelism.tp") for each in made.advice)
-
-
-@pytest.mark.parametrize(
-    ("override", "refused"),
-    [
-        ("student.optimizer.type=muon", "student.parallelism.tp"),
-        ("student.compile=true", "student.parallelism.tp"),
-        ("student.lora={rank: 8, alpha: 16}", "student.parallelism.tp"),
-        ("teachers.0.compile=true", "teachers.0.parallelism.tp"),
-    ],
-)
-def test_layouts_are_advised_as_the_settings_allow(sizes: list[ModelSize], override: str, refused: str) -> None:
-    """Bug: tensor parallelism, which Muon, compiled layers and adapters refuse."""
-    around = situation(sizes, gib=4, ranks=4)
-    plain, restricted = (
-        {setting.rpartition("=")[0] for setting, _, _ in variants(configure(*overrides), around)}
-        for overrides in ([], [override])
-    )
-    assert plain - restricted == {refused}
-
-
-def test_no_layout_is_advised_that_a_model_cannot_have(sizes: list[ModelSize]) -> None:
-    """Bug: `tp` for a family that transformers has no plan for."""
-    settings = {"vocab_size": 128, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
-    uncut = model_size(GPT2Config(**settings))
-    found = {setting for setting, _, _ in variants(configure(), situation([uncut, *sizes[1:]], gib=4, ranks=4))}
-    assert "teachers.0.parallelism.tp=2" in found
-    assert "student.parallelism.tp=2" not in found
-
-
-def test_advice_leaves_room_for_questions(sizes: list[ModelSize]) -> None:
-    """Bug: half of `train.max_length`, with which answers of an off-policy run fill all of it."""
-    evaluation = "evaluation={data: {arrow_files: [questions.arrow]}, max_new_tokens: %d}"
-    for new, is_said in ((1000, True), (1200, False)):
-        config = configure("reward=exact", evaluation % new)
-        found = [setting for setting, _, _ in variants(config, situation(sizes, gib=8))]
-        assert ("train.max_length=1024" in found) == is_said
 
 
 def test_separate_devices_are_refused_as_they_are(sizes: list[ModelSize]) -> None:
-    """Bugs: "with everything offloaded", of a run of which nothing was; settings that together save too little."""
+    """Bugs: "with everything offloaded", of a run of which nothing was."""
     config = configure("cluster.placement=separate")
     with pytest.raises(ConfigError) as caught:
         settle_memory(config, situation(sizes, gib=8))
     told = str(caught.value)
     assert "teachers.*.offload=auto: each GPU of the student would have to hold" in told
-    assert "train.max_length=1024 saves 0.3 GiB; use more GPUs; or set every offload" in told
+    assert "with everything offloaded" not in told
 
 
 def test_who_has_decided_alone_is_not_refused(sizes: list[ModelSize]) -> None:
@@ -276,21 +224,6 @@ def test_main_memory_may_be_what_is_short(sizes: list[ModelSize]) -> None:
 
 def total(made: MemoryEstimate, name: str, phase: Phase) -> int:
     return sum(part.at(phase) for part in made.memories[0].parts if str(part) == name)
-
-
-def test_advice_is_what_the_settings_bring(sizes: list[ModelSize]) -> None:
-    """Each figure is the difference of two estimates."""
-    config = configure("student.activation_checkpointing=false", "run.dry_run=true", "handoff=logits")
-    around = situation(sizes, gib=8)
-    settled, made = settle_memory(config, around)
-    by_setting = {one.setting: one.saved_bytes for one in made.advice}
-    cheaper = settled.model_copy(
-        update={"student": settled.student.model_copy(update={"activation_checkpointing": True})}
-    )
-
-    saved = made.memories[0].peak - estimate(cheaper, around).memories[0].peak
-    assert by_setting["student.activation_checkpointing=true"] == saved > GIB
-    assert by_setting["handoff.type=hidden_states"] > GIB
 
 
 def test_processes_that_share_a_gpu_have_a_context_each(sizes: list[ModelSize]) -> None:
@@ -461,7 +394,7 @@ def test_the_report_of_what_does_not_fit(sizes: list[ModelSize]) -> None:
 
     assert "warning: each GPU: " in told
     assert "of 8.0 GiB" in told
-    assert "train.max_length=1024 would save " in told
+    assert "a smaller train.max_length" in told
 
 
 # What is given back

@@ -9,7 +9,7 @@ import pytest
 from nemo_opd.config import RunConfig
 from nemo_opd.config.data import ValidationSource
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.preflight.memory import advice, estimate, variants
+from nemo_opd.preflight.memory import estimate
 from nemo_opd.preflight.memory_parts import Memory, MemoryInputs, Phase
 from nemo_opd.preflight.memory_processes import SAMPLING, SamplingBatch, teacher_batch
 from nemo_opd.rollout.base import Sampling
@@ -203,17 +203,3 @@ def test_nothing_is_told_where_no_teacher_is_asked() -> None:
     for one, other in zip(with_answers.memories, without.memories, strict=True):
         assert set(one.phases) - set(other.phases) == {Phase.ANSWERS}
         assert [one.total(phase) for phase in other.phases] == [other.total(phase) for phase in other.phases]
-
-
-def test_advice_is_to_ask_less() -> None:
-    """Half of a batch before all else, where answers are the peak. Bugs: a batch of none, a batch of no teacher."""
-    many = changed(two_teachers(), "evaluation", teacher_batch_size=8192)
-    assert estimate(many, around()).memories[0].peak_phase is Phase.ANSWERS
-    assert advice(many, around())[0].setting == "evaluation.teacher_batch_size=4096"
-
-    one = changed(two_teachers(), "evaluation", teacher_batch_size=1)
-    found = [
-        [setting for setting, _, _ in variants(config, around()) if setting.startswith("evaluation")]
-        for config in (two_teachers(), one)
-    ]
-    assert found == [["evaluation.teacher_batch_size=32", "evaluation.teachers=false"], []]

@@ -15,7 +15,7 @@ from nemo_opd.config import RunConfig
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.blocks import block_bytes
-from nemo_opd.preflight.memory import estimate, server_share, variants
+from nemo_opd.preflight.memory import estimate, server_share
 from nemo_opd.preflight.memory_parts import Machine, Memory, MemoryEstimate, Phase, cache_bytes
 from nemo_opd.preflight.memory_processes import SamplingBatch, student_batch
 from nemo_opd.preflight.model_info import model_size
@@ -233,16 +233,6 @@ def test_rollouts_decide_what_is_offloaded() -> None:
     """Bug: an estimate whose peak never is a rollout's."""
     _, made = on_gpu("rollout.batch_size=4096", "train.global_batch_size=65536")
     assert made.memories[0].peak_phase is Phase.ROLLOUT
-
-
-def test_advice_is_to_sample_fewer_at_a_time() -> None:
-    """Half of what a rank really samples; and nothing that the settings would refuse, as a length without a prompt."""
-    config, _ = on_gpu("rollout.batch_size=4096", "evaluation=null", "rollout.max_new_tokens=60")
-    settings = [setting for setting, _, _ in variants(config, situation(config, LLAMA, Layout(2), "cuda"))]
-
-    assert "rollout.batch_size=24" in settings
-    assert "train.global_batch_size=48" in settings
-    assert not any(setting.startswith("train.max_length") for setting in settings)
 
 
 @pytest.mark.parametrize("sleep", [True, False])

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.server
 
 SCRIPT = ROOT / "examples" / "run_on_policy_distillation.py"
 ALARM_AFTER = 2
+PLANTED = "planted-key-0f6d9a"
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,8 @@ def stopped(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
     (folder / "teacher.jinja").write_text(TEACHER)
     lines = [json.dumps({"chat": [{"role": "user", "content": f"fox {i}?"}]}) for i in range(8)]
     (folder / "chats.jsonl").write_text("\n".join(lines))
+    patch = pytest.MonkeyPatch()
+    patch.setenv("A_KEY_OF_THIS_TEST", PLANTED)
     run = start(
         folder / "run",
         [
@@ -41,6 +44,7 @@ def stopped(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
             "rollout=server",
             f"rollout.command=[{sys.executable},{fake_server.__file__}]",
             "++rollout.environment.FAKE=ends",
+            "++rollout.environment.HF_TOKEN=${oc.env:A_KEY_OF_THIS_TEST}",
             "++rollout.staleness=1",
             "++rollout.overlap=true",
             "rollout.n=2",
@@ -62,6 +66,7 @@ def stopped(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
         ],
         script=SCRIPT,
     )
+    patch.undo()
     run.wait_for_step(1)
     run.processes()
     assert run.end() == 0, run.output
@@ -86,3 +91,14 @@ def test_an_alarm_saves_and_ends_the_run(stopped: Run) -> None:
     assert stopped.checkpoints == [f"step_{ALARM_AFTER:06d}"]
     assert "engine and trainer disagree" in stopped.output
     assert "run.resume=auto" in stopped.last_line
+
+
+def test_a_planted_key_is_nowhere(stopped: Run) -> None:
+    """Bug: a secret in a file that is kept or sent to a tracker, in a log, or in a command line, which `ps` shows."""
+    files = [file for file in stopped.output_dir.parent.rglob("*") if file.is_file()]
+    assert {"config.yaml", "server.log", "metrics.jsonl", "provenance.json"} <= {file.name for file in files}
+    lines = [line for file in files for line in file.read_bytes().splitlines()]
+    # The fake server prints its environment, which holds the key.
+    assert [line for line in lines if PLANTED.encode() in line and not line.startswith(b"environment:")] == []
+    assert any("fake_server" in command for command in stopped.seen.values())
+    assert PLANTED not in stopped.output + " ".join(stopped.seen.values())

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, constants
 
 from nemo_opd.config.run_fields import PushToHub
 from nemo_opd.errors import ConfigError, HubError
-from nemo_opd.logging.card import read_provenance
+from nemo_opd.logging.provenance import read_provenance
 from nemo_opd.models import folder as pushing
 from nemo_opd.preflight.inputs import check_inputs
 from tests.composition import compose

@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(killed: Run) -> None:
     """Bug: the run continues from weights that it never had. The tests below compare all that comes of it."""
     name = f"step_{STEPS:06d}"
     told = " ".join(killed.output.replace("│", " ").split())
-    assert re.search(rf"warning \S*{name} is damaged: state/__0_0\.distcp \([\d,]+ bytes\) has the SHA-256", told)
+    assert re.search(rf"warning: \S*{name} is damaged: state/__0_0\.distcp \([\d,]+ bytes\) has the SHA-256", told)
     assert f"checkpoints/step_{SAVED:06d} instead, and renames this one damaged_{name}" in told
     assert f"continued after step {SAVED}" in told
     assert f"damaged_{name}" in killed.checkpoints

@@ -135,7 +135,8 @@ def test_evaluation_does_not_depend_on_the_grid(runs: Runs) -> None:
     of_teachers = {"kd/cross", "kd/same", "kd_coverage/cross", "kd_coverage/same", "changed_history/cross"}
     whole = {name for name in reference if not name.startswith(("class/", "chunk/", "calibration_gap/"))}
     of_teachers |= {"overlap/cross", "overlap/same", "kd_positions/cross", "kd_mass/cross"}
-    assert whole == {"ce", "kd_part/0", "kd_part/1", "bits_per_byte", "shared_bits_per_byte", "accuracy"} | of_teachers
+    of_texts = {"bits_per_byte", "shared_bits_per_byte", "per_text"}
+    assert whole == {"ce", "kd_part/0", "kd_part/1", "accuracy"} | of_texts | of_teachers
     assert {"class/word/kd/same", "chunk/cross/1:1/bits_per_byte"} <= set(reference)
     for result in runs.by_grid.values():
         assert result.evaluation == pytest.approx(reference, rel=RTOL)

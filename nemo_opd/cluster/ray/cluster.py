@@ -18,6 +18,7 @@ from nemo_opd.cluster.ray.session import LOOPBACK, RaySession
 from nemo_opd.config.cluster import Cluster as Settings
 from nemo_opd.distributed.layout import Place
 from nemo_opd.distributed.process_group import connect_store
+from nemo_opd.distributed.signed_objects import new_key
 from nemo_opd.errors import ClusterError
 
 _NODE_ID = "ray.io/node-id"
@@ -107,7 +108,8 @@ class RayGroup(Group):
     ) -> None:
         """Start the processes, rank r at `places[r]`; `ready` returns when all have built their workers."""
         super().__init__(cluster, name, places)
-        self.actors = [self._actor(rank, place) for rank, place in enumerate(places)]
+        key = new_key()
+        self.actors = [self._actor(rank, place, key) for rank, place in enumerate(places)]
         self._address = self.actors[0].serve.remote()
         self._monitor = ProgressMonitor(name, self._store)
         cluster.monitors.append(self._monitor)
@@ -116,11 +118,13 @@ class RayGroup(Group):
             name, "start", "", [actor.create.remote(self._address, worker, shared) for actor in self.actors]
         )
 
-    def _actor(self, rank: int, place: Place) -> Any:
+    def _actor(self, rank: int, place: Place, key: bytes) -> Any:
         cluster = self.cluster
         remote = ray.remote(max_restarts=0, **cluster.options(place))(RankActor)
         secrets = forwarded_secrets(os.environ)
-        return remote.remote(rank, self.size, cluster.device, cluster.threads, cluster.timeout_s, cluster.host, secrets)
+        return remote.remote(
+            rank, self.size, cluster.device, cluster.threads, cluster.timeout_s, cluster.host, secrets, key
+        )
 
     def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> RayCall:
         per_rank = [()] * self.size if arguments is None else arguments

@@ -10,6 +10,7 @@ import torch
 from nemo_opd.cluster.base import Failure, Rank
 from nemo_opd.cluster.ray.calls import ANSWER_S, ProgressReporter
 from nemo_opd.distributed import process_group
+from nemo_opd.distributed.signed_objects import sign_objects
 
 
 class RankActor:
@@ -24,13 +25,15 @@ class RankActor:
         timeout_s: float,
         host: str | None,
         secrets: Mapping[str, str],
+        key: bytes,
     ) -> None:
         """Set up the process.
 
         host: address of the group's store if all ranks are on this machine, else None. secrets: environment variables
-        of the driver.
+        of the driver. key: signs the objects that the group's ranks send each other.
         """
         os.environ.update(secrets)
+        sign_objects(key)
         # Only the actor's own GPU is visible to it.
         os.environ["LOCAL_RANK"] = "0"
         if device == "cuda":

@@ -6,7 +6,6 @@ If Ray's processes end, Ray ends this process after a minute without a message.
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import ray
 from ray._private import services as ray_services
 
 from nemo_opd.cluster.base import CONTINUE
-from nemo_opd.config import secrets
+from nemo_opd.config.secrets import is_secret_name
 from nemo_opd.errors import ClusterError
 
 _NAMES = ("gcs_server", "raylet")
@@ -27,8 +26,6 @@ _CONNECT_S = 5.0
 _GONE_S = 30.0
 """Limit of the wait for killed processes, whose memory the kernel frees first."""
 _PREFIXES = ("HF_", "HUGGING_FACE_", "TRANSFORMERS_", "NCCL_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_")
-_SECRET = re.compile(secrets.NAME, re.IGNORECASE)
-"""Names of secrets such as HF_TOKEN, which are first read when a file is fetched."""
 
 
 @contextmanager
@@ -136,12 +133,12 @@ def _free_shared_memory() -> str:
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for Ray's runtime environment: no secrets, because everyone in the cluster can read it."""
-    return {name: value for name, value in _with_prefix(environ).items() if not _SECRET.fullmatch(name)}
+    return {name: value for name, value in _with_prefix(environ).items() if not is_secret_name(name)}
 
 
 def forwarded_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the secrets, which are passed as arguments of actors."""
-    return {name: value for name, value in _with_prefix(environ).items() if _SECRET.fullmatch(name)}
+    return {name: value for name, value in _with_prefix(environ).items() if is_secret_name(name)}
 
 
 def _with_prefix(environ: Mapping[str, str]) -> dict[str, str]:

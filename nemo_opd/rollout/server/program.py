@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nemo_opd.config.rollout import RolloutBase, ServerRollout
-from nemo_opd.config.secrets import without_secrets
+from nemo_opd.config.secrets import is_secret_name, without_secrets
 from nemo_opd.errors import RolloutError
 from nemo_opd.files import open_unlinked
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
@@ -33,15 +33,16 @@ OWN_SHARE, COMMON_SHARE = 0.9, 0.3
 _SEED_BITS = 31
 """Seed bits that all programs use; some programs' random generators drop higher ones."""
 _INDEX = "model.safetensors.index.json"
-_LAUNCHER_VARIABLES = {
-    *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
-    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+_INHERITED_VARIABLES = {
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+    *("LIBRARY_PATH", "CPATH", "CC", "CXX", "VIRTUAL_ENV", "CONDA_PREFIX"),
 }
-"""Variables that launchers set to describe this process.
-
-torchrun sets one OpenMP thread per process, which does not suit a server.
-"""
-_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "RAY_", "SLURM_", "PMI_", "OMPI_")
+_INHERITED_PREFIXES = (
+    *("LC_", "XDG_", "PYTHON", "CUDA", "NVIDIA_", "NCCL_", "GLOO_", "ROCM_", "HIP_", "UCX_", "MKL_", "KMP_"),
+    *("HF_", "TRANSFORMERS_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "VLLM_", "SGLANG_", "FLASHINFER_"),
+    "NEMO_OPD_",
+)
+"""Variables that a server gets from this process, unless launchers or secrets have such names."""
 _CLOSE_S = guard.GRACE_S + 10.0
 """Time for all of a server's processes to end."""
 _TAIL_LINES = 20
@@ -187,9 +188,18 @@ class ServerProcess:
 
 
 def _server_environment(overrides: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment without launcher variables, updated with `overrides`."""
-    names = {name for name in os.environ.keys() - _LAUNCHER_VARIABLES if not name.startswith(_LAUNCHER_PREFIXES)}
-    return {name: os.environ[name] for name in names} | dict(overrides)
+    """Return the variables of this process that a server needs, updated with `overrides`.
+
+    Launchers describe this process in others, and some of the rest are secrets.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if (name in _INHERITED_VARIABLES or name.startswith(_INHERITED_PREFIXES))
+        and not name.startswith("TORCH_NCCL_")
+        and not is_secret_name(name)
+    }
+    return inherited | dict(overrides)
 
 
 def cause(log: Sequence[str]) -> str:

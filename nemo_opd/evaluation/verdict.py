@@ -1,0 +1,157 @@
+"""The verdict on a run: the student's change, whether its teachers helped, and remarks on doubtful results."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from nemo_opd.evaluation.estimates import Estimate, ratio_difference
+from nemo_opd.logging.base import ClosingTable, Verdict, amount, change, figure, share
+from nemo_opd.logging.metrics import BITS_PER_BYTE
+from nemo_opd.logging.questions import TextBits
+from nemo_opd.logging.records import Records
+
+_CONFIDENCE = 0.95
+_SAME = 1e-3
+"""Largest relative difference that rounding in another layout or dtype may cause."""
+_MOST_EPOCHS = 10
+"""Largest number of epochs without a remark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A run's validation: the student's bits of each text before the first step, and after the last."""
+
+    name: str
+    start: TextBits | None
+    end: TextBits | None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Facts of a run that its figures do not tell."""
+
+    teachers: tuple[str, ...]
+    """Names."""
+    parameters: Mapping[str, int]
+    """Number of parameters, keyed by `student` and the teachers' names; only known ones."""
+    num_texts: int | None
+    """Training texts; None if unknown."""
+
+
+def judge(closing: ClosingTable, records: Records, setup: Setup, arm: Arm, baseline: Arm | None) -> Verdict:
+    """Return the verdict on a run; without sentences if nothing was validated.
+
+    closing: its figures. records: its metrics. baseline: a run without teachers; None if there is none.
+    """
+    before, after = (None if row is None else row.bits_per_byte for row in (closing.before, closing.after))
+    if after is None:
+        return Verdict(())
+    if before is None:
+        return Verdict(
+            (f"The student is at {figure(after)} bits per byte; it was not measured before training, so whether it "
+             "improved cannot be told.",)
+        )  # fmt: skip
+    interval = None if arm.start is None or arm.end is None else _difference(arm.end, arm.start)
+    is_worse = interval is not None and interval.low > 0
+    sentences = [_student_sentence(before, after, interval, arm), *_gap_sentences(closing)]
+    if setup.teachers:
+        sentences.append(teacher_sentence(arm, baseline))
+    remarks = [*_student_remarks(before, after, records, is_worse=is_worse), *_teacher_remarks(closing, setup)]
+    scores_gain = any(row.before is not None and row.after.value > row.before.value for row in closing.scores)
+    return Verdict(tuple(sentences), (*remarks, *_data_remarks(records, setup)), is_worse=is_worse and not scores_gain)
+
+
+def _difference(after: TextBits, before: TextBits) -> Estimate | None:
+    """Return the difference in bits per byte over the same texts; None if the texts differ or are too few."""
+    if after.num_bytes != before.num_bytes:
+        return None
+    estimate = ratio_difference(after.bits, before.bits, after.num_bytes, _CONFIDENCE)
+    return estimate if math.isfinite(estimate.low) else None
+
+
+def _student_sentence(before: float, after: float, interval: Estimate | None, arm: Arm) -> str:
+    text = f"Student: {figure(before)} → {figure(after)} bits per byte, lower is better ({change(after / before - 1)}"
+    if interval is None or arm.end is None:
+        return f"{text})."
+    low, high = (change(bound / before).removesuffix(" %") for bound in (interval.low, interval.high))
+    return f"{text}; 95 % interval {low} to {high} % over {len(arm.end.bits):,} texts)."
+
+
+def _gap_sentences(closing: ClosingTable) -> Iterator[str]:
+    """Yield a sentence for each better teacher; over shared bytes, as a teacher has other tokens."""
+    before, after = (None if row is None else row.shared_bits_per_byte for row in (closing.before, closing.after))
+    for row in closing.teachers:
+        bits = row.shared_bits_per_byte
+        if bits is not None and before is not None and after is not None and before - bits > _SAME * before:
+            closed = share((before - after) / (before - bits))
+            yield (
+                f"{_capital(row.name)} is at {figure(bits)} over the bytes that all models predict, where the "
+                f"student went from {figure(before)} to {figure(after)}: {closed} of the gap is closed."
+            )
+
+
+def _capital(name: str) -> str:
+    return name[:1].upper() + name[1:]
+
+
+def teacher_sentence(arm: Arm, baseline: Arm | None) -> str:
+    """Return a sentence on whether the teachers helped: yes, no, or why this cannot be told."""
+    unknown = "Whether the teacher helped cannot be told"
+    if baseline is None:
+        return f"{unknown} without the same run without a teacher: set run.baseline to its folder, or to true."
+    if arm.start is None or arm.end is None or baseline.start is None or baseline.end is None:
+        lacking = arm if arm.start is None or arm.end is None else baseline
+        return f"{unknown}: {lacking.name} has no figures per validation text, of its start and its end."
+    if arm.end.step != baseline.end.step:
+        return f"{unknown}: {baseline.name} took {baseline.end.step:,} steps and {arm.name} {arm.end.step:,}."
+    gain = _difference(arm.end, baseline.end)
+    if gain is None:
+        return f"{unknown}: {baseline.name} was validated on other texts than {arm.name}, or on a single text."
+    start, baseline_start = arm.start.per_byte, baseline.start.per_byte
+    if abs(start - baseline_start) > _SAME * start:
+        return f"{unknown}: {baseline.name} started at {figure(baseline_start)}, {arm.name} at {figure(start)}."
+    figures = (
+        f"{figure(arm.end.per_byte)} bits per byte with it, {figure(baseline.end.per_byte)} without, after "
+        f"{arm.end.step:,} steps each (difference {gain.value:+.4f}, 95 % interval {gain.low:+.4f} to {gain.high:+.4f})"
+    )
+    if gain.low <= 0 <= gain.high:
+        return f"{unknown}: {figures}."
+    return f"The teacher {'helped' if gain.value < 0 else 'made it worse'}: {figures}."
+
+
+def _student_remarks(before: float, after: float, records: Records, *, is_worse: bool) -> Iterator[str]:
+    if is_worse:
+        yield f"The student is worse than before training ({figure(after)} bits per byte, was {figure(before)})."
+    validated = [record for record in records if record["step"] and BITS_PER_BYTE in record]
+    best = min(validated, key=lambda record: record[BITS_PER_BYTE], default=None)
+    if best is not None and best[BITS_PER_BYTE] < min(before, after - _SAME * before):
+        yield (
+            f"The student was better at step {best['step']:,.0f} ({figure(best[BITS_PER_BYTE])} bits per byte): train "
+            "for fewer steps, or set train.keep_best to keep that model."
+        )
+    if len(validated) == 1 and validated[0]["step"] > 1:
+        yield "It was validated only once after the start, so its course is unknown: set train.validate_every."
+
+
+def _teacher_remarks(closing: ClosingTable, setup: Setup) -> Iterator[str]:
+    before = None if closing.before is None else closing.before.shared_bits_per_byte
+    for row in closing.teachers:
+        if row.shared_bits_per_byte is not None and before is not None and row.shared_bits_per_byte >= before:
+            yield (
+                f"{_capital(row.name)} predicts these texts worse than the student did before training "
+                f"({figure(row.shared_bits_per_byte)} bits per shared byte, the student {figure(before)})."
+            )
+    student = setup.parameters.get("student")
+    for name in setup.teachers:
+        parameters = setup.parameters.get(name)
+        if student is not None and parameters is not None and parameters < student:
+            yield (
+                f"Teacher {name} is smaller than the student ({amount(parameters)} and {amount(student)} parameters)."
+            )
+
+
+def _data_remarks(records: Records, setup: Setup) -> Iterator[str]:
+    epochs = 1 + max((record["epoch"] for record in records if "epoch" in record), default=0)
+    if epochs > _MOST_EPOCHS:
+        texts = "same texts" if setup.num_texts is None else f"same {setup.num_texts:,} texts"
+        yield f"The student read the {texts} in {epochs:,.0f} epochs, and may have memorized them."

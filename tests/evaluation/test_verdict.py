@@ -1,0 +1,108 @@
+"""The verdict on a run."""
+
+import pytest
+
+from nemo_opd.evaluation.estimates import ratio_difference
+from nemo_opd.evaluation.verdict import Arm, Setup, judge, teacher_sentence
+from nemo_opd.logging.base import ClosingRow, ClosingTable
+from nemo_opd.logging.questions import TextBits
+
+SIZES = (100, 200, 300, 400)
+SETUP = Setup(("large",), {"student": 10_000, "large": 20_000}, 50)
+
+
+def bits(step: int, *rates: float) -> TextBits:
+    return TextBits(step, tuple(rate * size for rate, size in zip(rates, SIZES, strict=True)), SIZES)
+
+
+def arm(name: str, start: float, *end: float, step: int = 10) -> Arm:
+    return Arm(name, bits(0, *[start] * 4), bits(step, *end))
+
+
+def closing(before: float, after: float, teacher: float) -> ClosingTable:
+    return ClosingTable(
+        before=ClosingRow("student before", before, "", before),
+        after=ClosingRow("student after", after, "10 steps", after),
+        teachers=(ClosingRow("teacher large", None, "", teacher),),
+    )
+
+
+def test_ratio_difference_weighs_texts_by_their_bytes() -> None:
+    """Catches a mean of the texts' own rates: one long text counts as much as a short one there."""
+    estimate = ratio_difference([100.0, 900.0], [200.0, 900.0], [100, 900], 0.95)
+    assert estimate.value == pytest.approx(-0.1)
+    assert estimate.low < estimate.value < estimate.high
+
+
+@pytest.mark.parametrize(
+    ("with_teacher", "answer"),
+    [
+        ((1.5, 1.51, 1.49, 1.5), "The teacher helped"),
+        ((1.9, 1.91, 1.89, 1.9), "The teacher made it worse"),
+        ((1.6, 1.8, 1.71, 1.69), "cannot be told"),
+    ],
+)
+def test_teachers_helped_only_beyond_the_interval(with_teacher: tuple[float, ...], answer: str) -> None:
+    """Catches a swapped sign, and a verdict from the mean alone when texts disagree."""
+    sentence = teacher_sentence(arm("this run", 2.0, *with_teacher), arm("baseline", 2.0, 1.7, 1.7, 1.7, 1.7))
+    assert answer in sentence
+
+
+@pytest.mark.parametrize(
+    ("baseline", "reason"),
+    [
+        (None, "set run.baseline"),
+        (arm("baseline", 2.0, 1.7, 1.7, 1.7, 1.7, step=20), "took 20 steps"),
+        (arm("baseline", 2.1, 1.7, 1.7, 1.7, 1.7), "started at 2.100"),
+        (Arm("baseline", None, None), "no figures per validation text"),
+        (Arm("baseline", TextBits(0, (2.0, 2.0), (1, 1)), TextBits(10, (1.0, 1.0), (1, 1))), "other texts"),
+    ],
+)
+def test_unlike_runs_give_no_verdict(baseline: Arm | None, reason: str) -> None:
+    """Catches a comparison of runs with other texts, steps or starts."""
+    sentence = teacher_sentence(arm("this run", 2.0, 1.5, 1.5, 1.5, 1.5), baseline)
+    assert sentence.startswith("Whether the teacher helped cannot be told")
+    assert reason in sentence
+
+
+def test_verdict_says_the_gap() -> None:
+    """Catches a share of the gap over unlike bytes, or from the wrong end."""
+    verdict = judge(closing(2.0, 1.5, 1.0), [], SETUP, arm("this run", 2.0, 1.5, 1.5, 1.5, 1.5), None)
+    assert "-25.0 %" in verdict.sentences[0]
+    assert "over 4 texts" in verdict.sentences[0]
+    assert "50.0 % of the gap is closed" in verdict.sentences[1]
+    assert not verdict.is_worse
+    assert not verdict.remarks
+
+
+def test_doubtful_results_have_remarks() -> None:
+    """Catches a run that ends worse, with a worse and smaller teacher or after many epochs, and says nothing."""
+    records = [
+        {"step": 5, "epoch": 20, "val/bits_per_byte": 1.8},
+        {"step": 10, "epoch": 99, "val/bits_per_byte": 3e5},
+    ]
+    setup = Setup(("large",), {"student": 10_000, "large": 5_000}, 20)
+    verdict = judge(closing(2.0, 3e5, 2.5), records, setup, arm("this run", 2.0, 3e5, 3e5, 3e5, 3e5), None)
+    assert verdict.is_worse
+    expected = ("worse than before", "better at step 5", "worse than the student did", "smaller", "20 texts in 100")
+    assert len(verdict.remarks) == len(expected)
+    for text, remark in zip(expected, verdict.remarks, strict=True):
+        assert text in remark
+
+
+def test_a_rise_without_an_interval_is_not_worse() -> None:
+    """Catches a withheld model because of one text, or of a run whose start was not measured for each text."""
+    verdict = judge(closing(2.0, 2.01, 1.0), [], SETUP, Arm("this run", None, None), None)
+    assert not verdict.is_worse
+
+
+def test_a_teacher_that_is_hardly_better_has_no_gap() -> None:
+    """Catches thousands of per cent of a gap that is rounding."""
+    verdict = judge(closing(2.0, 1.5, 1.9999), [], SETUP, arm("this run", 2.0, 1.5, 1.5, 1.5, 1.5), None)
+    assert not any("of the gap" in sentence for sentence in verdict.sentences)
+
+
+def test_a_rise_within_the_interval_is_not_worse() -> None:
+    """Catches a refused export because of chance: one of four texts got worse."""
+    verdict = judge(closing(2.0, 2.01, 1.0), [], SETUP, arm("this run", 2.0, 1.9, 2.2, 1.95, 2.0), None)
+    assert not verdict.is_worse

@@ -1,0 +1,33 @@
+"""The verdict of whole runs: a baseline beside the run, and the export of a student that got worse."""
+
+from pathlib import Path
+
+from nemo_opd.logging.loggers import read
+from nemo_opd.training.closing import BASELINE
+from tests.tiny import Tiny
+from tests.training.launch import run_here
+
+
+def test_a_worse_student_is_exported_only_on_request(tiny: Tiny, tmp_path: Path) -> None:
+    """Catches a model made useless by its learning rate that looks like a result, and a setting without effect."""
+    settings = tiny.overrides(
+        "student.optimizer.lr=50", "student.scheduler.warmup_steps=0", "train.max_steps=3", teachers=1
+    )
+    run_here(tmp_path, settings)
+    assert not (tmp_path / "final").exists()
+    assert "The student is worse than before training" in (tmp_path / "report" / "report.html").read_text()
+    run_here(tmp_path, [*settings, "run.resume=auto", "run.export_worse=true"])
+    assert (tmp_path / "final" / "model.safetensors").exists()
+
+
+def test_baseline_is_the_same_run_without_teachers(tiny: Tiny, tmp_path: Path) -> None:
+    """Catches a baseline with another start, other texts or steps, and a run that it changes."""
+    settings = tiny.overrides("train.max_steps=2", "data.packing=false", teachers=1)
+    run_here(tmp_path / "alone", settings)
+    run_here(tmp_path / "both", [*settings, "run.baseline=true"])
+    alone, both, baseline = (read(tmp_path / name / "metrics.jsonl") for name in ("alone", "both", f"both/{BASELINE}"))
+    assert [record["train/loss"] for record in alone[1:]] == [record["train/loss"] for record in both[1:]]
+    assert baseline[0]["val/bits_per_byte"] == both[0]["val/bits_per_byte"]
+    assert baseline[1]["train/ce"] == both[1]["train/ce"]
+    assert "train/kd" not in baseline[1]
+    assert "steps each" in (tmp_path / "both" / "report" / "report.html").read_text()
