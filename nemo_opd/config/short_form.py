@@ -11,11 +11,15 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_opd.config.base import options
 from nemo_opd.config.data import Source, source_kind
+from nemo_opd.config.run_fields import RunFields
 from nemo_opd.errors import ConfigError
+from nemo_opd.paths import configs_dir
+from nemo_opd.plain_yaml import load_yaml
 
 _TYPED = ("loss", "aggregation", "handoff", "rollout", "reward", "environment")
-"""Sections that a string names by their type."""
+"""Sections that a string names by their type, or by an option of their group."""
 SHORT = ("student", "teachers", "data", *_TYPED)
 """Sections that a string can stand for."""
 _UNUSUAL_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -25,12 +29,12 @@ def sections_of_strings(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's settings with a section in place of each string that stands for one.
 
     student: a model. teachers: models. data, data.train and data.validation: files, or a data set on the hub. Other
-    sections with types: a type. Raises ConfigError for files of several kinds.
+    sections: an option of the group, as on the command line, or a type. Raises ConfigError for files of several kinds.
     """
     sections = dict(data)
     for key in _TYPED:
-        if isinstance(type_name := sections.get(key), str):
-            sections[key] = {"type": type_name}
+        if isinstance(name := sections.get(key), str):
+            sections[key] = _option(key, name)
     if isinstance(model := sections.get("student"), str):
         sections["student"] = {"model": model}
     if isinstance(model := sections.get("teachers"), str):
@@ -55,11 +59,16 @@ def short_form(group: str, value: str) -> object:
 
 
 def long_form(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings without short forms: also with the types and names of teachers.
+    """Return a run's settings without short forms: also with types left out, and the names of teachers.
 
-    A teacher that is loaded gets type auto, which preflight resolves. Its name is the last part of its model's.
+    A section that is of one type by default, such as `loss`, gets this type, and a teacher that is loaded type auto,
+    which preflight resolves. A teacher's name is the last part of its model's.
     """
     sections = sections_of_strings(data)
+    for key in _TYPED:
+        default = RunFields.model_fields[key].get_default(call_default_factory=True)
+        if isinstance(section := sections.get(key), Mapping) and default is not None:
+            sections[key] = {"type": default.type, **section}
     if not isinstance(teachers := sections.get("teachers"), list):
         return sections
     names = {teacher.get("name") for teacher in teachers if isinstance(teacher, Mapping)}
@@ -67,11 +76,18 @@ def long_form(data: Mapping[str, Any]) -> dict[str, Any]:
     return sections
 
 
+def _option(group: str, name: str) -> Any:
+    """Return the settings of an option of a group; the section with this type if there is no such option."""
+    if name not in options(configs_dir(), group):
+        return {"type": name}
+    return load_yaml((configs_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
 def _section_of_teacher(teacher: Any) -> Any:
     if isinstance(teacher, str):
         return {"model": teacher}
     if isinstance(teacher, Mapping) and isinstance(teacher.get("loss"), str):
-        return {**teacher, "loss": {"type": teacher["loss"]}}
+        return {**teacher, "loss": {"type": teacher["loss"]}}  # options of `loss` also have weights of the objective
     return teacher
 
 

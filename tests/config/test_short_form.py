@@ -36,6 +36,23 @@ def test_strings_stand_for_sections(recipe: Path) -> None:
     assert config.loss.type == "gold"
 
 
+def test_a_string_in_a_file_means_what_it_means_on_the_command_line(tmp_path: Path) -> None:
+    """`loss: reverse_kl`, an option of the group and not a type, is refused in a file."""
+    file = tmp_path / "mine.yaml"
+    for name in ("reverse_kl", "uld"):
+        file.write_text(SHORT.replace("loss: gold", f"loss: {name}"))
+        from_file = compose(file)
+        file.write_text(SHORT.replace("loss: gold", ""))
+        assert compose(file, [f"loss={name}"]).loss == from_file.loss
+
+
+def test_a_section_with_a_default_type_needs_none() -> None:
+    """`loss.kd_weight=0` is refused for a file without `loss`, as the type of the default is lost."""
+    settings = {"student": "a", "teachers": ["b"], "data": "c.txt", "train": {"max_steps": 1}}
+    config = from_dict(settings | {"loss": {"ce_weight": 0}, "handoff": {"transport": "shared_memory"}})
+    assert (config.loss.type, config.loss.ce_weight, config.handoff.type) == ("p_kl", 0, "hidden_states")
+
+
 def test_overrides_reach_into_sections_written_as_strings(recipe: Path) -> None:
     """An override below a key whose value in the file is a string fails to compose."""
     overrides = ["loss.ce_weight=0", "student.optimizer.lr=1e-4", "teachers.1.weight=0.5", "data.shuffle=false"]
