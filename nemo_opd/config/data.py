@@ -173,7 +173,9 @@ class Data(Settings):
     `train.max_length`.
     """
     num_workers: MayChange[int] = Field(0, ge=0)
-    """Processes that tokenize and align in advance; 0: a thread of the driver."""
+    """Processes that tokenize and align in advance; 0: a thread of the driver, which suffices while perf/data_wait_s is
+    small.
+    """
     cache: MayChange[bool] = True
     """Tokenize and align each document once, and keep the result in `$NEMO_OPD_CACHE`."""
 
