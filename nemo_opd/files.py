@@ -155,13 +155,16 @@ def copy_whole(source: Path, folder: Path) -> None:
         settle(temporary)
 
 
-def open_unlinked(path: Path, mode: str) -> TextIO:
-    """Open a text file. Raises OSError if it is a symbolic link."""
-    return cast(TextIO, open(path, mode, encoding="utf-8", opener=_without_links))
+def open_unlinked(path: Path, mode: str, permissions: int = 0o666) -> TextIO:
+    """Open a text file. Raises OSError if it is a symbolic link.
 
+    permissions: mode of a new file, which the umask restricts.
+    """
 
-def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    def open_without_links(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, permissions)
+
+    return cast(TextIO, open(path, mode, encoding="utf-8", opener=open_without_links))
 
 
 def write_synced(path: Path, content: bytes) -> None:

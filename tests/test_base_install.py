@@ -41,6 +41,22 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "venv" / "bin"
 
 
+def test_the_lowest_allowed_versions_have_no_known_holes(tmp_path: Path) -> None:
+    """Bug: a floor in pyproject.toml below the version with a fix, such as one of Jinja's sandbox.
+
+    Reads PyPI's database of vulnerabilities, and fails without it.
+    """
+    uv = shutil.which("uv")
+    if uv is None:
+        pytest.skip("uv is not installed")
+    lowest = tmp_path / "lowest.txt"
+    resolve = ("pip", "compile", "--quiet", "--resolution", "lowest-direct", "--all-extras", "--python-version", "3.11")
+    subprocess.run([uv, *resolve, str(ROOT / "pyproject.toml"), "--output-file", str(lowest)], check=True)
+    audit = ("tool", "run", "pip-audit", "--strict", "--disable-pip", "--no-deps", "--requirement", str(lowest))
+    audited = subprocess.run([uv, *audit], capture_output=True, text=True)
+    assert audited.returncode == 0, audited.stdout + audited.stderr
+
+
 @pytest.mark.parametrize("verb", JOBS)
 def test_the_lowest_allowed_versions_run_the_demos(programs: Path, tmp_path: Path, verb: str) -> None:
     """Bugs: a library of an extra that every run imports, a floor in pyproject.toml below what the code needs."""

@@ -25,7 +25,7 @@ LINK = re.compile(r"(?:\]\(|^\[[\w-]+\]: )([^)#\s]*)(?:#([^)\s]+))?", re.MULTILI
 """A link in the text, or the definition of one: `[name]: file.md#place`."""
 NAMED, DEFINED = re.compile(r"\]\[([\w-]+)\]"), re.compile(r"^\[([\w-]+)\]: ", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
-METHODS = ROOT / "docs" / "methods.md"
+METHODS = ROOT / "docs" / "methods.md", ROOT / "docs" / "methods_training.md"
 REFERENCE = re.compile(r"methods\.md((?:(?:,| and|–)? §[\d.]*\d|–§[\d.]*\d)+)")
 """One or more sections: `methods.md §5.3`, `methods.md §6, §7 and §10`, `methods.md §3–§5`."""
 ANCHOR = re.compile(r'<a id="([^"]+)">')
@@ -69,9 +69,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert set(NAMED.findall(re.sub(r"`[^`]*`", "", text))) == set(DEFINED.findall(text))
 
 
+def text_of_methods() -> str:
+    return "\n".join(page.read_text(encoding="utf-8") for page in METHODS)
+
+
 def test_references_to_methods_lead_to_sections() -> None:
     """Bug: a docstring that cites a formula which is elsewhere, or in no file that a reader has."""
-    known = set(re.findall(r"^##+ ([\d.]*\d)", METHODS.read_text(encoding="utf-8"), re.MULTILINE))
+    known = set(re.findall(r"^##+ ([\d.]*\d)", text_of_methods(), re.MULTILINE))
     found = 0
     for file in sorted(tracked("*.py", "*.md", "*.yaml")):
         text = (ROOT / file).read_text(encoding="utf-8")
@@ -84,7 +88,7 @@ def test_references_to_methods_lead_to_sections() -> None:
 
 def test_formulas_of_methods_have_one_number_each() -> None:
     """Bug: a formula with the number of another, or of a section where no one looks for it, or cited and not there."""
-    text = METHODS.read_text(encoding="utf-8")
+    text = text_of_methods()
     blocks = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     formulas = [number for block in blocks for number in re.findall(r" \((\d+\.\d+)\)", block)]
     assert len(formulas) > 20

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from nemo_opd.config.base import YEAR_S, Frozen, MayChange, Settings
 from nemo_opd.config.teacher import whole_url
 
-_ADDRESS_OPTIONS = ("--host", "--port", "--uds")
+_ADDRESS_OPTIONS = ("--host", "--port", "--uds", "--config", "--api-key", "--admin-api-key")
 
 
 class RolloutBase(Settings):
@@ -73,7 +73,7 @@ class ServerRollout(RolloutBase):
     program's own. vLLM's must accept --uds.
     """
     options: MayChange[tuple[str, ...]] = ()
-    """More arguments of that command, except the address, which the run chooses."""
+    """More arguments of that command, except address, key and configuration file, which the run chooses."""
     environment: MayChange[Frozen[str, str]] = Field(default_factory=dict)
     """More environment variables of the server, such as CUDA_VISIBLE_DEVICES."""
     gpus: MayChange[int | None] = Field(None, ge=1)
@@ -114,8 +114,8 @@ class ServerRollout(RolloutBase):
             # Programs also take the beginning of a name.
             if len(name) > 3 and any(address.startswith(name) for address in _ADDRESS_OPTIONS):
                 raise ValueError(
-                    f"{option}: a server started by the run listens where only the run asks; leave it out, or start "
-                    "the server yourself and give rollout.url"
+                    f"{option}: the run chooses address, key and configuration file of a server that it starts; leave "
+                    "it out, or start the server yourself and give rollout.url"
                 )
         return options
 

@@ -9,7 +9,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Self
@@ -18,6 +18,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.table import ConcatenationTable, MemoryMappedTable, Table
+from huggingface_hub import HfApi
 
 from nemo_opd.config.base import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
@@ -190,10 +191,22 @@ def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
 
 def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
     way_out = f"check {key}.path, {key}.name, {key}.revision and {key}.split, and the network"
-    read = partial(datasets.load_dataset, hub.path, hub.name, revision=hub.revision, split=hub.split)
+    revision = data_commit(hub.path, hub.revision) or hub.revision
+    read = partial(datasets.load_dataset, hub.path, hub.name, revision=revision, split=hub.split)
     with reading(f"{key}.path", hub.path, way_out=way_out), writing(Path(datasets.config.HF_CACHE_HOME), "HF_HOME"):
         dataset = retry_after_repair(read, "*")
     return selected(dataset, layout, f"{key}.path", hub.path)
+
+
+@cache
+def data_commit(path: str, revision: str | None) -> str | None:
+    """Return the commit of a data set on the hub, the same in the whole process; None for a folder, or offline."""
+    if Path(path).exists():
+        return None
+    try:
+        return HfApi().dataset_info(path, revision=revision).sha
+    except Exception:  # of many types; loading the data set tells what is wrong
+        return None
 
 
 READERS: dict[str, Callable[[list[Path], Layout, str], Read]] = {

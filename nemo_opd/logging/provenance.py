@@ -1,6 +1,6 @@
 """provenance.json of a run: its models, texts, command and versions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -51,6 +51,8 @@ class Provenance:
     """Short hash of the validation texts in order, whatever the models; None without validation."""
     num_texts: int | None = None
     """Number of training texts; None if the student samples them."""
+    data_commits: dict[str, str] = field(default_factory=dict)
+    """Commits of data sets from the hub, by setting, such as `data.train.hub`."""
     total_steps: int | None = None
     started: str | None = None
     """Date and time of the last start."""

@@ -19,9 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from nemo_opd.alignment.pieces import pieces_of
 from nemo_opd.checkpoint.manager import STUDENT, CheckpointManager, Progress
 from nemo_opd.checkpoint.shards import require_whole
+from nemo_opd.config.run import RunConfig
 from nemo_opd.config.run_fields import PushToHub
-from nemo_opd.config.secrets import without_secrets
+from nemo_opd.config.secrets import leaves, without_secrets
 from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
+from nemo_opd.data.sources import data_commit
 from nemo_opd.errors import HubError
 from nemo_opd.files import copy_whole, size_below
 from nemo_opd.logging import ClosingTable, RunSummary
@@ -252,10 +254,18 @@ def provenance(plan: Plan, summary: RunSummary) -> Provenance:
             )
         ),
         validation_texts=plan.data.validation_hash,
+        data_commits=_data_commits(plan.config),
         total_steps=summary.total_steps,
         started=datetime.now().strftime("%Y-%m-%d %H:%M"),
         num_texts=len(plan.data.train) if isinstance(plan.data, Corpus) else None,
     )
+
+
+def _data_commits(config: RunConfig) -> dict[str, str]:
+    settings = {".".join(map(str, keys)): value for keys, value in leaves(config.model_dump())}
+    hubs = [key.removesuffix(".path") for key, value in settings.items() if key.endswith(".hub.path") and value]
+    commits = {hub: data_commit(settings[f"{hub}.path"], settings[f"{hub}.revision"]) for hub in hubs}
+    return {hub: commit for hub, commit in commits.items() if commit is not None}
 
 
 def _command() -> str:

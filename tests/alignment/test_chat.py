@@ -1,5 +1,6 @@
 """One conversation under two real templates, and under a synthetic one on machines without them."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import permutations
 
@@ -165,11 +166,19 @@ def test_tool_calls_and_results() -> None:
 @settings(max_examples=30)
 @given(contents=st.lists(CONTENTS, min_size=1, max_size=5), with_system=st.booleans())
 def test_any_contents_under_real_templates(contents: list[str], with_system: bool) -> None:
-    """Contents that look like the template, marks, thinking and special tokens: no edge may move."""
+    """Contents that look like the template, marks, thinking and special tokens: no edge may move.
+
+    But for a content with "</think>" among blanks and other tags: where it begins and ends is not defined, only which
+    tokens are the model's.
+    """
     messages = conversation(contents, with_system)
     tokens = {name: real_renderer(name)(messages) for name in TEMPLATES}
     for name, rendered in tokens.items():
-        check_tokens(real_tokenizer(name), rendered, TEMPLATES[name](messages))
+        segments = TEMPLATES[name](messages)
+        for k, message in enumerate(messages):
+            if "</think>" in message["content"]:
+                segments = [replace(segment, message=None) if segment.message == k else segment for segment in segments]
+        check_tokens(real_tokenizer(name), rendered, segments)
     for student, teacher in PAIRS:
         check_alignment(real_aligner(student, teacher), tokens[student], tokens[teacher])
 

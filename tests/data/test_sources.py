@@ -12,6 +12,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import HfApi
 
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.data.convert import Read, convert, selected
@@ -21,6 +22,8 @@ from nemo_opd.data.lines import of_rows
 from nemo_opd.data.record import Conversation, read_documents
 from nemo_opd.data.sources import READERS, load_documents
 from nemo_opd.errors import DataError
+from nemo_opd.training import saving
+from tests.composition import compose
 
 TEXTS = ["one", "zwei", "三", ""]
 
@@ -159,6 +162,34 @@ def test_each_text_file_is_a_document_whatever_the_text_key(folder: Path) -> Non
     (folder / "b.txt").write_text("三")
     source = Source(text_files=[str(folder / "b.txt"), str(folder / "a.txt")])
     assert load(source, "content") == ["三", "one\n\ntwo\n"]
+
+
+def test_a_data_set_of_the_hub_is_read_at_the_commit_that_is_recorded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a run on a data set that changed later could not be repeated."""
+    write_parquet(folder / "train.parquet", table(TEXTS))
+    load_dataset, revisions = datasets.load_dataset, []
+
+    def load_from_folder(path: str, name: str | None, *, revision: str | None, split: str) -> datasets.Dataset:
+        revisions.append((path, revision))
+        return load_dataset(str(folder), split=split)
+
+    info = {"some/texts": {None: "a" * 40, "v1": "b" * 40}}
+    monkeypatch.setattr(datasets, "load_dataset", load_from_folder)
+    monkeypatch.setattr(HfApi, "dataset_info", lambda _, path, revision: SimpleNamespace(sha=info[path][revision]))
+    config = compose(
+        "data.train.arrow_files=[]",
+        "data.train.hub.path=some/texts",
+        "data.validation.arrow_files=[]",
+        "data.validation.hub={path:some/texts,revision:v1}",
+    )
+    assert config.data.validation is not None
+    for source in (config.data.train, config.data.validation):
+        assert load(source) == TEXTS
+
+    assert revisions == [("some/texts", "a" * 40), ("some/texts", "b" * 40)]
+    assert saving._data_commits(config) == {"data.train.hub": "a" * 40, "data.validation.hub": "b" * 40}
 
 
 def test_compressed_jsonl(folder: Path) -> None:

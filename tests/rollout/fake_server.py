@@ -2,8 +2,9 @@
 
     python fake_server.py [anything] --port PORT
     python fake_server.py [anything] --uds SOCKET
+    python fake_server.py [anything] --port PORT --config FILE
 
-As a script it does what the variable FAKE says.
+As a script it does what the variable FAKE says, and with --config it asks for the key in the file as SGLang does.
 """
 
 import json
@@ -29,6 +30,8 @@ LOGPROB = -0.5
 
 def fine(body: Json, **changes: Any) -> tuple[int, Json]:
     """As many tokens as were asked for, each the prompt's first and one; raw log-probabilities of a prompt's."""
+    if "input_ids" in body:
+        return sglang_says(body)
     if "prompt_logprobs" in body:
         return raw(body)
     ids = [body["prompt"][0] % 50 + 1] * body["max_tokens"]
@@ -44,6 +47,14 @@ def raw(body: Json) -> tuple[int, Json]:
     top = {"token_id:9": -0.1, f"token_id:{last}": -1.0 - len(known)}
     choice = {"prompt_logprobs": [None, *known[1:]], "logprobs": {"top_logprobs": [top]}}
     return 200, {"model": "student", "choices": [choice]}
+
+
+def sglang_says(body: Json) -> tuple[int, Json]:
+    """As SGLang's documentation has it."""
+    count = body["sampling_params"]["max_new_tokens"]
+    sampled = [[LOGPROB, 7, None]] * count
+    about = {"finish_reason": {"type": "length", "length": count}, "output_token_logprobs": sampled}
+    return 200, {"text": "…", "meta_info": about, "success": True}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -73,6 +84,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+class Locked(Handler):
+    """Answers only requests with the key, but for those about its health."""
+
+    key: str
+
+    def do_POST(self) -> None:
+        if self.headers.get("Authorization") == f"Bearer {self.key}":
+            super().do_POST()
+        else:
+            self._reply(401, {"error": "Unauthorized"})
 
 
 CARDS = [{"id": "student", "root": "/models/student"}]
@@ -145,9 +168,14 @@ def main() -> None:
         )
         subprocess.run([sys.executable, "-c", orphaned], check=True)
         Path(tempfile.gettempdir(), "socket").touch()
+    handler = Handler
+    if "--config" in sys.argv:
+        Locked.key = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())["api-key"]
+        handler = Locked
     name = "--uds" if "--uds" in sys.argv else "--port"
     value = sys.argv[sys.argv.index(name) + 1]
-    make_server(value if name == "--uds" else int(value), {"dies": dies, "ends": ends}.get(how, fine)).serve_forever()
+    says = {"dies": dies, "ends": ends}.get(how, fine)
+    make_server(value if name == "--uds" else int(value), says, handler=handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -159,9 +159,11 @@ def test_gpus_are_named_once() -> None:
         ServerRollout(gpus=2, environment={"CUDA_VISIBLE_DEVICES": "3"})
 
 
-@pytest.mark.parametrize("option", ["--host", "--host=0.0.0.0", "--port", "--por=80", "--uds"])
+@pytest.mark.parametrize(
+    "option", ["--host", "--host=0.0.0.0", "--port", "--por=80", "--uds", "--config", "--api-key=x"]
+)
 def test_a_server_does_not_listen_elsewhere(option: str) -> None:
     """Bug: a recipe opened the server, which takes weights from anybody, to the network."""
-    with pytest.raises(ValidationError, match="listens where only the run asks"):
+    with pytest.raises(ValidationError, match="the run chooses address, key"):
         ServerRollout(options=("--max-num-seqs", "8", option))
     assert ServerRollout(options=("--max-num-seqs", "8", "--hf-overrides", "{}")).options[0] == "--max-num-seqs"

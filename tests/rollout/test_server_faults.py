@@ -19,7 +19,7 @@ from nemo_opd.rollout.server import client
 from nemo_opd.rollout.server.client import RequestContext, UnusableError
 from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.sglang import SGLang
-from tests.rollout.fake_server import LOGPROB, Json, Says, fake_server, fine
+from tests.rollout.fake_server import LOGPROB, Json, Says, fake_server, fine, sglang_says
 from tests.tiny import Tiny
 
 
@@ -358,16 +358,6 @@ def test_a_server_with_raw_log_probabilities_is_refused(tmp_path: Path) -> None:
         pytest.raises(RolloutError, match=r"not those of the sampling policy.*--logprobs-mode processed_logprobs"),
     ):
         engine_of(url, tmp_path)
-
-
-def sglang_says(body: Json) -> tuple[int, Json]:
-    """As SGLang's documentation has it."""
-    count = body["sampling_params"]["max_new_tokens"]
-    sampled = [[LOGPROB, 7, None]] * count
-    return 200, {
-        "text": "…",
-        "meta_info": {"finish_reason": {"type": "length", "length": count}, "output_token_logprobs": sampled},
-    }
 
 
 def test_sglangs_own_form() -> None:

@@ -18,6 +18,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import EngineSpec, Request, Sampling
 from nemo_opd.rollout.server import guard
+from nemo_opd.rollout.server.client import Http
 from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.program import cause
 from tests.rollout import fake_server
@@ -91,6 +92,26 @@ def test_only_this_user_reaches_it(tmp_path: Path) -> None:
         assert (folder / "http").is_socket()
         processes = map(psutil.Process, left_of(tmp_path))
         assert not [link for process in processes for link in process.net_connections("inet")]
+
+
+def test_a_port_needs_the_key_that_nobody_else_can_read(tmp_path: Path) -> None:
+    """Bug: any user of the machine could sample, or have other weights loaded, from an SGLang server."""
+    settings = ServerRollout(
+        program="sglang", command=(sys.executable, fake_server.__file__), environment={MARK: str(tmp_path)}
+    )
+    request = [Request(np.array([5], np.int32), 2, 5)]
+    with ServerEngine(settings, EngineSpec(64, frozenset({0}), "float32", tmp_path), "student") as engine:
+        assert engine.generate(request, Sampling())[0].ids.tolist() == [7, 7]
+
+        folder = Path(environment(tmp_path)["TMPDIR"])
+        assert folder.stat().st_mode & 0o777 == 0o700
+        key = json.loads((folder / "key.yaml").read_text())["api-key"]
+        command_lines = [" ".join(psutil.Process(pid).cmdline()) for pid in left_of(tmp_path)]
+        assert not [line for line in command_lines if key in line]
+        assert (tmp_path / "server.log").stat().st_mode & 0o777 == 0o600  # SGLang logs all of its settings
+        for path in ("/generate", "/update_weights_from_disk"):
+            with pytest.raises(RolloutError, match="401"):
+                Http(engine.url, 10, trust_env=False).post(path, {"model_path": "/models/another"})
 
 
 def test_one_that_dies_while_it_is_asked_is_noticed_at_once(tmp_path: Path) -> None:

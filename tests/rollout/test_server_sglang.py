@@ -52,7 +52,9 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 def test_a_teacher_is_asked_about_sequences(subject: Subject) -> None:
     """Bugs: the highest id, which it echoes as 0; a sequence longer than it reads; rows shifted by one."""
-    given = Endpoint(program="sglang", urls=(server_of(subject).url,), logprobs=8, retries=0)
+    server = server_of(subject)
+    key = server._headers["Authorization"].removeprefix("Bearer ")
+    given = Endpoint(program="sglang", urls=(server.url,), logprobs=8, retries=0, api_key=key)
     answers, longest = asked_as_a_teacher(subject, given, last=subject.folders.vocab_size - 1)
 
     with pytest.raises(EndpointError, match=r"refused prompt 0: status 400.*Input length"):

@@ -1,6 +1,7 @@
 """An engine that samples over HTTP."""
 
 import fcntl
+import secrets
 import shutil
 import socket
 import tempfile
@@ -82,16 +83,25 @@ class ServerEngine(Generator):
             self._first = ModelFolder.read(Path(model)) if Path(model).is_dir() else None
             self._max_length = spec.max_length or (self._first.max_positions if self._first else None)
             self._socket: Path | None = None
+            self._headers: dict[str, str] = {}
             url = (settings.url or self._start(model, spec)).rstrip("/")
             is_foreign = self._process is None
             hint = self._program.hint if is_foreign else ""
-            self._http = Http(url, settings.start_timeout_s, trust_env=is_foreign, hint=hint, socket=self._socket)
+            self._http = Http(
+                url,
+                settings.start_timeout_s,
+                trust_env=is_foreign,
+                hint=hint,
+                headers=self._headers,
+                socket=self._socket,
+            )
             self._client: Client[Completion] = Client(
                 urls=[url + self._program.path],
                 concurrency=settings.concurrency,
                 timeout_s=settings.request_timeout_s,
                 retries=settings.retries,
                 trust_env=is_foreign,
+                headers=self._headers,
                 socket=self._socket,
             )
             name = self._first_name(model)
@@ -223,13 +233,15 @@ class ServerEngine(Generator):
         settings, program = self._settings, self._program
         share = settings.memory_share or default_share(settings, spec)
         folder = Path(tempfile.mkdtemp(prefix="opd_server_"))
+        # All users of the machine can reach a port, so its server asks for a key.
         if program.socket_option is not None:
-            # Only this user can reach it. A port is open to all users of the machine.
             self._socket = folder / "http"
             address, url = [program.socket_option, str(self._socket)], "http://localhost"
         else:
-            port = str(_free_port())
+            port, key = str(_free_port()), secrets.token_urlsafe(32)
+            self._headers = {"Authorization": f"Bearer {key}"}
             address, url = ["--host", HOST, "--port", port], f"http://{HOST}:{port}"
+            address += program.key_arguments(key, folder)
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)} if spec.gpus else {}
         arguments = [*program.arguments(model, spec, share), *address, *settings.options]
         self._process = ServerProcess(

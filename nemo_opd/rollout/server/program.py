@@ -67,7 +67,7 @@ class Program(ABC):
     loads_files: ClassVar[bool] = False
     """Whether it implements `load_files`."""
     socket_option: ClassVar[str | None] = None
-    """Option that names a Unix socket to listen at; None if the program only listens at ports."""
+    """Option that names a Unix socket to listen at; None if the program only listens at ports, with `key_arguments`."""
     hint: ClassVar[str]
     """Options that a user-started server needs, for error messages."""
 
@@ -77,6 +77,13 @@ class Program(ABC):
 
         memory_share: share of each GPU's memory, or of the machine's memory on CPUs, that the server may use in total.
         """
+
+    def key_arguments(self, key: str, folder: Path) -> list[str]:
+        """Return the arguments by which the server asks for `Authorization: Bearer key`.
+
+        The key stands in a file of `folder`, since all users see command lines.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def body(self, request: Request, sampling: Sampling, context: RequestContext) -> Json:
@@ -144,7 +151,7 @@ class ServerProcess:
         self.command, self.log = tuple(command), log
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            with open_unlinked(log, "w") as stream:
+            with open_unlinked(log, "w", permissions=0o600) as stream:  # SGLang logs its key
                 self._guard = subprocess.Popen(
                     # -P: modules in the guard's folder would shadow others.
                     [sys.executable, "-P", guard.__file__, str(folder), *self.command],

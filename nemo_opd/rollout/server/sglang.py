@@ -1,5 +1,6 @@
 """SGLang's server."""
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,11 @@ class SGLang(Program):
         if spec.has_fp32_logits:
             options.append("--enable-fp32-lm-head")
         return [*options, "--enable-deterministic-inference"]
+
+    def key_arguments(self, key: str, folder: Path) -> list[str]:
+        config = folder / "key.yaml"
+        config.write_text(json.dumps({"api-key": key}))
+        return ["--config", str(config)]
 
     def body(self, request: Request, sampling: Sampling, context: RequestContext) -> Json:
         return {
