@@ -20,7 +20,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import CallbackError, ConfigError
 
 _T = TypeVar("_T")
@@ -190,6 +189,8 @@ def _safely(text_of: Callable[[object], str], value: object) -> str:
 
     Making the text may run the user's code.
     """
+    from nemo_opd.config.secrets import without_secrets  # imports pydantic
+
     try:
         return without_secrets(_limited(text_of, (value,), TEXT_S))
     except KeyboardInterrupt:

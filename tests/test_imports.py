@@ -189,8 +189,9 @@ def test_a_run_imports_no_library_of_an_extra() -> None:
             ("torch", "transformers", "ray", "datasets"),
         ),
         ("cluster.ray.rank_actor", ("transformers", "datasets", "numba")),
+        ("alignment", ("torch", "transformers", "numba", "pydantic", "hydra")),
     ],
-    ids=["settings", "rank"],
+    ids=["settings", "rank", "alignment"],
 )
 def test_importing_leaves_heavy_libraries_out(modules: str, libraries: tuple[str, ...]) -> None:
     """Also through a library: the mistakes of a command line are told, and ranks start, before seconds of imports."""

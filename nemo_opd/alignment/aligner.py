@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, AnyStr
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nemo_opd.alignment.merge import TEXT, PieceTable, Spelling, merge, spell
 from nemo_opd.alignment.pieces import META_SPACE, Pieces, pieces_of
-from nemo_opd.alignment.resync import equal_runs
 from nemo_opd.alignment.roles import RoleOverrides, pair_special_tokens
+from nemo_opd.alignment.spelling import TEXT, PieceTable, Spelling
 from nemo_opd.errors import AlignmentError
 from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME, Alignment
 
@@ -66,6 +65,9 @@ class TokenAligner:
 
         Raises AlignmentError for ids that are not a 1-D sequence of integers inside the vocabulary.
         """
+        from nemo_opd.alignment.merge import merge  # imports Numba, which takes half a second
+        from nemo_opd.alignment.resync import equal_runs
+
         student, teacher = self.student_spelling(student_ids), self.teacher_spelling(teacher_ids)
         runs = equal_runs(student.data, teacher.data)
         chunks = merge(student, teacher, runs, self._matches)
@@ -79,11 +81,11 @@ class TokenAligner:
 
     def student_spelling(self, ids: Sequence[int] | NDArray[np.integer]) -> Spelling:
         """Return the bytes of student ids. Raises AlignmentError as `align` does."""
-        return spell(_valid_ids(ids, "student", self.student_pieces), self._student_table)
+        return _spell(_valid_ids(ids, "student", self.student_pieces), self._student_table)
 
     def teacher_spelling(self, ids: Sequence[int] | NDArray[np.integer]) -> Spelling:
         """Return the bytes of teacher ids. Raises AlignmentError as `align` does."""
-        return spell(_valid_ids(ids, "teacher", self.teacher_pieces), self._teacher_table)
+        return _spell(_valid_ids(ids, "teacher", self.teacher_pieces), self._teacher_table)
 
     def _make_tables(self) -> None:
         special = self._special
@@ -97,6 +99,13 @@ class TokenAligner:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._make_tables()
+
+
+def _spell(ids: NDArray[np.int64], table: PieceTable) -> Spelling:
+    from nemo_opd.alignment.merge import spell  # imports Numba
+
+    spelling: Spelling = spell(ids, table)
+    return spelling
 
 
 def _table(classes: NDArray[np.int32], pieces: Pieces) -> PieceTable:

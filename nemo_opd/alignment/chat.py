@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nemo_opd.alignment.aligner import TokenAligner
-    from nemo_opd.alignment.merge import Spelling
     from nemo_opd.alignment.pieces import Pieces
+    from nemo_opd.alignment.spelling import Spelling
 
 _Positions = NDArray[np.int64]
 

@@ -23,11 +23,12 @@ from nemo_opd.alignment.chat_template import (
 from nemo_opd.alignment.chat_turns import Span, Turn, TurnTokens, locate_messages
 from nemo_opd.alignment.pieces import name_of
 from nemo_opd.alignment.token_roles import stop_ids, turn_end_ids
-from nemo_opd.config.data import LearnedTurns
 from nemo_opd.errors import AlignmentError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from nemo_opd.config.data import LearnedTurns
 
 Piece = Literal[
     "tool calls",

@@ -10,12 +10,13 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_opd.alignment.pieces import name_of
-from nemo_opd.config.data import LearnedTurns
 from nemo_opd.errors import AlignmentError
 from nemo_opd.users_code import UsersCodeError, called
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from nemo_opd.config.data import LearnedTurns
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None

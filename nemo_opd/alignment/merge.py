@@ -11,6 +11,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_opd.alignment.spelling import TEXT, PieceTable, Spelling
+
 
 def jit(function: Callable[..., Any]) -> Any:
     """Compile a function without the interpreter, and cache its machine code in a folder that Numba can write to.
@@ -23,32 +25,10 @@ def jit(function: Callable[..., Any]) -> Any:
         return numba.njit(function, nogil=True)
 
 
-TEXT = -1
-"""Class of a token that stands for bytes. Tokens of other classes stand outside the text and are barriers."""
 _EXACT, _INEXACT, _SPECIAL = 0, 1, 2
 
 _Ints = NDArray[np.int32]
 _Flags = NDArray[np.bool_]
-
-
-class PieceTable(NamedTuple):
-    """Classes and bytes of a tokenizer's ids."""
-
-    classes: _Ints
-    """[V]: TEXT, or a row or column of the matrix of matching special tokens."""
-    offsets: NDArray[np.int64]
-    """[V + 1]: an id's bytes are buffer[offsets[id] : offsets[id + 1]]."""
-    buffer: NDArray[np.uint8]
-
-
-class Spelling(NamedTuple):
-    """A sequence's text and its tokens' edges in it."""
-
-    data: NDArray[np.uint8]
-    edges: NDArray[np.int64]
-    """[S + 1]: token i stands for data[edges[i] : edges[i + 1]], empty for a barrier."""
-    classes: _Ints
-    """[S]"""
 
 
 class _Chunks(NamedTuple):

@@ -38,7 +38,9 @@ class Cluster(Settings):
     address: str | None = None
     """A running Ray cluster (`auto`, `host:port`); by default a local one is started and stopped."""
     timeout_s: float = Field(1800, gt=0)
-    """Longest wait, in seconds, for any process or collective."""
+    """Longest wait, in seconds, for any process or collective. It covers loading the largest models from a slow disk; a
+    process that dies ends the run at once.
+    """
 
     @model_validator(mode="after")
     def several_groups_of_processes_need_ray(self) -> Self:

@@ -17,9 +17,10 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from pydantic import BaseModel
 
-from nemo_opd.config.base import all_keys, keys_named, recipes
+from nemo_opd.config.base import all_keys, keys_named, options, recipes
 from nemo_opd.config.other_trainers import translate
 from nemo_opd.config.secrets import contains_secret, is_secret_name, masked_leaf, without_secrets
+from nemo_opd.config.short_form import sections_of_strings, short_form
 from nemo_opd.errors import ConfigError
 
 _PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
@@ -255,20 +256,18 @@ def swept_options(override: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Groups:
-    """Config groups, and the groups and keys that the primary config sets."""
+    """Config groups, and the groups that the primary config lists."""
 
     config_dir: Path
     listed: frozenset[str]
     """Groups in the defaults of the primary config and of the configs it builds on."""
-    keys: frozenset[str]
-    """Top-level keys of these configs."""
 
     @classmethod
     def of(cls, config_dir: Path, primary: Path) -> "Groups":
         contents = list(_built_on(primary, config_dir))
         entries = [entry for content in contents for entry in content.get("defaults") or [] if isinstance(entry, dict)]
         listed = [str(key).removeprefix("override ").lstrip("/") for entry in entries for key in entry]
-        return cls(config_dir, frozenset(listed), frozenset(str(key) for content in contents for key in content))
+        return cls(config_dir, frozenset(listed))
 
     def override(self, argument: str) -> str:
         """Return the argument in Hydra's grammar."""
@@ -277,11 +276,12 @@ class Groups:
         if group.startswith("hydra") or not (self.config_dir / group.replace(".", "/")).is_dir():
             return f"++{argument}" if _PLAIN_OVERRIDE.match(argument) else argument
         value = _whole_value(argument)
+        if isinstance(value, str) and value not in options(self.config_dir, group):
+            value = short_form(group, value)
         if not isinstance(value, str) and value is not _NO_VALUE:
             return f"{'' if group in self.listed else '+'}{group}={_inline_option(group, value)}"
         plain = argument.lstrip("+") if key.startswith("++") else argument
-        is_new = group not in self.listed and group not in self.keys
-        return f"+{plain}" if is_new and not plain.startswith("+") else plain
+        return f"+{plain}" if group not in self.listed and not plain.startswith("+") else plain
 
 
 def _built_on(primary: Path, config_dir: Path) -> Iterator[dict[str, Any]]:
@@ -322,7 +322,7 @@ def _inline_option(group: str, value: object) -> str:
     """Store a value as an option of the group and return the option's name."""
     store = ConfigStore.instance()
     name = f"{INLINE}{len(store.list(group)) if group in store.repo else 0}"
-    store.store(name=name, group=group, node={group: value}, package="_global_")
+    store.store(name=name, group=group, node=sections_of_strings({group: value}), package="_global_")
     return name
 
 

@@ -94,6 +94,13 @@ def source_of(files: Sequence[str], *, key: str, otherwise: str) -> Source:
     return Source.model_validate({kinds.pop(): tuple(files)})
 
 
+def source_kind(name: str) -> str | None:
+    """Return the kind of files that a path or glob names; None for a folder or a data set on the hub."""
+    path = Path(name)
+    suffix = (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
+    return "jsonl_files" if suffix == ".json" else _kind_of(name, "") or None
+
+
 def _kind_of(file: str, otherwise: str) -> str:
     if file.startswith("demo:"):
         return "arrow_files"
@@ -166,7 +173,9 @@ class Data(Settings):
     `train.max_length`.
     """
     num_workers: MayChange[int] = Field(0, ge=0)
-    """Processes that tokenize and align in advance; 0: a thread of the driver."""
+    """Processes that tokenize and align in advance; 0: a thread of the driver, which suffices while perf/data_wait_s is
+    small.
+    """
     cache: MayChange[bool] = True
     """Tokenize and align each document once, and keep the result in `$NEMO_OPD_CACHE`."""
 

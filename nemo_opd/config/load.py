@@ -34,7 +34,9 @@ from nemo_opd.config.command_line import (
 )
 from nemo_opd.config.reference import help_text
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run_fields import RunFields
 from nemo_opd.config.secrets import has_references, leaves, remember, require_values, shown_config
+from nemo_opd.config.short_form import long_form, read_short_forms
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import configs_dir, package_version
 from nemo_opd.plain_yaml import load_yaml
@@ -219,6 +221,8 @@ def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:
 
 def validated(data: Mapping[str, Any], model: type[S]) -> S:
     """Validate plain data. Raises ConfigError with a line for each problem."""
+    if issubclass(model, RunFields):
+        data = long_form(data)
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -244,6 +248,7 @@ def _plain_data(cfg: DictConfig) -> dict[str, Any]:
 def composition_errors(command: CommandLine) -> Iterator[None]:
     """Turn Hydra's and OmegaConf's errors in the block into ConfigError; Hydra's own report has no clear last line."""
     previous = os.environ.get("HYDRA_FULL_ERROR")
+    read_short_forms()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of exiting
     try:
         yield

@@ -319,7 +319,7 @@ class TCADTerm(DivergenceTerm):
 
     power_alpha: float | None = Field(1.0, ge=0)
     """Weigh a prompt's rollouts by softmax(power_alpha · teacher's mean log-probability per token), or null for equal
-    weights.
+    weights. At 1 a rollout with twice the teacher's likelihood per token counts twice.
     """
 
     @field_validator("coverage_coef")

@@ -31,7 +31,9 @@ class Objective(Settings):
     kd_weight: float = Field(1.0, ge=0)
     """Weight of KD, the distillation loss; at 0 no teacher is loaded."""
     ce_weight: float = Field(1.0, ge=0)
-    """Weight of CE, the cross-entropy of the dataset's tokens."""
+    """Weight of CE, the cross-entropy of the dataset's tokens. On-policy there are such tokens only with
+    rollout.on_policy_share below 1: a sampled token is never a target of CE.
+    """
     scaling: Literal["fixed", "dynamic"] = "fixed"
     """dynamic: also scale KD by EMA(CE)/EMA(KD), over previous steps that had both."""
     scaling_decay: float = Field(0.99, gt=0, lt=1)

@@ -20,6 +20,7 @@ from nemo_opd.config.base import groups, models_in, options, recipes
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.other_trainers import translate
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.short_form import SHORT
 from nemo_opd.errors import ConfigError
 from nemo_opd.files import write_atomically
 from nemo_opd.paths import configs_dir
@@ -283,6 +284,10 @@ def _recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
         group: {"anyOf": [{"enum": options(config_dir, group)}, {"type": ["string", "null"]}]}
         for group in groups(config_dir, model)
     }
+    if model is RunConfig:
+        texts = definitions["Data"]["properties"]
+        for fields, key in [*((schema["properties"], key) for key in SHORT), (texts, "train"), (texts, "validation")]:
+            fields[key] = _or_strings(fields[key], is_list=key in ("teachers", "data", "train", "validation"))
     override = {f"override {group}": choice for group, choice in choices.items()}
     entry = {"anyOf": [{"type": "string"}, {"type": "object", "properties": choices | override}]}
     definitions["Defaults"] = {"type": "array", "items": entry}
@@ -293,6 +298,13 @@ def _recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
         for inner in models_in(model.model_fields[group].annotation):
             definitions[inner.__name__]["properties"]["defaults"] = defaults
     return {"$schema": _DIALECT, **schema, "definitions": definitions}
+
+
+def _or_strings(field: dict[str, Any], *, is_list: bool) -> dict[str, Any]:
+    """Return the schema of a section that a string, or a list of strings, can stand for."""
+    text = {"type": "string"}
+    forms = [field, text, *([{"type": "array", "items": text}] if is_list else [])]
+    return {key: field[key] for key in ("description",) if key in field} | {"anyOf": forms}
 
 
 def _partial(schema: Any) -> Any:

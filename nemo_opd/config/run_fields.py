@@ -103,7 +103,9 @@ class Logging(Settings):
     rollouts: RolloutFiles = Field(default_factory=RolloutFiles)
     """On-policy: files with the training's rollouts."""
     token_groups: bool = True
-    """Also report validation figures by domain, class of token and kind of aligned chunk."""
+    """Also report validation figures by domain, class of token and kind of aligned chunk, from values that validation
+    computes anyway.
+    """
     mlflow: Mlflow = Field(default_factory=Mlflow)
     """Metrics for MLflow."""
     trackio: Trackio = Field(default_factory=Trackio)
@@ -141,7 +143,9 @@ class Run(Settings):
     seed: int = Field(0, ge=0, le=LARGEST_SEED)
     """Seed of data order, sampling, new adapters and dropout."""
     resume: MayChange[Literal["auto", "never"]] = "never"
-    """auto: continue from the newest complete checkpoint in `output_dir`, or start if it has none."""
+    """auto: continue from the newest complete checkpoint in `output_dir`, or start if it has none. never: refuse a
+    directory with checkpoints, so that a new experiment is not mistaken for a continued one.
+    """
     dry_run: MayChange[bool] = False
     """Run all checks, print the plan and stop."""
     baseline: MayChange[bool | Path] = False

@@ -248,6 +248,12 @@ class OwnIdsTeacher(TeacherBase):
         return {token: tuple(role for role, having in self.roles.items() if token in having) for token in tokens}
 
 
+class AutoTeacher(OwnIdsTeacher):
+    """A teacher that the run loads. It becomes same_tokenizer or cross_tokenizer, as config.yaml shows."""
+
+    type: Literal["auto"]
+
+
 class CrossTokenizerTeacher(OwnIdsTeacher):
     """A teacher with another tokenizer."""
 
@@ -299,8 +305,11 @@ class ServedTeacher(Endpoint, OwnIdsTeacher):
 
 
 Teacher = Annotated[
-    SameTokenizerTeacher | CrossTokenizerTeacher | CachedTeacher | ServedTeacher, Field(discriminator="type")
+    AutoTeacher | SameTokenizerTeacher | CrossTokenizerTeacher | CachedTeacher | ServedTeacher,
+    Field(discriminator="type"),
 ]
+UnresolvedTeacher = AutoTeacher | CachedTeacher | ServedTeacher
+"""Teachers whose tokenizers tell whether they become same_tokenizer or cross_tokenizer."""
 
 
 def whole_url(url: str) -> str:

@@ -44,7 +44,9 @@ class Train(Settings):
     global_batch_size: int = Field(64, ge=1)
     """Sequences in an optimizer step, over all ranks; with `data.packing`, rows of `max_length` tokens."""
     micro_batch_size: MayChange[int] = Field(1, ge=1)
-    """Sequences of `max_length` in one forward and backward pass of a rank; more if they are shorter."""
+    """Sequences of `max_length` in one forward and backward pass of a rank; more if they are shorter. The default needs
+    the least memory; a dry run shows what more would need.
+    """
     micro_batch_tokens: MayChange[int | None] = Field(None, ge=2)
     """Tokens in one forward and backward pass of a rank; by default `micro_batch_size` · `max_length`. A longer
     sequence is a microbatch by itself.
@@ -55,8 +57,8 @@ class Train(Settings):
     """Steps between validations, besides those before the first and after the last step. Validation is off with
     `data.validation.arrow_files=[] data.validation.max_samples=null`.
     """
-    save_every: MayChange[int | None] = Field(None, ge=1)
-    """Steps between checkpoints; the last step is always saved."""
+    save_every: MayChange[int | None] = Field(500, ge=1)
+    """Steps between checkpoints, or null for none before the last step, which is always saved."""
     keep_last: MayChange[int] = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     async_save: MayChange[bool] = False
@@ -111,7 +113,9 @@ class OptimizerBase(Settings):
 
 class Decoupled(OptimizerBase):
     weight_decay: float = Field(1e-3, ge=0)
-    """Each step subtracts lr · weight_decay · w from every trained weight w, biases and norms too."""
+    """Each step subtracts lr · weight_decay · w from every trained weight w, biases and norms too: with the defaults,
+    less than 0.05 % of it in 10,000 steps.
+    """
 
 
 class Adam(Decoupled):
@@ -182,7 +186,7 @@ class Scheduler(Settings):
     type: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up, over the remaining steps of `train.max_steps`."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of linear increase from zero."""
+    """Steps of linear increase from zero; by default none, as in TRL and transformers."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate as a share of the peak (cosine only)."""
 

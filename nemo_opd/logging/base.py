@@ -46,6 +46,8 @@ class RunSummary:
     layout: str
     """Sharding of the student over ranks, and of teachers whose sharding differs."""
     total_steps: int
+    data: str
+    """Number of training documents, and the columns that they are read from."""
     batch: str
     """Contents of an optimizer step, such as `64 packed rows of 2,048 tokens`."""
     tokens_at_a_time: int

@@ -12,7 +12,8 @@ from nemo_opd.config.data import Source
 from nemo_opd.config.model import Model
 from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher, ServedTeacher
+from nemo_opd.config.short_form import long_form
+from nemo_opd.config.teacher import OwnIdsTeacher, UnresolvedTeacher
 from nemo_opd.data.columns import described, readings
 from nemo_opd.data.files import first_schema, require_suitable
 from nemo_opd.data.layout import Layout, PromptLayout, RoutedLayout, TextLayout
@@ -31,8 +32,8 @@ from nemo_opd.teacher_cache.shard import CacheManifest, read_manifest
 def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
     """Check that files and programs in the settings exist and are valid. Raises an OPDError otherwise."""
     require_kind(config, on_policy=on_policy)
-    if not any(isinstance(teacher, CachedTeacher | ServedTeacher) for teacher in config.active_teachers):
-        # Only preflight knows the types of cached and served teachers. It also hashes the checkpoint's files.
+    if not any(isinstance(teacher, UnresolvedTeacher) for teacher in config.active_teachers):
+        # Only preflight knows the types of these teachers. It also hashes the checkpoint's files.
         progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
     _check_model(config.student, "student")
     for i, teacher in enumerate(config.active_teachers):
@@ -70,9 +71,10 @@ def _check_baseline(folder: Path) -> None:
 def with_documents_columns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Name the columns of documents in composed settings as the first training file has them, if no setting names them.
 
-    Leaves the settings as they are for texts, for the hub, which is not contacted here, and for files whose columns
-    have other names. Raises DataError if there are several readings.
+    Strings that stand for sections become sections. Names no column for texts, for the hub, which is not contacted
+    here, and for files whose columns have other names. Raises DataError if there are several readings.
     """
+    settings = long_form(settings)
     data = settings.get("data")
     if not isinstance(data, Mapping) or {"text_key", "messages_key", "prompt_key"} & data.keys():
         return settings

@@ -59,6 +59,7 @@ def run_summary(plan: Plan) -> RunSummary:
         device=device_name(plan.device),
         layout=_layout_of(plan),
         total_steps=plan.total_steps,
+        data=f"{len(plan.data.train):,} {plan.data.noun} from {_columns(config.data)}",
         batch=f"{train.global_batch_size} {noun} {train.max_length:,} tokens",
         tokens_at_a_time=train.tokens_at_a_time,
         output_dir=plan.output_dir,
@@ -137,7 +138,7 @@ def print_plan(plan: Plan, console: Console) -> dict[str, Any]:
 def plan_rows(plan: Plan) -> dict[str, str]:
     """Return the plan's facts by heading."""
     train, optimizer, loss = plan.config.train, plan.config.student.optimizer, plan.config.loss
-    data, names = plan.data, plan.config.active_names
+    data, teachers = plan.data, plan.config.active_teachers
     noun = "packed rows" if plan.config.packs_documents else "sequences"
     about = "about " if plan.config.packs_documents and train.epochs is None else ""
     rows = {
@@ -147,8 +148,9 @@ def plan_rows(plan: Plan) -> dict[str, str]:
         "device": plan.device,
         "student": _describe_layout(plan.student_layout),
         **{
-            f"teacher {name}": "in the student's processes" if i in plan.placement.inside else _describe_layout(layout)
-            for i, (name, layout) in enumerate(zip(names, plan.teacher_layouts, strict=True))
+            f"teacher {teacher.name}": f"{teacher.type}, "
+            + ("in the student's processes" if i in plan.placement.inside else _describe_layout(layout))
+            for i, (teacher, layout) in enumerate(zip(teachers, plan.teacher_layouts, strict=True))
         },
         "placement of teachers": _describe_placement(plan),
         f"{noun} per rank": str(plan.rows_per_rank),
@@ -245,7 +247,7 @@ def _data_rows(settings: Data, data: Corpus | Prompts) -> dict[str, str]:
     def counted(part: Sized | None) -> str:
         return "none" if part is None else f"{len(part):,}"
 
-    columns = ", ".join(f"{name} ({setting})" for setting, name in settings.document_columns)
+    columns = _columns(settings)
     if isinstance(data, Corpus):
         return {
             "training documents": f"{counted(data.train)}, from {columns}",
@@ -255,6 +257,11 @@ def _data_rows(settings: Data, data: Corpus | Prompts) -> dict[str, str]:
         "prompts": f"{counted(data.train)}, from {columns}, {data.train.num_dropped:,} too long left out",
         "validation documents": counted(data.validation),
     }
+
+
+def _columns(settings: Data) -> str:
+    """Describe the columns of documents, such as `text (text_key)`."""
+    return ", ".join(f"{name} ({setting})" for setting, name in settings.document_columns)
 
 
 def _question_rows(plan: Plan) -> dict[str, str]:

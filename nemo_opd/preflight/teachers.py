@@ -18,6 +18,7 @@ from nemo_opd.config.load import from_dict
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import (
+    AutoTeacher,
     CachedTeacher,
     CrossTokenizerTeacher,
     Endpoint,
@@ -26,6 +27,7 @@ from nemo_opd.config.teacher import (
     ServedTeacher,
     Teacher,
     TeacherBase,
+    UnresolvedTeacher,
     first_changed,
 )
 from nemo_opd.data.collate import collate
@@ -196,7 +198,7 @@ def output_columns(config: RunConfig, settings: Teacher, size: ModelSize, device
 
 
 def settle_tokenizers(config: RunConfig, device: str) -> RunConfig:
-    """Return the settings with every cached or served teacher turned into type same_tokenizer or cross_tokenizer.
+    """Return the settings with the type of every teacher resolved to same_tokenizer or cross_tokenizer.
 
     Raises DataError if a folder is not a cache or its tokenizer is not the one of its answers, and ConfigError if the
     resulting type does not allow a setting.
@@ -205,9 +207,7 @@ def settle_tokenizers(config: RunConfig, device: str) -> RunConfig:
         if teacher.cache is not None:
             _require_original_tokenizer(teacher.cache, f"teachers.{i}.cache")
     unresolved = {
-        i: teacher
-        for i, teacher in enumerate(config.active_teachers)
-        if isinstance(teacher, CachedTeacher | ServedTeacher)
+        i: teacher for i, teacher in enumerate(config.active_teachers) if isinstance(teacher, UnresolvedTeacher)
     }
     if not unresolved:
         return config
@@ -216,8 +216,10 @@ def settle_tokenizers(config: RunConfig, device: str) -> RunConfig:
     for i, teacher in unresolved.items():
         if isinstance(teacher, CachedTeacher):
             settings["teachers"][i] = _resolve_cached(config, i, teacher, student, device)
-        else:
+        elif isinstance(teacher, ServedTeacher):
             settings["teachers"][i] = _resolve_served(config, i, teacher, student)
+        else:
+            settings["teachers"][i] = _resolve_loaded(config, i, teacher, student)
     return from_dict(settings)
 
 
@@ -245,7 +247,14 @@ def _resolve_served(config: RunConfig, i: int, settings: ServedTeacher, student:
     return as_model.model_dump(mode="json", exclude=set(served)) | {"type": "cross_tokenizer"}
 
 
-def _same_tokenizer_settings(teacher: CachedTeacher | ServedTeacher, i: int) -> dict[str, Any]:
+def _resolve_loaded(config: RunConfig, i: int, settings: AutoTeacher, student: ModelInfo) -> dict[str, Any]:
+    """Return the settings of a teacher that the run loads with its type resolved."""
+    if _reads_students_ids(config, i, settings, student, tokenizer_info(settings, f"teachers.{i}")):
+        return _same_tokenizer_settings(settings, i)
+    return settings.model_dump(mode="json") | {"type": "cross_tokenizer"}
+
+
+def _same_tokenizer_settings(teacher: UnresolvedTeacher, i: int) -> dict[str, Any]:
     """Return the settings of a teacher that reads the student's ids.
 
     Raises ConfigError if a setting for teachers with another tokenizer is changed.
@@ -265,7 +274,7 @@ def _same_tokenizer_settings(teacher: CachedTeacher | ServedTeacher, i: int) -> 
 def _reads_students_ids(
     config: RunConfig,
     i: int,
-    settings: CachedTeacher | ServedTeacher,
+    settings: UnresolvedTeacher,
     student: ModelInfo,
     teacher: ModelInfo,
 ) -> bool:

@@ -20,7 +20,16 @@ def summary(output_dir: Path, total_steps: int = 20) -> RunSummary:
         TeacherSummary("llama3b", "meta-llama/Llama-3.2-3B", "same_tokenizer", 0.8, "same_vocab"),
     )
     return RunSummary(
-        "demo", "llama-1b", teachers, "cpu", "2 ranks: 2 data parallel", total_steps, "64 packed rows", 2048, output_dir
+        "demo",
+        "llama-1b",
+        teachers,
+        "cpu",
+        "2 ranks: 2 data parallel",
+        total_steps,
+        "9 documents from text (text_key)",
+        "64 packed rows",
+        2048,
+        output_dir,
     )
 
 

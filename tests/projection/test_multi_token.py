@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nemo_opd.alignment import pieces_of
-from nemo_opd.alignment.merge import TEXT
 from nemo_opd.alignment.roles import pair_special_tokens
+from nemo_opd.alignment.spelling import TEXT
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import ProjectionMatrix, add_multi_token, exact_map
 from nemo_opd.projection.spelling import RawModel

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from nemo_opd.alignment import pieces_of
-from nemo_opd.alignment.merge import TEXT
 from nemo_opd.alignment.pieces import HOLE
 from nemo_opd.alignment.roles import pair_special_tokens
+from nemo_opd.alignment.spelling import TEXT
 from nemo_opd.projection import ProjectionMatrix, build_projection
 from tests.projection.conftest import real_matrix
 from tests.tokenizers_fixture import real_tokenizer

@@ -1,0 +1,90 @@
+"""Short configurations: strings for models, files and losses, with types, names and columns left out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_opd.config.load import compose, from_dict
+from nemo_opd.errors import ConfigError
+from nemo_opd.preflight.inputs import with_documents_columns
+
+pytestmark = pytest.mark.unit
+
+SHORT = """
+student: HuggingFaceTB/SmolLM2-135M
+teachers: [google/gemma-3-270m, other/gemma-3-270m]
+data: train.jsonl
+loss: gold
+train: {max_steps: 1000}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "short.yaml"
+    file.write_text(SHORT)
+    return file
+
+
+def test_strings_stand_for_sections(recipe: Path) -> None:
+    """Strings that are not read as sections make the short form invalid, or two teachers get one name."""
+    config = compose(recipe)
+    assert config.student.model == "HuggingFaceTB/SmolLM2-135M"
+    assert [(t.type, t.name) for t in config.teachers] == [("auto", "gemma-3-270m"), ("auto", "gemma-3-270m_2")]
+    assert config.data.train.given == {"jsonl_files": ("train.jsonl",)}
+    assert config.loss.type == "gold"
+
+
+def test_a_string_in_a_file_means_what_it_means_on_the_command_line(tmp_path: Path) -> None:
+    """`loss: reverse_kl`, an option of the group and not a type, is refused in a file."""
+    file = tmp_path / "mine.yaml"
+    for name in ("reverse_kl", "uld"):
+        file.write_text(SHORT.replace("loss: gold", f"loss: {name}"))
+        from_file = compose(file)
+        file.write_text(SHORT.replace("loss: gold", ""))
+        assert compose(file, [f"loss={name}"]).loss == from_file.loss
+
+
+def test_a_section_with_a_default_type_needs_none() -> None:
+    """`loss.kd_weight=0` is refused for a file without `loss`, as the type of the default is lost."""
+    settings = {"student": "a", "teachers": ["b"], "data": "c.txt", "train": {"max_steps": 1}}
+    config = from_dict(settings | {"loss": {"ce_weight": 0}, "handoff": {"transport": "shared_memory"}})
+    assert (config.loss.type, config.loss.ce_weight, config.handoff.type) == ("p_kl", 0, "hidden_states")
+
+
+def test_overrides_reach_into_sections_written_as_strings(recipe: Path) -> None:
+    """An override below a key whose value in the file is a string fails to compose."""
+    overrides = ["loss.ce_weight=0", "student.optimizer.lr=1e-4", "teachers.1.weight=0.5", "data.shuffle=false"]
+    config = compose(recipe, overrides)
+    assert (config.loss.type, config.loss.ce_weight, config.teachers[1].weight) == ("gold", 0, 0.5)
+    assert (config.student.optimizer.lr, config.data.shuffle) == (1e-4, False)
+
+
+@pytest.mark.parametrize("name", ["short", "off_policy_demo"])
+def test_strings_on_the_command_line(recipe: Path, name: str) -> None:
+    """A string on the command line is taken for a file of the group, or keeps the other source of the file."""
+    source = recipe if name == "short" else name
+    overrides = ["loss=uld", "student=a/b", "data=c/d", "teachers=[demo:teacher_same]", "teachers.0.weight=2"]
+    config = compose(source, overrides)
+    assert (config.loss.type, config.student.model) == ("uld", "a/b")
+    hub = config.data.train.hub
+    assert hub is not None
+    assert hub.path == "c/d"
+    assert [(t.model, t.name, t.weight) for t in config.teachers] == [("demo:teacher_same", "teacher_same", 2)]
+
+
+def test_files_of_two_kinds() -> None:
+    """Files of two kinds are read as the kind of the first."""
+    with pytest.raises(ConfigError, match=r"data\.train: a\.jsonl, b\.parquet are not files of one kind"):
+        from_dict({"student": "a", "teachers": ["b"], "data": ["a.jsonl", "b.parquet"], "train": {"max_steps": 1}})
+
+
+@pytest.mark.parametrize(("column", "expected"), [("messages", "messages"), ("text", None)])
+def test_column_of_conversations(tmp_path: Path, column: str, expected: str | None) -> None:
+    """Conversations need a setting although the file has only their column, or texts are read as conversations."""
+    file = tmp_path / "train.jsonl"
+    text: object = "a" if column == "text" else [{"role": "user", "content": "a"}]
+    file.write_text(json.dumps({column: text}) + "\n")
+    settings = {"student": "a", "teachers": ["b"], "data": str(file), "train": {"max_steps": 1}}
+    assert from_dict(with_documents_columns(settings)).data.messages_key == expected
