@@ -10,7 +10,18 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.base import ClosingTable, amount, change, clock, difference, figure, score, score_texts, share
+from nemo_opd.logging.base import (
+    ClosingTable,
+    amount,
+    bits,
+    change,
+    clock,
+    difference,
+    figure,
+    score,
+    score_texts,
+    share,
+)
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.plots import PLOTS
 from nemo_opd.logging.provenance import Provenance, read_provenance
@@ -90,7 +101,7 @@ def _course(provenance: Provenance | None, records: Records) -> Iterable[tuple[s
     if total is not None and steps < total:
         yield "status", f"not complete, step {steps:,} of {total:,}"
     else:
-        yield "status", f"complete, {steps:,} steps"
+        yield "status", f"complete, {steps:,} step{'' if steps == 1 else 's'}"
 
 
 def _result_tiles(closing: ClosingTable) -> Iterable[_Tile]:
@@ -134,7 +145,14 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"amount": amount, "change": change, "data_url": _data_url, "ends": _ends, "cell": _cell}
+    environment.filters |= {
+        "amount": amount,
+        "bits": bits,
+        "change": change,
+        "data_url": _data_url,
+        "ends": _ends,
+        "cell": _cell,
+    }
     environment.globals |= {"score_texts": score_texts, "score_text": score, "difference_text": difference}
     return environment
 
