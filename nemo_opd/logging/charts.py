@@ -130,7 +130,7 @@ def write_chart(
 def _label_single_points(axes: Axes, theme: Theme) -> None:
     """Draw curves of one point as a dot with its value; lines that span the axes have two points."""
     for line in axes.get_lines():
-        points = [(x, y) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True) if math.isfinite(y)]
+        points = [(float(x), float(y)) for x, y in line.get_xydata().tolist() if math.isfinite(y)]  # type: ignore[union-attr]
         if len(points) == 1 and line.get_transform() == axes.transData:
             line.set_marker("o")
             axes.annotate(

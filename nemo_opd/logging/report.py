@@ -25,7 +25,7 @@ from nemo_opd.logging.base import (
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.plots import PLOTS
 from nemo_opd.logging.provenance import Provenance, read_provenance
-from nemo_opd.logging.questions import SampleLog, ValueLog, answer_tables, answers_by_question
+from nemo_opd.logging.questions import SAMPLE_LOG, SampleLog, ValueLog, answer_tables, answers_by_question
 from nemo_opd.logging.records import (
     Records,
     config_text,
@@ -64,7 +64,8 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     closing = closing or ClosingTable(before=None, after=None)
     records, folder = read(output_dir / "metrics.jsonl"), output_dir / "report"
     charts = [plot.write(folder, records, closing) for plot in PLOTS if plot.has_data(records)]
-    answers = SampleLog(output_dir / "samples.jsonl").read()
+    shown = SampleLog(output_dir / SAMPLE_LOG).read()
+    answers = [answer for answer in shown if answer.kind != "continued"]
     config, tables = read_config(output_dir), group_tables(records)
     tables += answer_tables(ValueLog(output_dir / "evaluation.jsonl").read())
     if tables:
@@ -79,6 +80,7 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
         closing=closing,
         charts=charts,
         questions=answers_by_question(answers),
+        continued=answers_by_question([answer for answer in shown if answer.kind == "continued"]),
         correct_rewards={
             name: number_of_set(config, name, "correct_reward") for name in {answer.set for answer in answers}
         },
