@@ -43,6 +43,7 @@ class Tiny:
             "train.max_steps=4",
             "train.validate_every=null",
             "train.save_every=null",
+            "logging.continued_texts=0",
             *more,
         ]
 

@@ -25,6 +25,7 @@ _ACTIVITIES = {
     "train_step": "training on a batch",
     "evaluate": "validating",
     "generate": "continuing prompts",
+    "continued": "continuing texts",
     "likelihoods": "reading the questions of a benchmark",
     "save": "writing a checkpoint",
     "export": "writing the trained model",

@@ -297,6 +297,7 @@ class ESCDTerm(DivergenceTerm, NormalizedTerm):
     """Teacher by first pieces, and the student's completion of teacher tokens that it has begun (methods.md §5.13)."""
 
     type: Literal["escd"] = "escd"
+    take: ClassVar[str] = "byte_prefix instead, unless you reproduce ESCD"
     completion_weight: float = Field(1.0, ge=0)
     """Weight of the completions."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -96,6 +96,34 @@ def read(
         micro = tokens.rows(sequences.start, sequences.stop)
         packing, micro = Packing.of(micro).to(device), to_device(micro, device)
         results.append(_likelihoods(source.whole(source(micro.ids, packing), packing), micro))
+    return torch.cat(results).cpu()
+
+
+def continued(
+    source: HiddenStateModel | LogitModel,
+    tokens: TokenRows,
+    micro_batches: Iterable[slice],
+    device: str,
+    *,
+    vocab_size: int,
+) -> Tensor:
+    """Fill the N scored positions at the end of each sequence with the likeliest tokens: int64 [B, N], on the host.
+
+    Each token costs a forward pass of the whole sequence, as in validation: unlike sampling with a cache, this needs no
+    more memory than training, whatever the model and its parallelism. vocab_size: columns that are tokens.
+    """
+    results = []
+    for sequences in micro_batches:
+        micro = to_device(tokens.rows(sequences.start, sequences.stop), device)
+        micro, packing = replace(micro, ids=micro.ids.clone()), Packing.of(micro).to(device)
+        (num_rows, width), num_new = micro.ids.shape, int(micro.loss_mask[0].sum())
+        rows = torch.arange(num_rows, device=device)
+        positions = micro.lengths - num_new
+        for _ in range(num_new):  # later positions do not matter to a causal model
+            logits = source.whole(source(micro.ids, packing), packing)
+            micro.ids[rows, positions] = logits.read(rows * width + positions - 1, vocab_size).argmax(-1)
+            positions = positions + 1
+        results.append(micro.ids[micro.loss_mask].view(num_rows, num_new))
     return torch.cat(results).cpu()
 
 

@@ -214,6 +214,11 @@ def figure(value: float) -> str:
     return f"{value:#.3g}" if 0 < abs(value) < 0.1 else f"{value:.3f}"
 
 
+def bits(value: float) -> str:
+    """Format bits per byte with four decimals, or in powers of ten if these would not fit."""
+    return f"{value:.2e}" if value and not 1e-3 <= abs(value) < 1e4 else f"{value:.4f}"
+
+
 def amount(value: float) -> str:
     """Format a count with a unit: 950, 12.3k, 4.56M."""
     for size, unit in _UNITS:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _LEGEND_WIDTH = 0.85
 """Share of a figure's width that a legend may take; the axis labels are to its left."""
+_MAX_LABEL = 44
+"""Length in characters up to which a label is shown in full; longer ones would collapse the axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def write_chart(
     """
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import EngFormatter, MaxNLocator, ScalarFormatter
 
     images = []
     for theme in (LIGHT, _DARK):
@@ -108,11 +110,15 @@ def write_chart(
             figure = Figure(figsize=size, layout="constrained")
             draw(figure, theme)
             for axes in figure.axes:
+                if type(axes.yaxis.get_major_formatter()) is ScalarFormatter:
+                    # its common factor, such as 1e5, would be written above the axes, where the legend is
+                    axes.yaxis.set_major_formatter("{x:.6g}")
+                _label_single_points(axes, theme)
                 _add_legend(axes, legend_columns, _LEGEND_WIDTH * figure.bbox.width)
             for axes in figure.axes[-1:]:
                 axes.set_xlabel("step")
                 axes.margins(x=0.02)
-                axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
+                axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
                 axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             buffer = io.BytesIO()
             figure.savefig(buffer, format="png", dpi=180)
@@ -121,14 +127,37 @@ def write_chart(
     return Chart(title, *images)
 
 
+def _label_single_points(axes: Axes, theme: Theme) -> None:
+    """Draw curves of one point as a dot with its value; lines that span the axes have two points."""
+    for line in axes.get_lines():
+        points = [(float(x), float(y)) for x, y in line.get_xydata().tolist() if math.isfinite(y)]  # type: ignore[union-attr]
+        if len(points) == 1 and line.get_transform() == axes.transData:
+            line.set_marker("o")
+            axes.annotate(
+                axes.yaxis.get_major_formatter()(points[0][1]),
+                points[0],
+                (7, 0),
+                textcoords="offset points",
+                va="center",
+                color=theme.text,
+            )
+
+
+def _shortened(label: str) -> str:
+    """Return a label that fits into a figure: the start and end of a long one."""
+    half = _MAX_LABEL // 2 - 1
+    return label if len(label) <= _MAX_LABEL else f"{label[:half]}…{label[-half:]}"
+
+
 def _add_legend(axes: Axes, most_columns: int, width: float) -> None:
     """Add a legend with as many columns as fit into a width in pixels; a wider one would narrow the axes."""
-    if not axes.get_legend_handles_labels()[1]:
+    handles, labels = axes.get_legend_handles_labels()
+    if not labels:
         return
     for columns in range(most_columns, 0, -1):
         legend = axes.legend(
-            loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=columns, borderaxespad=0.2, handlelength=1.4,
-            columnspacing=1.4,
+            handles, list(map(_shortened, labels)), loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=columns,
+            borderaxespad=0.2, handlelength=1.4, columnspacing=1.4,
         )  # fmt: skip
         if legend.get_window_extent().width < width:
             return

@@ -21,6 +21,7 @@ from nemo_opd.logging.base import (
     RunSummary,
     Verdict,
     amount,
+    bits,
     change,
     clock,
     difference,
@@ -358,8 +359,8 @@ def _closing_table(closing: ClosingTable) -> Table:
     table.add_column("", style="dim", overflow="fold")
     for row in closing.rows:
         style = "bold green" if row is closing.after else ""
-        bits = [row.bits_per_byte, row.shared_bits_per_byte] if closing.teachers else [row.bits_per_byte]
-        figures = ["-" if value is None else f"{value:.4f}" for value in bits]
+        values = [row.bits_per_byte, row.shared_bits_per_byte] if closing.teachers else [row.bits_per_byte]
+        figures = ["-" if value is None else bits(value) for value in values]
         table.add_row(Text(row.name), *figures, change(closing.change(row)), Text(row.note), style=style)
     return table
 

@@ -151,7 +151,7 @@ def _draw_validation(figure: Figure, records: Records, closing: ClosingTable, th
     axes = figure.subplots()
     key, label = BITS_PER_BYTE, "bits per byte"
     if closing.teachers:
-        key, label = SHARED_BITS_PER_BYTE, "bits per byte, over shared bytes"
+        key, label = SHARED_BITS_PER_BYTE, "bits per byte\n(shared bytes)"
     axes.plot(*series(records, key), color=theme.cycle[0], marker="o", markersize=4.5, label="student")
     for row, colour in zip(closing.teachers, cycle(theme.cycle[1:]), strict=False):
         if row.shared_bits_per_byte is not None:
@@ -188,7 +188,6 @@ def _draw_optimizer(figure: Figure, records: Records, closing: ClosingTable, the
     upper.set_ylim(bottom=0)
     lower.plot(*series(records, "train/lr"), color=theme.cycle[2], label="learning rate")
     lower.set_ylim(bottom=0)
-    lower.yaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
 
 
 def _draw_speed(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
@@ -205,9 +204,14 @@ def draw_step_time(figure: Figure, records: Records, closing: ClosingTable, them
     steps, parts = parts_by_step(records)
     if not steps:
         return
-    bars, axes = figure.subplots(2, 1, height_ratios=(0.32 * len(parts) + 0.2, 2.6))
     colours = dict(zip(parts, (*theme.cycle, theme.text), strict=False)) | {OTHER: theme.muted}
-    _draw_bars(bars, {name: statistics.median(values) for name, values in parts.items()}, colours, theme)
+    medians = {name: statistics.median(values) for name, values in parts.items()}
+    if len(steps) == 1:
+        figure.set_figheight(0.32 * len(parts) + 0.6)
+        _draw_bars(figure.subplots(), medians, colours, theme)
+        return
+    bars, axes = figure.subplots(2, 1, height_ratios=(0.32 * len(parts) + 0.2, 2.6))
+    _draw_bars(bars, medians, colours, theme)
     smoothed = [smooth(values) for values in parts.values()]
     axes.stackplot(steps, *smoothed, colors=[colours[name] for name in parts], linewidth=0)
     _limit_height(axes, steps, [sum(times) for times in zip(*smoothed, strict=True)], theme)
@@ -231,7 +235,7 @@ def _draw_bars(axes: Axes, medians: Mapping[str, float], colours: Mapping[str, s
     axes.set_xlim(0, 1.28 * max(widths) or 1.0)
     axes.invert_yaxis()
     axes.grid(False)
-    axes.tick_params(axis="x", bottom=False, labelbottom=False)
+    axes.xaxis.set_visible(False)
     axes.tick_params(axis="y", labelcolor=theme.text)
     axes.spines["bottom"].set_visible(False)
 

@@ -19,7 +19,7 @@ from nemo_opd.logging.base import is_mean, is_share, share
 from nemo_opd.logging.loggers import parse_lines
 from nemo_opd.logging.records import NOTHING, TextTable
 
-VALIDATION_LOG = "validation.jsonl"
+SAMPLE_LOG, VALIDATION_LOG = "samples.jsonl", "validation.jsonl"
 _Values = Mapping[str, float]
 """Share of right answers by question."""
 _LEVELS = ("never right at the start", "up to a third", "up to two thirds", "more than two thirds", "always right")
@@ -56,14 +56,16 @@ class ShownAnswer:
     """Optimizer steps that the student had taken."""
     question: int
     """Row of the prompt."""
-    kind: Literal["greedy", "sampled"]
+    kind: Literal["greedy", "sampled", "continued"]
+    """`continued`: of a validation text, whose start is the prompt and whose rest is the answer."""
     sample: int
     """Index among the sampled answers; 0 for the greedy one."""
     prompt: str
     answer: str | None
     """Reference answer."""
     response: str
-    reward: float
+    reward: float | None
+    """None for continued texts."""
     finish_reason: str
     num_tokens: int
     """Sampled tokens, in the tokenizer of the model that answered."""
@@ -142,6 +144,11 @@ class SampleLog(_LineLog[ShownAnswer]):
     """samples.jsonl."""
 
     kind, problem = ShownAnswer, "not an answer"
+
+    def write_continued(self, step: int, continued: Sequence[ShownAnswer]) -> None:
+        """Write the continued texts of a step, and drop those of earlier steps, except at step 0."""
+        earlier = [line for line in self.read() if line.kind != "continued" or (step and not line.step)]
+        self.replace([*earlier, *continued])
 
 
 class TextLog(_LineLog[TextBits]):

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.errors import DataError
 from nemo_opd.files import storage_errors, write_atomically
-from nemo_opd.logging.base import RunSummary, change, figure, share
+from nemo_opd.logging.base import RunSummary, bits, change, figure, share
 from nemo_opd.plain_yaml import load_yaml
 
 _Fact = tuple[str, str]
@@ -58,6 +58,17 @@ _RUN_KEYS = (
     ("context parallel", "student.parallelism.cp"),
     ("seed", "run.seed"),
 )
+_KEYS_OF_KD = {
+    "loss.type",
+    "loss.divergence",
+    "loss.temperature",
+    "loss.kd_weight",
+    "loss.scaling",
+    "aggregation.type",
+    "aggregation.weights",
+    "handoff.type",
+}
+"""Settings in `_RUN_KEYS` that have no effect without teachers."""
 _TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}", "dtype"), ("loss {}", "loss.type"))
 _GROUP_METRIC = re.compile(
     r"val/(?P<table>domain|class|(?:chunk|position)/[^/]+)/(?P<group>.+)/(?P<measure>share|ce|accuracy|bits_per_byte|(?:shared_bits_per_byte|kd)(?:/[^/]+)?)"
@@ -177,8 +188,7 @@ def overview(config: object) -> list[_Fact]:
     """Return the student, teachers, loss and texts in words, for readers who do not know the settings."""
     facts = [("student", str(value_at(config, "student.model") or NOTHING))]
     kd, ce = value_at(config, "loss.kd_weight"), value_at(config, "loss.ce_weight")
-    teachers = value_at(config, "teachers")
-    if kd and isinstance(teachers, list):
+    if kd and (teachers := _used_teachers(config)):
         models = [f"{value_at(teacher, 'name')} ({value_at(teacher, 'model')})" for teacher in teachers]
         facts.append(("teachers", ", ".join(models)))
         loss = f"loss {value_at(config, 'loss.type')}, weight {kd:g}"
@@ -207,7 +217,14 @@ def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> 
 
     hardware: values by label; they replace settings with the same label.
     """
-    settings = [(label, str(value)) for label, key in _RUN_KEYS if (value := value_at(config, key)) is not None]
+    unused = set() if _used_teachers(config) else set(_KEYS_OF_KD)
+    if value_at(config, "loss.type") == "grpo":
+        unused.discard("loss.type")  # learns from rewards
+    settings = [
+        (label, str(value))
+        for label, key in _RUN_KEYS
+        if key not in unused and (value := value_at(config, key)) is not None
+    ]
     facts = [fact for fact in settings if fact[0] not in hardware] + [*hardware.items(), *_lora(config)]
     skipped = [record[SKIPPED] for record in records if SKIPPED in record]
     return [*facts, ("skipped steps", f"{skipped[-1]:.0f}")] if skipped else facts
@@ -225,10 +242,13 @@ def _lora(config: object) -> Iterable[_Fact]:
 
 def teacher_facts(config: object, records: Records) -> list[_Fact]:
     """Return a name and one line for each teacher in use."""
+    return [_teacher_fact(teacher, records) for teacher in _used_teachers(config)]
+
+
+def _used_teachers(config: object) -> list[object]:
+    """Return the settings of the teachers; empty if KD has no weight, so that no teacher is loaded."""
     teachers = value_at(config, "teachers")
-    if not isinstance(teachers, list) or value_at(config, "loss.kd_weight") == 0:
-        return []
-    return [_teacher_fact(teacher, records) for teacher in teachers]
+    return teachers if isinstance(teachers, list) and value_at(config, "loss.kd_weight") != 0 else []
 
 
 def _teacher_fact(teacher: object, records: Records) -> _Fact:
@@ -271,14 +291,14 @@ def _group_table(name: str, first: Mapping[str, _Figures], last: Mapping[str, _F
     rows = []
     for group in sorted(last, key=lambda group: -last[group].get("share", 0)):
         start, end = first.get(group, {}), last[group]
-        bits = _before_and_after(start, end, "bits_per_byte")
+        columns = _before_and_after(start, end, "bits_per_byte")
         if teachers:
-            bits += _before_and_after(start, end, "shared_bits_per_byte")
+            columns += _before_and_after(start, end, "shared_bits_per_byte")
             student = start.get("shared_bits_per_byte")
-            bits += [_bits(start, f"shared_bits_per_byte/{teacher}", student) for teacher in teachers]
+            columns += [_bits(start, f"shared_bits_per_byte/{teacher}", student) for teacher in teachers]
         accuracy = [share(end["accuracy"]) if "accuracy" in end else NOTHING] * has_accuracy
         losses = [_number(end, "ce"), *accuracy, *(_number(end, f"kd/{teacher}") for teacher in distilled)]
-        rows.append([group.replace("_", " "), share(end.get("share", 0)), *bits, *losses])
+        rows.append([group.replace("_", " "), share(end.get("share", 0)), *columns, *losses])
     return TextTable(title_of(name), heads, rows)
 
 
@@ -306,7 +326,7 @@ def _bits(figures: _Figures, measure: str, start: float | None) -> str:
     value = figures.get(measure)
     if value is None:
         return NOTHING
-    return f"{value:.4f}" + (f" ({change(value / start - 1)})" if start else "")
+    return bits(value) + (f" ({change(value / start - 1)})" if start else "")
 
 
 def markdown(table: TextTable) -> str:

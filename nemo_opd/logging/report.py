@@ -10,11 +10,22 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.base import ClosingTable, amount, change, clock, difference, figure, score, score_texts, share
+from nemo_opd.logging.base import (
+    ClosingTable,
+    amount,
+    bits,
+    change,
+    clock,
+    difference,
+    figure,
+    score,
+    score_texts,
+    share,
+)
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.plots import PLOTS
 from nemo_opd.logging.provenance import Provenance, read_provenance
-from nemo_opd.logging.questions import SampleLog, ValueLog, answer_tables, answers_by_question
+from nemo_opd.logging.questions import SAMPLE_LOG, SampleLog, ValueLog, answer_tables, answers_by_question
 from nemo_opd.logging.records import (
     Records,
     config_text,
@@ -53,7 +64,8 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     closing = closing or ClosingTable(before=None, after=None)
     records, folder = read(output_dir / "metrics.jsonl"), output_dir / "report"
     charts = [plot.write(folder, records, closing) for plot in PLOTS if plot.has_data(records)]
-    answers = SampleLog(output_dir / "samples.jsonl").read()
+    shown = SampleLog(output_dir / SAMPLE_LOG).read()
+    answers = [answer for answer in shown if answer.kind != "continued"]
     config, tables = read_config(output_dir), group_tables(records)
     tables += answer_tables(ValueLog(output_dir / "evaluation.jsonl").read())
     if tables:
@@ -68,6 +80,7 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
         closing=closing,
         charts=charts,
         questions=answers_by_question(answers),
+        continued=answers_by_question([answer for answer in shown if answer.kind == "continued"]),
         correct_rewards={
             name: number_of_set(config, name, "correct_reward") for name in {answer.set for answer in answers}
         },
@@ -90,7 +103,7 @@ def _course(provenance: Provenance | None, records: Records) -> Iterable[tuple[s
     if total is not None and steps < total:
         yield "status", f"not complete, step {steps:,} of {total:,}"
     else:
-        yield "status", f"complete, {steps:,} steps"
+        yield "status", f"complete, {steps:,} step{'' if steps == 1 else 's'}"
 
 
 def _result_tiles(closing: ClosingTable) -> Iterable[_Tile]:
@@ -134,7 +147,14 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"amount": amount, "change": change, "data_url": _data_url, "ends": _ends, "cell": _cell}
+    environment.filters |= {
+        "amount": amount,
+        "bits": bits,
+        "change": change,
+        "data_url": _data_url,
+        "ends": _ends,
+        "cell": _cell,
+    }
     environment.globals |= {"score_texts": score_texts, "score_text": score, "difference_text": difference}
     return environment
 

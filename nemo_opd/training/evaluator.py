@@ -18,7 +18,7 @@ from nemo_opd.errors import ClusterError, OPDError
 from nemo_opd.evaluation.inputs import build_set_reward
 from nemo_opd.evaluation.likelihoods import Scorer
 from nemo_opd.evaluation.questions import EvaluationResult, ask, shown_answers
-from nemo_opd.logging.questions import QuestionValues, SampleLog, ValueLog
+from nemo_opd.logging.questions import SAMPLE_LOG, QuestionValues, SampleLog, ValueLog
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import LoadedSet, SampledModel
 from nemo_opd.rewards import RewardFunction
@@ -43,7 +43,7 @@ class Evaluator:
         assert plan.config.evaluation is not None
         self._settings = plan.config.evaluation
         self._rewards = [stack.enter_context(build_set_reward(loaded.resolved)) for loaded in plan.questions]
-        self._samples = SampleLog(plan.output_dir / "samples.jsonl")
+        self._samples = SampleLog(plan.output_dir / SAMPLE_LOG)
         self._values = ValueLog(plan.output_dir / "evaluation.jsonl")
         self._samples.truncate_after(step)
         self._values.truncate_after(step)

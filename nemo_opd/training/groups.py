@@ -1,9 +1,11 @@
 """Worker groups of a run's models: how they start, how texts are divided over them, and links between nodes."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_opd.cluster.base import Call, Cluster, Group
 from nemo_opd.cluster.batch_grid import dp_leader_ranks, micro_batches, shared_out
@@ -114,6 +116,14 @@ class ModelGroup:
                     results[i] = answer
                 work.advance(len(indices))
         return results
+
+    def continued_greedily(self, prompts: Sequence[NDArray[np.int32]], num_new: int) -> list[list[int]]:
+        """Return the `num_new` likeliest tokens after each prompt, one after another. All ranks read all prompts."""
+        filler = np.zeros(num_new, np.int32)
+        rows = token_rows([Scored(np.concatenate([prompt, filler]), num_new) for prompt in prompts])
+        arguments = [(rows, cuts) for cuts in self.micro_batches([rows] * self._layout.size)]
+        by_rank: list[torch.Tensor] = self._group.call("continued", arguments, about="continuing texts")
+        return cast(list[list[int]], by_rank[0].tolist())
 
     def continued(self, requests: Sequence[Request], *more: object, about: str) -> list[Completion]:
         """Return the completions of requests, in order. more: further arguments of `generate` on every rank."""

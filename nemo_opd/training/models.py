@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.aggregation import (
@@ -245,6 +247,10 @@ class Models:
     ) -> list[Completion]:
         """Return a teacher's continuations of prompts, both in the teacher's tokens."""
         return self._teachers[i].continued(requests, sampling, end_ids, self._answered_at_once[i], about="questions")
+
+    def continued_greedily(self, prompts: Sequence[NDArray[np.int32]], num_new: int) -> list[list[int]]:
+        """Return the student's `num_new` likeliest tokens after each prompt, one after another."""
+        return self._student.continued_greedily(prompts, num_new)
 
     def likelihoods(self, rows: Sequence[Scored], teacher: int | None = None) -> list[tuple[float, bool]]:
         """Return the student's or a teacher's likelihoods of sequences (see `Scorer`)."""

@@ -28,7 +28,7 @@ from nemo_opd.logging.provenance import (
     record_end,
     write_provenance,
 )
-from nemo_opd.logging.questions import VALIDATION_LOG, TextBits, TextLog
+from nemo_opd.logging.questions import SAMPLE_LOG, VALIDATION_LOG, SampleLog, TextBits, TextLog
 from nemo_opd.logging.records import write_hardware
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.plan import Plan
@@ -37,6 +37,7 @@ from nemo_opd.progress import tracked, working
 from nemo_opd.rollout.base import Engine
 from nemo_opd.training.batches import BatchSource, Lookahead
 from nemo_opd.training.closing import closing_table
+from nemo_opd.training.continued import continued_texts
 from nemo_opd.training.engines import open_engine
 from nemo_opd.training.evaluator import BestSteps, Evaluator, Patience
 from nemo_opd.training.interrupt import Interrupt, TimeLimit
@@ -287,6 +288,7 @@ class Session:
         """Validate student and teachers and return `val/*`."""
         self.loggers.phase("validating the student and its teachers")
         values = self.validate()
+        self.continue_texts()
         metrics = validate_teachers(self.models, self._validation_batches("validating the teachers"))
         # A teacher without routed validation texts has no bytes.
         measured = {name: metric for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
@@ -308,6 +310,11 @@ class Session:
         self.validated, self._validated_at = named, self.step
         self._warn_of_not_finite(named)
         return named
+
+    def continue_texts(self) -> None:
+        """Write the student's continuations of a few validation texts with its current weights."""
+        if texts := continued_texts(self.plan, self.models, self.step):
+            SampleLog(self.plan.output_dir / SAMPLE_LOG).write_continued(self.step, texts)
 
     def _warn_of_not_finite(self, validated: Mapping[str, float]) -> None:
         if not_finite := [f"{name} is {value}" for name, value in validated.items() if not math.isfinite(value)]:
@@ -383,6 +390,7 @@ class Session:
             )
         self.loggers.phase("writing the model and the report")
         folder = self.plan.output_dir
+        self.continue_texts()
         closing = closing_table(self.config, folder, self.start, self.validated, self.step)
         # On-policy the student may well leave the data's texts behind while its rewards rise.
         is_exported = self.config.run.export_worse or self.config.rollout is not None or not closing.verdict.is_worse

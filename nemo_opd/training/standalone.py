@@ -33,7 +33,7 @@ from nemo_opd.extras import require_installed
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.activity import busy
 from nemo_opd.logging.base import figure, is_share, share
-from nemo_opd.logging.questions import SampleLog
+from nemo_opd.logging.questions import SAMPLE_LOG, SampleLog
 from nemo_opd.logging.terminal import VisibleConsole
 from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
@@ -113,7 +113,7 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
                 results[resolved.name] = _ask(config, resolved, engine, renderer, prompts, reward, positions)
             seconds[resolved.name] = time.monotonic() - start
             samples = (answer for result in results.values() for answer in all_answers(result))
-            SampleLog(output_dir / "samples.jsonl").replace(samples)
+            SampleLog(output_dir / SAMPLE_LOG).replace(samples)
             _write_results(output_dir, config, results, dropped, seconds, scored)
         for benchmark in _run_benchmarks(config, benchmarks, tokenizer, positions, engine) if benchmarks else ():
             scored.append(benchmark)

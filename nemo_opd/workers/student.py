@@ -269,6 +269,17 @@ class StudentWorker:
         return result
 
     @torch.no_grad()
+    def continued(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
+        """Return the likeliest continuations of sequences, as `nemo_opd.evaluation.likelihoods.continued` does."""
+        self.model.eval()
+        with needs_memory(FORWARD), self._residence.use():
+            size = self.vocab_size
+            result = likelihoods.continued(self.logit_rows, tokens, micro_batches, self.device, vocab_size=size)
+            for unit in sharded_units(self.model):
+                unit.reshard()
+        return result
+
+    @torch.no_grad()
     def evaluate(
         self, batch: Batch, windows: tuple[Window, ...], micro_batches: tuple[slice, ...]
     ) -> tuple[dict[str, Metric], TokenLosses]:

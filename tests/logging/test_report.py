@@ -5,10 +5,12 @@ import json
 import math
 import re
 import warnings
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nemo_opd.errors import DataError
@@ -310,3 +312,70 @@ def test_a_damaged_configuration_is_named(written: str, reason: str, tmp_path: P
         write_report(tmp_path)
     assert exit_status("report", str(tmp_path)) == 1
     assert exit_status("compare", str(tmp_path), "--output", str(tmp_path / "page.html")) == 1
+
+
+LONG_NAME = "/lustre/users/somebody/checkpoints/a-teacher-named-by-the-whole-path-of-its-checkpoint-step-120000"
+
+
+def _drawn(tmp_path: Path, draw: Callable[[Axes], None]) -> Axes:
+    """Return the axes of a figure as it is written."""
+    figures = []
+
+    def of_figure(figure: Figure, theme: Theme) -> None:
+        figures.append(figure)
+        draw(figure.subplots())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns of axes that a legend leaves no room
+        write_chart(tmp_path / "chart.png", "a chart", of_figure, (6.2, 3.5))
+    return figures[0].axes[0]
+
+
+def test_a_curve_of_one_point_is_a_dot_with_its_value(tmp_path: Path) -> None:
+    """Bug: a run of one step draws nothing, as a line needs two points, over steps of thousandths."""
+    axes = _drawn(tmp_path, lambda axes: (axes.plot([1, 2], [math.nan, 0.25]), axes.axhline(0.5)))
+    assert [line.get_marker() for line in axes.lines] == ["o", "None"]
+    assert [text.get_text() for text in axes.texts] == ["0.25"]
+    low, high = axes.get_xlim()
+    assert all(tick == round(tick) for tick in axes.get_xticks() if low <= tick <= high)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e5])
+def test_huge_and_tiny_values_stand_at_their_ticks(tmp_path: Path, scale: float) -> None:
+    """Bug: a factor such as 1e5 above the axes, below the legend, and ticks that lack it."""
+    axes = _drawn(tmp_path, lambda axes: axes.plot([1, 2], [scale, 2 * scale], label="loss"))
+    assert not axes.yaxis.get_offset_text().get_text()
+    labels = [label.get_text().replace("\N{MINUS SIGN}", "-") for label in axes.get_yticklabels()]
+    assert list(map(float, labels)) == pytest.approx(list(axes.get_yticks()))
+
+
+def test_long_names_leave_room_for_the_curves(tmp_path: Path) -> None:
+    """Bug: a model's path as a label takes the figure's whole width, and the axes collapse."""
+    axes = _drawn(tmp_path, lambda axes: axes.plot([1, 2], [1, 2], label=LONG_NAME))
+    assert axes.get_window_extent().width > 0.6 * axes.figure.bbox.width
+    assert axes.get_legend().get_texts()[0].get_text().endswith("step-120000")
+
+
+def test_the_parts_of_one_step_have_no_empty_axes() -> None:
+    """Bug: an area over one step, which has no width."""
+    figure = Figure()
+    draw_step_time(figure, [{"step": 1, **record(1)}], CLOSING, LIGHT)
+    assert len(figure.axes) == 1
+
+
+def test_a_run_without_kd_lists_no_teacher_and_no_setting_of_kd(tmp_path: Path) -> None:
+    """Bug: teachers of the settings, and the loss that would compare with them, in a run that loads no teacher."""
+    write_run(tmp_path, a_run())
+    text = CONFIG.replace("{type: p_kl}", "{type: p_kl, kd_weight: 0, ce_weight: 1}")
+    (tmp_path / "config.yaml").write_text(text + "aggregation: {type: weighted_sum}\n")
+    page = write_report(tmp_path, ClosingTable(None, None)).read_text().partition("config.yaml</summary>")[0]
+    assert not {word for word in ("Phi-4", "p_kl", "weighted_sum", "KD weight") if word in page}
+    assert "CE weight" in page
+
+
+def test_bits_per_byte_of_a_diverged_student_fit_their_column(tmp_path: Path) -> None:
+    """Bug: 300000.0000 for a student that a learning rate has destroyed."""
+    write_run(tmp_path, a_run())
+    page = write_report(tmp_path, ClosingTable(None, ClosingRow("student after", 3e5))).read_text()
+    assert "3.00e+05" in page
+    assert "300000" not in page
