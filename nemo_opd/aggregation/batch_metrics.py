@@ -38,7 +38,8 @@ def coverage_metrics(objective: TrainingObjective, batch: Batch, names: Sequence
 
 def _by_kind(name: str, kinds: Tensor, is_compared: Tensor, is_scored: Tensor) -> dict[str, Metric]:
     """Return the share of the scored tokens that are compared for each kind of position: masks and kinds [B, S]."""
-    compared, scored = (kinds[mask].bincount(minlength=len(POSITION_KINDS)) for mask in (is_compared, is_scored))
+    masks = (mask & (kinds >= 0) for mask in (is_compared, is_scored))
+    compared, scored = (kinds[mask].bincount(minlength=len(POSITION_KINDS)) for mask in masks)
     counts = zip(POSITION_KINDS, compared.tolist(), scored.tolist(), strict=True)
     return {f"{name}/{kind}": Mean(number, of) for kind, number, of in counts if of}
 

@@ -346,6 +346,7 @@ def build_objective(
         )
         matrix = projection.start if isinstance(projection, LearnedProjection) else projection
         overlap = Overlap(None, *sizes) if is_same else Overlap.across(matrix, *sizes)
-        images = None if matrix is None else teacher_images(config.term(i).type, matrix)
+        pieces = getattr(config.term(i), "pieces", "spelling")
+        images = None if matrix is None else teacher_images(config.term(i).type, matrix, pieces)
         parts.append(TeacherLoss(teacher.name, factor, term, i, itemgetter(i), overlap, images))
     return TrainingObjective(config.loss, tuple(parts), rule.counts_together, student_vocab_size)

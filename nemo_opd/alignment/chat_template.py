@@ -30,6 +30,7 @@ MARKS = ("weight", "train", "training", "loss_mask")
 _MEDIA = ("image", "video", "audio")
 """Words in the types of parts that are not text, such as `image_url`."""
 
+_LITERALS = ("integer", "float", "string")
 TEMPLATE_S = 20.0
 """Longest rendering in seconds. The sandbox of templates limits each loop, but not loops in loops."""
 _T = TypeVar("_T")
@@ -69,7 +70,7 @@ def _limited(render: Callable[[], _T], tokenizer: PreTrainedTokenizerBase) -> _T
     for template in templates.values() if isinstance(templates, dict) else (templates,):
         if (operation := _unbounded_operation(template)) is not None:
             raise AlignmentError(
-                f"the chat template of {name_of(tokenizer)} has {operation}, which may take any time; set a "
+                f"the chat template of {name_of(tokenizer)} has {operation}, which may run indefinitely; set a "
                 "chat_template without it"
             )
     try:
@@ -84,9 +85,10 @@ def _limited(render: Callable[[], _T], tokenizer: PreTrainedTokenizerBase) -> _T
 
 @cache
 def _unbounded_operation(template: str) -> str | None:
-    """Return an operation that may take any time at once, since off the main thread no limit ends it.
+    """Return an operation that may run indefinitely; off the main thread, no time limit ends a single operation.
 
-    Such are powers, products without a literal number, and rounding to other than a literal number of digits.
+    These are powers, products without a literal, and rounding to other than a literal number of digits: the known ways
+    to such operations in short templates, not all.
     """
     from jinja2 import Environment, TemplateSyntaxError
 
@@ -96,14 +98,16 @@ def _unbounded_operation(template: str) -> str | None:
         return None  # rendering tells
     none = ("", "")
     padded = [none, none, *tokens, none, none]
-    for (_, earlier), left, token, right, after in zip(*(padded[i:] for i in range(5)), strict=False):
-        if token == ("operator", "**"):
+    for earlier, left, (kind, text), right, after in zip(*(padded[i:] for i in range(5)), strict=False):
+        is_unpacking = left[1] in ("(", ",")
+        is_left_literal = left[0] in _LITERALS and earlier[1] not in ("*", "/", "//", "%", ".")
+        is_right_literal = right[0] in _LITERALS and after[1] not in ("|", ".", "[", "(")
+        if kind == "operator" and text == "**" and not is_unpacking:
             return "a power"
-        is_literal = right[0] == "integer" or (left[0] == "integer" and earlier not in ("*", "/", "//", "%"))
-        if token == ("operator", "*") and not is_literal:
+        if kind == "operator" and text == "*" and not (is_unpacking or is_left_literal or is_right_literal):
             return "a product of computed numbers"
         has_digits = after[0] == "integer" and len(after[1]) <= 2
-        if token == ("name", "round") and right == ("operator", "(") and not has_digits:
+        if text.strip("'\"") == "round" and (kind == "string" or (right[1] == "(" and not has_digits)):
             return "a rounding to computed digits"
     return None
 

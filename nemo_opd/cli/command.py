@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from pydantic_core import to_json
 from rich.console import Console
@@ -56,8 +56,8 @@ class Command:
 
 def add_output_options(parser: ArgumentParser) -> None:
     """Define the options of commands with a result that programs read."""
-    parser.add_argument("--json", action="store_true", help="print the result on stdout as a JSON object, and no more")
-    parser.add_argument("--quiet", action="store_true", help="print warnings and errors alone")
+    parser.add_argument("--json", action="store_true", help="print only the result on stdout, as a JSON object")
+    parser.add_argument("--quiet", action="store_true", help="print only warnings and errors")
 
 
 @contextmanager
@@ -71,15 +71,25 @@ def output_of(options: Namespace) -> Iterator[Callable[[object], None]]:
         return
     with ExitStack() as stack:
         sys.stdout.flush()
-        stack.enter_context(suppress(BrokenPipeError))  # when the reader of the JSON has left
-        before = stack.enter_context(os.fdopen(os.dup(_STDOUT), "w", encoding="utf-8"))
+        before = os.fdopen(os.dup(_STDOUT), "w", encoding="utf-8")
+        stack.callback(_close_even_if_unread, before)
         stack.callback(os.dup2, before.fileno(), _STDOUT)
         instead = stack.enter_context(open(os.devnull, "w")) if options.quiet else sys.stderr
         os.dup2(instead.fileno() if options.quiet else _STDERR, _STDOUT)  # for child processes
         stack.enter_context(redirect_stdout(instead))
         if options.quiet:
             stack.enter_context(without_progress())
-        yield lambda value: print(visible_json(_plain(value)), file=before) if options.json else None
+        yield lambda value: _print_even_if_unread(visible_json(_plain(value)), before) if options.json else None
+
+
+def _print_even_if_unread(text: str, file: TextIO) -> None:
+    with suppress(BrokenPipeError):  # when the reader has left
+        print(text, file=file, flush=True)
+
+
+def _close_even_if_unread(file: TextIO) -> None:
+    with suppress(BrokenPipeError):
+        file.close()
 
 
 def _plain(value: object) -> object:

@@ -8,7 +8,7 @@ MEANINGS = {
     0: "done: the run, the dry run or the command ended as asked",
     1: "an error, or a run that does not fit: the last lines on stderr say why",
     2: "wrong options of a command without settings, or no such command",
-    ENDED_EARLY: "the run ended before its last step; continue it with run.resume=auto",
+    ENDED_EARLY: "the run ended before its last step, also by a callback or an alarm; run.resume=auto continues it",
     INTERRUPTED: "interrupted before it could save",
 }
 """Meaning of each status, for users."""

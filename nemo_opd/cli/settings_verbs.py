@@ -40,7 +40,9 @@ class SettingsCommand:
     def run(self, program: str, arguments: Sequence[str]) -> int:
         """Run the task and return the exit status. Raises SystemExit for an error, after printing it on stderr."""
         parser = ArgumentParser(program, add_help=False, allow_abbrev=False)
-        add_output_options(parser)
+        if self.model is RunConfig:
+            add_output_options(parser)
+        parser.set_defaults(json=False, quiet=False)
         options, remaining = parser.parse_known_args(arguments)
         sys.argv = [program, *remaining]  # Hydra reads it
         name = self.config_name(remaining)
@@ -48,7 +50,8 @@ class SettingsCommand:
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Define the arguments that a shell can complete."""
-        add_output_options(parser)
+        if self.model is RunConfig:
+            add_output_options(parser)
         config: Any = add_options(parser)
         config.completer = lambda prefix, **_: complete_recipe(prefix, configs_dir())
         settings: Any = parser.add_argument("settings", nargs="*")

@@ -25,7 +25,7 @@ _ACTIVITIES = {
     "train_step": "training on a batch",
     "evaluate": "validating",
     "generate": "continuing prompts",
-    "continued": "continuing texts",
+    "continue_greedily": "continuing texts",
     "likelihoods": "reading the questions of a benchmark",
     "save": "writing a checkpoint",
     "export": "writing the trained model",

@@ -2,6 +2,7 @@
 
 import os
 import pydoc
+import re
 import shutil
 import sys
 import tempfile
@@ -45,6 +46,12 @@ from nemo_opd.progress import separately
 S = TypeVar("S", bound=Settings)
 Prepare = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Completes composed settings before they are validated."""
+
+
+_OTHER_KEY = re.compile(r"\$\{(?!oc\.env:)([^}]*)\}?")
+"""A reference to another key."""
+_LONGEST_REFERRED_TO = 1 << 20
+"""Characters of all values that a file refers to."""
 
 
 def _unchanged(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -116,12 +123,7 @@ def from_yaml(path: Path) -> RunConfig:
     written = load_yaml(path.read_text(encoding="utf-8"))
     if not has_references(written):
         return from_dict(written)
-    values = {".".join(map(str, keys)): value for keys, value in leaves(written)}
-    for key, value in values.items():
-        # Several references in a value, or one to a section, may stand for billions of characters.
-        has_others = isinstance(value, str) and value.count("${") > value.count("${oc.env:")
-        if has_others and not (value[:2] + value[-1] == "${}" and value[2:-1] in values):
-            raise ConfigError(f"{path}: {key}={value}: such references are not read here; write the value itself")
+    _require_bounded_references(written, path)
     try:
         data: Any = OmegaConf.to_container(OmegaConf.create(written), resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
@@ -129,6 +131,19 @@ def from_yaml(path: Path) -> RunConfig:
         raise ConfigError(f"{path}: {reason}; correct the reference") from error
     remember(written, data)
     return from_dict(data)
+
+
+def _require_bounded_references(settings: Any, path: Path) -> None:
+    """Raise ConfigError for references that may stand for billions of characters: to sections, or in many steps."""
+    values = {".".join(map(str, keys)): value for keys, value in leaves(settings)}
+    length = 0
+    for key, value in values.items():
+        for name in _OTHER_KEY.findall(value) if isinstance(value, str) else ():
+            target = values.get(name)
+            is_plain = name in values and not _OTHER_KEY.search(str(target))
+            length += len(str(target))
+            if not (is_plain or (name in values and value == f"${{{name}}}")) or length > _LONGEST_REFERRED_TO:
+                raise ConfigError(f"{path}: {key}={value}: such references are not read here; write the value itself")
 
 
 def to_yaml(config: Settings) -> str:
@@ -248,7 +263,7 @@ def _plain_data(cfg: DictConfig) -> dict[str, Any]:
 def composition_errors(command: CommandLine) -> Iterator[None]:
     """Turn Hydra's and OmegaConf's errors in the block into ConfigError; Hydra's own report has no clear last line."""
     previous = os.environ.get("HYDRA_FULL_ERROR")
-    read_short_forms()
+    read_short_forms(command.overrides)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of exiting
     try:
         yield

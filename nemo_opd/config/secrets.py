@@ -30,14 +30,14 @@ _IN_ARGUMENTS = (
     # In a shell command, a header or JSON.
     re.compile(rf"(?:^|(?<=[\s;&|\"']))-*{NAME}=[\"']?(?P<secret>[^\s\"';&|]+)", re.IGNORECASE),
     re.compile(rf"(?<![\w-])-+{NAME}\s+[\"']?(?P<secret>[^\s\"']+)", re.IGNORECASE),
-    re.compile(rf"\b{NAME}[\"']?\s*:\s*[\"']?(?P<secret>[^\s\"',}}]+)", re.IGNORECASE),
+    re.compile(rf"\b{NAME}[\"']?\s*:\s*[\"']?(?P<secret>(?:\$\{{[^}}]*\}}|[^\s\"',}}])+)", re.IGNORECASE),
     re.compile(r"\b(?:bearer|authorization\W+basic)\s+(?P<secret>[^\s'\"]+)", re.IGNORECASE),
     *_IN_ADDRESSES,
 )
 _REFERENCE = re.compile(r"\$\{(?:oc\.env:)?[\w.]+\}")
 _ONLY_REFERENCES = re.compile(rf"(?:{_REFERENCE.pattern})+")
-_REFERRED_PART = re.compile(rf"(?:[^:$]*:)?{_ONLY_REFERENCES.pattern}")
-"""Part of a text that is secret; in an address, a user's name precedes a password."""
+_REFERRED_IN_ADDRESSES = re.compile(rf"(?:[^:$]*:)?{_ONLY_REFERENCES.pattern}")
+"""A user's name may precede a password."""
 _DEFAULT = re.compile(r"(?<=\$\{oc\.env:)(?P<name>\w+),[^}]*")
 """Default of a variable that is not set."""
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)")
@@ -94,9 +94,7 @@ def _shown_reference(written: _Leaves, path: _KeyPath, text: str) -> str:
     text = _DEFAULT.sub(rf"\g<name>,{MASK}", text)
     if masked != MASK:
         for pattern in _IN_ARGUMENTS:
-            text = pattern.sub(
-                lambda match: match[0] if _REFERRED_PART.fullmatch(match["secret"]) else _masked_match(match), text
-            )
+            text = pattern.sub(lambda match: match[0] if _is_referred_to(match) else _masked_match(match), text)
         return text
     literals = _REFERENCE.split(text)
     return "".join(
@@ -153,7 +151,7 @@ def contains_secret(settings: Any, path: _KeyPath) -> bool:
         if masked == MASK:
             is_referred_to = _ONLY_REFERENCES.fullmatch(value) is not None
         else:
-            is_referred_to = all(map(_REFERRED_PART.fullmatch, _secrets_in(value, _IN_ARGUMENTS)))
+            is_referred_to = all(map(_is_referred_to, _matches(value, _IN_ARGUMENTS)))
         if not is_referred_to:
             return True
     return False
@@ -206,8 +204,18 @@ def _masked_match(match: re.Match[str]) -> str:
     return match[0].removesuffix(match["secret"]) + MASK
 
 
+def _is_referred_to(match: re.Match[str]) -> bool:
+    """Return whether a secret is read from the environment."""
+    allowed = _REFERRED_IN_ADDRESSES if match.re in _IN_ADDRESSES else _ONLY_REFERENCES
+    return allowed.fullmatch(match["secret"]) is not None
+
+
 def _secrets_in(text: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[str]:
-    return (match["secret"] for pattern in patterns for match in pattern.finditer(text))
+    return (match["secret"] for match in _matches(text, patterns))
+
+
+def _matches(text: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[re.Match[str]]:
+    return (match for pattern in patterns for match in pattern.finditer(text))
 
 
 def leaves(settings: Any, path: _KeyPath = ()) -> Iterator[tuple[_KeyPath, Any]]:

@@ -1,9 +1,9 @@
 """Short forms of a run's settings: a string in place of a section, and a teacher's type and name left out."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeGuard
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
@@ -33,11 +33,11 @@ def sections_of_strings(data: Mapping[str, Any]) -> dict[str, Any]:
     """
     sections = dict(data)
     for key in _TYPED:
-        if isinstance(name := sections.get(key), str):
+        if _is_text(name := sections.get(key)):
             sections[key] = _option(key, name)
-    if isinstance(model := sections.get("student"), str):
+    if _is_text(model := sections.get("student")):
         sections["student"] = {"model": model}
-    if isinstance(model := sections.get("teachers"), str):
+    if _is_text(model := sections.get("teachers")):
         sections["teachers"] = [model]
     if isinstance(teachers := sections.get("teachers"), list):
         sections["teachers"] = [_section_of_teacher(teacher) for teacher in teachers]
@@ -71,9 +71,14 @@ def long_form(data: Mapping[str, Any]) -> dict[str, Any]:
             sections[key] = {"type": default.type, **section}
     if not isinstance(teachers := sections.get("teachers"), list):
         return sections
-    names = {teacher.get("name") for teacher in teachers if isinstance(teacher, Mapping)}
+    names = {str(teacher.get("name")) for teacher in teachers if isinstance(teacher, Mapping)}
     sections["teachers"] = [_with_type_and_name(teacher, names) for teacher in teachers]
     return sections
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    """Return whether a value is a text, and not a reference, which is read when its value is known."""
+    return isinstance(value, str) and not value.startswith("${")
 
 
 def _option(group: str, name: str) -> Any:
@@ -94,7 +99,7 @@ def _section_of_teacher(teacher: Any) -> Any:
 def _source(key: str, texts: Any) -> Any:
     """Return the source of texts that a string or a list of strings names; anything else as it is."""
     names = [texts] if isinstance(texts, str) else texts
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name.strip() for name in names):
+    if not isinstance(names, list) or not names or not all(_is_text(name) and name.strip() for name in names):
         return texts
     kinds = {source_kind(name) for name in names}
     if len(kinds) > 1 or (None in kinds and len(names) > 1):
@@ -127,19 +132,27 @@ def _is_cache_alone(teacher: Mapping[str, Any]) -> bool:
     return teacher.get("cache") is not None and teacher.get("model") is None
 
 
-def read_short_forms() -> None:
-    """Let Hydra compose files with short forms, so that overrides such as `data.shuffle=false` find a section."""
+def read_short_forms(overrides: Sequence[str]) -> None:
+    """Let Hydra compose files with short forms, so that overrides such as `data.shuffle=false` find a section.
+
+    overrides: an override of a whole section, such as `loss=p_kl`, replaces a string of the files.
+    """
     Plugins.instance()  # registers Hydra's own class first
     SourcesRegistry.instance().types["file"] = _Source
+    _Source.replaced = {override.lstrip("+").partition("=")[0] for override in overrides} & {*_TYPED}
 
 
 class _Source(FileConfigSource):
     """Files of settings, with strings at the top of a file turned into sections."""
 
+    replaced: ClassVar[set[str]] = set()
+    """Sections whose strings are left out."""
+
     def load_config(self, config_path: str) -> ConfigResult:
         result = super().load_config(config_path)
         if isinstance(result.config, DictConfig):
             content: Any = OmegaConf.to_container(result.config, resolve=False)
-            if (sections := sections_of_strings(content)) != content:
+            kept = {key: value for key, value in content.items() if not (key in self.replaced and _is_text(value))}
+            if (sections := sections_of_strings(kept)) != content:
                 result.config = OmegaConf.create(sections)
         return result

@@ -51,6 +51,8 @@ from nemo_opd.errors import DataError
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
+_ANSWER_S = 10.0
+"""Time for the hub to answer."""
 _FileState = tuple[int, int, int]
 """Inode, bytes, and time of the last change in ns."""
 
@@ -204,7 +206,7 @@ def data_commit(path: str, revision: str | None) -> str | None:
     if Path(path).exists():
         return None
     try:
-        return HfApi().dataset_info(path, revision=revision).sha
+        return HfApi().dataset_info(path, revision=revision, timeout=_ANSWER_S).sha
     except Exception:  # of many types; loading the data set tells what is wrong
         return None
 

@@ -99,7 +99,7 @@ def read(
     return torch.cat(results).cpu()
 
 
-def continued(
+def continue_greedily(
     source: HiddenStateModel | LogitModel,
     tokens: TokenRows,
     micro_batches: Iterable[slice],
@@ -114,9 +114,10 @@ def continued(
     """
     results = []
     for sequences in micro_batches:
-        micro = to_device(tokens.rows(sequences.start, sequences.stop), device)
-        micro, packing = replace(micro, ids=micro.ids.clone()), Packing.of(micro).to(device)
+        micro = tokens.rows(sequences.start, sequences.stop)
         (num_rows, width), num_new = micro.ids.shape, int(micro.loss_mask[0].sum())
+        packing = Packing.of(micro).to(device)
+        micro = to_device(replace(micro, ids=micro.ids.clone()), device)
         rows = torch.arange(num_rows, device=device)
         positions = micro.lengths - num_new
         for _ in range(num_new):  # later positions do not matter to a causal model

@@ -18,7 +18,7 @@ from nemo_opd.progress import Work, current, working
 EARLY = 0.9
 """Share of an interval after which it counts as over: a busy machine wakes threads late."""
 SILENCE_S = 60.0
-"""Silence of a log, in seconds, that a line on the current work ends."""
+"""Seconds without output after which a line names the current work."""
 _SHOWN_AFTER_S = 1.0
 """Shortest work that a live display shows; shorter work would only flicker."""
 

@@ -26,9 +26,10 @@ STRIDE = 16
 """Metrics of the teacher's distribution measure only tokens, or aligned chunks, 1, 17, 33, …."""
 
 
-def teacher_images(loss: str, projection: ProjectionMatrix) -> NDArray[np.bool_] | None:
+def teacher_images(loss: str, projection: ProjectionMatrix, pieces: str = "spelling") -> NDArray[np.bool_] | None:
     """Return which teacher tokens a loss type maps: bool [W], or None if it uses no map or the projection lacks it.
 
+    pieces: `byte_prefix`'s setting.
     The probability of unmapped tokens goes into a rest cell or is left out.
     """
     tokens = np.arange(projection.teacher_vocab_size)
@@ -36,9 +37,9 @@ def teacher_images(loss: str, projection: ProjectionMatrix) -> NDArray[np.bool_]
         return np.isin(tokens, projection.indices)
     if loss in ("gold", "strict"):
         return np.isin(tokens, projection.shared_pairs[:, 1])
-    if loss == "byte_prefix" and projection.teacher_spellings is not None:
-        return first_pieces(projection, "spelling") >= 0
-    if loss == "escd" and projection.byte_prefix is not None:
+    if loss == "byte_prefix" and pieces == "spelling":
+        return None if projection.teacher_spellings is None else first_pieces(projection, pieces) >= 0
+    if loss in ("byte_prefix", "escd") and projection.byte_prefix is not None:
         return projection.byte_prefix >= 0
     if loss == "shared_prefix" and projection.teacher_shared_prefix is not None:
         return projection.teacher_shared_prefix >= 0

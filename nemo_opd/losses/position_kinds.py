@@ -18,7 +18,8 @@ _START, _INSIDE, _LATER, _UNALIGNED = range(len(POSITION_KINDS))
 def position_kinds(chunks: ChunkRows, student: TokenRows, teacher: TokenRows) -> Tensor:
     """Return the kind of each student token, as an index into `POSITION_KINDS`: int64 [B, S].
 
-    In a chunk of several teacher tokens the bytes of both sides tell the end of the first one.
+    In a chunk of several teacher tokens the bytes of both sides tell the end of the first one. −1 in such chunks if the
+    teacher's bytes are not counted, as not all models predict them.
     """
     is_start, teacher_position = chunk_starts(chunks.student, chunks.teacher)
     place = torch.arange(is_start.shape[1], device=is_start.device).expand_as(is_start)
@@ -30,6 +31,6 @@ def position_kinds(chunks: ChunkRows, student: TokenRows, teacher: TokenRows) ->
     first = teacher_position.gather(1, start)
     following = (first + 1).clamp(max=chunks.teacher.shape[1] - 1)
     is_single = (following == first) | (chunks.teacher.gather(1, following) != chunks.teacher.gather(1, first))
-    is_inside = is_single | (offset < teacher.num_bytes.gather(1, first))
-    kinds = torch.where(is_inside, _INSIDE, _LATER)
+    first_bytes = teacher.num_bytes.gather(1, first)
+    kinds = torch.where(is_single | (offset < first_bytes), _INSIDE, _LATER).where(is_single | (first_bytes > 0), -1)
     return kinds.where(~is_start, _START).where(is_aligned, _UNALIGNED)

@@ -99,9 +99,13 @@ def _require_reachable(reference: str, file: str, *, key: str) -> None:
     transformers asks for each file, and the hub's client tries each five times, before it says so.
     """
     from huggingface_hub import constants, get_session, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     name, revision = split_revision(reference)
-    is_cached = isinstance(try_to_load_from_cache(name, file, revision=revision), str)
+    try:
+        is_cached = isinstance(try_to_load_from_cache(name, file, revision=revision), str)
+    except HFValidationError as error:
+        raise ModelError(f"{key}={reference}: there is no such folder, and it is not a name of the hub") from error
     if constants.HF_HUB_OFFLINE or is_cached:
         return
     try:

@@ -30,7 +30,7 @@ def continued_texts(plan: Plan, models: Models, step: int) -> list[ShownAnswer]:
         return []
     tokenizer = tokenizer_of(plan.config.student, key="student")
     ends = stop_ids(tokenizer)
-    continuations = models.continued_greedily([texts[row][: starts[row]] for row in rows], _NUM_NEW)
+    continuations = models.continue_greedily([texts[row][: starts[row]] for row in rows], _NUM_NEW)
     shown = []
     for row, ids in zip(rows, continuations, strict=True):
         end = next((i for i, token in enumerate(ids) if token in ends), None)

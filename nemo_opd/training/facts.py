@@ -55,7 +55,7 @@ def read_facts(folder: Path) -> RunFacts:
     model, report = folder / "final", folder / "report" / "report.html"
     facts = RunFacts(
         folder=folder,
-        name=str(value_at(read_config(folder), "run.name") or folder.name),
+        name=folder.name,
         status="running" if is_locked(folder) else end or _KILLED,
         step=0,
         total_steps=None if provenance is None else provenance.total_steps,
@@ -65,6 +65,7 @@ def read_facts(folder: Path) -> RunFacts:
         results=None,
     )
     try:
+        facts = replace(facts, name=str(value_at(read_config(folder), "run.name") or folder.name))
         records = read(folder / _METRICS)
         step = int(records[-1]["step"]) if records else 0
         if facts.status == _KILLED and facts.model is not None and step == facts.total_steps:

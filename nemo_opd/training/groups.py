@@ -117,12 +117,12 @@ class ModelGroup:
                 work.advance(len(indices))
         return results
 
-    def continued_greedily(self, prompts: Sequence[NDArray[np.int32]], num_new: int) -> list[list[int]]:
+    def continue_greedily(self, prompts: Sequence[NDArray[np.int32]], num_new: int) -> list[list[int]]:
         """Return the `num_new` likeliest tokens after each prompt, one after another. All ranks read all prompts."""
         filler = np.zeros(num_new, np.int32)
         rows = token_rows([Scored(np.concatenate([prompt, filler]), num_new) for prompt in prompts])
         arguments = [(rows, cuts) for cuts in self.micro_batches([rows] * self._layout.size)]
-        by_rank: list[torch.Tensor] = self._group.call("continued", arguments, about="continuing texts")
+        by_rank: list[torch.Tensor] = self._group.call("continue_greedily", arguments, about="continuing texts")
         return cast(list[list[int]], by_rank[0].tolist())
 
     def continued(self, requests: Sequence[Request], *more: object, about: str) -> list[Completion]:

@@ -248,9 +248,9 @@ class Models:
         """Return a teacher's continuations of prompts, both in the teacher's tokens."""
         return self._teachers[i].continued(requests, sampling, end_ids, self._answered_at_once[i], about="questions")
 
-    def continued_greedily(self, prompts: Sequence[NDArray[np.int32]], num_new: int) -> list[list[int]]:
+    def continue_greedily(self, prompts: Sequence[NDArray[np.int32]], num_new: int) -> list[list[int]]:
         """Return the student's `num_new` likeliest tokens after each prompt, one after another."""
-        return self._student.continued_greedily(prompts, num_new)
+        return self._student.continue_greedily(prompts, num_new)
 
     def likelihoods(self, rows: Sequence[Scored], teacher: int | None = None) -> list[tuple[float, bool]]:
         """Return the student's or a teacher's likelihoods of sequences (see `Scorer`)."""

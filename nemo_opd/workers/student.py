@@ -269,12 +269,12 @@ class StudentWorker:
         return result
 
     @torch.no_grad()
-    def continued(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
-        """Return the likeliest continuations of sequences, as `nemo_opd.evaluation.likelihoods.continued` does."""
+    def continue_greedily(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
+        """Return sequences' likeliest continuations (see `nemo_opd.evaluation.likelihoods.continue_greedily`)."""
         self.model.eval()
         with needs_memory(FORWARD), self._residence.use():
             size = self.vocab_size
-            result = likelihoods.continued(self.logit_rows, tokens, micro_batches, self.device, vocab_size=size)
+            result = likelihoods.continue_greedily(self.logit_rows, tokens, micro_batches, self.device, vocab_size=size)
             for unit in sharded_units(self.model):
                 unit.reshard()
         return result

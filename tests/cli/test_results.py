@@ -101,6 +101,8 @@ def test_a_finished_run_says_so_unless_its_end_would_differ(tmp_path: Path, caps
     assert "raise train.max_steps" in said
     longer = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 3})})
     assert finished_before(longer) is None
+    another = config.model_copy(update={"loss": config.loss.model_copy(update={"kd_weight": 2.0})})
+    assert finished_before(another) is None  # which then is refused as another run
     (tmp_path / "run" / "final").rmdir()
     assert finished_before(config) is None
 

@@ -316,6 +316,7 @@ def test_a_sweep_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         f"++teachers.0.served.api_key={VALUE}",
         f"rollout.environment.HF_TOKEN='{VALUE}${{oc.env:HOME}}'",
         f"rollout.options=['--hf-token','${{oc.env:PATH}}{VALUE}']",
+        f"rollout.options=['--hf-token={VALUE}:${{oc.env:PATH}}']",
         f"++teachers.0.served.api_key={VALUE},{VALUE}2",
     ],
 )

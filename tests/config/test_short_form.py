@@ -46,6 +46,24 @@ def test_a_string_in_a_file_means_what_it_means_on_the_command_line(tmp_path: Pa
         assert compose(file, [f"loss={name}"]).loss == from_file.loss
 
 
+def test_an_option_on_the_command_line_replaces_a_string_of_the_file(tmp_path: Path) -> None:
+    """`loss=p_kl` keeps divergence and weights of the option that the file names."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(SHORT.replace("loss: gold", "loss: reverse_kl"))
+    replaced = compose(file, ["loss=p_kl"]).loss
+    file.write_text(SHORT.replace("loss: gold", ""))
+    assert replaced == compose(file, ["loss=p_kl"]).loss
+
+
+def test_references_are_read_when_their_values_are_known(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`data: ${oc.env:FILE}` is taken for the name of a data set of the hub."""
+    monkeypatch.setenv("OF_A_TEST", "texts.jsonl")
+    recipe.write_text(SHORT.replace("train.jsonl", "${oc.env:OF_A_TEST}"))
+    assert compose(recipe).data.train.given == {"jsonl_files": ("texts.jsonl",)}
+
+
 def test_a_section_with_a_default_type_needs_none() -> None:
     """`loss.kd_weight=0` is refused for a file without `loss`, as the type of the default is lost."""
     settings = {"student": "a", "teachers": ["b"], "data": "c.txt", "train": {"max_steps": 1}}

@@ -177,7 +177,9 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_that_is_recorded(
 
     info = {"some/texts": {None: "a" * 40, "v1": "b" * 40}}
     monkeypatch.setattr(datasets, "load_dataset", load_from_folder)
-    monkeypatch.setattr(HfApi, "dataset_info", lambda _, path, revision: SimpleNamespace(sha=info[path][revision]))
+    monkeypatch.setattr(
+        HfApi, "dataset_info", lambda _, path, revision, timeout: SimpleNamespace(sha=info[path][revision])
+    )
     config = compose(
         "data.train.arrow_files=[]",
         "data.train.hub.path=some/texts",

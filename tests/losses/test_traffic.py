@@ -38,7 +38,7 @@ POSITIONS = {"starts": (784, 27.2), "drop": (2037, 65.9), "rest": (2037, 65.9), 
 """Of `byte_prefix` with a teacher of 262,144 tokens, half of which the student writes in two: at 2,048 positions, or at
 the starts of their 1,365 chunks.
 """
-SHARE_OF_PRODUCT = 0.05
+SHARE_OF_PRODUCT = 0.01
 """Operations besides products, one for each fp32 number read or written, as a share of the product with the teacher's
 head. Their bytes are not as few: 28 GB (36 with cover), 4 GB at starts, next to 23 to 38 GB of all products.
 """

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from nemo_opd.cli.exit_statuses import ENDED_EARLY
 from tests.rollout import fake_server
 from tests.tiny import Tiny
 from tests.training.launch import ROOT, Run, start
@@ -69,7 +70,7 @@ def stopped(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
     patch.undo()
     run.wait_for_step(1)
     run.processes()
-    assert run.end() == 0, run.output
+    assert run.end() == ENDED_EARLY, run.output
     assert run.leftovers() == []
     return run
 

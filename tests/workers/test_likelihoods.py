@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_opd.evaluation.likelihoods import Scored
@@ -16,10 +17,10 @@ from tests.workers.local import in_world, opened, plan_of
 
 pytestmark = pytest.mark.world
 LAYOUTS = {
-    "data parallel": (),
+    "data parallel": ("student.parallelism.reshard_after_forward=true",),
     "tensor parallel": ("student.parallelism.tp=2", "teachers.0.parallelism.tp=2", "teachers.1.parallelism.tp=2"),
 }
-_SMALLEST_VOCABULARY = 340
+_SMALLEST_VOCABULARY, _NUM_NEW = 340, 5
 Likelihoods = list[tuple[float, bool]]
 
 
@@ -33,6 +34,17 @@ def ask(job: Asked) -> list[Likelihoods]:
     """Return what the student finds of the rows, and each teacher."""
     with opened(job.plan) as models:
         return [models.likelihoods(job.rows, i) for i in (None, 0, 1)]
+
+
+@dataclass(frozen=True)
+class Continued:
+    plan: Plan
+    prompts: list[NDArray[np.int32]]
+
+
+def continue_prompts(job: Continued) -> list[list[int]]:
+    with opened(job.plan) as models:
+        return models.continue_greedily(job.prompts, _NUM_NEW)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +74,22 @@ def test_every_layout_finds_what_one_model_finds(
         assert [is_likeliest for _, is_likeliest in answers] == [is_likeliest for _, is_likeliest in expected]
         values, wanted = (torch.tensor([value for value, _ in side]) for side in (answers, expected))
         torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_every_layout_continues_as_transformers(tiny: Tiny, rows: list[Scored], tmp_path: Path) -> None:
+    """Bug: tokens of a rank's share of the vocabulary or ranks that wait for one another."""
+    prompts = [row.ids for row in rows[:4]]
+    jobs = [
+        Continued(plan_of(tiny.overrides("cluster.cpu_ranks=2", *options)), prompts) for options in LAYOUTS.values()
+    ]
+    model = _model(tiny.student)
+    expected = [
+        model.generate(torch.from_numpy(ids).long()[None], max_new_tokens=_NUM_NEW, eos_token_id=None, do_sample=False)[
+            0, len(ids) :
+        ].tolist()
+        for ids in prompts
+    ]
+    assert in_world(2, continue_prompts, jobs, tmp_path / "two") == [expected] * len(LAYOUTS)
 
 
 @torch.no_grad()

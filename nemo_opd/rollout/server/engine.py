@@ -238,7 +238,7 @@ class ServerEngine(Generator):
             self._socket = folder / "http"
             address, url = [program.socket_option, str(self._socket)], "http://localhost"
         else:
-            port, key = str(_free_port()), secrets.token_urlsafe(32)
+            port, key = str(_free_port()), secrets.token_hex(32)  # no leading hyphen
             self._headers = {"Authorization": f"Bearer {key}"}
             address, url = ["--host", HOST, "--port", port], f"http://{HOST}:{port}"
             address += program.key_arguments(key, folder)

@@ -151,7 +151,8 @@ class ServerProcess:
         self.command, self.log = tuple(command), log
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            with open_unlinked(log, "w", permissions=0o600) as stream:  # SGLang logs its key
+            with open_unlinked(log, "w", permissions=0o600) as stream:
+                os.fchmod(stream.fileno(), 0o600)  # SGLang logs its key, maybe to the file of an earlier run
                 self._guard = subprocess.Popen(
                     # -P: modules in the guard's folder would shadow others.
                     [sys.executable, "-P", guard.__file__, str(folder), *self.command],
