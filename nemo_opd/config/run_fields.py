@@ -111,7 +111,7 @@ class Logging(Settings):
     trackio: Trackio = Field(default_factory=Trackio)
     """Metrics for trackio."""
     continued_texts: int = Field(3, ge=0)
-    """Validation texts whose start the student continues before and after training, for the report."""
+    """Validation texts whose start the student continues before and after training, for an off-policy run's report."""
     gradients_every: int | None = Field(None, ge=1)
     """Steps between comparisons of the KD gradient with the CE gradient: norms and cosine. Such a step runs a forward
     and a backward pass for each.

@@ -13,13 +13,14 @@ _MAX_PROMPT, _NUM_NEW = 48, 32
 
 
 def continued_texts(plan: Plan, models: Models, step: int) -> list[ShownAnswer]:
-    """Return the likeliest continuations of the first validation texts; empty without any or with `continued_texts=0`.
+    """Return the likeliest continuations of the first validation texts.
 
+    Empty without any, with `continued_texts=0`, and on-policy, where the report has rollouts and answers.
     The prompt of a text is at most its first half; of a conversation, all before the first learned message. Texts that
     leave no room in `train.max_length` are left out.
     """
     number = plan.config.logging.continued_texts
-    if plan.data.validation is None or not number:
+    if plan.data.validation is None or not number or plan.config.rollout is not None:
         return []
     batch = next(plan.data.validation_batches(number)).student
     texts = [ids[:length].numpy().astype(np.int32) for ids, length in zip(batch.ids, batch.lengths, strict=True)]
