@@ -27,6 +27,7 @@ NUMBERS: dict[str, tuple[float | None, ...]] = {
     "uncommon_topk": (None, 1),
     "support_size": (1, 2, 256),
     "continuation_weight": (0.0, 0.5),
+    "completion_weight": (0.0, 1.0),
     "coverage_coef": (None, 0.0, 1.0),
     "common_weight": (None, 0.0, 1.0),
     "uncommon_weight": (None, 0.0, 1.0),

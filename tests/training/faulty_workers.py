@@ -72,4 +72,4 @@ OTHERS = {
 if __name__ == "__main__":
     groups.TeacherWorker, groups.StudentWorker = OTHERS[sys.argv.pop(1)]
     RaisingTeacher.at = HangingStudent.at = int(sys.argv.pop(1))
-    main(distil, RunConfig, config_dir=CONFIGS, config_name="off_policy_demo")
+    sys.exit(main(distil, RunConfig, config_dir=CONFIGS, config_name="off_policy_demo"))
