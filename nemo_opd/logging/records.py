@@ -217,7 +217,7 @@ def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> 
 
     hardware: values by label; they replace settings with the same label.
     """
-    unused = set() if _used_teachers(config) else set(_KEYS_OF_KD)
+    unused = set() if _used_teachers(config) else _KEYS_OF_KD
     if value_at(config, "loss.type") == "grpo":
         unused.discard("loss.type")  # learns from rewards
     settings = [

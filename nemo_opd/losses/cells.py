@@ -12,17 +12,20 @@ from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
 from nemo_opd.kernels.forms import CellMap, Memberships, cell_map
-from nemo_opd.logits.term import GradientSink, UnitRows
-from nemo_opd.losses.divergence import Divergence, compare_logits
+from nemo_opd.logits.term import GradientSink, Term, UnitRows
+from nemo_opd.losses.chunk_loss import ChunkInputs, OnCells, first_position_term
+from nemo_opd.losses.divergence import Divergence, compare_logits, compare_with_gradient
 from nemo_opd.losses.fused import fused, softmax
 from nemo_opd.losses.sparse_projection import (
     SparseProjection,
     TokenPairs,
+    add_pulled_back,
     cached_by_array,
     entries_within,
     pairs_within,
+    project,
 )
-from nemo_opd.losses.support import joined, with_tail_cell
+from nemo_opd.losses.support import joined, split, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -127,6 +130,37 @@ def _many_to_one(cells: NDArray[np.int32], common: NDArray[np.int64]) -> SparseP
     """Build a projection whose rows have at most one entry, of weight 1."""
     token = np.flatnonzero(np.isin(cells, common))
     return SparseProjection.of_entries(token, cells[token].astype(np.int64), np.ones(len(token)), len(cells))
+
+
+def common_cells_term(
+    inputs: ChunkInputs, cells: CommonCells, compare: Divergence, on_cells: OnCells | None = None
+) -> Term:
+    """Build the term τ² · Σ divergence over units, on cells that tokens of both sides are summed in.
+
+    on_cells: the same comparison for kernels.
+    """
+
+    def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
+        if inputs.is_truncated:
+            log_q, log_rest = split(teacher)
+            log_masses = cells.teacher.log_project(log_q), cells.student.log_project(student)
+            return compare.of_logits(*cells.reached(*log_masses, log_rest))
+        return compare.of_logits(cells.teacher.log_project(teacher), cells.student.log_project(student))
+
+    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: GradientSink) -> Tensor:
+        log_q, _ = project(teacher, cells.teacher, has_shares=False)
+        log_p, shares = project(student, cells.student)
+        value, gradient = compare_with_gradient(log_q, log_p, compare)
+        add_pulled_back(gradient, shares, cells.student, onto)
+        return value
+
+    return first_position_term(
+        inputs,
+        unit_loss,
+        cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size),
+        compare_onto=None if inputs.is_truncated else unit_loss_onto,
+        on_cells=on_cells,
+    )
 
 
 def covered_columns(projection: ProjectionMatrix, students: int, teachers: int, device: torch.device) -> CellMap:

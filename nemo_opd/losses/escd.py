@@ -11,14 +11,13 @@ from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import GradientSink, Term, UnitRows, unit_cells
+from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import over
-from nemo_opd.losses.cells import CommonCells
-from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
+from nemo_opd.losses.cells import CommonCells, common_cells_term
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.completions import CompletionUnits
-from nemo_opd.losses.divergence import Divergence, compare_with_gradient
+from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.prefixes import ADD_MAPS
-from nemo_opd.losses.sparse_projection import add_pulled_back, project
 from nemo_opd.losses.support import require_temperature_1, split
 
 if TYPE_CHECKING:
@@ -67,29 +66,8 @@ def escd(
 def _root_term(inputs: ChunkInputs, projection: ProjectionMatrix, compare: Divergence) -> Term:
     if projection.byte_prefix is None:
         raise ProjectionError(f"escd needs the map byte_prefix, {ADD_MAPS}")
-    sizes = inputs.student_size, inputs.teacher_size
-    cells = CommonCells.of_prefixes(projection.byte_prefix, *sizes, inputs.device)
-
-    def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
-        if inputs.is_truncated:
-            log_q, log_rest = split(teacher)
-            log_masses = cells.teacher.log_project(log_q), cells.student.log_project(student)
-            return compare.of_logits(*cells.reached(*log_masses, log_rest))
-        return compare.of_logits(cells.teacher.log_project(teacher), cells.student.log_project(student))
-
-    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: GradientSink) -> Tensor:
-        log_q, _ = project(teacher, cells.teacher, has_shares=False)
-        log_p, shares = project(student, cells.student)
-        value, gradient = compare_with_gradient(log_q, log_p, compare)
-        add_pulled_back(gradient, shares, cells.student, onto)
-        return value
-
-    return first_position_term(
-        inputs,
-        unit_loss,
-        cells_per_unit=cells.cells_per_unit(*sizes),
-        compare_onto=None if inputs.is_truncated else unit_loss_onto,
-    )
+    cells = CommonCells.of_prefixes(projection.byte_prefix, inputs.student_size, inputs.teacher_size, inputs.device)
+    return common_cells_term(inputs, cells, compare)
 
 
 def _completion_term(inputs: ChunkInputs, completions: CompletionUnits) -> Term:

@@ -11,14 +11,12 @@ from torch import Tensor
 from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import GradientSink, UnitRows
-from nemo_opd.losses.cells import CommonCells, common_cells
-from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, first_position_term
-from nemo_opd.losses.divergence import Divergence, compare_with_gradient
+from nemo_opd.losses.cells import CommonCells, common_cells, common_cells_term
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells
+from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.merge import chunk_loss
 from nemo_opd.losses.prefixes import check_pieces
-from nemo_opd.losses.sparse_projection import add_pulled_back, project
-from nemo_opd.losses.support import require_temperature_1, split
+from nemo_opd.losses.support import require_temperature_1
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -56,27 +54,8 @@ def shared_prefix(
     maps = _maps(projection, pieces)
     cells = CommonCells.of(*maps, *sizes, inputs.device)
 
-    def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
-        if inputs.is_truncated:
-            log_q, log_rest = split(teacher)
-            log_masses = cells.teacher.log_project(log_q), cells.student.log_project(student)
-            return compare.of_logits(*cells.reached(*log_masses, log_rest))
-        return compare.of_logits(cells.teacher.log_project(teacher), cells.student.log_project(student))
-
-    def unit_loss_onto(student: UnitRows, teacher: UnitRows, part: slice, onto: GradientSink) -> Tensor:
-        log_q, _ = project(teacher, cells.teacher, has_shares=False)
-        log_p, shares = project(student, cells.student)
-        value, gradient = compare_with_gradient(log_q, log_p, compare)
-        add_pulled_back(gradient, shares, cells.student, onto)
-        return value
-
-    term = first_position_term(
-        inputs,
-        unit_loss,
-        cells_per_unit=cells.cells_per_unit(*sizes),
-        compare_onto=None if inputs.is_truncated else unit_loss_onto,
-        on_cells=None if inputs.is_truncated else OnCells(compare, lambda: common_cells(*maps, *sizes, inputs.device)),
-    )
+    on_cells = None if inputs.is_truncated else OnCells(compare, lambda: common_cells(*maps, *sizes, inputs.device))
+    term = common_cells_term(inputs, cells, compare, on_cells)
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 
 

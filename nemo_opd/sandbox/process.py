@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from nemo_opd.config.reward import Isolation, SandboxSettings
+from nemo_opd.sandbox.inside.isolation import DEVICES
 
 PROGRAM = "bwrap"
 INSIDE = Path(__file__).with_name("inside")
@@ -34,7 +35,6 @@ _GRACE_S = 30.0
 """Additional time for the sandbox to start and report."""
 _ENDING_S = 5.0
 _MESSAGE_BYTES = 1 << 16
-_DEVICES = ("null", "full", "random", "urandom")
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
 _LIBRARIES = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
 
@@ -203,7 +203,7 @@ def _bubblewrap_command(readable: Sequence[str], links: Sequence[tuple[str, str]
         *("--die-with-parent", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"),
         *(word for path in readable for word in ("--ro-bind", path, path)),
         *(word for path, target in links for word in ("--symlink", target, path)),
-        *(word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
+        *(word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
         # Read-only, since root on the machine could write to /proc/sys.
         *("--proc", "/proc", "--remount-ro", "/proc"),
         *("--size", str(scratch_bytes), "--tmpfs", "/tmp", "--remount-ro", "/", "--"),

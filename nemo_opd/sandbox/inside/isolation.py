@@ -17,6 +17,8 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+DEVICES = ("null", "full", "random", "urandom")
+"""Devices of a sandbox; not zero, whose shared mappings are memory that no limit counts."""
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000
 _DETACH = 2
@@ -62,7 +64,7 @@ def _make_root(readable: Sequence[str], links: Sequence[Sequence[str]], scratch_
     _do("umount2", b"/old/tmp", _DETACH)  # uncovers readable paths in /tmp
     for path in readable:
         _bind(f"/old{path}", path)
-    for name in ("null", "full", "random", "urandom"):  # a shared mapping of /dev/zero is memory that no limit counts
+    for name in DEVICES:
         _bind(f"/old/dev/{name}", f"/dev/{name}", _NOSUID)
     for path, target in links:
         os.makedirs(os.path.dirname(path), exist_ok=True)
