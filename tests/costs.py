@@ -1,15 +1,17 @@
 """What a test may cost, by its marker: one without any is `unit`, and computes in this process alone."""
 
 import multiprocessing.process
+import os
 import sys
 import threading
+from pathlib import PurePath
 from typing import Any
 
 MARKERS = {"world", "ray", "server", "tokenizers", "nightly", "gpu"}
 PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")
 """Events of Python's audit hooks."""
-ONCE_A_MACHINE = {"fc-list"}
-"""Programs that libraries ask when their cache is missing: matplotlib, for its list of fonts."""
+ALLOWED = {"fc-list", "template_process.py"}
+"""Programs that start once: matplotlib's for its list of fonts, and the one that renders chat templates."""
 unit_test: str | None = None
 """The unit test that runs now."""
 
@@ -30,7 +32,8 @@ def check_threads(test: str) -> None:
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in PROCESSES and not (arguments and arguments[0] in ONCE_A_MACHINE):
+    command = arguments[1] if event == "subprocess.Popen" else ()
+    if event in PROCESSES and not ALLOWED & {PurePath(os.fsdecode(word)).name for word in command}:
         refuse(f"starts a process ({arguments})", "world")
 
 

@@ -22,6 +22,7 @@ from nemo_opd.alignment.chat_template import (
 )
 from nemo_opd.alignment.chat_turns import Span, Turn, TurnTokens, locate_messages
 from nemo_opd.alignment.pieces import name_of
+from nemo_opd.alignment.templates import TemplateFailure
 from nemo_opd.alignment.token_roles import stop_ids, turn_end_ids
 from nemo_opd.errors import AlignmentError
 
@@ -155,9 +156,7 @@ class ChatRenderer:
     def _render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
         try:
             return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
-        except AlignmentError:
-            raise
-        except Exception as error:
+        except TemplateFailure as error:
             k = self._first_rejected(messages, tools)
             raise AlignmentError(
                 f"the chat template of {name_of(self._tokenizer)} refuses messages[{k}] (role "

@@ -5,13 +5,12 @@ messages.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from nemo_opd.alignment.pieces import name_of
+from nemo_opd.alignment.templates import TemplateFailure, apply_template
 from nemo_opd.errors import AlignmentError
-from nemo_opd.users_code import UsersCodeError, called
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,10 +29,6 @@ MARKS = ("weight", "train", "training", "loss_mask")
 _MEDIA = ("image", "video", "audio")
 """Words in the types of parts that are not text, such as `image_url`."""
 
-_LITERALS = ("integer", "float", "string")
-TEMPLATE_S = 20.0
-"""Longest rendering in seconds. The sandbox of templates limits each loop, but not loops in loops."""
-_T = TypeVar("_T")
 
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -55,63 +50,6 @@ _PROBE_ID = "probe0001"
 """Letters and digits, nine as Mistral's templates require."""
 
 
-def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **settings: Any) -> str:
-    """Return the text of `tokenizer.apply_chat_template`.
-
-    Raises AlignmentError if it takes longer than `TEMPLATE_S`, and any other exception of the template.
-    """
-    conversation: Any = list(messages)
-    render = partial(tokenizer.apply_chat_template, conversation, tokenize=False, **settings)
-    return str(_limited(render, tokenizer))
-
-
-def _limited(render: Callable[[], _T], tokenizer: PreTrainedTokenizerBase) -> _T:
-    templates = tokenizer.chat_template or ""
-    for template in templates.values() if isinstance(templates, dict) else (templates,):
-        if (operation := _unbounded_operation(template)) is not None:
-            raise AlignmentError(
-                f"the chat template of {name_of(tokenizer)} has {operation}, which may run indefinitely; set a "
-                "chat_template without it"
-            )
-    try:
-        return called(render, timeout_s=TEMPLATE_S, key="the longest time")
-    except UsersCodeError as error:
-        if error.__cause__ is not None:
-            raise error.__cause__ from None
-        raise AlignmentError(
-            f"the chat template of {name_of(tokenizer)} {error}; set a chat_template that ends"
-        ) from None
-
-
-@cache
-def _unbounded_operation(template: str) -> str | None:
-    """Return an operation that may run indefinitely; off the main thread, no time limit ends a single operation.
-
-    These are powers, products without a literal, and rounding to other than a literal number of digits: the known ways
-    to such operations in short templates, not all.
-    """
-    from jinja2 import Environment, TemplateSyntaxError
-
-    try:
-        tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
-    except TemplateSyntaxError:
-        return None  # rendering tells
-    none = ("", "")
-    padded = [none, none, *tokens, none, none]
-    for earlier, left, (kind, text), right, after in zip(*(padded[i:] for i in range(5)), strict=False):
-        is_unpacking = left[1] in ("(", ",")
-        is_left_literal = left[0] in _LITERALS and earlier[1] not in ("*", "/", "//", "%", ".")
-        is_right_literal = right[0] in _LITERALS and after[1] not in ("|", ".", "[", "(")
-        if kind == "operator" and text == "**" and not is_unpacking:
-            return "a power"
-        if kind == "operator" and text == "*" and not (is_unpacking or is_left_literal or is_right_literal):
-            return "a product of computed numbers"
-        has_digits = after[0] == "integer" and len(after[1]) <= 2
-        if text.strip("'\"") == "round" and (kind == "string" or (right[1] == "(" and not has_digits)):
-            return "a rounding to computed digits"
-    return None
-
-
 class ChatTemplate:
     """A renderer of plain messages with a tokenizer's chat template. Picklable.
 
@@ -129,14 +67,12 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
         """Render messages from `plain_messages`.
 
-        Raises AlignmentError if it takes too long, and any other exception: a template is a program.
+        Raises TemplateFailure if the template refuses them, and AlignmentError if it needs too much time or memory.
         """
         adapted = [self._adapted(message) for message in messages]
         try:
             return self._render(adapted, tools, add_generation_prompt)
-        except AlignmentError:
-            raise
-        except Exception:
+        except TemplateFailure:
             if all(message.get("content") is not None for message in adapted):
                 raise
         return self._render([_with_content(message) for message in adapted], tools, add_generation_prompt)
@@ -144,12 +80,10 @@ class ChatTemplate:
     def render_or_none(
         self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False
     ) -> str | None:
-        """Render messages as `render` does, or return None if the template rejects them. Raises AlignmentError."""
+        """Render messages as `render` does, or return None if the template refuses them. Raises AlignmentError."""
         try:
             return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
-        except AlignmentError:
-            raise
-        except Exception:
+        except TemplateFailure:
             return None
 
     def _adapted(self, message: Message) -> Message:
@@ -197,12 +131,10 @@ class ChatTemplate:
         return self._reads_none[kind]
 
     def _probe(self, messages: Sequence[Message]) -> str:
-        """Render messages, or return "" if the template rejects them. Raises AlignmentError if it takes too long."""
+        """Render messages, or return "" if the template refuses them. Raises AlignmentError as `render` does."""
         try:
             return self._render(messages, None, add_generation_prompt=False)
-        except AlignmentError:
-            raise
-        except Exception:
+        except TemplateFailure:
             return ""
 
     def _render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool) -> str:
@@ -212,15 +144,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **self._template_kwargs,
         }
-        if all(message.get("content") is not None for message in conversation):
-            return apply_template(self._tokenizer, conversation, **settings)
-        # The tokenizer's method drops keys that are None. Imported here since the import takes a second.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        template = self._tokenizer.get_chat_template(None, settings["tools"])
-        settings = {**self._tokenizer.special_tokens_map, **settings}
-        render = partial(render_jinja_template, [conversation], chat_template=template, **settings)
-        return str(_limited(render, self._tokenizer)[0][0])
+        return apply_template(self._tokenizer, conversation, **settings)
 
 
 def _parts(content: str | None) -> list[dict[str, str]]:

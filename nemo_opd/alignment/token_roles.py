@@ -13,9 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_opd.alignment.chat_template import apply_template
 from nemo_opd.alignment.chat_turns import TurnTokens, token_pattern
-from nemo_opd.errors import AlignmentError
+from nemo_opd.alignment.templates import TemplateFailure, apply_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -188,9 +187,7 @@ def _render_probe(tokenizer: PreTrainedTokenizerBase, num_messages: int) -> str:
         return ""
     try:
         return apply_template(tokenizer, _PROBE_MESSAGES[:num_messages])
-    except AlignmentError:
-        raise
-    except Exception as error:  # a template is someone else's program and may raise anything
+    except TemplateFailure as error:
         _log.debug("the chat template does not render a plain conversation: %s", error)
         return ""
 

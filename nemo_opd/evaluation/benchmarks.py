@@ -15,7 +15,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
-from nemo_opd.alignment.chat_template import apply_template
+from nemo_opd.alignment.templates import apply_template
 from nemo_opd.config.evaluation import DEFAULT_NEW_TOKENS, Benchmark
 from nemo_opd.errors import DataError, OPDError, RolloutError
 from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, as_lm_eval_runs

@@ -11,8 +11,8 @@ import numpy as np
 
 from nemo_opd.alignment import ChatRenderer
 from nemo_opd.alignment.chat import LocatedTokens, locate_tokens
-from nemo_opd.alignment.chat_template import apply_template
 from nemo_opd.alignment.chat_turns import common_prefix
+from nemo_opd.alignment.templates import TemplateFailure, apply_template, parse_response
 from nemo_opd.alignment.token_roles import turn_end_ids
 from nemo_opd.data.record import Message, Prompt
 from nemo_opd.data.text import Continued, Ids
@@ -88,7 +88,7 @@ class ConversationRenderer(Renderer):
         """
         try:
             text = self._render(_messages_of(prompt), prompt.tools, add_generation_prompt=True)
-        except Exception as error:  # a template is a program: it may fail with any exception
+        except TemplateFailure as error:
             raise DataError(
                 f"prompt {prompt.index} (row, counted from 0): the chat template of {self._key} refuses it: {error}; "
                 f"change or leave out the row, or set {self._key}.chat_template to one that accepts it"
@@ -149,7 +149,7 @@ class ConversationRenderer(Renderer):
             try:
                 ending = self._render(marked, tools)
                 text = self._render([*marked, *new], tools, add_generation_prompt=True)
-            except Exception as error:  # a template is a program: it may fail with any exception
+            except TemplateFailure as error:
                 refusal = error
                 continue
             if mark in ending and mark in text:
@@ -241,12 +241,12 @@ class ToolCallParser:
 
     def _parse_with_tokenizer(self, text: str, prefix: str, tools: Tools) -> list[Message]:
         try:
-            if self._has_template:
-                parsed = self._tokenizer.parse_response(text, prefix=prefix, tools=list(tools or ()) or None)
-            else:
-                parsed = self._tokenizer.parse_response(text)
+            settings = {"prefix": prefix, "tools": list(tools or ()) or None} if self._has_template else {}
+            parsed = parse_response(self._tokenizer, text, **settings)
             return [_checked_call(call, text) for call in parsed.get("tool_calls") or ()]
-        except Exception as error:  # the tokenizer's schema may fail with any exception
+        except AlignmentError:
+            raise
+        except Exception as error:  # what the tokenizer's template returns may have any form
             return [_malformed(text, " ".join(str(error).split()))]
 
 
@@ -260,9 +260,7 @@ def written_call(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[st
     """Return the chat template's text for a probe call; empty if the template fails."""
     try:
         return apply_template(tokenizer, _PROBE_CALL, **template_kwargs)
-    except AlignmentError:
-        raise
-    except Exception:  # a template is a program: it may fail with any exception
+    except TemplateFailure:
         return ""
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from nemo_opd.alignment import ChatRenderer
+from nemo_opd.alignment import ChatRenderer, templates
 from nemo_opd.alignment.chat_template import ChatTemplate, content_text, plain_messages
 from nemo_opd.errors import AlignmentError
 from tests.alignment.chat_fixture import with_template
@@ -34,35 +34,46 @@ def rendered(body: str, messages: list[dict[str, Any]]) -> str:
     return pickle.loads(pickle.dumps(template)).render(plain_messages(messages))
 
 
-def test_a_template_that_loops_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: loops in loops, each shorter than the sandbox's limit, kept a run busy for years."""
-    monkeypatch.setattr("nemo_opd.alignment.chat_template.TEMPLATE_S", 0.3)
-    loops = "".join(f"{{% for i{n} in range(99999) %}}" for n in range(4)) + "{% endfor %}" * 4
-    tokenizer = with_template(byte_level(), HEAD + "{{ m.content }}" + loops + END)
-    messages = [{"role": "user", "content": "Hi"}]
-    start = time.monotonic()
-    with pytest.raises(AlignmentError, match=r"did not return in 0\.3 s .*that ends"):
-        ChatRenderer(tokenizer).render(messages)
-    assert time.monotonic() - start < 10
+LOOPS = "".join(f"{{% for i{n} in range(99999) %}}" for n in range(4)) + "{% endfor %}" * 4
+PAIRS = (
+    "{% set x = namespace(a=(1,), b=(1,)) %}"
+    "{% for i in range(60) %}{% set x.a = (x.a, x.a) %}{% set x.b = (x.b, x.b) %}{% endfor %}"
+)
+"""Comparisons of these take 2^60 operations."""
 
 
 @pytest.mark.parametrize(
-    "operation",
-    ["9 ** (9 ** m)", "m * m", "3 // 2 * m", "m * 2 * m", "m | round(-m)", "[m.0 * m.0]", "m * 0 | default(m)"],
+    "body",
+    [LOOPS, "{{ 9 ** (9 ** 9) }}", PAIRS + "{{ x.a == x.b }}"],
+    ids=["loops", "power", "comparison"],
 )
-def test_an_operation_that_no_limit_ends_is_refused(operation: str) -> None:
-    """Bug: in the thread that reads the data, a power of large numbers kept the interpreter, and the run, for ever."""
-    tokenizer = with_template(byte_level(), HEAD + "{{ m.content }}{{ " + operation + " }}" + END)
-    with pytest.raises(AlignmentError, match=r"the chat template of .* has a .*, which may run indefinitely"):
+def test_a_template_that_runs_forever_is_ended_in_any_thread(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a single operation kept the interpreter, and the run, for ever."""
+    monkeypatch.setattr(templates, "TEMPLATE_S", 3.0)
+    tokenizer = with_template(byte_level(), HEAD + "{{ m.content }}" + END)
+    assert rendered("{{ m.content }}", chat("{}")[:1])
+    renderer = ChatRenderer(tokenizer)
+    tokenizer.chat_template = HEAD + "{{ m.content }}" + body + END
+    with ThreadPoolExecutor() as pool, pytest.raises(AlignmentError, match=r"did not return in 3 s of processor time"):
+        pool.submit(renderer.render, [{"role": "user", "content": "Hi"}]).result()
+    assert rendered("{{ m.content }}", chat("{}")[:1]), "templates can be used afterwards"
+
+
+@pytest.mark.parametrize("body", ["{{ '%4000000000d' | format(1) }}", PAIRS.replace("(x.a, x.a)", "x.a + x.a")])
+def test_a_template_that_fills_the_memory_is_ended(body: str) -> None:
+    """Bug: a chat template of a model takes all memory of the machine."""
+    tokenizer = with_template(byte_level(), HEAD + body + END)
+    with pytest.raises(AlignmentError, match=r"the chat template of .* needs more than 1 GiB of memory; set a chat_"):
         ChatRenderer(tokenizer).render([{"role": "user", "content": "Hi"}])
 
 
 def test_small_sums_are_rendered() -> None:
     """Bug: templates that count or draw a line are refused."""
     text = rendered(
-        "{{ '-' * loop.index * 3 }}{{ dict(a=1, **{}).a * 2 }}{{ (loop.index / 3) | round(2) }}", chat("{}")[:1]
+        "{{ 2 ** 3 }}{{ '-' * loop.index * 3 }}{{ dict(a=1, **{}).a * 2 }}{{ (loop.index / 3) | round(2) }}",
+        chat("{}")[:1],
     )
-    assert "---20.33" in text
+    assert "8---20.33" in text
 
 
 @pytest.mark.parametrize("arguments", [{"city": "Zürich", "n": None}, '{"city": "Zürich", "n": null}'])

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_opd.alignment import templates
+from nemo_opd.errors import AlignmentError
 from nemo_opd.rollout.conversation import ToolCallParser, any_calls, bare_calls, parser_of, tagged_calls, written_call
 from tests.rollout.scripted import encoded
 from tests.rollout.templates import talking
@@ -121,3 +123,13 @@ def test_a_tokenizers_own_response_template_comes_first() -> None:
     assert parsed(tokenizer, "Nothing to call.") == []
     (call,) = parsed(tokenizer, "<call>{</call>")
     assert call["type"] == "malformed"
+
+
+def test_a_response_template_that_runs_forever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a pattern of a model's tokenizer kept the interpreter, and the run, for ever."""
+    monkeypatch.setattr(templates, "TEMPLATE_S", 5.0)
+    tokenizer = copy.deepcopy(talking("tagged"))
+    content = {"close_pattern": "(?:a|aa)+(?:aa|a)+(?:a|aa)+b", "content": "text"}
+    tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": {"content": content}}
+    with pytest.raises(AlignmentError, match=r"the response template of .* did not return in 5 s of processor time"):
+        parsed(tokenizer, "a" * 200)

@@ -1,0 +1,68 @@
+"""A process that runs what strangers wrote for a tokenizer: chat templates, and templates that parse responses.
+
+It reads a pickled request and answers with a line of JSON: `{"result": …}`, or `{"error": …}` if the template fails. A
+single operation of a template may take forever in C code, which neither a thread nor a signal handler can interrupt. An
+interval timer with the signal's default action can: the kernel ends the process. The timer counts processor time, so
+that a busy machine does not change results. A process that needs too much memory ends itself.
+"""
+
+import json
+import pickle
+import resource
+import signal
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+NEEDS_MEMORY = 3
+"""Exit status of a process that needed more memory than its limit."""
+
+
+def main() -> None:
+    memory_bytes = int(sys.argv[1])
+    # The end of input ends this process. Signals that a terminal or scheduler sends to all processes are meant for the
+    # process that asks, which may need answers until it has saved its work.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes if hard_limit < 0 else min(memory_bytes, hard_limit),) * 2)
+    while True:
+        try:
+            cpu_s, task, arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        answer = _answer(task, arguments)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(answer + "\n")
+        sys.stdout.flush()
+
+
+def _answer(task: str, arguments: dict[str, Any]) -> str:
+    try:
+        result = render(**arguments) if task == "render" else parse(**arguments)
+        return json.dumps({"result": result})
+    except MemoryError:
+        sys.exit(NEEDS_MEMORY)
+    except Exception as error:  # a template is a program: it may fail with any exception
+        return json.dumps({"error": str(error) or type(error).__name__})
+
+
+def render(template: str, conversation: list[Any], settings: dict[str, Any]) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts: Any = render_jinja_template([conversation], chat_template=template, **settings)[0]
+    return str(texts[0])
+
+
+def parse(templates: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    """Return what a tokenizer with these attributes, such as `response_template`, makes of a response."""
+    from transformers import PreTrainedTokenizerBase
+
+    tokenizer: Any = SimpleNamespace(**templates)
+    return PreTrainedTokenizerBase.parse_response(tokenizer, **arguments)
+
+
+if __name__ == "__main__":
+    main()
