@@ -6,6 +6,7 @@ import glob
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import TextIO, cast
 
 from rich.filesize import decimal
 
-from nemo_opd.errors import OPDError, StorageError
+from nemo_opd.errors import DataError, OPDError, StorageError
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 OF_THE_DISK = FULL | {errno.EIO, errno.EROFS, errno.EFBIG}
@@ -157,15 +158,33 @@ def copy_whole(source: Path, folder: Path) -> None:
 
 
 def open_unlinked(path: Path, mode: str, permissions: int = 0o666) -> TextIO:
-    """Open a text file. Raises OSError if it is a symbolic link.
+    """Open a text file. Raises OSError for a symbolic link, and for a named pipe in place of waiting for it.
 
     permissions: mode of a new file, which the umask restricts.
     """
 
     def open_without_links(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW, permissions)
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, permissions)
 
     return cast(TextIO, open(path, mode, encoding="utf-8", opener=open_without_links))
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file. Raises OSError for anything else: reading a named pipe may never end."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
+
+
+def read_data(path: Path) -> bytes:
+    """Return the content of a file of a run; empty if it does not exist. Raises DataError if it cannot be read."""
+    try:
+        return read_file(path)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); remove it, or change its permissions") from error
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -6,16 +6,26 @@ import yaml
 
 _MOST_CHARACTERS = 1 << 20
 """A megabyte takes a quarter of a minute to read."""
+_LONGEST_INTEGER = 100
+"""Characters. YAML's integers of base 60 take quadratic time, and texts of long ones raise ValueError."""
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader without aliases: a few lines of nested aliases stand for billions of values."""
+    """A loader without long integers and without aliases: a few lines of nested aliases stand for billions of values."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(None, None, "aliases are not read; write the value itself", mark)
         return super().compose_node(parent, index)
+
+    def construct_yaml_int(self, node: Any) -> int:
+        if len(node.value) > _LONGEST_INTEGER:
+            raise yaml.constructor.ConstructorError(None, None, "this integer is too long", node.start_mark)
+        return super().construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def load_yaml(text: str) -> Any:

@@ -301,3 +301,14 @@ def test_the_old_folder_comes_back_after_a_kill_between_the_renames(tmp_path: Pa
     put_back(tmp_path)
     assert (folder / "model").read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"final", ".final.incomplete"}
+
+
+def test_folders_that_only_look_removed_stay(tmp_path: Path) -> None:
+    """Bugs: a folder whose name has `.removed.` is deleted with its old model, or what a stranger's link leads to is."""
+    old, other = tmp_path / ".model.removed.x.old.abc", tmp_path / "other"
+    for folder in (old, other):
+        folder.mkdir()
+        (folder / "weights").write_text("kept")
+    (tmp_path / ".final.removed.abc").symlink_to(other)
+    put_back(tmp_path)
+    assert (tmp_path / "model.removed.x" / "weights").read_text() == (other / "weights").read_text() == "kept"

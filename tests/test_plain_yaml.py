@@ -19,6 +19,7 @@ ATTACKS = {
     "a list that holds itself": "license: &a [*a]\nrun: *a\n",
     "deep nesting": "license: " + "[" * 50_000,
     "a long text": "license: " + "x" * (1 << 20),
+    "an integer of base 60": "license: 1" + ":1" * 400_000 + "\n",
     "a date that does not exist": "license: 2026-13-45\n",
 }
 

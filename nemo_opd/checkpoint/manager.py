@@ -24,6 +24,7 @@ from nemo_opd.files import (
     files_below,
     move_into_place,
     put_back,
+    read_file,
     require_room,
     settle,
     storage_errors,
@@ -235,7 +236,7 @@ def read_whole(folder: Path, *, hashed: bool = True) -> Progress:
 def _require_known_format(folder: Path) -> None:
     """Raise CheckpointError if a newer version wrote the checkpoint, which is then not damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        record = json.loads((folder / PROGRESS).read_bytes())
+        record = json.loads(read_file(folder / PROGRESS))
         if isinstance(record, dict) and isinstance(version := record.get("format"), int) and version > _WITH_MANIFEST:
             raise CheckpointError(
                 f"{folder} was written by a newer version (format {version}; this one reads up to {_WITH_MANIFEST}); "
@@ -342,7 +343,7 @@ def _read_typed(file: Path, kind: type[_T]) -> _T:
     forbid reading it.
     """
     try:
-        return TypeAdapter(kind).validate_json(file.read_bytes())
+        return TypeAdapter(kind).validate_json(read_file(file))
     except ValidationError as error:
         raise DamagedError(f"{file} is damaged: {first_problem(error)}") from None
     except (FileNotFoundError, NotADirectoryError):

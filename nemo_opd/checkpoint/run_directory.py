@@ -82,7 +82,7 @@ def default_output_dir(name: str) -> Path:
 def is_locked(output_dir: Path) -> bool:
     """Return whether a process holds the lock of a run's directory."""
     try:
-        with (output_dir / LOCK_NAME).open("rb") as file:
+        with open_unlinked(output_dir / LOCK_NAME, "r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -39,6 +39,7 @@ from nemo_opd.config.run_fields import RunFields
 from nemo_opd.config.secrets import has_references, leaves, remember, require_values, shown_config
 from nemo_opd.config.short_form import long_form, read_short_forms
 from nemo_opd.errors import ConfigError
+from nemo_opd.files import read_file
 from nemo_opd.paths import configs_dir, package_version
 from nemo_opd.plain_yaml import load_yaml
 from nemo_opd.progress import separately
@@ -120,7 +121,7 @@ def from_dict(data: Mapping[str, Any]) -> RunConfig:
 
 def from_yaml(path: Path) -> RunConfig:
     """Read a run's config.yaml; masked secrets stay masked."""
-    written = load_yaml(path.read_text(encoding="utf-8"))
+    written = load_yaml(read_file(path).decode())
     if not has_references(written):
         return from_dict(written)
     _require_bounded_references(written, path)

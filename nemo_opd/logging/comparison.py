@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from nemo_opd.errors import DataError
-from nemo_opd.files import ELSEWHERE, write_atomically
+from nemo_opd.files import ELSEWHERE, read_data, write_atomically
 from nemo_opd.logging.base import change, clock, figure, is_share, score, share
 from nemo_opd.logging.charts import Theme, question_measures, series, smooth, write_chart
 from nemo_opd.logging.console import titled_table
@@ -127,7 +127,7 @@ def _read_run(folder: Path, name: str) -> SweptRun:
 
 def _evaluation_record(results: Path) -> dict[str, float]:
     """Return the results of `nemo-opd evaluate` as a run's record."""
-    content = json.loads(results.read_bytes())
+    content = json.loads(read_data(results))
     sets = {"eval/": content} if "estimates" in content else {}
     named = {**content.get("sets", {}), **content.get("benchmarks", {})}
     sets |= {f"eval/{name}/": result for name, result in named.items()}

@@ -14,7 +14,7 @@ from rich.console import Console
 from nemo_opd.config.run_fields import Logging
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import DataError, OPDError, StorageError, first_problem
-from nemo_opd.files import open_unlinked, storage_errors, write_atomically
+from nemo_opd.files import open_unlinked, read_data, storage_errors, write_atomically
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.console import ConsoleLogger
 from nemo_opd.logging.terminal import VisibleConsole
@@ -159,8 +159,7 @@ def read(path: Path) -> list[dict[str, float]]:
 
     Raises DataError for any other invalid line.
     """
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return parse_lines(path, lines, _record, "not a metrics record")
+    return parse_lines(path, read_data(path).splitlines(), _record, "not a metrics record")
 
 
 def parse_lines(path: Path, lines: Sequence[bytes], parse: Callable[[bytes], _T], problem: str) -> list[_T]:

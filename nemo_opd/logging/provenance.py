@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_opd.files import write_atomically
+from nemo_opd.files import read_file, write_atomically
 from nemo_opd.models.folder import OwnCard
 
 PROVENANCE = "provenance.json"
@@ -91,6 +91,6 @@ def record_end(output_dir: Path, end: str) -> None:
 def read_provenance(output_dir: Path) -> Provenance | None:
     """Return a run's provenance; None if the file is missing or damaged, as in a run of an earlier version."""
     try:
-        return _ADAPTER.validate_json((output_dir / PROVENANCE).read_bytes())
+        return _ADAPTER.validate_json(read_file(output_dir / PROVENANCE))
     except (OSError, ValidationError):
         return None

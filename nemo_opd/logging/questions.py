@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
-from nemo_opd.files import open_unlinked, storage_errors, write_atomically
+from nemo_opd.files import open_unlinked, read_data, storage_errors, write_atomically
 from nemo_opd.logging.base import is_mean, is_share, share
 from nemo_opd.logging.loggers import parse_lines
 from nemo_opd.logging.records import NOTHING, TextTable
@@ -108,7 +108,7 @@ class _LineLog(Generic[_Line]):
         Raises DataError for any other invalid line.
         """
         adapter = TypeAdapter(self.kind)
-        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
+        lines = read_data(self.path).split(b"\n")
         parsed: list[_Line | None] = parse_lines(
             self.path, lines, lambda line: adapter.validate_json(line, strict=True) if line else None, self.problem
         )

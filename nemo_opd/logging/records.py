@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.errors import DataError
-from nemo_opd.files import storage_errors, write_atomically
+from nemo_opd.files import read_data, storage_errors, write_atomically
 from nemo_opd.logging.base import RunSummary, bits, change, figure, share
 from nemo_opd.plain_yaml import load_yaml
 
@@ -176,10 +176,10 @@ def write_projections(output_dir: Path, by_teacher: Mapping[str, Sequence[MovedR
 def read_projections(output_dir: Path) -> Mapping[str, Sequence[MovedRow]]:
     """Return the rows by teacher; empty if the run learned no projection. Raises DataError if the file is damaged."""
     file = output_dir / _PROJECTIONS
-    if not file.exists():
+    if not (written := read_data(file)):
         return {}
     try:
-        return _BY_TEACHER.validate_json(file.read_bytes())
+        return _BY_TEACHER.validate_json(written)
     except ValueError as error:
         raise DataError(f"{file} is damaged: {str(error).splitlines()[0]}; remove it") from error
 

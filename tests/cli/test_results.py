@@ -91,6 +91,27 @@ def test_runs_are_listed_with_status_and_change(tmp_path: Path, capfd: pytest.Ca
     assert exit_status("runs", tmp_path / "nowhere") == 1
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".lock",
+        "config.yaml",
+        "metrics.jsonl",
+        "provenance.json",
+        "samples.jsonl",
+        "validation.jsonl",
+        "projections.json",
+    ],
+)
+def test_a_pipe_among_the_files_of_a_run_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    """Bug: `report` on the folder of a stranger never ends."""
+    written_run(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    for verb in ("report", "runs"):
+        assert exit_status(verb, tmp_path) in (0, 1)
+
+
 def test_a_finished_run_says_so_unless_its_end_would_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: models are loaded to train no step; or a finished run cannot be trained longer."""
     config = written_run(tmp_path / "run")

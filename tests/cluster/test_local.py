@@ -184,3 +184,25 @@ def test_the_folder_of_the_key_is_ours(tmp_path: Path) -> None:
     store.set("folder", str(tmp_path))
     with pytest.raises(ClusterError, match="others may have written it"):
         share_key(store, 1, 2)
+
+
+def test_a_key_folder_that_becomes_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: another user swaps the folder between its check and the reading, and knows the key of the run."""
+    private, foreign = tmp_path / "private", tmp_path / "foreign"
+    for folder in (private, foreign):
+        folder.mkdir(mode=0o700)
+        (folder / "nemo_opd_key").write_bytes(folder.name.encode())
+    check = os.fstat
+
+    def swap_after_the_check(handle: int) -> os.stat_result:
+        status = check(handle)
+        private.rename(tmp_path / "moved")
+        private.symlink_to(foreign)
+        return status
+
+    store = dist.HashStore()
+    store.set("folder", str(private))
+    monkeypatch.setattr(os, "fstat", swap_after_the_check)
+    key = share_key(store, 1, 2)
+    monkeypatch.undo()
+    assert key == b"private"
