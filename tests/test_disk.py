@@ -304,7 +304,7 @@ def test_the_old_folder_comes_back_after_a_kill_between_the_renames(tmp_path: Pa
 
 
 def test_folders_that_only_look_removed_stay(tmp_path: Path) -> None:
-    """Bugs: a folder whose name has `.removed.` is deleted with its old model, or what a stranger's link leads to is."""
+    """Bugs: a folder whose name has `.removed.` loses its old model; what a stranger's link leads to is deleted."""
     old, other = tmp_path / ".model.removed.x.old.abc", tmp_path / "other"
     for folder in (old, other):
         folder.mkdir()
