@@ -273,6 +273,10 @@ class Groups:
         """Return the argument in Hydra's grammar."""
         key = argument.partition("=")[0]
         group = key.lstrip("+")
+        if group in ("data.train", "data.validation") and isinstance(files := _whole_value(argument), list):
+            # A list cannot be merged into the section of the recipe.
+            source = sections_of_strings({"data": {group.removeprefix("data."): files}})
+            return f"++data={_in_grammar(source['data'])}"
         if group.startswith("hydra") or not (self.config_dir / group.replace(".", "/")).is_dir():
             return f"++{argument}" if _PLAIN_OVERRIDE.match(argument) else argument
         value = _whole_value(argument)
@@ -324,6 +328,15 @@ def _inline_option(group: str, value: object) -> str:
     name = f"{INLINE}{len(store.list(group)) if group in store.repo else 0}"
     store.store(name=name, group=group, node=sections_of_strings({group: value}), package="_global_")
     return name
+
+
+def _in_grammar(value: Any) -> str:
+    """Write nested mappings and lists of texts in Hydra's grammar."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_in_grammar(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_in_grammar, value)) + "]"
+    return "null" if value is None else quoted(str(value))
 
 
 def quoted(text: str) -> str:

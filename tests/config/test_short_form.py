@@ -92,6 +92,15 @@ def test_strings_on_the_command_line(recipe: Path, name: str) -> None:
     assert [(t.model, t.name, t.weight) for t in config.teachers] == [("demo:teacher_same", "teacher_same", 2)]
 
 
+@pytest.mark.parametrize("name", ["short", "off_policy_demo"])
+def test_lists_of_files_on_the_command_line(recipe: Path, name: str) -> None:
+    """Bug: a list of training files is refused, or the other settings of the data are lost."""
+    overrides = ["data.shuffle=false", "data.train=[a b.jsonl,/c/d.jsonl]", "data.validation=[e.txt]"]
+    data = compose(recipe if name == "short" else name, overrides).data
+    assert (data.train.jsonl_files, data.train.hub, data.shuffle) == (("a b.jsonl", "/c/d.jsonl"), None, False)
+    assert data.validation.text_files == ("e.txt",)
+
+
 def test_files_of_two_kinds() -> None:
     """Files of two kinds are read as the kind of the first."""
     with pytest.raises(ConfigError, match=r"data\.train: a\.jsonl, b\.parquet are not files of one kind"):
