@@ -24,6 +24,7 @@ from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets
 from nemo_opd.extras import require_extras, require_installed
 from nemo_opd.logging.questions import VALIDATION_LOG
 from nemo_opd.logging.records import read_config, value_at
+from nemo_opd.logging.trackers import check_credentials
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template, require_hub
 from nemo_opd.rewards import build_reward
 from nemo_opd.teacher_cache.shard import CacheManifest, read_manifest
@@ -46,10 +47,11 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
         if isinstance(teacher, OwnIdsTeacher) and teacher.projection != "auto":
             _check_projection(teacher.projection, f"teachers.{i}.projection")
     require_extras(config.logging, config.reward)
+    check_credentials(config.logging.wandb)
+    if (push := config.run.push_to_hub) is not None:
+        require_hub(f"run.push_to_hub.repo={push.repo}")
     if not config.run.dry_run:  # a dry run may plan for another machine
         require_installed(config.rollout)
-        if (push := config.run.push_to_hub) is not None:
-            require_hub(f"run.push_to_hub.repo={push.repo}")
     _check_data(config)
     if isinstance(config.run.baseline, Path):
         _check_baseline(config.run.baseline)
