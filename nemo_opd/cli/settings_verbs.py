@@ -1,5 +1,6 @@
 """Verbs whose arguments are settings, composed by Hydra; with no arguments, they run the demo on this machine."""
 
+import json
 import re
 import sys
 from argparse import ArgumentParser, Namespace
@@ -40,9 +41,7 @@ class SettingsCommand:
     def run(self, program: str, arguments: Sequence[str]) -> int:
         """Run the task and return the exit status. Raises SystemExit for an error, after printing it on stderr."""
         parser = ArgumentParser(program, add_help=False, allow_abbrev=False)
-        if self.model is RunConfig:
-            add_output_options(parser)
-        parser.set_defaults(json=False, quiet=False)
+        add_output_options(parser)
         options, remaining = parser.parse_known_args(arguments)
         sys.argv = [program, *remaining]  # Hydra reads it
         name = self.config_name(remaining)
@@ -50,8 +49,7 @@ class SettingsCommand:
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Define the arguments that a shell can complete."""
-        if self.model is RunConfig:
-            add_output_options(parser)
+        add_output_options(parser)
         config: Any = add_options(parser)
         config.completer = lambda prefix, **_: complete_recipe(prefix, configs_dir())
         settings: Any = parser.add_argument("settings", nargs="*")
@@ -99,7 +97,7 @@ def main(
 
 
 def _result(finished: Finished) -> object:
-    """Return the facts of a run, or of a dry run."""
+    """Return the facts of a run, or the result of a dry run or an evaluation."""
     if finished.checks is not None:
         return finished.checks
     from nemo_opd.training.facts import read_facts  # a slow import
@@ -140,13 +138,18 @@ def _distil_on_policy(config: RunConfig) -> Finished | None:
     return distil(config)
 
 
-def _evaluate(config: EvaluationConfig) -> None:
+def _evaluate(config: EvaluationConfig) -> Finished | None:
     evaluation_inputs.check_inputs(config)
     # Imported after the checks: PyTorch takes seconds.
     with loading("PyTorch"):
-        from nemo_opd.training.standalone import evaluate
+        from nemo_opd.training.standalone import RESULTS, evaluate, evaluation_folder
 
-    evaluate(config)
+    folder = evaluation_folder(config)
+    evaluate(config, output_dir=folder)
+    if Processes.started().rank > 0:
+        return None
+    results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+    return Finished(folder, checks={"output_dir": str(folder), **results})
 
 
 def evaluation_recipe(arguments: Sequence[str]) -> str:
