@@ -65,16 +65,8 @@ def test_programs_get_the_results_alone_on_stdout(
 ) -> None:
     """Bug: a program reads the table, or finds no folder."""
     folder = tmp_path / "out"
-    options = (
-        "n=1",
-        "k=[1]",
-        "max_new_tokens=2",
-        "max_prompt_length=40",
-        "cluster.launcher=local",
-        "--json",
-        "--quiet",
-    )
-    assert exit_status("evaluate", *own(questions), f"output_dir={folder}", *options) == 0
+    options = ("n=1", "k=[1]", "max_new_tokens=2", "max_prompt_length=40", f"output_dir={folder}")
+    assert exit_status("evaluate", *own(questions), *options, "cluster.launcher=local", "--json", "--quiet") == 0
     output = capfd.readouterr()
     assert json.loads(output.out) == {"output_dir": str(folder)} | json.loads((folder / "results.json").read_text())
     assert "pass@1" not in output.err
