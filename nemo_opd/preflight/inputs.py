@@ -1,7 +1,8 @@
 """Checks of a run's paths before the slow import of PyTorch, and the columns of its data."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from nemo_opd.data.files import first_schema, require_suitable
 from nemo_opd.data.layout import Layout, PromptLayout, RoutedLayout, TextLayout
 from nemo_opd.data.layout import layout_of as data_layout
 from nemo_opd.data.record import TEXT
-from nemo_opd.errors import ConfigError, DataError, ProjectionError
+from nemo_opd.errors import ConfigError, DataError, ProjectionError, run_all
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets, with_columns
 from nemo_opd.extras import require_extras, require_installed
 from nemo_opd.logging.questions import VALIDATION_LOG
@@ -31,30 +32,42 @@ from nemo_opd.teacher_cache.shard import CacheManifest, read_manifest
 
 
 def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
-    """Check that files and programs in the settings exist and are valid. Raises an OPDError otherwise."""
+    """Check that files, programs and keys in the settings exist and are valid.
+
+    Raises an OPDError otherwise, with a line for each problem.
+    """
     require_kind(config, on_policy=on_policy)
+    run_all(_checks(config))
+
+
+def _checks(config: RunConfig) -> Iterator[Callable[[], object]]:
+    """Yield checks that are independent of one another."""
     if not any(isinstance(teacher, UnresolvedTeacher) for teacher in config.active_teachers):
         # Only preflight knows the types of these teachers. It also hashes the checkpoint's files.
-        progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
-    _check_model(config.student, "student")
+        yield lambda: progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
+    yield partial(_check_model, config.student, "student")
     for i, teacher in enumerate(config.active_teachers):
         if teacher.cache is not None:
-            require_cache(teacher.cache, f"teachers.{i}.cache")
+            yield partial(require_cache, teacher.cache, f"teachers.{i}.cache")
         elif not teacher.is_computed:
-            _check_tokenizer(teacher, f"teachers.{i}")
+            yield partial(_check_tokenizer, teacher, f"teachers.{i}")
         else:
-            _check_model(teacher, f"teachers.{i}")
+            yield partial(_check_model, teacher, f"teachers.{i}")
         if isinstance(teacher, OwnIdsTeacher) and teacher.projection != "auto":
-            _check_projection(teacher.projection, f"teachers.{i}.projection")
+            yield partial(_check_projection, teacher.projection, f"teachers.{i}.projection")
+    yield partial(_check_extras, config)
+    if (push := config.run.push_to_hub) is not None:
+        yield partial(require_hub, f"run.push_to_hub.repo={push.repo}")
+    if not config.run.dry_run:  # a dry run may plan for another machine
+        yield partial(require_installed, config.rollout)
+    yield from _data_checks(config)
+    if isinstance(config.run.baseline, Path):
+        yield partial(_check_baseline, config.run.baseline)
+
+
+def _check_extras(config: RunConfig) -> None:
     require_extras(config.logging, config.reward)
     check_credentials(config.logging.wandb)
-    if (push := config.run.push_to_hub) is not None:
-        require_hub(f"run.push_to_hub.repo={push.repo}")
-    if not config.run.dry_run:  # a dry run may plan for another machine
-        require_installed(config.rollout)
-    _check_data(config)
-    if isinstance(config.run.baseline, Path):
-        _check_baseline(config.run.baseline)
 
 
 def _check_baseline(folder: Path) -> None:
@@ -139,15 +152,15 @@ def _check_projection(path: str, key: str) -> None:
         ) from error
 
 
-def _check_data(config: RunConfig) -> None:
-    require_suitable(config.data.train, layout_of(config), key="data.train")
+def _data_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
+    yield lambda: require_suitable(config.data.train, layout_of(config), key="data.train")
     if config.data.validation.given:
         layout = layout_of(config, is_validation=True)
-        require_suitable(config.data.validation, layout, key="data.validation")
-    if config.reward is not None and not calls_users_code(config.reward):
-        build_reward(config.reward).close()
-    check_sets(sets_of(config))
-    check_benchmarks(config.evaluation, "evaluation.")
+        yield lambda: require_suitable(config.data.validation, layout, key="data.validation")
+    if (reward := config.reward) is not None and not calls_users_code(reward):
+        yield lambda: build_reward(reward).close()
+    yield lambda: check_sets(sets_of(config))
+    yield partial(check_benchmarks, config.evaluation, "evaluation.")
 
 
 def layout_of(config: RunConfig, *, is_validation: bool = False) -> Layout:
