@@ -108,9 +108,12 @@ def _result(finished: Finished) -> object:
 def _announce_demo(recipe: str) -> None:
     """Say on stderr that the run starts from the settings of a demo."""
     if recipe.endswith("_demo") and Processes.started().rank == 0:
+        program, way = Path(sys.argv[0]).name, "nemo-opd init DIR, then {} DIR/FILE.yaml"
+        if recipe == "evaluation_demo":
+            way = "{} model=FOLDER data.jsonl_files=FILE reward=numeric"
         print(
             f"no file is named, so this starts from the demo {recipe}, with tiny models; for your own models and data: "
-            f"nemo-opd init DIR, then {Path(sys.argv[0]).name} DIR/FILE.yaml",
+            + way.format(program),
             file=sys.stderr,
             flush=True,
         )

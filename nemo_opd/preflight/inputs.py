@@ -102,6 +102,10 @@ def with_documents_columns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         ways = [way for way in ways if way.get("completion_key") == written]
     elif data.get("response_key") is not None:  # the answers are those of a stored response
         ways = [way for way in ways if "completion_key" not in way]
+    reward = settings.get("reward")
+    if settings.get("rollout") and isinstance(reward, Mapping):  # the reward compares with this column
+        taken = "completion_key", reward.get("answer_key", "answer")
+        ways = [dict(pair for pair in way.items() if pair != taken) for way in ways]
     if len(ways) > 1:
         raise DataError(
             f"{source}: its columns can be read in {len(ways)} ways; write {', or '.join(map(described, ways))}"
