@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from nemo_opd.config.command_line import add_options
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import S, run_with_hydra
 from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation import inputs as evaluation_inputs
 from nemo_opd.logging.activity import loading
 from nemo_opd.paths import configs_dir
@@ -85,7 +86,7 @@ def main(
             model,
             config_dir=config_dir,
             config_name=config_name,
-            prepare=with_documents_columns if model is RunConfig else dict,
+            prepare=with_documents_columns if model is RunConfig else _require_no_run,
             after_sweep=report_sweep,
             is_interrupted=was_requested,
             before_default=(lambda _: None) if output.quiet else _announce_demo,
@@ -94,6 +95,16 @@ def main(
             results = [_result(finished) for finished in ended]
             print_json(results[0] if len(results) == 1 else {"runs": results})
     return 0 if all(finished.is_complete for finished in ended) else ENDED_EARLY
+
+
+def _require_no_run(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raise ConfigError if an evaluation gets the settings of a run."""
+    if "student" in settings:
+        raise ConfigError(
+            "student: this file configures a run, and nemo-opd evaluate takes a model and questions: model=FOLDER, "
+            "such as final in the run's directory, with data, sets or benchmarks (docs/evaluation.md)"
+        )
+    return settings
 
 
 def _result(finished: Finished) -> object:
