@@ -6,6 +6,7 @@ because workers raise them in other processes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -104,3 +105,17 @@ def first_problem(error: ValidationError) -> str:
     contrast = "" if problem["type"] == "missing" else f", not {excerpt}"
     reason = f"{problem['msg'][0].lower()}{problem['msg'][1:]}{contrast}"
     return f"{key}: {reason}" if key else reason
+
+
+def run_all(checks: Iterable[Callable[[], object]]) -> None:
+    """Run independent checks. Raises an error with a line for each OPDError, of the first one's class."""
+    errors: list[OPDError] = []
+    for check in checks:
+        try:
+            check()
+        except OPDError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise type(errors[0])("\n".join(dict.fromkeys(map(str, errors)))) from errors[0]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nemo_opd.config.loss import PKLTerm
 from tests import processes
 from tests.test_imports import ORDER
 
@@ -116,6 +117,12 @@ def test_linked_files_define_the_symbols(page: Path) -> None:
             assert nodes, f"{file} does not define {name}"
             body = getattr(nodes[0], "body", [])
         assert not line, f"link {name} without a line"
+
+
+def test_the_page_of_losses_advises_what_the_help_and_a_run_advise() -> None:
+    """Bug: a user reads another advice on each page."""
+    page = " ".join((ROOT / "docs" / "losses.md").read_text(encoding="utf-8").replace("`", "").split())
+    assert f"p_kl {PKLTerm.take}" in page
 
 
 def test_the_order_of_imports_is_that_of_the_test() -> None:

@@ -17,30 +17,31 @@ from nemo_opd.config.run_fields import Run
 from nemo_opd.errors import ConfigError
 from nemo_opd.files import existing, open_unlinked, storage_errors
 
-LOCK_NAME = ".lock"
+CHECKPOINTS, LOCK_NAME = "checkpoints", ".lock"
 _LOG = logging.getLogger(__name__)
 
 
 def resolve_output_dir(run: Run) -> Path:
-    """Return the run's directory without creating it. Raises ConfigError if it is not writable."""
+    """Return the run's directory without creating it. Raises ConfigError if it or its checkpoints are not writable."""
     folder = run.output_dir or default_output_dir(run.name)
-    parent = existing(folder)
-    try:
-        with suppress(FileNotFoundError):
-            folder.stat()
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else error
-        raise ConfigError(
-            f"run.output_dir={folder}: {parent} is not writable ({reason}); name another directory, or change its "
-            "permissions"
-        ) from error
+    for path in (folder, folder / CHECKPOINTS):
+        parent = existing(path)
+        try:
+            with suppress(FileNotFoundError):
+                path.stat()
+            with tempfile.TemporaryFile(dir=parent):
+                pass
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else error
+            raise ConfigError(
+                f"run.output_dir={folder}: {parent} is not writable ({reason}); name another directory, or change its "
+                "permissions"
+            ) from error
     return folder
 
 
 def checkpoints_of(config: RunConfig, output_dir: Path) -> CheckpointManager:
-    return CheckpointManager(output_dir / "checkpoints", config.train.keep_last)
+    return CheckpointManager(output_dir / CHECKPOINTS, config.train.keep_last)
 
 
 def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = True) -> NewestCheckpoint | None:

@@ -241,7 +241,7 @@ examples:
   nemo-opd projection build --student demo:student --teacher demo:teacher_cross --output pair.safetensors
       …
       │ 2-digit numerals │         0.000 │ 0 of 15 exact, 15 with a row               │
-      │ recommended loss │          p_kl │ numerals are not covered by exact pairs    │
+      …
       wrote pair.safetensors: 2,048 of 2,048 rows, 2,029 exact, up to 2 teacher tokens each (0.1 MB)
 
   nemo-opd projection build --student meta-llama/Llama-3.2-1B --teacher Qwen/Qwen3-4B \\
@@ -286,7 +286,6 @@ def _inspect(arguments: Namespace, console: Console) -> None:
         plot_samples(rows, arguments.plot, f"{names}   {sizes}, overlap {figures.overlap:.3f}")
     if arguments.json:
         facts = asdict(figures) | {
-            "recommended_loss": figures.recommended_loss,
             "warnings": reasons,
             "roles": [asdict(row) for row in roles],
             "options": asdict(matrix.options),

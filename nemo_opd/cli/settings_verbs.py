@@ -1,9 +1,10 @@
 """Verbs whose arguments are settings, composed by Hydra; with no arguments, they run the demo on this machine."""
 
+import json
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from nemo_opd.config.command_line import add_options
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import S, run_with_hydra
 from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation import inputs as evaluation_inputs
 from nemo_opd.logging.activity import loading
 from nemo_opd.paths import configs_dir
@@ -40,9 +42,7 @@ class SettingsCommand:
     def run(self, program: str, arguments: Sequence[str]) -> int:
         """Run the task and return the exit status. Raises SystemExit for an error, after printing it on stderr."""
         parser = ArgumentParser(program, add_help=False, allow_abbrev=False)
-        if self.model is RunConfig:
-            add_output_options(parser)
-        parser.set_defaults(json=False, quiet=False)
+        add_output_options(parser)
         options, remaining = parser.parse_known_args(arguments)
         sys.argv = [program, *remaining]  # Hydra reads it
         name = self.config_name(remaining)
@@ -50,8 +50,7 @@ class SettingsCommand:
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Define the arguments that a shell can complete."""
-        if self.model is RunConfig:
-            add_output_options(parser)
+        add_output_options(parser)
         config: Any = add_options(parser)
         config.completer = lambda prefix, **_: complete_recipe(prefix, configs_dir())
         settings: Any = parser.add_argument("settings", nargs="*")
@@ -87,7 +86,7 @@ def main(
             model,
             config_dir=config_dir,
             config_name=config_name,
-            prepare=with_documents_columns if model is RunConfig else dict,
+            prepare=with_documents_columns if model is RunConfig else _require_no_run,
             after_sweep=report_sweep,
             is_interrupted=was_requested,
             before_default=(lambda _: None) if output.quiet else _announce_demo,
@@ -98,8 +97,18 @@ def main(
     return 0 if all(finished.is_complete for finished in ended) else ENDED_EARLY
 
 
+def _require_no_run(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raise ConfigError if an evaluation gets the settings of a run."""
+    if "student" in settings:
+        raise ConfigError(
+            "student: this file configures a run, and nemo-opd evaluate takes a model and questions: model=FOLDER, "
+            "such as final in the run's directory, with data, sets or benchmarks (docs/evaluation.md)"
+        )
+    return settings
+
+
 def _result(finished: Finished) -> object:
-    """Return the facts of a run, or of a dry run."""
+    """Return the facts of a run, or the result of a dry run or an evaluation."""
     if finished.checks is not None:
         return finished.checks
     from nemo_opd.training.facts import read_facts  # a slow import
@@ -110,9 +119,12 @@ def _result(finished: Finished) -> object:
 def _announce_demo(recipe: str) -> None:
     """Say on stderr that the run starts from the settings of a demo."""
     if recipe.endswith("_demo") and Processes.started().rank == 0:
+        program, way = Path(sys.argv[0]).name, "nemo-opd init DIR, then {} DIR/FILE.yaml"
+        if recipe == "evaluation_demo":
+            way = "{} model=FOLDER data.jsonl_files=FILE reward=numeric"
         print(
             f"no file is named, so this starts from the demo {recipe}, with tiny models; for your own models and data: "
-            f"nemo-opd init DIR, then {Path(sys.argv[0]).name} DIR/FILE.yaml",
+            + way.format(program),
             file=sys.stderr,
             flush=True,
         )
@@ -140,13 +152,18 @@ def _distil_on_policy(config: RunConfig) -> Finished | None:
     return distil(config)
 
 
-def _evaluate(config: EvaluationConfig) -> None:
+def _evaluate(config: EvaluationConfig) -> Finished | None:
     evaluation_inputs.check_inputs(config)
     # Imported after the checks: PyTorch takes seconds.
     with loading("PyTorch"):
-        from nemo_opd.training.standalone import evaluate
+        from nemo_opd.training.standalone import RESULTS, evaluate, evaluation_folder
 
-    evaluate(config)
+    folder = evaluation_folder(config)
+    evaluate(config, output_dir=folder)
+    if Processes.started().rank > 0:
+        return None
+    results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+    return Finished(folder, checks={"output_dir": str(folder), **results})
 
 
 def evaluation_recipe(arguments: Sequence[str]) -> str:

@@ -145,7 +145,7 @@ class PKLTerm(ChunkTerm):
     """Student projected onto the teacher's vocabulary at each chunk's first position (methods.md §5.3)."""
 
     type: Literal["p_kl"] = "p_kl"
-    take: ClassVar[str] = "for any other tokenizer, unless a line below applies"
+    take: ClassVar[str] = "for any other tokenizer; byte_prefix if texts are scarce"
     compat: Literal["nemo_rl"] | None = None
     """Reproduce the loss of this system, for parity."""
     merge: Literal["first", "mean"] | None = None
@@ -212,7 +212,7 @@ class HKLTerm(PairedTerm):
     """gold on relaxed pairs, which hold most of a projection row's weight (methods.md §5.5)."""
 
     type: Literal["h_kl"] = "h_kl"
-    take: ClassVar[str] = "p_kl instead, unless the tokenizers' audit recommends h_kl"
+    take: ClassVar[str] = "p_kl instead, unless you reproduce H-KL"
 
 
 class StrictTerm(ChunkTerm):
@@ -251,7 +251,7 @@ class BytePrefixTerm(ChunkTerm):
     """Teacher mapped onto the student's vocabulary by the first piece of each teacher token (methods.md §5.7)."""
 
     type: Literal["byte_prefix"] = "byte_prefix"
-    take: ClassVar[str] = "in place of p_kl, unless the teacher's tokens are shorter"
+    take: ClassVar[str] = "with positions=all in place of p_kl if texts are scarce"
     positions: Literal["starts", "all"] = "starts"
     """starts: each chunk's first position; all: also student tokens that begin inside a teacher token."""
     ends: Literal["drop", "cover", "rest"] = "drop"

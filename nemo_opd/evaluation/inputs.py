@@ -1,6 +1,6 @@
 """Question sets with their columns and rewards, and checks of an evaluation before PyTorch's slow import."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ from nemo_opd.data.layout import (
 )
 from nemo_opd.data.record import Prompt, written
 from nemo_opd.demo import is_demo
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, run_all
 from nemo_opd.evaluation.benchmark_tasks import check_tasks, require_tasks
 from nemo_opd.extras import require_extras, require_installed, require_library
 from nemo_opd.logging.activity import loading
@@ -147,16 +147,21 @@ def with_columns(
 
 
 def check_inputs(config: EvaluationConfig) -> None:
-    """Raise an OPDError for a path or a program in the settings that does not exist or has the wrong form."""
-    check_folder(config.model, key="model")
-    if config.tokenizer is not None:
-        check_tokenizer(config.tokenizer, key="tokenizer")
-    if config.chat_template is not None:
-        read_template(config.chat_template, key="chat_template")
-    require_extras(None, config.reward)
-    require_installed(config.rollout)
-    check_sets(resolved_sets(config, config.data, config.reward, ""))
-    check_benchmarks(config, "")
+    """Raise an OPDError, with a line for each path or program in the settings that does not exist or has the wrong
+    form.
+    """
+    checks: list[Callable[[], object]] = [lambda: check_folder(config.model, key="model")]
+    if (tokenizer := config.tokenizer) is not None:
+        checks.append(lambda: check_tokenizer(tokenizer, key="tokenizer"))
+    if (template := config.chat_template) is not None:
+        checks.append(lambda: read_template(template, key="chat_template"))
+    checks += [
+        lambda: require_extras(None, config.reward),
+        lambda: require_installed(config.rollout),
+        lambda: check_sets(resolved_sets(config, config.data, config.reward, "")),
+        lambda: check_benchmarks(config, ""),
+    ]
+    run_all(checks)
 
 
 def check_sets(sets: Iterator[ResolvedSet]) -> None:

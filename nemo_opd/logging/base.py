@@ -46,8 +46,10 @@ class RunSummary:
     layout: str
     """Sharding of the student over ranks, and of teachers whose sharding differs."""
     total_steps: int
+    choices: Mapping[str, str]
+    """What the settings come to, by heading: steps and epochs, learning rate, loss with its weights."""
     data: str
-    """Number of training documents, and the columns that they are read from."""
+    """Number of training documents, the columns that they are read from, and how many may be cut."""
     batch: str
     """Contents of an optimizer step, such as `64 packed rows of 2,048 tokens`."""
     tokens_at_a_time: int

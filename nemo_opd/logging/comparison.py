@@ -222,7 +222,7 @@ def write_comparison(
             page.with_suffix("") / f"{key.replace('/', '_')}.png",
             _CURVE_TITLES.get(key, key.removeprefix("eval/")),
             partial(_draw_runs, runs=curves, key=key, label=_CURVE_TITLES.get(key, key)),
-            (9, 4.2),
+            (6.2, 4.2),
             legend_columns=columns,
             instead=instead,
         )
@@ -234,7 +234,7 @@ def write_comparison(
     content = render(
         "comparison.html",
         title="Comparison",
-        folder=page.parent,
+        folder=page.parent.absolute(),
         verdicts=verdicts,
         tables=all_tables,
         notes=unlike(runs),

@@ -322,7 +322,8 @@ def _header(run: RunSummary, warnings: Sequence[str], step: int) -> Panel:
         facts.add_row("teachers", Text("none, only cross-entropy"))
     facts.add_row("device", Text(f"{run.device}, {run.layout}"))
     continued = f", continued after step {step:,}" if step else ""
-    facts.add_row("steps", Text(f"{run.total_steps:,}{continued}"))
+    for label, value in run.choices.items():
+        facts.add_row(label, Text(f"{value}{continued}" if label == "steps" else value))
     facts.add_row("data", Text(run.data))
     facts.add_row("batch", Text(f"{run.batch}, {run.tokens_at_a_time:,} tokens at a time per rank"))
     facts.add_row("output", Text(str(run.output_dir)))

@@ -96,7 +96,7 @@ class Loggers(Logger):
 def build(settings: Logging, output_dir: Path, *, console: Console | None = None) -> Loggers:
     """Return metrics.jsonl as the required logger and the loggers that `settings` enables as optional ones.
 
-    Opens no file. Raises ConfigError if wandb cannot log in.
+    Opens no file.
     """
     optional: list[Logger] = []
     if settings.tensorboard.enabled:

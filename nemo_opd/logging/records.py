@@ -149,11 +149,12 @@ def number_of_set(config: object, name: str, key: str) -> float:
 
 
 def write_hardware(run: RunSummary) -> None:
-    """Write the device and the models' sharding, which settings such as `cluster.device=auto` do not tell.
+    """Write the device, the models' sharding, the texts and the epochs, which settings such as `cluster.device=auto` do
+    not tell.
 
     A run that continues on other hardware replaces the file.
     """
-    hardware = {"device": run.device, "layout": run.layout}
+    hardware = {"device": run.device, "layout": run.layout, "texts": run.data, "steps": run.choices["steps"]}
     write_atomically(run.output_dir / _HARDWARE, (json.dumps(hardware, indent=1) + "\n").encode())
 
 

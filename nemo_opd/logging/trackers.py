@@ -261,8 +261,10 @@ class TrackioLogger(_Tracker):
             trackio.finish()
 
 
-def check_credentials() -> None:
+def check_credentials(settings: Wandb) -> None:
     """Raise ConfigError if mode=online has no usable API key, instead of letting wandb prompt for one."""
+    if not settings.enabled or settings.mode != "online":
+        return
     import wandb
 
     remedy = "set WANDB_API_KEY, run `wandb login`, or use logging.wandb.mode=offline and `wandb sync` later"
@@ -281,8 +283,6 @@ class WandbLogger(_Tracker):
 
     def __init__(self, settings: Wandb, output_dir: Path) -> None:
         super().__init__(output_dir)
-        if settings.mode == "online":
-            check_credentials()
         self._settings = settings
         self._run: Any = None
 

@@ -1,7 +1,8 @@
 """Checks of a run's paths before the slow import of PyTorch, and the columns of its data."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +20,54 @@ from nemo_opd.data.files import first_schema, require_suitable
 from nemo_opd.data.layout import Layout, PromptLayout, RoutedLayout, TextLayout
 from nemo_opd.data.layout import layout_of as data_layout
 from nemo_opd.data.record import TEXT
-from nemo_opd.errors import ConfigError, DataError, ProjectionError
+from nemo_opd.errors import ConfigError, DataError, ProjectionError, run_all
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets, with_columns
 from nemo_opd.extras import require_extras, require_installed
 from nemo_opd.logging.questions import VALIDATION_LOG
 from nemo_opd.logging.records import read_config, value_at
+from nemo_opd.logging.trackers import check_credentials
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template, require_hub
 from nemo_opd.rewards import build_reward
 from nemo_opd.teacher_cache.shard import CacheManifest, read_manifest
 
 
 def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
-    """Check that files and programs in the settings exist and are valid. Raises an OPDError otherwise."""
+    """Check that files, programs and keys in the settings exist and are valid.
+
+    Raises an OPDError otherwise, with a line for each problem.
+    """
     require_kind(config, on_policy=on_policy)
+    run_all(_checks(config))
+
+
+def _checks(config: RunConfig) -> Iterator[Callable[[], object]]:
+    """Yield checks that are independent of one another."""
     if not any(isinstance(teacher, UnresolvedTeacher) for teacher in config.active_teachers):
         # Only preflight knows the types of these teachers. It also hashes the checkpoint's files.
-        progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
-    _check_model(config.student, "student")
+        yield lambda: progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
+    yield partial(_check_model, config.student, "student")
     for i, teacher in enumerate(config.active_teachers):
         if teacher.cache is not None:
-            require_cache(teacher.cache, f"teachers.{i}.cache")
+            yield partial(require_cache, teacher.cache, f"teachers.{i}.cache")
         elif not teacher.is_computed:
-            _check_tokenizer(teacher, f"teachers.{i}")
+            yield partial(_check_tokenizer, teacher, f"teachers.{i}")
         else:
-            _check_model(teacher, f"teachers.{i}")
+            yield partial(_check_model, teacher, f"teachers.{i}")
         if isinstance(teacher, OwnIdsTeacher) and teacher.projection != "auto":
-            _check_projection(teacher.projection, f"teachers.{i}.projection")
-    require_extras(config.logging, config.reward)
+            yield partial(_check_projection, teacher.projection, f"teachers.{i}.projection")
+    yield partial(_check_extras, config)
+    if (push := config.run.push_to_hub) is not None:
+        yield partial(require_hub, f"run.push_to_hub.repo={push.repo}")
     if not config.run.dry_run:  # a dry run may plan for another machine
-        require_installed(config.rollout)
-        if (push := config.run.push_to_hub) is not None:
-            require_hub(f"run.push_to_hub.repo={push.repo}")
-    _check_data(config)
+        yield partial(require_installed, config.rollout)
+    yield from _data_checks(config)
     if isinstance(config.run.baseline, Path):
-        _check_baseline(config.run.baseline)
+        yield partial(_check_baseline, config.run.baseline)
+
+
+def _check_extras(config: RunConfig) -> None:
+    require_extras(config.logging, config.reward)
+    check_credentials(config.logging.wandb)
 
 
 def _check_baseline(folder: Path) -> None:
@@ -87,6 +102,10 @@ def with_documents_columns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         ways = [way for way in ways if way.get("completion_key") == written]
     elif data.get("response_key") is not None:  # the answers are those of a stored response
         ways = [way for way in ways if "completion_key" not in way]
+    reward = settings.get("reward")
+    if settings.get("rollout") and isinstance(reward, Mapping):  # the reward compares with this column
+        taken = "completion_key", reward.get("answer_key", "answer")
+        ways = [dict(pair for pair in way.items() if pair != taken) for way in ways]
     if len(ways) > 1:
         raise DataError(
             f"{source}: its columns can be read in {len(ways)} ways; write {', or '.join(map(described, ways))}"
@@ -137,15 +156,15 @@ def _check_projection(path: str, key: str) -> None:
         ) from error
 
 
-def _check_data(config: RunConfig) -> None:
-    require_suitable(config.data.train, layout_of(config), key="data.train")
+def _data_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
+    yield lambda: require_suitable(config.data.train, layout_of(config), key="data.train")
     if config.data.validation.given:
         layout = layout_of(config, is_validation=True)
-        require_suitable(config.data.validation, layout, key="data.validation")
-    if config.reward is not None and not calls_users_code(config.reward):
-        build_reward(config.reward).close()
-    check_sets(sets_of(config))
-    check_benchmarks(config.evaluation, "evaluation.")
+        yield lambda: require_suitable(config.data.validation, layout, key="data.validation")
+    if (reward := config.reward) is not None and not calls_users_code(reward):
+        yield lambda: build_reward(reward).close()
+    yield lambda: check_sets(sets_of(config))
+    yield partial(check_benchmarks, config.evaluation, "evaluation.")
 
 
 def layout_of(config: RunConfig, *, is_validation: bool = False) -> Layout:

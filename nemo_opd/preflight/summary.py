@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.config.data import Data
+from nemo_opd.config.loss import LossTerm
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
@@ -41,7 +42,10 @@ def run_summary(plan: Plan) -> RunSummary:
             type=settings.type,
             weight=settings.weight,
             loss=config.term(i).type,
-            coverage=(*(audit_lines(teacher.audit) if teacher.audit else ()), *_coverage_lines(plan.survey, i)),
+            coverage=(
+                *((*audit_lines(teacher.audit), _loss_advice(config.term(i))) if teacher.audit else ()),
+                *_coverage_lines(plan.survey, i),
+            ),
             warnings=tuple(fit_warnings(teacher.audit, config.term(i).type)) if teacher.audit else (),
         )
         for i, (settings, teacher) in enumerate(zip(config.active_teachers, plan.teachers, strict=True))
@@ -59,7 +63,8 @@ def run_summary(plan: Plan) -> RunSummary:
         device=device_name(plan.device),
         layout=_layout_of(plan),
         total_steps=plan.total_steps,
-        data=f"{len(plan.data.train):,} {plan.data.noun} from {_columns(config.data)}",
+        choices=_choices(plan),
+        data=f"{len(plan.data.train):,} {plan.data.noun} from {_columns(config.data)}{_cut_texts(plan)}",
         batch=f"{train.global_batch_size} {noun} {train.max_length:,} tokens",
         tokens_at_a_time=train.tokens_at_a_time,
         output_dir=plan.output_dir,
@@ -137,10 +142,8 @@ def print_plan(plan: Plan, console: Console) -> dict[str, Any]:
 
 def plan_rows(plan: Plan) -> dict[str, str]:
     """Return the plan's facts by heading."""
-    train, optimizer, loss = plan.config.train, plan.config.student.optimizer, plan.config.loss
-    data, teachers = plan.data, plan.config.active_teachers
+    train, data, teachers = plan.config.train, plan.data, plan.config.active_teachers
     noun = "packed rows" if plan.config.packs_documents else "sequences"
-    about = "about " if plan.config.packs_documents and train.epochs is None else ""
     rows = {
         **_data_rows(plan.config.data, data),
         **_question_rows(plan),
@@ -156,14 +159,33 @@ def plan_rows(plan: Plan) -> dict[str, str]:
         f"{noun} per rank": str(plan.rows_per_rank),
         "tokens at a time": f"{train.tokens_at_a_time:,} per rank",
         "longest sequence": f"{train.max_length:,} tokens",
-        "steps per epoch": f"{about}{plan.steps_per_epoch:,}",
-        "steps": f"{plan.total_steps:,}, {about}{plan.total_steps / plan.steps_per_epoch:.3g} epochs",
-        "learning rate": f"{optimizer.lr:g}, {optimizer.type}, {plan.config.student.scheduler.type}",
-        "loss": f"{loss.type}, KD weight {loss.kd_weight:g}, cross-entropy weight {loss.ce_weight:g}",
+        **({"texts that may be cut": cut.removeprefix(", ")} if (cut := _cut_texts(plan)) else {}),
+        "steps per epoch": f"{_about(plan)}{plan.steps_per_epoch:,}",
+        **_choices(plan),
         "aggregation": plan.config.aggregation.type,
         "handoff": f"{plan.config.handoff.type} by {plan.transport}",
     }
     return rows | _traffic_rows(plan) | _coverage_rows(plan)
+
+
+def _choices(plan: Plan) -> dict[str, str]:
+    """Return what the run's settings come to, by heading."""
+    optimizer, loss = plan.config.student.optimizer, plan.config.loss
+    return {
+        "steps": f"{plan.total_steps:,}, {_about(plan)}{plan.total_steps / plan.steps_per_epoch:.3g} epochs",
+        "learning rate": f"{optimizer.lr:g}, {optimizer.type}, {plan.config.student.scheduler.type}",
+        "loss": f"{loss.type}, KD weight {loss.kd_weight:g}, cross-entropy weight {loss.ce_weight:g}",
+    }
+
+
+def _about(plan: Plan) -> str:
+    return "about " if plan.config.packs_documents and plan.config.train.epochs is None else ""
+
+
+def _cut_texts(plan: Plan) -> str:
+    number, checked = plan.survey.num_full, plan.survey.num_texts
+    limit = plan.config.train.max_length
+    return f", {number} of {checked} checked reach train.max_length={limit:,} and may be cut" if number else ""
 
 
 def _origin(teacher: Teacher) -> str:
@@ -177,6 +199,11 @@ def _origin(teacher: Teacher) -> str:
     if teacher.served is not None:
         return f"{without_secrets(teacher.reference)}, served by {', '.join(map(without_secrets, teacher.served.urls))}"
     return without_secrets(teacher.reference)
+
+
+def _loss_advice(term: LossTerm) -> str:
+    """Return when to take the loss, as in the help and in docs/settings.md."""
+    return f"{term.type}: take {term.take}"
 
 
 def _coverage_lines(statistics: DataStatistics, teacher: int) -> list[str]:

@@ -58,6 +58,8 @@ class DataStatistics:
     """Number of texts; 0 if the student samples them all."""
     num_without_label: int
     """Number of texts without a token to learn."""
+    num_full: int
+    """Number of texts as long as `train.max_length`, which most likely were cut; 0 with packing, which cuts none."""
     is_complete: bool
     """Whether these are all texts."""
     coverage: tuple[float | None, ...]
@@ -114,6 +116,9 @@ def survey(
     return DataStatistics(
         num_texts=len(texts),
         num_without_label=sum(not any(sample.student.loss_mask.any() for sample in text) for text in texts),
+        num_full=0
+        if config.packs_documents
+        else sum(len(sample.student) >= config.train.max_length for sample in samples),
         is_complete=len(texts) == len(data.train),
         coverage=tuple(covered[name].value() if name in covered else None for name in names),
         targets=tuple(

@@ -1,7 +1,7 @@
 """Sparse maps between vocabularies, built offline, one for each student–teacher pair (methods.md §2)."""
 
 from nemo_opd.projection import nemo_rl
-from nemo_opd.projection.build import Audit, Coverage, audit, build_projection, cached_projection, recommended_loss
+from nemo_opd.projection.build import Audit, Coverage, audit, build_projection, cached_projection
 from nemo_opd.projection.embedding import EmbeddingSource, add_embeddings
 from nemo_opd.projection.exact import exact_map
 from nemo_opd.projection.io import BuilderOptions
@@ -23,6 +23,5 @@ __all__ = [
     "cached_projection",
     "exact_map",
     "nemo_rl",
-    "recommended_loss",
     "sort_and_cut",
 ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -163,10 +163,6 @@ class Audit:
     text: Coverage
     """All tokens that stand for bytes."""
 
-    @property
-    def recommended_loss(self) -> Literal["h_kl", "p_kl"]:
-        return recommended_loss(self.digits)
-
 
 def audit(
     student_tokenizer: PreTrainedTokenizerBase,
@@ -246,11 +242,6 @@ def is_partial_utf8(piece: bytes) -> bool:
     return False
 
 
-def recommended_loss(digits: Iterable[Coverage]) -> Literal["h_kl", "p_kl"]:
-    """Return h_kl, which compares exact pairs, if numerals of every length are covered, otherwise p_kl."""
-    return "h_kl" if all(coverage.rate >= _NUMERALS_COVERED for coverage in digits) else "p_kl"
-
-
 def fit_warnings(audit: Audit, loss: str) -> list[str]:
     """List the reasons why a loss of this type (`p_kl`, `h_kl`, …) does not suit the pair, one sentence each.
 
@@ -263,7 +254,7 @@ def fit_warnings(audit: Audit, loss: str) -> list[str]:
     if loss in _ROW_LOSSES and without > _MUCH_WITHOUT_ROW * audit.text.total:
         warnings.append(
             f"{without:,} of the student's {audit.text.total:,} text tokens have no row in the projection, so {loss} "
-            "teaches nothing about them; add the multi-token pass to the projection, or use alm, which reads no rows"
+            "teaches nothing about them; add the multi-token pass to the projection"
         )
     return warnings
 
@@ -285,5 +276,5 @@ def _partners_warning(audit: Audit, loss: str) -> Iterator[str]:
     if audit.overlap < _FEW_SHARED or audit.one_to_one < _FEW_EXACT:
         yield (
             f"{loss} compares exact pairs, but only {audit.one_to_one:.0%} of the student's tokens have one (overlap "
-            f"{audit.overlap:.3f}), so little is distilled; p_kl, byte_prefix or shared_prefix reach the other tokens"
+            f"{audit.overlap:.3f}), so little is distilled; p_kl reaches the other tokens"
         )

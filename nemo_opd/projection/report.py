@@ -145,7 +145,6 @@ def audit_lines(audit: Audit) -> tuple[str, str]:
         f"overlap {audit.overlap:.3f}",
         f"1:1 {audit.one_to_one:.3f}",
         f"specials {_format_coverage(audit.special)}",
-        f"recommended loss {audit.recommended_loss}",
     )
     numerals = (f"{length}-digit {_format_coverage(digits)}" for length, digits in enumerate(audit.digits, start=1))
     return ", ".join(shared), "exact pairs of numerals: " + ", ".join(numerals)
@@ -176,8 +175,6 @@ def audit_table(audit: Audit) -> Table:
     for name, coverage in _coverages(audit).items():
         meaning = f"{coverage.exact:,} of {coverage.total:,} exact, {coverage.spelled:,} with a row"
         table.add_row(name, f"{coverage.rate:.3f}" if coverage.total else "–", meaning)
-    covered = "covered" if audit.recommended_loss == "h_kl" else "not covered"
-    table.add_row("recommended loss", audit.recommended_loss, f"numerals are {covered} by exact pairs")
     return table
 
 

@@ -32,7 +32,7 @@ class Finished:
     alarm.
     """
     checks: Mapping[str, Any] | None = None
-    """Result of a dry run, with values that JSON can hold; None for a run."""
+    """Result of a dry run or an evaluation, with values that JSON can hold; None for a run."""
 
     @property
     def model(self) -> Path | None:

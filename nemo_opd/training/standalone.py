@@ -55,6 +55,7 @@ from nemo_opd.workers.memory import EVALUATED_TASKS
 if TYPE_CHECKING:
     from nemo_opd.evaluation.benchmarks import BenchmarkResult
 
+RESULTS = "results.json"
 _MICRO_BATCH_TOKENS = 16_384
 """Benchmark tokens per microbatch of a rank."""
 _NO_LIMIT = 1 << 30
@@ -62,23 +63,28 @@ _NO_LIMIT = 1 << 30
 _log = logging.getLogger(__name__)
 
 
-def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[str, EvaluationResult]:
+def evaluate(
+    config: EvaluationConfig, console: Console | None = None, output_dir: Path | None = None
+) -> dict[str, EvaluationResult]:
     """Evaluate as `drive` does; return an empty dict on torchrun ranks other than the driver."""
     with driving(config.cluster.on(config.device)) as is_driver:
-        return drive(config, console or VisibleConsole()) if is_driver else {}
+        return drive(config, console or VisibleConsole(), output_dir) if is_driver else {}
 
 
-def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationResult]:
+def evaluation_folder(config: EvaluationConfig) -> Path:
+    """Return `output_dir`, or a folder named after the time if it is not set."""
+    return config.output_dir or Path("outputs") / "evaluation" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def drive(config: EvaluationConfig, console: Console, output_dir: Path | None = None) -> dict[str, EvaluationResult]:
     """Evaluate, print a table per set and benchmark, and return the results keyed by name of the set.
 
-    Writes config.yaml, results.json and, if there are sets, samples.jsonl into `output_dir`. Results so far are
-    written after each set and benchmark. Raises the errors of reading the model and the questions, and of engine,
-    environment and reward.
+    Writes config.yaml, results.json and, if there are sets, samples.jsonl into `output_dir`, by default
+    `evaluation_folder`. Results so far are written after each set and benchmark. Raises the errors of reading the model
+    and the questions, and of engine, environment and reward.
     """
     require_installed(config.rollout)
-    output_dir = config.output_dir
-    if output_dir is None:
-        output_dir = Path("outputs") / "evaluation" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    output_dir = output_dir or evaluation_folder(config)
     sets = list(resolved_sets(config, config.data, config.reward, ""))
     benchmarks = _load_benchmarks(config)
     with ExitStack() as stack:
@@ -123,7 +129,7 @@ def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationRes
     for benchmark in scored:
         title = f"{benchmark.name}: {benchmark.num_questions:,} questions"
         console.print(_table(title, benchmark.estimates, config.confidence))
-    written = "results.json and samples.jsonl" if sets else "results.json"
+    written = f"{RESULTS} and samples.jsonl" if sets else RESULTS
     console.print(f"wrote {output_dir}/{written}", soft_wrap=True)
     return results
 
@@ -302,7 +308,7 @@ def _write_results(
             }
             for benchmark in benchmarks
         }
-    write_atomically(output_dir / "results.json", (json.dumps(content, indent=2) + "\n").encode())
+    write_atomically(output_dir / RESULTS, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def _by_level(result: EvaluationResult) -> dict[str, Any]:

@@ -53,6 +53,13 @@ def test_a_run_that_ended_early_does_not_exit_with_0(
     assert exit_status("distil", "off_policy_demo") == status
 
 
+def test_a_file_of_a_run_is_not_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a line with all keys for each section of the file."""
+    assert exit_status("evaluate", "off_policy_demo") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "model=FOLDER" in line
+
+
 def test_the_page_has_all_exit_statuses() -> None:
     """Bug: a table that the command has left behind."""
     page = (ROOT / "docs" / "command.md").read_text(encoding="utf-8")

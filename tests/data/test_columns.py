@@ -60,6 +60,7 @@ def conversations(source: dict[str, str], **keys: Any) -> list[list[dict[str, An
         ({"instruction": "Hi", "input": None, "output": "Hello"}, HI + HELLO),
         ({"instruction": "H", "input": "i", "output": "Hello"}, [{"role": "user", "content": "H\n\ni"}, *HELLO]),
         ({"prompt": "Hi", "completion": "Hello", "id": 3}, HI + HELLO),
+        ({"question": "Hi", "answer": "Hello"}, HI + HELLO),
         ({"prompt": HI, "completion": HELLO}, HI + HELLO),
         ({"prompt": HI, "response": "Hello"}, HI + HELLO),
         ({"messages": HI + HELLO, "prompt": "Hi"}, HI + HELLO),
@@ -69,6 +70,14 @@ def test_columns_are_found_out(tmp_path: Path, kind: str, row: dict[str, Any], m
     """Bug: `has no column 'text'` for every customary form but one; an empty `input` in the user's message."""
     other = {key: value if isinstance(value, list) else f"{value}?" for key, value in row.items() if key != "id"}
     assert conversations(write(tmp_path, [row, other], kind))[0] == messages
+
+
+def test_a_reward_keeps_its_answers(tmp_path: Path) -> None:
+    """Bug: the answers that a reward compares with become the prompts' completions, and the run is refused."""
+    source = write(tmp_path, [{"question": "Hi", "answer": "Hello"}], "jsonl")
+    sampled = {"data": {"train": source}, "rollout": {"type": "hf"}, "reward": {"type": "exact"}}
+    assert dict(with_documents_columns(sampled)["data"])["prompt_key"] == ("question",)
+    assert "completion_key" not in with_documents_columns(sampled)["data"]
 
 
 def test_sharegpt(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.logging.questions import SampleLog
 from nemo_opd.training.standalone import evaluate
 from tests.composition import CONFIGS, command_line
+from tests.exit_status import exit_status
 
 
 def compose(*arguments: str, config_name: str = "evaluation") -> EvaluationConfig:
@@ -57,6 +58,18 @@ def test_an_evaluation_writes_what_it_found(questions: Path, tmp_path: Path) -> 
     assert again == config
     assert evaluate(again.model_copy(update={"output_dir": tmp_path / "again"}), console)[""].metrics == result.metrics
     assert (tmp_path / "again" / "samples.jsonl").read_text() == (folder / "samples.jsonl").read_text()
+
+
+def test_programs_get_the_results_alone_on_stdout(
+    questions: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a program reads the table, or finds no folder."""
+    folder = tmp_path / "out"
+    options = ("n=1", "k=[1]", "max_new_tokens=2", "max_prompt_length=40", f"output_dir={folder}")
+    assert exit_status("evaluate", *own(questions), *options, "cluster.launcher=local", "--json", "--quiet") == 0
+    output = capfd.readouterr()
+    assert json.loads(output.out) == {"output_dir": str(folder)} | json.loads((folder / "results.json").read_text())
+    assert "pass@1" not in output.err
 
 
 def test_questions_that_are_all_too_long_are_an_error(questions: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def summary(output_dir: Path, total_steps: int = 20) -> RunSummary:
         "cpu",
         "2 ranks: 2 data parallel",
         total_steps,
+        {"steps": f"{total_steps}, 2 epochs", "learning rate": "0.01, adamw", "loss": "p_kl, KD weight 1"},
         "9 documents from text (text_key)",
         "64 packed rows",
         2048,

@@ -102,7 +102,10 @@ def test_plain_output_fits_the_width_and_has_no_control_codes(width: int) -> Non
     text = shown(Console(file=io.StringIO(), width=width))
     assert "\x1b" not in text
     assert max(len(line) for line in text.splitlines() if not line.startswith(("step ", "  time "))) <= width
-    assert all(word in text for word in ("llama-1b", "phi4mini", "0.674", "2.0000", "1.5000", "-25.0 %", "report"))
+    assert all(
+        word in text
+        for word in ("llama-1b", "2 epochs", "0.01, adamw", "0.674", "2.0000", "1.5000", "-25.0 %", "report")
+    )
 
 
 @pytest.mark.parametrize("width", [20, 80])

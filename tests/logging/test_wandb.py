@@ -1,4 +1,5 @@
-"""Catches a prompt for a key, a run that needs the network, and a continued run that gets another id."""
+"""Catches a prompt for a key, a run that needs the network, a dry run that passes although the run cannot log in, and a
+continued run that gets another id."""
 
 import os
 import subprocess
@@ -7,17 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from nemo_opd.config.run_fields import Wandb
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.trackers import check_credentials
+from nemo_opd.preflight.inputs import check_inputs
+from tests.composition import compose
+from tests.tiny import Tiny
 
 RUN = """
 import sys
 from pathlib import Path
 from nemo_opd.config.run_fields import Logging
 from nemo_opd.logging import build
+from nemo_opd.logging.trackers import check_credentials
 from tests.logging.synthetic import CLOSING, record, summary
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 settings = Logging.model_validate({"wandb": {"enabled": True, "mode": mode}, "console": {"enabled": False}})
+check_credentials(settings.wandb)
 for step in (0, 2):
     with build(settings, folder) as loggers:
         loggers.start(summary(folder), step)
@@ -75,4 +82,13 @@ def test_a_key_of_the_wrong_form_is_the_same_kind_of_error(monkeypatch: pytest.M
     monkeypatch.setenv("WANDB_API_KEY", "short")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with pytest.raises(ConfigError, match="the API key is not usable"):
-        check_credentials()
+        check_credentials(Wandb(enabled=True))
+
+
+def test_a_dry_run_needs_the_key_that_the_run_needs(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    overrides = ("run.dry_run=true", "logging.wandb.enabled=true")
+    with pytest.raises(ConfigError, match="the API key is not usable"):
+        check_inputs(compose(*tiny.overrides(*overrides)), on_policy=False)
+    check_inputs(compose(*tiny.overrides(*overrides, "logging.wandb.mode=offline")), on_policy=False)

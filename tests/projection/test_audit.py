@@ -5,7 +5,7 @@ import pytest
 
 from nemo_opd.alignment import pieces_of
 from nemo_opd.errors import ProjectionError
-from nemo_opd.projection import Audit, Coverage, ProjectionMatrix, audit, build_projection, exact_map, recommended_loss
+from nemo_opd.projection import Audit, Coverage, ProjectionMatrix, audit, build_projection, exact_map
 from nemo_opd.projection.build import fit_warnings
 from nemo_opd.projection.exact import exact_pairs
 from tests.projection.conftest import SMALL
@@ -17,7 +17,6 @@ def test_published_overlap(llama_qwen: ProjectionMatrix) -> None:
     """methods.md §2.7: Qwen3–Llama .848; Llama numerals have no exact partner in a single-digit vocabulary."""
     figures = audit(real_tokenizer("llama3_1"), real_tokenizer("qwen3"), llama_qwen)
     assert figures.overlap == pytest.approx(0.848, abs=0.01)
-    assert figures.recommended_loss == "p_kl"
     assert figures.digits == (Coverage(10, 10, 10), Coverage(100, 0, 100), Coverage(1000, 0, 1000))
     assert sum(figures.rows_by_pieces) == 128256
 
@@ -42,7 +41,7 @@ def test_published_overlaps_of_pieces(student: str, teacher: str, published: flo
 
 def test_a_tokenizer_with_itself_is_fully_covered() -> None:
     figures = audit(SMALL["three_digits"], SMALL["three_digits"])
-    assert (figures.overlap, figures.one_to_one, figures.recommended_loss) == (1.0, 1.0, "h_kl")
+    assert (figures.overlap, figures.one_to_one) == (1.0, 1.0)
     assert {figures.whitespace.rate, figures.cjk.rate, figures.partial_utf8.rate, figures.special.rate} == {1.0}
 
 
@@ -60,13 +59,6 @@ def test_counts_of_a_small_pair() -> None:
     assert figures.partial_utf8.total == len(broken)
     numerals = {piece for piece in {*pieces, *pieces_of(teacher).as_list()} if piece.isdigit() and len(piece) == 2}
     assert figures.digits[1].total == len(numerals) > 0
-    assert figures.recommended_loss == "p_kl"
-
-
-def test_numerals_decide_the_loss() -> None:
-    full, none, most = Coverage(10, 10, 10), Coverage(0, 0, 0), Coverage(1000, 899, 1000)
-    assert recommended_loss([full, none, none]) == "h_kl"
-    assert recommended_loss([full, none, most]) == "p_kl"
 
 
 def test_an_empty_map_is_refused() -> None:
@@ -140,10 +132,7 @@ def test_warnings_name_the_loss_and_the_figures(
 
 
 def test_numerals_just_covered_are_no_reason_to_warn() -> None:
-    """The thresholds of the recommendation and of the warning are one."""
-    figures = healthy(digits=(Coverage(10, 9, 10),) * 3)
-    assert figures.recommended_loss == "h_kl"
-    assert fit_warnings(figures, "h_kl") == []
+    assert fit_warnings(healthy(digits=(Coverage(10, 9, 10),) * 3), "h_kl") == []
 
 
 @pytest.mark.tokenizers

@@ -33,6 +33,7 @@ from nemo_opd.errors import (
 )
 from nemo_opd.models.load import load_model
 from nemo_opd.preflight.corpus import Corpus
+from nemo_opd.preflight.inputs import check_inputs
 from nemo_opd.preflight.plan import preflight
 from nemo_opd.projection import build_projection
 from tests.composition import ROOT, compose, nothing_is_created
@@ -101,6 +102,20 @@ def test_a_file_that_is_missing(refused: Refused, split: str) -> None:
     message = refused(DataError, f"data.{split}.arrow_files=/nowhere/shard.arrow")
 
     assert message == f"data.{split}.arrow_files='/nowhere/shard.arrow' does not exist; correct the path"
+
+
+def test_all_that_is_missing_is_named_at_once(configure: Configure, tmp_path: Path) -> None:
+    """Bug: a user starts the run again for each path."""
+    missing = {
+        "student.model": tmp_path / "student",
+        "teachers.0.model": tmp_path / "teacher",
+        "teachers.0.projection": tmp_path / "pair.safetensors",
+        "data.train.arrow_files": tmp_path / "texts.arrow",
+    }
+    with pytest.raises(ModelError) as caught:
+        check_inputs(configure(*(f"{key}={path}" for key, path in missing.items())), on_policy=False)
+    lines = str(caught.value).splitlines()
+    assert [next(key for key in missing if line.startswith(key)) for line in lines] == list(missing)
 
 
 def test_a_glob_without_a_match(refused: Refused) -> None:

@@ -27,6 +27,7 @@ from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.checkpoint.run_directory import default_output_dir
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.loss import PKLTerm
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.config.train import Train
@@ -38,6 +39,7 @@ from nemo_opd.preflight.memory_parts import Phase
 from nemo_opd.preflight.model_info import read_model_info
 from nemo_opd.preflight.plan import preflight
 from nemo_opd.preflight.ranks import require_batch_divides, reserved_gpus, resolve_device, resolve_ranks
+from nemo_opd.preflight.summary import run_summary
 from nemo_opd.preflight.teachers import require_same_tokenizer
 from nemo_opd.preflight.warnings import check_positions, require_room_to_sample
 from nemo_opd.rollout.server.program import server_gpus
@@ -377,14 +379,23 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     rows = {cells[1].strip(): cells[2].strip() for line in printed.splitlines() if len(cells := line.split("│")) > 3}
 
     assert float(rows["overlap"]) > 0.5
-    assert rows["recommended loss"] == "p_kl"
     assert rows["training documents"] == f"{NUM_DOCUMENTS}, from text (text_key)"
     assert rows["packed rows per step"] == "4"
     assert rows["tokens at a time"].endswith(" per rank")
     assert rows["steps per epoch"] == "about 4"
     assert rows["steps"] == "4, about 1 epochs"
     assert rows["learning rate"] == "0.01, adamw, cosine"
+    assert "texts that may be cut" not in rows  # packed
     assert {"cross: hidden states handed over", "same: parameters", "all"} <= rows.keys()
+
+
+def test_the_header_says_what_is_chosen_and_cut_and_when_to_take_the_loss(configure: Configure) -> None:
+    """Bug: half of the texts are cut, and nobody is told; or the header and the help advise different losses."""
+    summary = run_summary(preflight(configure("data.packing=false", "train.max_length=8")))
+    assert summary.choices["loss"] == "p_kl, KD weight 1, cross-entropy weight 1"
+    assert re.search(r", \d+ of \d+ checked reach train.max_length=8 and may be cut$", summary.data)
+    (advice,) = [line for teacher in summary.teachers for line in teacher.coverage if ": take " in line]
+    assert advice == f"p_kl: take {PKLTerm.take}"
 
 
 def test_a_dry_run_says_that_it_passed_and_what_it_did_not_read(

@@ -98,7 +98,8 @@ def test_it_is_known_before_the_run_that_nothing_can_be_pushed(tiny: Tiny, monke
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(ConfigError, match="no token for the hub; set HF_TOKEN"):
         check_inputs(config, on_policy=False)
-    check_inputs(compose(*tiny.overrides(PUSH, "run.dry_run=true")), on_policy=False)
+    with pytest.raises(ConfigError, match="no token for the hub"):
+        check_inputs(compose(*tiny.overrides(PUSH, "run.dry_run=true")), on_policy=False)
     with pytest.raises(ValueError, match="write user/name"):
         PushToHub(repo="no/such/form")
     with pytest.raises(ConfigError, match=r"run\.push_to_hub\.model=best: the run keeps no best checkpoint"):
