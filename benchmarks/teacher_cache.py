@@ -21,14 +21,15 @@ from demo import ROOT, commit, hardware
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from nemo_opd.config.load import from_dict, from_omegaconf
+from nemo_opd.config.load import from_omegaconf
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.validation import from_dict
 from nemo_opd.data.record import TEXT
 from nemo_opd.data.sources import load_documents
 from nemo_opd.logging.loggers import read
 from nemo_opd.logits.sources import Packing
 from nemo_opd.models.stored_output import stored_output
-from nemo_opd.preflight.inputs import layout_of
+from nemo_opd.preflight.columns import layout_of
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.teacher_cache.shard import decoded_ids
 from nemo_opd.training.cache_build import CacheForm, build_cache

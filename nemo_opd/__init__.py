@@ -16,10 +16,19 @@ __all__ = ["Callback", "Finished", "distil", "distil_on_policy"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names on first use: most parts of the package need far less than they do."""
+    """Import public names on first use: most parts of the package need far less than they do.
+
+    Raises ImportError without the extra `train`.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nemo_opd import users_code
+    if name == "Callback":
+        from nemo_opd.users_code import Callback
+
+        return Callback
+    from nemo_opd.extras import require_train
+
+    require_train(f"nemo_opd.{name}")
     from nemo_opd.training import entry
 
-    return getattr(users_code if name == "Callback" else entry, name)
+    return getattr(entry, name)

@@ -1,4 +1,4 @@
-"""Optional libraries and programs that only some settings need."""
+"""Optional libraries and programs: those of runs and the command, and those that only some settings need."""
 
 from __future__ import annotations
 
@@ -7,13 +7,26 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_opd.config.reward import Reward
+    from nemo_opd.config.rollout import Rollouts
     from nemo_opd.config.run_fields import Logging
 
+TRAIN = (
+    "argcomplete",
+    "datasets",
+    "httpx2",
+    "hydra",
+    "matplotlib",
+    "peft",
+    "psutil",
+    "pyarrow",
+    "ray",
+    "rich",
+)
+"""Modules of the extra `train`."""
 EXTRAS = {
     "wandb": "logging",
     "tensorboard": "logging",
@@ -23,6 +36,7 @@ EXTRAS = {
     "jsonschema": "eval",
     "lm_eval": "eval",
     "bitsandbytes": "quantised",
+    "peft": "train",
 }
 """Module → extra."""
 HOW_TO_INSTALL = {
@@ -30,6 +44,15 @@ HOW_TO_INSTALL = {
     "sglang": "install it in another environment and set rollout.command to its command there",
 }
 """Keyed by `rollout.program`."""
+
+
+def require_train(purpose: str) -> None:
+    """Raise ImportError, with the way to install it, if a part of the extra `train` is missing."""
+    if missing := [module for module in TRAIN if find_spec(module) is None]:
+        raise ImportError(
+            f"{purpose}: needs packages that are not installed ({', '.join(missing)}); run "
+            "`pip install 'nemo-opd[train]'`"
+        )
 
 
 def require_extras(logging: Logging | None, reward: Reward | None) -> None:
@@ -60,7 +83,7 @@ def require_library(module: str, setting: str) -> None:
 
 def require_installed(settings: Rollouts | None) -> None:
     """Raise ConfigError if the server that the run would start is not installed."""
-    if not isinstance(settings, ServerRollout) or settings.url is not None:
+    if settings is None or settings.type != "server" or settings.url is not None:
         return
     program, path = settings.program, settings.environment.get("PATH")
     way_out = f"{HOW_TO_INSTALL[program]}, or set rollout.url to a running server"

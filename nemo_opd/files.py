@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO, cast
 
-from rich.filesize import decimal
-
 from nemo_opd.errors import DataError, OPDError, StorageError
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -297,11 +295,19 @@ def require_room(path: Path, needed: int, what: str, *, instead: str, kind: type
 
 def _free_room(path: Path, needed: int | None) -> str:
     """Return the bytes needed, if known, and the bytes free, with a note if the file system has no inodes left."""
-    free = f"{decimal(free_bytes(path))} free"
+    free = f"{_decimal(free_bytes(path))} free"
     files = os.statvfs(existing(path))
     if files.f_files and not files.f_favail:
         free += " but no more files can be created"
-    return free if needed is None else f"{decimal(needed)} needed, {free}"
+    return free if needed is None else f"{_decimal(needed)} needed, {free}"
+
+
+def _decimal(number: int) -> str:
+    """Return a number of bytes in units of 1,000, such as `1.5 kB`."""
+    if number < 1000:
+        return f"{number} bytes"
+    power = min((len(str(number)) - 1) // 3, 6)
+    return f"{number / 1000**power:,.1f} {' kMGTPE'[power]}B"
 
 
 def free_bytes(path: Path) -> int:

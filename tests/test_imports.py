@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nemo_opd
-from nemo_opd.extras import EXTRAS
+from nemo_opd.extras import EXTRAS, TRAIN
 
 PACKAGE = Path(nemo_opd.__file__).parent
 ORDER = (
@@ -54,6 +55,8 @@ HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "triton": {"ke
 HOME |= {tracker: {"logging"} for tracker in ("wandb", "mlflow", "trackio")}
 """Library → the only packages that import it."""
 WITHOUT_TORCH = {*ORDER[0].split(), "config", "extras", "teacher_cache", "sandbox", "alignment"}
+LIGHT = ("alignment", "projection", "losses", "logits", "kernels", "integrations.distillation", "integrations.hf")
+"""What `pip install nemo-opd` without extras is for."""
 OUTSIDE = {"examples", "tools", "tests", "benchmarks"}
 
 
@@ -116,6 +119,24 @@ IMPORTS = [found for file in sorted(PACKAGE.rglob("*.py")) for found in imports_
 OWN = [found for found in IMPORTS if found.module.startswith("nemo_opd.")]
 
 
+BY_FILE: dict[str, list[Import]] = defaultdict(list)
+"""Imports with the file, keyed by module."""
+for _one in IMPORTS:
+    if _one.with_its_file:
+        BY_FILE[module_of(_one.file)].append(_one)
+
+
+def files_loaded_by(modules: list[str]) -> set[str]:
+    """Return all modules that importing these ones loads."""
+    loaded, waiting = set(modules), list(modules)
+    while waiting:
+        name = waiting.pop()
+        imported = {one.module for one in BY_FILE[name]} | {name.rpartition(".")[0]} - {""}
+        waiting += imported - loaded
+        loaded |= imported
+    return loaded
+
+
 def shown(imports: list[Import]) -> str:
     return "\n".join(map(str, imports))
 
@@ -163,17 +184,9 @@ def test_a_run_imports_no_library_of_an_extra() -> None:
 
     What `test_base_install.py` tries with an environment of its own, by the files that a driver and a rank load.
     """
-    by_file: dict[str, list[Import]] = {}
-    for one in IMPORTS:
-        if one.with_its_file:
-            by_file.setdefault(module_of(one.file), []).append(one)
-    loaded = {name for name in by_file if name.split(".")[1:2] in (["cli"], ["training"], ["workers"], ["cluster"])}
-    waiting = list(loaded)
-    while waiting:
-        modules = {one.module for one in by_file.get(waiting.pop(), [])}
-        waiting += modules - loaded
-        loaded |= modules
-    wrong = [one for name in loaded for one in by_file.get(name, []) if one.module.split(".")[0] in EXTRAS]
+    starts = [name for name in BY_FILE if name.split(".")[1:2] in (["cli"], ["training"], ["workers"], ["cluster"])]
+    loaded = files_loaded_by(starts)
+    wrong = [one for name in loaded for one in BY_FILE[name] if one.module.split(".")[0] in EXTRAS.keys() - {*TRAIN}]
 
     assert "nemo_opd.rollout.server.client" in loaded
     assert not wrong, shown(wrong)
@@ -200,6 +213,30 @@ def test_importing_leaves_heavy_libraries_out(modules: str, libraries: tuple[str
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_a_light_package_imports_no_library_of_training(module: str) -> None:
+    """By the files that it loads: transformers itself imports some of these libraries if they are installed."""
+    loaded = files_loaded_by([f"nemo_opd.{module}"])
+    wrong = [one for name in loaded for one in BY_FILE[name] if one.module.split(".")[0] in (*TRAIN, "omegaconf")]
+
+    assert not wrong, shown(wrong)
+
+
+@pytest.mark.world
+def test_light_packages_import_without_the_libraries_of_training() -> None:
+    """Bug: an import of such a library that the files do not show. transformers itself needs httpx2."""
+    absent = {*TRAIN, "accelerate", "omegaconf"} - {"httpx2"}
+    script = f"""
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(lambda name, *rest: None if name.split(".")[0] in {absent} else find(name, *rest))
+import {", ".join(f"nemo_opd.{module}" for module in LIGHT)}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.world

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes an environment like that of a GPU machine which has a copy of this checkout: other versions than the lock's, the
-# project not installed, none of its extras. Several GB are downloaded. Then, without a GPU in small:
+# project not installed, of its extras only train. Several GB are downloaded. Then, without a GPU in small:
 #
 #   tools/gpu_environment.sh FOLDER                                # the versions of gpu_environment.txt, CPython 3.12
 #   CONSTRAINTS=/dev/null tools/gpu_environment.sh FOLDER          # the newest that the project allows
@@ -16,5 +16,5 @@ constraints=$(realpath "${CONSTRAINTS:-$here/gpu_environment.txt}")
 
 cd / # away from the checkout, whose own constraints are those of the lock
 uv venv --quiet --python "${PYTHON:-3.12}" "$folder"
-VIRTUAL_ENV=$folder uv pip install --requirements "$here/../pyproject.toml" --constraints "$constraints" \
+VIRTUAL_ENV=$folder uv pip install --requirements "$here/../pyproject.toml" --extra train --constraints "$constraints" \
   pytest pytest-xdist pytest-timeout hypothesis trl liger-kernel

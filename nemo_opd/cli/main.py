@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Protocol
 
 from nemo_opd.cli.exit_statuses import MEANINGS
+from nemo_opd.extras import require_train
 from nemo_opd.paths import package_version
 
 PROGRAM = "nemo-opd"
@@ -107,7 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         parser.parse_args(words if len(words) > len(names) else [*words, "--help"])
         parser.error("name a verb first")
-    return verb.command().run(" ".join((PROGRAM, *names)), words[len(names) :])
+    program = " ".join((PROGRAM, *names))
+    try:
+        require_train(program)
+    except ImportError as error:
+        raise SystemExit(str(error)) from None
+    return verb.command().run(program, words[len(names) :])
 
 
 def _find(words: Sequence[str]) -> tuple[list[str], Verb | None]:

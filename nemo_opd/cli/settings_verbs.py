@@ -17,8 +17,9 @@ from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.base import Settings
 from nemo_opd.config.command_line import add_options
 from nemo_opd.config.evaluation import EvaluationConfig
-from nemo_opd.config.load import S, run_with_hydra
+from nemo_opd.config.load import run_with_hydra
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.validation import S
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation import inputs as evaluation_inputs
 from nemo_opd.logging.activity import loading

@@ -9,20 +9,23 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import hydra
 import yaml
 from hydra import initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from pydantic import ValidationError
 from yaml import MarkedYAMLError
 
-from nemo_opd.config.base import Settings, explain_all
+from nemo_opd.config.base import Settings
 from nemo_opd.config.command_line import (
     INLINE,
     CommandLine,
@@ -35,16 +38,15 @@ from nemo_opd.config.command_line import (
 )
 from nemo_opd.config.reference import help_text
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.run_fields import RunFields
 from nemo_opd.config.secrets import has_references, leaves, remember, require_values, shown_config
-from nemo_opd.config.short_form import long_form, read_short_forms
+from nemo_opd.config.short_form import TYPED, is_text, sections_of_strings
+from nemo_opd.config.validation import S, from_dict, validated
 from nemo_opd.errors import ConfigError
 from nemo_opd.files import read_file
 from nemo_opd.paths import configs_dir, package_version
 from nemo_opd.plain_yaml import load_yaml
 from nemo_opd.progress import separately
 
-S = TypeVar("S", bound=Settings)
 Prepare = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Completes composed settings before they are validated."""
 
@@ -112,11 +114,6 @@ def _hydra_settings(file: Path, settings: Sequence[str], overrides: Sequence[str
     job = {key: value for key, value in node["job"].items() if key not in ("config_name", "override_dirname")}
     added = {key: [item for item in node["overrides"][key] if item not in overrides] for key in ("hydra", "task")}
     return {key: value for key, value in node.items() if key != "runtime"} | {"job": job, "overrides": added}
-
-
-def from_dict(data: Mapping[str, Any]) -> RunConfig:
-    """Validate a run's settings. Raises ConfigError with a line for each problem."""
-    return validated(data, RunConfig)
 
 
 def from_yaml(path: Path) -> RunConfig:
@@ -235,16 +232,6 @@ def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:
     return validated(_plain_data(cfg), model)
 
 
-def validated(data: Mapping[str, Any], model: type[S]) -> S:
-    """Validate plain data. Raises ConfigError with a line for each problem."""
-    if issubclass(model, RunFields):
-        data = long_form(data)
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain_all(error.errors(), data, model))) from None
-
-
 def _plain_data(cfg: DictConfig) -> dict[str, Any]:
     """Return a composed configuration as plain data. Raises ConfigError for a reference that cannot be resolved."""
     try:
@@ -354,3 +341,29 @@ def _explain_list_key(override: str, config: DictConfig) -> str | None:
         elements = f"{', '.join(leading)} and {last}" if leading else last
         return f"{name} is a list of {len(value)}, {elements}; write one of these, or the whole list as {name}=[…]"
     return None
+
+
+def read_short_forms(overrides: Sequence[str]) -> None:
+    """Let Hydra compose files with short forms, so that overrides such as `data.shuffle=false` find a section.
+
+    overrides: an override of a whole section, such as `loss=p_kl`, replaces a string of the files.
+    """
+    Plugins.instance()  # registers Hydra's own class first
+    SourcesRegistry.instance().types["file"] = _Source
+    _Source.replaced = {override.lstrip("+").partition("=")[0] for override in overrides} & {*TYPED}
+
+
+class _Source(FileConfigSource):
+    """Files of settings, with strings at the top of a file turned into sections."""
+
+    replaced: ClassVar[set[str]] = set()
+    """Sections whose strings are left out."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        result = super().load_config(config_path)
+        if isinstance(result.config, DictConfig):
+            content: Any = OmegaConf.to_container(result.config, resolve=False)
+            kept = {key: value for key, value in content.items() if not (key in self.replaced and is_text(value))}
+            if (sections := sections_of_strings(kept)) != content:
+                result.config = OmegaConf.create(sections)
+        return result

@@ -1,15 +1,9 @@
 """Short forms of a run's settings: a string in place of a section, and a teacher's type and name left out."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeGuard
-
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf
+from typing import Any, TypeGuard
 
 from nemo_opd.config.base import options
 from nemo_opd.config.data import Source, source_kind
@@ -18,9 +12,9 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.paths import configs_dir
 from nemo_opd.plain_yaml import load_yaml
 
-_TYPED = ("loss", "aggregation", "handoff", "rollout", "reward", "environment")
+TYPED = ("loss", "aggregation", "handoff", "rollout", "reward", "environment")
 """Sections that a string names by their type, or by an option of their group."""
-SHORT = ("student", "teachers", "data", *_TYPED)
+SHORT = ("student", "teachers", "data", *TYPED)
 """Sections that a string can stand for."""
 _UNUSUAL_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 
@@ -32,12 +26,12 @@ def sections_of_strings(data: Mapping[str, Any]) -> dict[str, Any]:
     sections: an option of the group, as on the command line, or a type. Raises ConfigError for files of several kinds.
     """
     sections = dict(data)
-    for key in _TYPED:
-        if _is_text(name := sections.get(key)):
+    for key in TYPED:
+        if is_text(name := sections.get(key)):
             sections[key] = _option(key, name)
-    if _is_text(model := sections.get("student")):
+    if is_text(model := sections.get("student")):
         sections["student"] = {"model": model}
-    if _is_text(model := sections.get("teachers")):
+    if is_text(model := sections.get("teachers")):
         sections["teachers"] = [model]
     if isinstance(teachers := sections.get("teachers"), list):
         sections["teachers"] = [_section_of_teacher(teacher) for teacher in teachers]
@@ -65,7 +59,7 @@ def long_form(data: Mapping[str, Any]) -> dict[str, Any]:
     which preflight resolves. A teacher's name is the last part of its model's.
     """
     sections = sections_of_strings(data)
-    for key in _TYPED:
+    for key in TYPED:
         default = RunFields.model_fields[key].get_default(call_default_factory=True)
         if isinstance(section := sections.get(key), Mapping) and default is not None:
             sections[key] = {"type": default.type, **section}
@@ -76,7 +70,7 @@ def long_form(data: Mapping[str, Any]) -> dict[str, Any]:
     return sections
 
 
-def _is_text(value: Any) -> TypeGuard[str]:
+def is_text(value: Any) -> TypeGuard[str]:
     """Return whether a value is a text, and not a reference, which is read when its value is known."""
     return isinstance(value, str) and not value.startswith("${")
 
@@ -99,7 +93,7 @@ def _section_of_teacher(teacher: Any) -> Any:
 def _source(key: str, texts: Any) -> Any:
     """Return the source of texts that a string or a list of strings names; anything else as it is."""
     names = [texts] if isinstance(texts, str) else texts
-    if not isinstance(names, list) or not names or not all(_is_text(name) and name.strip() for name in names):
+    if not isinstance(names, list) or not names or not all(is_text(name) and name.strip() for name in names):
         return texts
     kinds = {source_kind(name) for name in names}
     if len(kinds) > 1 or (None in kinds and len(names) > 1):
@@ -130,29 +124,3 @@ def _with_type_and_name(teacher: Any, names: set[Any]) -> Any:
 
 def _is_cache_alone(teacher: Mapping[str, Any]) -> bool:
     return teacher.get("cache") is not None and teacher.get("model") is None
-
-
-def read_short_forms(overrides: Sequence[str]) -> None:
-    """Let Hydra compose files with short forms, so that overrides such as `data.shuffle=false` find a section.
-
-    overrides: an override of a whole section, such as `loss=p_kl`, replaces a string of the files.
-    """
-    Plugins.instance()  # registers Hydra's own class first
-    SourcesRegistry.instance().types["file"] = _Source
-    _Source.replaced = {override.lstrip("+").partition("=")[0] for override in overrides} & {*_TYPED}
-
-
-class _Source(FileConfigSource):
-    """Files of settings, with strings at the top of a file turned into sections."""
-
-    replaced: ClassVar[set[str]] = set()
-    """Sections whose strings are left out."""
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        result = super().load_config(config_path)
-        if isinstance(result.config, DictConfig):
-            content: Any = OmegaConf.to_container(result.config, resolve=False)
-            kept = {key: value for key, value in content.items() if not (key in self.replaced and _is_text(value))}
-            if (sections := sections_of_strings(kept)) != content:
-                result.config = OmegaConf.create(sections)
-        return result

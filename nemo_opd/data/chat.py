@@ -3,11 +3,12 @@
 Each side uses its own chat template, and only assistant messages are learned.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 
 from nemo_opd.alignment import ChatTokens, LocatedTokens, RenderedChat, TokenAligner, align_chat
@@ -15,7 +16,6 @@ from nemo_opd.alignment.chat_template import content_text, learned_messages, pla
 from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.context import Content, PrivilegedPrompt, align_after, verbatim
 from nemo_opd.data.encoders import ChatEncoder, locate_beginning, locate_up_to
-from nemo_opd.data.lines import Origin
 from nemo_opd.data.record import MESSAGES, TOOLS, Conversation, Document, Message, parsed, read_rows
 from nemo_opd.data.samples import (
     SameTokenizer,
@@ -28,6 +28,11 @@ from nemo_opd.data.samples import (
 )
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.types import Alignment
+
+if TYPE_CHECKING:
+    import datasets
+
+    from nemo_opd.data.lines import Origin
 
 _ROWS_AT_A_TIME = 1000
 

@@ -1,8 +1,12 @@
 """Readings of a file's columns as documents, and the types that such columns have."""
 
-from collections.abc import Mapping
+from __future__ import annotations
 
-import pyarrow as pa
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _MESSAGES = ("messages", "conversations", "conversation")
 _COMPLETIONS = ("completion", "output", "response")
@@ -37,11 +41,15 @@ def described(reading: Reading) -> str:
 
 
 def is_string(dtype: pa.DataType) -> bool:
+    import pyarrow as pa
+
     return pa.types.is_string(dtype) or pa.types.is_large_string(dtype)
 
 
 def is_list_of_objects(dtype: pa.DataType) -> bool:
     """Return whether a type is a list of objects, which `datasets` stores as JSON if their keys or types differ."""
+    import pyarrow as pa
+
     if not (pa.types.is_list(dtype) or pa.types.is_large_list(dtype)):
         return isinstance(dtype, pa.JsonType)
     return pa.types.is_struct(dtype.value_type) or isinstance(dtype.value_type, pa.JsonType)

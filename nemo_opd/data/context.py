@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import datasets
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,7 +16,7 @@ from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_cha
 from nemo_opd.alignment.chat_template import content_text, plain_messages
 from nemo_opd.config.context import PROMPT, field_names, filled
 from nemo_opd.config.context import Context as ContextSettings
-from nemo_opd.data.record import OTHER, Message, is_field, parsed
+from nemo_opd.data.record import OTHER, Message, parsed
 from nemo_opd.data.samples import Chunks, HasIdentity, SameTokenizer, TeacherSample, Tokens, require_ids
 from nemo_opd.data.text import TextContinuation
 from nemo_opd.errors import AlignmentError, DataError
@@ -289,21 +288,3 @@ def leakage(response: str, context: str, prompt: str) -> tuple[int, int]:
 
 def _windows(data: bytes) -> set[bytes]:
     return {data[start : start + LEAST] for start in range(len(data) - LEAST + 1)}
-
-
-def with_others(documents: datasets.Dataset, key: str) -> datasets.Dataset:
-    """Add to each record the fields of the record half the dataset further on.
-
-    key: the dataset's key in the settings. Raises DataError for a single record.
-    """
-    number = len(documents)
-    if number < 2:
-        raise DataError(
-            f"{key} has {number} record, but contrast=true in a teacher's context needs another one; give more "
-            "records, or set contrast=false"
-        )
-    names = [name for name in documents.column_names if is_field(name)]
-    fields, middle = documents.select_columns(names), number // 2
-    rotated = datasets.concatenate_datasets([fields.select(range(middle, number)), fields.select(range(middle))])
-    rotated = rotated.rename_columns({name: OTHER + name for name in names})
-    return datasets.concatenate_datasets([documents, rotated], axis=1)

@@ -6,13 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from nemo_opd.config.data import Data
-from nemo_opd.config.reward import FunctionReward, RewardBase
+from nemo_opd.config.reward import FunctionReward, Reward, RewardBase
 from nemo_opd.data.columns import described, is_list_of_objects, is_string, readings
-from nemo_opd.data.lines import Origin
 from nemo_opd.data.record import (
     ANSWER,
     COMPLETION,
@@ -30,6 +26,9 @@ from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow as pa
+
+    from nemo_opd.data.lines import Origin
 
 
 class Layout(Protocol):
@@ -71,11 +70,6 @@ def columns_in(layout: Layout, schemas: Sequence[pa.Schema]) -> Mapping[str, str
     return {**layout_columns, **{field.name: ROW + field.name for field in extra}}
 
 
-def reads_rows(reward: RewardBase | None) -> bool:
-    """Return whether a reward may read any column of a row."""
-    return reward is not None and any(isinstance(part, FunctionReward) for part in reward.parts)
-
-
 @dataclass(frozen=True, slots=True)
 class TextLayout:
     """A layout whose documents are strings."""
@@ -98,6 +92,8 @@ class TextLayout:
             )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
+        import pyarrow.compute as pc
+
         column = _column_without_nulls(documents, TEXT, source, origin)
         if not any(pc.any(pc.greater(pc.binary_length(chunk), 0)).as_py() for chunk in column.chunks):
             raise DataError(
@@ -181,6 +177,9 @@ class RoutedLayout:
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
         """Raise DataError if there is nothing to learn from, or a row names an unknown teacher."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
         self.documents.require_content(documents, source, origin)
         names = _column_without_nulls(documents, TEACHER, source, origin)
         is_unknown = pc.invert(pc.is_in(names, value_set=pa.array(self.teachers, names.type)))
@@ -205,6 +204,8 @@ class DomainLayout:
         return {self.key: DOMAIN, **self.documents.columns}
 
     def require_columns(self, schema: pa.Schema, source: str) -> None:
+        import pyarrow as pa
+
         self.documents.require_columns(schema, source)
         dtype = _type_of(schema, self.key, "data.domain_key", source)
         if not is_string(dtype) and not pa.types.is_integer(dtype):
@@ -316,6 +317,20 @@ class RowLayout:
         self.documents.require_content(documents, source, origin)
 
 
+def with_columns(
+    layout: Layout, named: Sequence[tuple[str, str]], reward: Reward | None, domain_key: str | None = None
+) -> Layout:
+    """Add the columns that settings name to a layout, and entire rows if the reward may read any column."""
+    layout = ContextLayout(layout, tuple(named)) if named else layout
+    layout = layout if domain_key is None else DomainLayout(layout, domain_key)
+    return RowLayout(layout) if _reads_rows(reward) else layout
+
+
+def _reads_rows(reward: RewardBase | None) -> bool:
+    """Return whether a reward may read any column of a row."""
+    return reward is not None and any(isinstance(part, FunctionReward) for part in reward.parts)
+
+
 def _type_of(schema: pa.Schema, name: str, setting: str, source: str) -> pa.DataType:
     """Return a column's type. Raises DataError if the column is missing or occurs more than once."""
     if name not in schema.names:
@@ -329,6 +344,8 @@ def _type_of(schema: pa.Schema, name: str, setting: str, source: str) -> pa.Data
 
 def _type_name(dtype: pa.DataType) -> str:
     """Return the name of a column's type for messages."""
+    import pyarrow as pa
+
     return "JSON (objects, or values of several types)" if isinstance(dtype, pa.JsonType) else str(dtype)
 
 
@@ -336,6 +353,8 @@ def _column_without_nulls(
     documents: datasets.Dataset, column: str, source: str, origin: Origin, name: str | None = None
 ) -> pa.ChunkedArray:
     """Return a column, called `name` in messages. Raises DataError if it is empty or has a null."""
+    import pyarrow.compute as pc
+
     if not len(documents):
         raise DataError(f"{source}: no documents; the source has no rows")
     values = documents.data.column(column)
@@ -350,11 +369,15 @@ def _column_without_nulls(
 
 def _is_printable(dtype: pa.DataType) -> bool:
     """Return whether a template can print values of this type, which is not a string."""
+    import pyarrow as pa
+
     return pa.types.is_boolean(dtype) or _is_answer(dtype)
 
 
 def _is_answer(dtype: pa.DataType) -> bool:
     """Return whether a type, which is not a string, is a number or a list of strings."""
+    import pyarrow as pa
+
     if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
         return is_string(dtype.value_type)
     return pa.types.is_integer(dtype) or pa.types.is_floating(dtype)
@@ -363,6 +386,7 @@ def _is_answer(dtype: pa.DataType) -> bool:
 def _is_known(field: pa.Field) -> bool:
     """Return whether `datasets` has a type for a column."""
     import datasets
+    import pyarrow as pa
 
     try:
         datasets.Features.from_arrow_schema(pa.schema([field]))

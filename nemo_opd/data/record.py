@@ -1,16 +1,20 @@
 """Records of a dataset: documents, prompts and their rollouts, and the columns that they are read from."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from nemo_opd.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Message = dict[str, Any]
 FinishReason = Literal["stop", "length"]
@@ -210,6 +214,8 @@ class _Dataset(Protocol):
 
 
 def _has_objects(schema: pa.Schema) -> bool:
+    import pyarrow as pa
+
     return any(pa.types.is_nested(field.type) or isinstance(field.type, pa.JsonType) for field in schema)
 
 
@@ -219,6 +225,8 @@ def _is_document(column: str) -> bool:
 
 def _arrow_value(value: Any, dtype: pa.DataType, has_added_nulls: bool) -> Any:
     """Convert a value returned by `to_pylist` to the value that the user wrote."""
+    import pyarrow as pa
+
     if value is None:
         return None
     if isinstance(dtype, pa.JsonType):

@@ -46,7 +46,7 @@ from nemo_opd.data.files import (
 )
 from nemo_opd.data.layout import Layout, columns_in
 from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
-from nemo_opd.data.record import TEXT, Columns, holds_conversations
+from nemo_opd.data.record import OTHER, TEXT, Columns, holds_conversations, is_field
 from nemo_opd.errors import DataError
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -278,3 +278,21 @@ def _state_of(path: str) -> _FileState | None:
     except OSError:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def with_others(documents: datasets.Dataset, key: str) -> datasets.Dataset:
+    """Add to each record the fields of the record half the dataset further on.
+
+    key: the dataset's key in the settings. Raises DataError for a single record.
+    """
+    number = len(documents)
+    if number < 2:
+        raise DataError(
+            f"{key} has {number} record, but contrast=true in a teacher's context needs another one; give more "
+            "records, or set contrast=false"
+        )
+    names = [name for name in documents.column_names if is_field(name)]
+    fields, middle = documents.select_columns(names), number // 2
+    rotated = datasets.concatenate_datasets([fields.select(range(middle, number)), fields.select(range(middle))])
+    rotated = rotated.rename_columns({name: OTHER + name for name in names})
+    return datasets.concatenate_datasets([documents, rotated], axis=1)

@@ -11,13 +11,10 @@ from nemo_opd.config.reward import Reward, calls_users_code
 from nemo_opd.data.files import require_suitable
 from nemo_opd.data.layout import (
     ChatLayout,
-    ContextLayout,
-    DomainLayout,
     Layout,
     PromptLayout,
-    RowLayout,
     TextLayout,
-    reads_rows,
+    with_columns,
 )
 from nemo_opd.data.record import Prompt, written
 from nemo_opd.demo import is_demo
@@ -135,15 +132,6 @@ def resolved_sets(
                 f"{resolved.key}.messages_key"
             )
         yield resolved
-
-
-def with_columns(
-    layout: Layout, named: Sequence[tuple[str, str]], reward: Reward | None, domain_key: str | None = None
-) -> Layout:
-    """Add the columns that settings name to a layout, and entire rows if the reward may read any column."""
-    layout = ContextLayout(layout, tuple(named)) if named else layout
-    layout = layout if domain_key is None else DomainLayout(layout, domain_key)
-    return RowLayout(layout) if reads_rows(reward) else layout
 
 
 def check_inputs(config: EvaluationConfig) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nemo_opd.aggregation import apply_teacher_weights, build_objective, joined_scores, sequence_scores
-from nemo_opd.config.load import from_dict
 from nemo_opd.config.model import Parallelism
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
+from nemo_opd.config.validation import from_dict
 from nemo_opd.data.collate import collate
 from nemo_opd.data.record import TEXT, Document, read_documents
 from nemo_opd.data.samples import SampleMaker
@@ -27,8 +27,8 @@ from nemo_opd.logits.planned import compute_together
 from nemo_opd.logits.rows import logit_rows
 from nemo_opd.losses.metrics import plan_accuracy, plan_bits_per_byte, with_calibration_error
 from nemo_opd.models.load import compute_dtype, load_model
+from nemo_opd.preflight.columns import layout_of
 from nemo_opd.preflight.corpus import build_sample_maker
-from nemo_opd.preflight.inputs import layout_of
 from nemo_opd.preflight.model_info import read_model_info
 from nemo_opd.preflight.survey import sampled_rows
 from nemo_opd.preflight.teachers import plan_teacher, require_templates

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
-from datasets import Dataset
 from torch import Tensor, nn
 
 from nemo_opd.errors import ConfigError
@@ -87,6 +85,8 @@ class DistillationMixin:
             rows = (dataset[i] for i in range(len(dataset)))
             lengths = [row.get(column) if isinstance(row, Mapping) else None for row in rows]
             if None not in lengths:
+                from datasets import Dataset
+
                 return Dataset.from_dict({column: lengths})
         raise ConfigError(
             f"train_sampling_strategy={strategy}: rows are tokenized in the collator, so their lengths are not "
@@ -163,5 +163,8 @@ class DistillationMixin:
     def _distillation_values(self, *, is_training: bool) -> dict[str, float]:
         """Return and clear the metrics since the last log, merged over all processes."""
         metrics, self._distillation_metrics[is_training] = with_numbers(self._distillation_metrics[is_training]), {}
-        by_process = gather_object([metrics]) if self.accelerator.num_processes > 1 else [metrics]
-        return self.distillation.values(merge(by_process)) if metrics else {}
+        if self.accelerator.num_processes > 1:
+            from accelerate.utils import gather_object
+
+            metrics = merge(gather_object([metrics]))
+        return self.distillation.values(metrics) if metrics else {}

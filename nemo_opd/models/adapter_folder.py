@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import find_adapter_config_file
 
 from nemo_opd.errors import ModelError
+from nemo_opd.extras import require_library
 from nemo_opd.files import open_unlinked, replacing, settle, storage_errors
 from nemo_opd.models.folder import adapter_base, demo_folder, has_tokenizer, is_adapter, reason, split_revision
 from nemo_opd.models.quantised import dequantised, quantisation
@@ -122,6 +123,7 @@ def _downloaded_adapter(name: str) -> Path | None:
 
 def _merged(adapter: Path, *, named: str) -> Path:
     """Return the cache folder with an adapter merged into its base model; write it if it does not exist."""
+    require_library("peft", named)
     base = adapter_base(adapter, named=named)
     source = resolve(base, key=f"{named}: base_model_name_or_path")
     try:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
 from nemo_opd.logits.head import Head, HeadLogits
@@ -127,6 +128,11 @@ def sparse_layout(manifest: CacheManifest) -> SparseLayout:
     """Return the layout of a cache's rows of likeliest tokens. Raises ConfigError for impossible numbers."""
     size = manifest.vocab_size
     return SparseLayout(manifest.top_k, size, manifest.value_bytes, id_bytes(size))
+
+
+def served_layout(endpoint: Endpoint, vocab_size: int) -> SparseLayout:
+    """Return the layout of rows from servers."""
+    return SparseLayout(min(endpoint.logprobs, vocab_size), vocab_size, 4, id_bytes(vocab_size))
 
 
 def save_head(folder: Path, head: Head) -> None:

@@ -1,11 +1,10 @@
 """The documents of an off-policy run, and the makers of samples from documents and rollouts."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
-
-import pyarrow.compute as pc
-from datasets import Dataset
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from nemo_opd.alignment import ChatRenderer, TokenAligner
 from nemo_opd.alignment.chat_template import MARKS, learned_messages, plain_messages
@@ -16,7 +15,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.cache import CachedSampleMaker, CachedWindowMaker
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
-from nemo_opd.data.context import Context, PrivilegedPrompt, with_others
+from nemo_opd.data.context import Context, PrivilegedPrompt
 from nemo_opd.data.encoders import ChatEncoder, Encoder
 from nemo_opd.data.loader import Domains, TrainLoader, domains_of, made_of_all, validation_batches
 from nemo_opd.data.order import BatchOrder, PackedOrder, State, lengths_of
@@ -33,13 +32,15 @@ from nemo_opd.data.record import (
 )
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import HasIdentity, SameTokenizer, Sample, SampleMaker, WindowMaker
-from nemo_opd.data.sources import load_documents
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
 from nemo_opd.errors import AlignmentError, DataError
-from nemo_opd.preflight.inputs import domain_column, has_contrast, layout_of
+from nemo_opd.preflight.columns import domain_column, has_contrast, layout_of
 from nemo_opd.preflight.model_info import ModelInfo
 from nemo_opd.progress import tracked, working
 from nemo_opd.types import Batch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _Reader = TypeVar("_Reader")
 _IdentifiedReader = TypeVar("_IdentifiedReader", bound=HasIdentity)
@@ -89,6 +90,8 @@ class Corpus:
     @property
     def text_bytes(self) -> int:
         """Total bytes of the training texts."""
+        import pyarrow.compute as pc
+
         return int(pc.sum(pc.binary_length(self.train.data.column(TEXT))).as_py())
 
     @property
@@ -134,6 +137,8 @@ def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelI
 
 
 def _load_documents(config: RunConfig, source: Source, key: str, *, is_validation: bool = False) -> Dataset:
+    from nemo_opd.data.sources import load_documents, with_others
+
     documents = load_documents(source, layout_of(config, is_validation=is_validation), key=key)
     return with_others(documents, key) if has_contrast(config) else documents
 

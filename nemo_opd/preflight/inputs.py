@@ -1,4 +1,4 @@
-"""Checks of a run's paths before the slow import of PyTorch, and the columns of its data."""
+"""Checks of a run's paths before the slow import of PyTorch."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -17,18 +17,16 @@ from nemo_opd.config.short_form import long_form
 from nemo_opd.config.teacher import OwnIdsTeacher, UnresolvedTeacher
 from nemo_opd.data.columns import described, readings
 from nemo_opd.data.files import first_schema, require_suitable
-from nemo_opd.data.layout import Layout, PromptLayout, RoutedLayout, TextLayout
-from nemo_opd.data.layout import layout_of as data_layout
-from nemo_opd.data.record import TEXT
 from nemo_opd.errors import ConfigError, DataError, ProjectionError, run_all
-from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets, with_columns
+from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets
 from nemo_opd.extras import require_extras, require_installed
 from nemo_opd.logging.questions import VALIDATION_LOG
 from nemo_opd.logging.records import read_config, value_at
 from nemo_opd.logging.trackers import check_credentials
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template, require_hub
+from nemo_opd.preflight.columns import layout_of
 from nemo_opd.rewards import build_reward
-from nemo_opd.teacher_cache.shard import CacheManifest, read_manifest
+from nemo_opd.teacher_cache.shard import require_cache
 
 
 def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
@@ -136,14 +134,6 @@ def _check_tokenizer(settings: Model, key: str) -> None:
         read_template(settings.chat_template, key=f"{key}.chat_template")
 
 
-def require_cache(folder: str, key: str) -> CacheManifest:
-    """Read a cache's manifest. Raises DataError, naming `key`, if it cannot be read."""
-    try:
-        return read_manifest(folder)
-    except DataError as error:
-        raise DataError(f"{key}: {error}") from error
-
-
 def _check_projection(path: str, key: str) -> None:
     """Raise ProjectionError for an unreadable file. Preflight checks its contents against the tokenizers."""
     try:
@@ -167,47 +157,7 @@ def _data_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
     yield partial(check_benchmarks, config.evaluation, "evaluation.")
 
 
-def layout_of(config: RunConfig, *, is_validation: bool = False) -> Layout:
-    """Return the columns of documents, or of prompts for a run that samples, including teacher context columns.
-
-    is_validation: also include the domain column.
-    """
-    layout: Layout = data_layout(config.data)
-    if is_validation and config.data.is_chat and not config.data.has_chat_validation:
-        layout = TextLayout(config.data.validation.text_key or TEXT, "data.validation")
-    reward = config.reward if config.rollout is not None else None
-    if config.rollout is not None:
-        layout = PromptLayout(layout, reward.answer_column if reward else None, config.data.response_key)
-    if config.routing is not None:
-        layout = RoutedLayout(layout, config.routing.key, config.active_names)
-    fields = [] if reward is None else [(name, f"reward.{setting}") for name, setting in reward.named_columns.items()]
-    domain_key = config.data.domain_key if is_validation else None
-    return with_columns(layout, [*fields, *_context_fields(config)], reward, domain_key)
-
-
-def domain_column(config: RunConfig) -> str | None:
-    """Return our name of the domain column of validation texts, or None without one."""
-    key = config.data.domain_key
-    return None if key is None else layout_of(config, is_validation=True).columns[key]
-
-
 def sets_of(config: RunConfig) -> Iterator[ResolvedSet]:
     """Yield the resolved question sets of a run."""
     if config.evaluation is not None:
         yield from resolved_sets(config.evaluation, config.data, config.reward, "evaluation.")
-
-
-def has_contrast(config: RunConfig) -> bool:
-    """Return whether a teacher also reads another record's context."""
-    contexts = (teacher.context for teacher in config.active_teachers)
-    return any(context is not None and context.contrast for context in contexts)
-
-
-def _context_fields(config: RunConfig) -> list[tuple[str, str]]:
-    """Return the columns that active teachers' contexts read, paired with the settings that name them."""
-    return [
-        (name, f"teachers.{i}.context.{teacher.context.named_in(name)}")
-        for i, teacher in enumerate(config.active_teachers)
-        if teacher.context is not None
-        for name in teacher.context.fields
-    ]

@@ -29,7 +29,6 @@ from nemo_opd.models.tensor_plan import decoder_layers
 from nemo_opd.models.token_trials import require_causal
 from nemo_opd.rollout.hf import max_positions
 from nemo_opd.rotary import RotaryLimit, rotary_limit
-from nemo_opd.served.answers import TEXTS, check_endpoint
 from nemo_opd.teacher_cache.shard import read_manifest
 
 Shape = tuple[int, ...]
@@ -220,6 +219,8 @@ def _tokenizer_and_limit(settings: Student | Teacher, key: str) -> ModelInfo:
     if settings.served is None:
         assert settings.cache is not None
         return replace(info, positions=read_manifest(settings.cache).positions)
+    from nemo_opd.served.answers import TEXTS, check_endpoint  # imports what only runs need
+
     ordinary = np.flatnonzero(~info.pieces.is_special & (info.pieces.origin != HOLE))
     limit = check_endpoint(
         settings.served,

@@ -17,21 +17,22 @@ from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.collate import collate
-from nemo_opd.data.context import PrivilegedPrompt, with_others
+from nemo_opd.data.context import PrivilegedPrompt
 from nemo_opd.data.loader import Domains, domains_of, in_domains
 from nemo_opd.data.order import BatchOrder, State
 from nemo_opd.data.record import TEACHER, Prompt, Rollout, texts_hash
 from nemo_opd.data.rollouts import RolloutSampleMaker, read_prompts
 from nemo_opd.data.samples import Sample
-from nemo_opd.data.sources import load_documents
+from nemo_opd.data.sources import load_documents, with_others
 from nemo_opd.errors import AlignmentError, ConfigError, DataError
 from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, figure_names, load_benchmarks
 from nemo_opd.evaluation.inputs import ResolvedSet, build_set_reward, is_left_out
 from nemo_opd.evaluation.likelihoods import longest_request
 from nemo_opd.evaluation.questions import read_questions
 from nemo_opd.models.load import load_config
+from nemo_opd.preflight.columns import domain_column, has_contrast, layout_of
 from nemo_opd.preflight.corpus import build_rollout_sample_maker
-from nemo_opd.preflight.inputs import domain_column, has_contrast, layout_of, sets_of
+from nemo_opd.preflight.inputs import sets_of
 from nemo_opd.preflight.model_info import ModelInfo
 from nemo_opd.progress import tracked, working
 from nemo_opd.rewards.build import build_reward, check_answers

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,12 +27,14 @@ from nemo_opd.losses.image_mass import teacher_images
 from nemo_opd.losses.position_units import compared_positions
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.model_info import ModelInfo
-from nemo_opd.preflight.prompts import Prompts
 from nemo_opd.preflight.teachers import require_stored
 from nemo_opd.progress import tracked
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.renderer import num_tokens
 from nemo_opd.types import Batch, SampledRows
+
+if TYPE_CHECKING:
+    from nemo_opd.preflight.prompts import Prompts
 
 GOOD_COVERAGE = 0.9
 """Coverage below which a warning is given.
@@ -85,8 +88,8 @@ def survey(
     Raises DataError, with the row, for a text that cannot be used or that a cache lacks.
     """
     rows = sampled_rows(len(data.train))
-    prompts = data.train.read(rows) if isinstance(data, Prompts) else []
-    texts = list(_responses(data, prompts) if isinstance(data, Prompts) else _documents(data, rows))
+    prompts = [] if isinstance(data, Corpus) else data.train.read(rows)
+    texts = list(_documents(data, rows) if isinstance(data, Corpus) else _responses(data, prompts))
     samples = [sample for text in texts for sample in text]
     require_stored(config, samples)
     batches = [_batch_of(sample, config) for sample in samples]
@@ -104,7 +107,7 @@ def survey(
             [num_tokens(info.tokenizer, text) for text in prompt_texts] for info in (student, *teachers)
         )
     ratios = [_token_ratio(i, samples, teacher_lengths, lengths) for i, teacher_lengths in enumerate(by_teacher)]
-    if isinstance(data, Prompts) and not samples:
+    if not isinstance(data, Corpus) and not samples:
         by_teacher = [
             [
                 length + _added_by_context(reader, teachers[i], prompt)
@@ -159,7 +162,7 @@ def _naming_row(key: str, row: int) -> Iterator[None]:
 
 def _domain_batches(config: RunConfig, data: Corpus | Prompts) -> dict[str, list[Batch]]:
     """Return batches of some validation documents by their domain."""
-    if isinstance(data, Prompts) or data.validation is None or data.domains is None:
+    if not isinstance(data, Corpus) or data.validation is None or data.domains is None:
         return {}
     batches: dict[str, list[Batch]] = {name: [] for name in data.domains.names}
     for number, name in enumerate(data.domains.names):

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from nemo_opd.aggregation import TrainingObjective
 from nemo_opd.alignment import fingerprint
 from nemo_opd.alignment.pieces import ADDED
-from nemo_opd.config.load import from_dict
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import (
@@ -30,6 +29,7 @@ from nemo_opd.config.teacher import (
     UnresolvedTeacher,
     first_changed,
 )
+from nemo_opd.config.validation import from_dict
 from nemo_opd.data.collate import collate
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.errors import AlignmentError, ConfigError, DataError, ModelError, ProjectionError
@@ -39,13 +39,11 @@ from nemo_opd.losses.learned_projection import NOTHING_PAIRED, learnable_pairs, 
 from nemo_opd.losses.sparse_projection import TokenPairs
 from nemo_opd.models.folder import template_setting
 from nemo_opd.models.load import compute_dtype, load_tokenizer
-from nemo_opd.models.stored_output import require_head, sparse_layout
-from nemo_opd.preflight.inputs import require_cache
+from nemo_opd.models.stored_output import require_head, served_layout, sparse_layout
 from nemo_opd.preflight.model_info import ModelInfo, ModelSize, read_model_info, tokenizer_info
 from nemo_opd.projection import Audit, ProjectionMatrix, audit, cached_projection
-from nemo_opd.served.answers import served_layout
 from nemo_opd.teacher_cache.reader import CacheReader
-from nemo_opd.teacher_cache.shard import read_manifest
+from nemo_opd.teacher_cache.shard import read_manifest, require_cache
 
 
 @dataclass(frozen=True, slots=True)

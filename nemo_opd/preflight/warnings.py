@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import compress
+from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig
 
@@ -17,17 +18,18 @@ from nemo_opd.config.model import Student
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
-from nemo_opd.data.files import resolve_files
 from nemo_opd.data.record import Conversation, Document, Routed, read_documents
 from nemo_opd.errors import AlignmentError, ConfigError, DataError
 from nemo_opd.models.load import load_config
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.model_info import ModelInfo
-from nemo_opd.preflight.prompts import Prompts
 from nemo_opd.preflight.survey import GOOD_COVERAGE, DataStatistics, sampled_rows
 from nemo_opd.preflight.teachers import template_readers
 from nemo_opd.rollout.hf import end_ids
 from nemo_opd.rollout.renderer import encode
+
+if TYPE_CHECKING:
+    from nemo_opd.preflight.prompts import Prompts
 
 _CHECKED_CHARACTERS = 100_000
 """Number of leading characters of a text that are searched for special tokens."""
@@ -176,6 +178,8 @@ def _response_ends(info: ModelInfo) -> frozenset[int]:
 
 def warn_of_shared_data(config: RunConfig) -> Iterator[str]:
     """Yield a warning for each file or dataset that is in both data.validation and data.train."""
+    from nemo_opd.data.files import resolve_files
+
     for kind, value in config.data.validation.given.items():
         train_value, key = config.data.train.given.get(kind), f"data.validation.{kind}"
         if isinstance(value, HubDataset):
@@ -298,12 +302,12 @@ def check_templates(
     """Check some rows of data.train; yields and raises as `check_conversations`."""
     rows = sampled_rows(len(data.train))
     conversations: list[_PlainConversation]
-    if isinstance(data, Prompts):
+    are_learned = isinstance(data, Corpus)
+    if isinstance(data, Corpus):
+        conversations = conversations_of(read_documents(data.train, list(rows)))
+    else:
         prompts = data.train.read(rows)
         conversations = [(prompt.content, prompt.tools) for prompt in prompts if not isinstance(prompt.content, str)]
-    else:
-        conversations = conversations_of(read_documents(data.train, list(rows)))
-    are_learned = not isinstance(data, Prompts)
     return check_conversations(config, conversations, student, teachers, key="data.train", are_learned=are_learned)
 
 

@@ -1,17 +1,21 @@
 """Interfaces of rollout engines: requests, completions and the sampled model."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.data.record import FinishReason
 from nemo_opd.errors import RolloutError
-from nemo_opd.handoff.shared_memory import FileDescriptor
+
+if TYPE_CHECKING:
+    from nemo_opd.handoff.shared_memory import FileDescriptor
 
 
 @dataclass(frozen=True, slots=True)

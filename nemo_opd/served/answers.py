@@ -14,9 +14,10 @@ from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import EndpointError
 from nemo_opd.logging.activity import print_line
 from nemo_opd.logits.rows import SparseLayout, SparseRows
+from nemo_opd.models.stored_output import served_layout
 from nemo_opd.rollout.server.client import MAX_BYTES, Client, Http, UnansweredError
 from nemo_opd.served.programs import PROGRAMS, encoded_rows
-from nemo_opd.teacher_cache.shard import Segment, encoded_ids, id_bytes
+from nemo_opd.teacher_cache.shard import Segment, encoded_ids
 from nemo_opd.users_code import shown
 
 _Ids = NDArray[np.integer[Any]]
@@ -82,11 +83,6 @@ class EndpointAnswers:
             raise EndpointError(f"{self._key}: {error}") from error
         tokens = (encoded_ids(sequence, self._layout.id_bytes) for sequence in sequences)
         return [Segment(*pair) for pair in zip(tokens, rows, strict=True)]
-
-
-def served_layout(endpoint: Endpoint, vocab_size: int) -> SparseLayout:
-    """Return the layout of rows from servers."""
-    return SparseLayout(min(endpoint.logprobs, vocab_size), vocab_size, 4, id_bytes(vocab_size))
 
 
 def check_endpoint(

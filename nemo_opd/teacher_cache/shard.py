@@ -206,6 +206,14 @@ def read_manifest(folder: str | Path) -> CacheManifest:
     return manifest
 
 
+def require_cache(folder: str, key: str) -> CacheManifest:
+    """Read a cache's manifest. Raises DataError, naming `key`, if it cannot be read."""
+    try:
+        return read_manifest(folder)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+
+
 def has_manifest(folder: Path) -> bool:
     """Return whether a folder is a cache, by its manifest."""
     return (folder / MANIFEST).is_file()

@@ -10,8 +10,17 @@ from pathlib import Path
 from nemo_opd.config.run import RunConfig
 from nemo_opd.evaluation.estimates import paired_difference
 from nemo_opd.evaluation.verdict import Arm, Setup, judge, teacher_effect
-from nemo_opd.logging import ClosingRow, ClosingTable
-from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, Score, ScoreRow, Verdict, difference, is_share
+from nemo_opd.logging.base import (
+    STUDENT_AFTER,
+    STUDENT_BEFORE,
+    ClosingRow,
+    ClosingTable,
+    Score,
+    ScoreRow,
+    Verdict,
+    difference,
+    is_share,
+)
 from nemo_opd.logging.comparison import SweptRun
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE, PREFIX, SHARED_BITS_PER_BYTE, score_keys

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_opd.config.load import compose, from_dict
+from nemo_opd.config.load import compose
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.validation import from_dict
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import keep_compiled_code_private
 from nemo_opd.preflight.inputs import check_inputs, with_documents_columns

@@ -12,8 +12,7 @@ from nemo_opd.checkpoint.run_directory import checkpoints_of, is_locked
 from nemo_opd.config.load import from_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import DataError, OPDError
-from nemo_opd.logging import ClosingTable
-from nemo_opd.logging.base import Best
+from nemo_opd.logging.base import Best, ClosingTable
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE
 from nemo_opd.logging.provenance import FINISHED, NOT_EXPORTED, PROVENANCE, read_provenance

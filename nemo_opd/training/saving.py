@@ -26,9 +26,8 @@ from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
 from nemo_opd.data.sources import data_commit
 from nemo_opd.errors import HubError
 from nemo_opd.files import copy_whole, size_below
-from nemo_opd.logging import ClosingTable, RunSummary
 from nemo_opd.logging.activity import print_line
-from nemo_opd.logging.base import Best, TeacherSummary
+from nemo_opd.logging.base import Best, ClosingTable, RunSummary, TeacherSummary
 from nemo_opd.logging.card import Exported, write_card
 from nemo_opd.logging.provenance import ModelOrigin, Provenance
 from nemo_opd.logging.records import MovedRow, write_projections

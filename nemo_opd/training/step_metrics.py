@@ -1,7 +1,10 @@
 """Logged values of a step: the objective (methods.md §7.3), the scale of KD, times, skipped steps and warnings."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,9 +26,11 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import NotFiniteError
 from nemo_opd.logging.metrics import OTHER, step_parts, values
 from nemo_opd.models.load import compute_dtype
-from nemo_opd.training.models import ScoredBatch
 from nemo_opd.types import Mean, Metric, Metrics
 from nemo_opd.workers.step import IS_TAKEN, PHASE, objective_terms
+
+if TYPE_CHECKING:
+    from nemo_opd.training.models import ScoredBatch
 
 _SHARED_PHASES = ("forward", "backward")
 """Phases that teachers have too, so their metric names get the prefix `student_`."""

@@ -27,9 +27,9 @@ from nemo_opd.logits.rows import LogitRows, SparseLayout, SparseLogits
 from nemo_opd.logits.sources import Packing
 from nemo_opd.models.head import HiddenStateModel, ReadingModel
 from nemo_opd.models.load import compute_dtype
-from nemo_opd.models.stored_output import StoredHiddenStates, StoredTopK, stored_output
+from nemo_opd.models.stored_output import StoredHiddenStates, StoredTopK, served_layout, stored_output
 from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
-from nemo_opd.served.answers import EndpointAnswers, served_layout
+from nemo_opd.served.answers import EndpointAnswers
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.types import SequenceScores, TokenRows
 from nemo_opd.workers.frozen import FrozenWorker, Handoff, TeacherSource

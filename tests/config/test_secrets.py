@@ -7,14 +7,15 @@ import yaml
 
 from nemo_opd.cli.settings_verbs import main
 from nemo_opd.config import secrets
-from nemo_opd.config.load import from_dict, from_yaml, run_with_hydra, to_yaml
+from nemo_opd.config.load import from_yaml, run_with_hydra, to_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.secrets import MASK, without_secrets
 from nemo_opd.config.teacher import Endpoint, SameTokenizerTeacher, Teacher
+from nemo_opd.config.validation import from_dict
 from nemo_opd.errors import ConfigError, RolloutError
-from nemo_opd.logging import Loggers, write_report
-from nemo_opd.logging.loggers import JsonlLogger
+from nemo_opd.logging.loggers import JsonlLogger, Loggers
 from nemo_opd.logging.records import read_config
+from nemo_opd.logging.report import write_report
 from tests.composition import CONFIGS, command_line, compose, configured
 from tests.config.settings import VALID
 from tests.logging.synthetic import CLOSING

@@ -9,12 +9,12 @@ import pytest
 
 from nemo_opd.config.context import Context as ContextSettings
 from nemo_opd.config.data import Data, Source
-from nemo_opd.data.context import Context, with_others
+from nemo_opd.data.context import Context
 from nemo_opd.data.files import require_suitable
 from nemo_opd.data.layout import ContextLayout, PromptLayout, layout_of
 from nemo_opd.data.record import FIELD, OTHER, read_documents
 from nemo_opd.data.rollouts import read_prompts
-from nemo_opd.data.sources import load_documents
+from nemo_opd.data.sources import load_documents, with_others
 from nemo_opd.errors import DataError
 
 TEMPLATE = "teachers.0.context.template"

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from nemo_opd.config.run_fields import Console as ConsoleSettings
-from nemo_opd.logging import ClosingTable
-from nemo_opd.logging.base import Score, ScoreRow, amount, change, clock, figure
+from nemo_opd.logging.base import ClosingTable, Score, ScoreRow, amount, change, clock, figure
 from nemo_opd.logging.console import ConsoleLogger, _Progression
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
 

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from nemo_opd.logging import write_report
 from nemo_opd.logging.records import group_tables, markdown
+from nemo_opd.logging.report import write_report
 
 START = {
     "step": 0,

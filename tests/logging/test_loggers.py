@@ -9,15 +9,15 @@ import pytest
 
 from nemo_opd.config.run_fields import Logging
 from nemo_opd.errors import ConfigError, StorageError
-from nemo_opd.logging import Logger, Loggers, build
-from nemo_opd.logging.loggers import read
+from nemo_opd.logging.base import Logger
+from nemo_opd.logging.loggers import Loggers, build, read
 from tests.logging.synthetic import CLOSING, record, summary
 
 SCRIPT = """
 import sys
 from pathlib import Path
 from nemo_opd.config.run_fields import Logging
-from nemo_opd.logging import build
+from nemo_opd.logging.loggers import build
 from nemo_opd.cli.command import standard_streams
 from nemo_opd.logging.activity import print_line
 from tests.logging.synthetic import CLOSING, record, summary

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_opd.logging import Timer, merge, values
+from nemo_opd.logging.metrics import Timer, merge, values
 from nemo_opd.types import Last, Max, Mean, Sum
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8)

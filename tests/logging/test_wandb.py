@@ -19,7 +19,7 @@ RUN = """
 import sys
 from pathlib import Path
 from nemo_opd.config.run_fields import Logging
-from nemo_opd.logging import build
+from nemo_opd.logging.loggers import build
 from nemo_opd.logging.trackers import check_credentials
 from tests.logging.synthetic import CLOSING, record, summary
 folder, mode = Path(sys.argv[1]), sys.argv[2]

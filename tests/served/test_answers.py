@@ -13,8 +13,9 @@ import torch
 from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import EndpointError
 from nemo_opd.logits.rows import SparseRows
+from nemo_opd.models.stored_output import served_layout
 from nemo_opd.rollout.server.client import LoadBalancer
-from nemo_opd.served.answers import EndpointAnswers, check_endpoint, served_layout
+from nemo_opd.served.answers import EndpointAnswers, check_endpoint
 from tests.rollout.fake_server import Handler, Json, Says
 from tests.served.endpoint import MODEL, answering, endpoint, of_uniform
 

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_opd.data.loader import TrainLoader
 from nemo_opd.errors import DataError, WorkerError
-from nemo_opd.logging import Timer
+from nemo_opd.logging.metrics import Timer
 from nemo_opd.training.batches import Lookahead
 
 PER_EPOCH = 4
