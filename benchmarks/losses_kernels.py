@@ -1,7 +1,7 @@
 """The kernels of losses at real vocabularies: against formulas in fp64, and the milliseconds of each.
 
 uv run benchmarks/losses_kernels.py check           # also with more than 2³¹ numbers, unless --small
-uv run benchmarks/losses_kernels.py time            # needs a GPU: blocks and warps, rows aligned and not
+uv run benchmarks/losses_kernels.py time            # needs a GPU: blocks, warps and tiles; rows aligned and not
 TRITON_INTERPRET=1 uv run benchmarks/losses_kernels.py check     # without a GPU, in Triton's interpreter, small
 
 Cross-entropy, same_vocab and p_kl of the same rows, as a step computes them together. With NEMO_OPD_TOKENIZERS also the
@@ -18,6 +18,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -46,8 +48,15 @@ LARGEST = -(-(2**31 + 2**27) // 128_256) if HAS_GPU else 64
 LOSS_ERROR = 2e-4
 GRADIENT_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 """Largest error, of a loss relative to it, of a row's gradient relative to its norm."""
-SHAPES = ((1024, 512, 8), (1024, 1024, 8), (512, 512, 4), (2048, 1024, 16))
-"""Blocks of the sums and of the pass over rows, and warps: the first are the defaults."""
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"BLOCK": launch.BLOCK, "ROWS_BLOCK": launch.ROWS_BLOCK, "WARPS": launch.WARPS},
+    {"ROWS_BLOCK": 256, "WARPS": 4},
+    {"BLOCK": 2048, "ROWS_BLOCK": 1024, "WARPS": 16},
+    {"SHORT_TILE": (64, 8)},
+    {"LONG_TILE": (4, 64)},
+    {"LONG_TILE": (16, 64)},
+)
+"""Constants of `launch` that are timed, first the defaults; those that are not named have their defaults."""
 REPEATS = 8
 ALIGNED = 64
 """Numbers that rows are apart, or a multiple, so that each begins at 128 bytes at least."""
@@ -201,14 +210,15 @@ def time_kernels() -> None:
     for pair in pairs():
         for is_aligned in (False, True):
             for shape in SHAPES if is_aligned else SHAPES[:1]:
-                by_kernel = timed(pair, is_aligned, *shape)
-                case = {"pair": pair.name, "aligned": is_aligned, "blocks and warps": shape}
+                with patch.multiple(launch, **shape):
+                    by_kernel = timed(pair, is_aligned)
+                case = {"pair": pair.name, "aligned": is_aligned, "shape": shape}
                 case |= {"ms": {name: round(value, 3) for name, value in by_kernel.items()}}
                 print(json.dumps(case | {"all, ms": round(sum(by_kernel.values()), 3)}, ensure_ascii=False), flush=True)
                 torch.cuda.empty_cache()
 
 
-def timed(pair: Pair, is_aligned: bool, block: int, rows_block: int, warps: int) -> dict[str, float]:
+def timed(pair: Pair, is_aligned: bool) -> dict[str, float]:
     torch.manual_seed(0)
 
     def draw(rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -219,12 +229,7 @@ def timed(pair: Pair, is_aligned: bool, block: int, rows_block: int, warps: int)
     cross = draw(TIMED_ROWS - TIMED_ROWS // 4, pair.teacher_size)
     total = draw(TIMED_ROWS, pair.student_size, torch.bfloat16)
     terms = placed(pair, TIMED_ROWS, same, cross, FORWARD_KL)
-    before = launch.BLOCK, launch.ROWS_BLOCK, launch.WARPS
-    launch.BLOCK, launch.ROWS_BLOCK, launch.WARPS = block, rows_block, warps
-    try:
-        return milliseconds(lambda: add_losses(student, terms, total, is_first=True))
-    finally:
-        launch.BLOCK, launch.ROWS_BLOCK, launch.WARPS = before
+    return milliseconds(lambda: add_losses(student, terms, total, is_first=True))
 
 
 def main() -> int:

@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +31,8 @@ from nemo_opd.training.session import Session
 from nemo_opd.types import Batch
 
 GIB = 2**30
+PERIOD_S = 0.2
+"""Seconds between two readings of a GPU's memory."""
 LIBRARIES = "import psutil, ray, nemo_opd.workers.student; print(psutil.Process().memory_info().rss)"
 
 
@@ -76,6 +79,8 @@ class Ours:
         self.records: list[dict[str, float]] = []
         """Of each step, as metrics.jsonl has them."""
         with ExitStack() as stack:
+            if self.plan.device == "cuda":
+                self._most_on_gpu = stack.enter_context(watching_gpus())
             self._session = stack.enter_context(Session(self.plan))
             self._watched = Watched(self._session.lookahead)
             self._session.lookahead = self._watched  # type: ignore[assignment]
@@ -148,7 +153,7 @@ class Ours:
         """What was held against what was estimated; to be called while the workers are there."""
         memories = self.plan.memory.memories
         if self.plan.device == "cuda":
-            whole = MemoryFound("a whole GPU, all processes", fullest_gpu() / GIB, memories[0].peak / GIB)
+            whole = MemoryFound("a whole GPU, all processes", self._most_on_gpu() / GIB, memories[0].peak / GIB)
             if not worker_processes():  # with cluster.launcher=local the teachers' tensors are in the student's process
                 return [whole]
             student = max(record["perf/peak_memory_gb"] for record in self.records)
@@ -194,7 +199,29 @@ def peak_of_process(process: psutil.Process) -> int:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 
 
+@contextmanager
+def watching_gpus() -> Iterator[Callable[[], int]]:
+    """Yield a function that returns the most bytes in use on a GPU so far, of all processes.
+
+    Read all the time, as processes that take turns on a GPU give cached memory back at the end of theirs.
+    """
+    most, is_over = fullest_gpu(), threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not is_over.wait(PERIOD_S):
+            most = max(most, fullest_gpu())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: most
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def fullest_gpu() -> int:
-    """Bytes in use, of all processes: allocators keep what they once had."""
+    """Bytes in use at the moment."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return max(int(line) for line in subprocess.check_output(command, text=True).split()) * 2**20

@@ -6,7 +6,6 @@
 #   CONSTRAINTS=/dev/null tools/gpu_environment.sh FOLDER          # the newest that the project allows
 #   PYTHONPATH=$PWD FOLDER/bin/python tools/gpu_check.py --within 3600
 #
-# Triton 3.6 has an interpreter that NumPy 2.5 breaks, so that the part `kernels` needs a GPU with these versions.
 # PYTHON names another interpreter, or the version of one that uv finds.
 set -euo pipefail
 
@@ -18,3 +17,6 @@ cd / # away from the checkout, whose own constraints are those of the lock
 uv venv --quiet --python "${PYTHON:-3.12}" "$folder"
 VIRTUAL_ENV=$folder uv pip install --requirements "$here/../pyproject.toml" --extra train --constraints "$constraints" \
   pytest pytest-xdist pytest-timeout hypothesis trl liger-kernel
+# Triton 3.6's interpreter, which no GPU uses, calls int() for arrays of one number; NumPy 2.5 refuses that.
+sed -i 's/int(self\.handle\.data)/int(self.handle.data.item())/' \
+  "$folder"/lib/python3*/site-packages/triton/runtime/interpreter.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from nemo_opd.distributed.transfer import on_host
 from nemo_opd.errors import ConfigError, ModelError
@@ -65,7 +66,14 @@ def is_packable(model: PreTrainedModel) -> bool:
         windows = [window if kind == "sliding_attention" else None for kind in kinds]
     try:
         return _windows_of_calls(model) == windows
-    except Exception:  # architectures raise their own errors for unknown arguments or the meta device
+    except (TypeError, ValueError):  # it takes no bounds, or attends in a way that cannot be replaced
+        return False
+    except Exception as error:  # architectures raise errors of their own on the meta device
+        warnings.warn(
+            f"{type(model).__name__} reads padded rows, more slowly, because packed rows could not be tried: "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
         return False
 
 
@@ -106,6 +114,7 @@ def _windows_of_calls(model: PreTrainedModel) -> list[int | None]:
     AttentionInterface.register(_PROBE, record)
     config = deepcopy(model.config)
     config._attn_implementation = _PROBE
+    _fix_rotary_factors(config)
     with torch.device("meta"):
         # Experts of mixtures can only be called on meta in bfloat16.
         copy: Any = type(model)(config).eval()
@@ -114,6 +123,14 @@ def _windows_of_calls(model: PreTrainedModel) -> list[int | None]:
         ends = torch.tensor([0, 2, 3], dtype=torch.int32)
         copy(input_ids=ids, position_ids=ids, use_cache=False, **bounds(ends, longest=2))
     return windows
+
+
+def _fix_rotary_factors(config: PretrainedConfig) -> None:
+    """Replace rotary factors that depend on the positions: up to transformers 5.17 they cannot be computed on meta."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") in ("longrope", "dynamic"):
+            parameters["rope_type"] = "default"
 
 
 def bounds(ends: Tensor, longest: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.preflight.flops import Flops
 from nemo_opd.preflight.model_info import model_size
 from tests.tokenizers_fixture import CORPUS, byte_level, sentencepiece
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -177,6 +178,17 @@ def test_the_report_has_what_was_found(step: dict[str, ModuleType], tmp_path: Pa
     stored = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
     assert stored["cases"][0]["gold"]["seconds"] == [4.0, 2.0, 1.0]
     assert stored["facts"] == {"commit": "abc"}
+
+
+def test_the_fullest_moment_of_a_gpu_counts(step: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: one reading after the steps, which had less than the student's tensors alone, as caches were given back."""
+    ours, readings = step["step_ours"], [5, 40]
+    monkeypatch.setattr(ours, "PERIOD_S", 0.01)
+    monkeypatch.setattr(ours, "fullest_gpu", lambda: readings.pop(0) if readings else 3)
+    with ours.watching_gpus() as most:
+        wait_until(lambda: most() == 40, "the second reading")
+        assert not readings
+    assert most() == 40
 
 
 def test_a_missing_baseline_is_said(step: dict[str, ModuleType]) -> None:

@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from nemo_opd.models import packed_attention
 from nemo_opd.models.head import HiddenStateModel
@@ -163,6 +164,30 @@ def test_other_families_read_padded_rows(family: str) -> None:
     model = model_of(OTHERS[family])
     assert not is_packable(model)
     check(model)
+
+
+def test_factors_that_depend_on_positions_do_not_keep_a_model_from_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: up to transformers 5.17 longrope compares positions on meta, and Phi-4-mini silently read padded rows."""
+    forward = Phi3RotaryEmbedding.forward
+
+    def forward_of_5_17(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        if self.rope_type == "longrope":
+            assert position_ids.max() >= 0
+        return forward(self, x, position_ids)
+
+    monkeypatch.setattr(Phi3RotaryEmbedding, "forward", forward_of_5_17)
+    assert is_packable(model_of(PACKABLE["phi3, fused"]))
+
+
+def test_a_trial_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: an error of the trial itself made a model slower, and nothing said so."""
+
+    def fails(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        raise RuntimeError("not on meta")
+
+    monkeypatch.setattr(Phi3RotaryEmbedding, "forward", fails)
+    with pytest.warns(UserWarning, match=r"Phi3ForCausalLM reads padded rows.*RuntimeError: not on meta"):
+        assert not is_packable(model_of(PACKABLE["phi3, fused"]))
 
 
 @pytest.mark.parametrize("family", ["mistral, window", "falcon-h1, states"])
