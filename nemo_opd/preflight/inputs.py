@@ -36,6 +36,7 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
     """
     require_kind(config, on_policy=on_policy)
     run_all(_checks(config))
+    check_benchmarks(config.evaluation, "evaluation.")  # a slow import
 
 
 def _checks(config: RunConfig) -> Iterator[Callable[[], object]]:
@@ -154,7 +155,6 @@ def _data_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
     if (reward := config.reward) is not None and not calls_users_code(reward):
         yield lambda: build_reward(reward).close()
     yield lambda: check_sets(sets_of(config))
-    yield partial(check_benchmarks, config.evaluation, "evaluation.")
 
 
 def sets_of(config: RunConfig) -> Iterator[ResolvedSet]:
