@@ -9,6 +9,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,10 @@ from typing import TextIO, cast
 
 from nemo_opd.errors import DataError, OPDError, StorageError
 
+UNSUSPICIOUS = 1 << 30
+"""Bytes that any file may unpack to."""
+MAX_EXPANSION = 200
+"""Limit of a larger file's unpacked size, as a multiple of its size. Logs reach 50, a bomb 1,000 and more."""
 FULL = {errno.ENOSPC, errno.EDQUOT}
 OF_THE_DISK = FULL | {errno.EIO, errno.EROFS, errno.EFBIG}
 """Never caused by a mistake in the program."""
@@ -167,12 +172,27 @@ def open_unlinked(path: Path, mode: str, permissions: int = 0o666) -> TextIO:
     return cast(TextIO, open(path, mode, encoding="utf-8", opener=open_without_links))
 
 
-def read_file(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError for anything else: reading a named pipe may never end."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+def read_file(path: Path, *, follow_link: bool = False) -> bytes:
+    """Return the content of a regular file.
+
+    Raises OSError for anything else, such as a named pipe, which may never end, and for a file with large holes.
+    """
+    more = os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | more)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if status.st_size > max(UNSUSPICIOUS, MAX_EXPANSION * 512 * status.st_blocks):
+            raise OSError(errno.EFBIG, "almost all of it is a hole", str(path))
         return file.read()
+
+
+def require_uncompressed(path: Path) -> None:
+    """Raise ValueError for a file of torch.save with compressed parts, which PyTorch does not write."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+                raise ValueError("it has compressed parts, which PyTorch does not write")
 
 
 def read_data(path: Path) -> bytes:

@@ -34,5 +34,7 @@ def load_yaml(text: str) -> Any:
         raise yaml.YAMLError(f"it has {len(text):,} characters, and at most {_MOST_CHARACTERS:,} are read")
     try:
         return yaml.load(text, _Loader)
-    except (RecursionError, ValueError, OverflowError) as error:  # such as a date with 13 months
+    except (yaml.YAMLError, MemoryError):
+        raise
+    except Exception as error:  # constructors raise many, such as for a date with 13 months
         raise yaml.YAMLError(str(error)) from error

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +27,10 @@ from nemo_opd.errors import CheckpointError, DataError, OPDError, StorageError
 from nemo_opd.files import (
     move_into_place,
     put_back,
+    read_file,
     replacing,
     require_room,
+    require_uncompressed,
     settle,
     storage_errors,
     umask_mode,
@@ -312,3 +315,27 @@ def test_folders_that_only_look_removed_stay(tmp_path: Path) -> None:
     (tmp_path / ".final.removed.abc").symlink_to(other)
     put_back(tmp_path)
     assert (tmp_path / "model.removed.x" / "weights").read_text() == (other / "weights").read_text() == "kept"
+
+
+def test_only_regular_files_without_holes_are_read(tmp_path: Path) -> None:
+    """Bugs: secrets that a stranger's link leads to are read; an empty file of 20 GB fills the memory."""
+    secret, link, hole = tmp_path / "secret", tmp_path / "link", tmp_path / "hole"
+    secret.write_bytes(b"s")
+    link.symlink_to(secret)
+    hole.touch()
+    os.truncate(hole, 20 << 30)
+    for path in (link, hole):
+        with pytest.raises(OSError, match=path.name):
+            read_file(path)
+    assert read_file(secret) == read_file(link, follow_link=True) == b"s"
+
+
+def test_compressed_tensors_are_refused(tmp_path: Path) -> None:
+    """Bug: a checkpoint of 200 kB fills gigabytes of memory."""
+    torch.save({"a": torch.zeros(1000)}, tmp_path / "stored.pt")
+    require_uncompressed(tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as stored, zipfile.ZipFile(tmp_path / "bomb.pt", "w", 8) as bomb:
+        for name in stored.namelist():
+            bomb.writestr(name, stored.read(name))
+    with pytest.raises(ValueError, match="compressed parts"):
+        require_uncompressed(tmp_path / "bomb.pt")

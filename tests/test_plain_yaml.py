@@ -1,5 +1,6 @@
 """YAML bombs in files that come with models, runs and caches: small texts that stand for billions of values."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import yaml
 
 from nemo_opd.config.load import from_yaml
-from nemo_opd.errors import DataError
+from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.logging.records import read_config
 from nemo_opd.models.folder import OwnCard, read_own_card
 from nemo_opd.plain_yaml import load_yaml
@@ -20,6 +21,7 @@ ATTACKS = {
     "deep nesting": "license: " + "[" * 50_000,
     "a long text": "license: " + "x" * (1 << 20),
     "an integer of base 60": "license: 1" + ":1" * 400_000 + "\n",
+    "a value that its tag does not fit": "license: !!bool x\n",
     "a date that does not exist": "license: 2026-13-45\n",
 }
 
@@ -36,6 +38,13 @@ def test_every_reader_refuses_it(tmp_path: Path, text: str) -> None:
     with pytest.raises(DataError, match=r"cache.yaml cannot be read"):
         read_manifest(tmp_path)
     with pytest.raises(yaml.YAMLError):
+        from_yaml(tmp_path / "config.yaml")
+
+
+def test_yaml_in_a_text_is_not_read(tmp_path: Path) -> None:
+    """Bug: settings that are one quoted text are read as YAML once more, with aliases."""
+    (tmp_path / "config.yaml").write_text(json.dumps(LAUGHS + "run: ${oc.env:HOME}\n"))
+    with pytest.raises(ConfigError, match="has no keys"):
         from_yaml(tmp_path / "config.yaml")
 
 

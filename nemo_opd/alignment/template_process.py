@@ -14,8 +14,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-NEEDS_MEMORY = 3
-"""Exit status of a process that needed more memory than its limit."""
+NEEDS_MEMORY, TOO_LONG = 3, 4
+"""Exit statuses of a process that needed more memory than its limit, or whose template wrote too long a text."""
 
 
 def main() -> None:
@@ -25,16 +25,19 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes if hard_limit < 0 else min(memory_bytes, hard_limit),) * 2)
     while True:
         try:
-            cpu_s, task, arguments = pickle.load(sys.stdin.buffer)
+            cpu_s, most_characters, task, arguments = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         answer = _answer(task, arguments)
         signal.setitimer(signal.ITIMER_PROF, 0)
+        if len(answer) > most_characters:
+            sys.exit(TOO_LONG)
         sys.stdout.write(answer + "\n")
         sys.stdout.flush()
 
@@ -53,7 +56,9 @@ def render(template: str, conversation: list[Any], settings: dict[str, Any]) -> 
     from transformers.utils.chat_template_utils import render_jinja_template
 
     texts: Any = render_jinja_template([conversation], chat_template=template, **settings)[0]
-    return str(texts[0])
+    text = str(texts[0])
+    text.encode()  # half of a surrogate pair has no tokens
+    return text
 
 
 def parse(templates: dict[str, Any], arguments: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_opd.alignment.pieces import name_of
-from nemo_opd.alignment.template_process import NEEDS_MEMORY
+from nemo_opd.alignment.template_process import NEEDS_MEMORY, TOO_LONG
 from nemo_opd.errors import AlignmentError
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 TEMPLATE_S = 20.0
 """Longest use of a template in seconds of processor time."""
 _MEMORY_BYTES = 1 << 30
+_EXPANSION, _UNSUSPICIOUS = 16, 1 << 20
+"""Longest answer in characters of JSON: so many times the request, or so many."""
 _FILE = Path(__file__).with_name("template_process.py")
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
@@ -36,8 +38,8 @@ class TemplateFailure(Exception):  # noqa: N818  not an error of ours: templates
 def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
     """Return the text of `tokenizer.apply_chat_template`, which is given keys of messages that are None, too.
 
-    Raises TemplateFailure if the template refuses the messages, and AlignmentError if it takes longer than `TEMPLATE_S`
-    or more than 1 GiB of memory.
+    Raises TemplateFailure if the template refuses the messages, and AlignmentError if it takes longer than
+    `TEMPLATE_S`, more than 1 GiB of memory, or writes many times the text of the messages.
     """
     try:
         template = tokenizer.get_chat_template(None, settings.get("tools"))
@@ -61,7 +63,8 @@ def parse_response(tokenizer: PreTrainedTokenizerBase, text: str, **settings: An
 
 def _ask(task: str, arguments: dict[str, Any], template: str, setting: str) -> Any:
     try:
-        answer = _process.ask(pickle.dumps((TEMPLATE_S, task, arguments)))
+        longest = max(_UNSUSPICIOUS, _EXPANSION * len(pickle.dumps(arguments)))
+        answer = _process.ask(pickle.dumps((TEMPLATE_S, longest, task, arguments)))
     except _EndedError as error:
         raise AlignmentError(f"{template} {error}; set a {setting} that needs less") from None
     if "error" in answer:
@@ -77,7 +80,7 @@ class _Process:
     """The process, which starts at the first request and again after one that ended it. Threads take turns."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may fork
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: bytes) -> dict[str, Any]:
@@ -142,6 +145,8 @@ def _reason(status: int) -> str:
         return f"did not return in {TEMPLATE_S:g} s of processor time"
     if status == NEEDS_MEMORY:
         return f"needs more than {_MEMORY_BYTES >> 30} GiB of memory"
+    if status == TOO_LONG:
+        return f"writes more than {_EXPANSION} times the text that it gets"
     return f"ended its process with status {status}"
 
 

@@ -22,7 +22,7 @@ from nemo_opd.checkpoint.manager import INSTEAD
 from nemo_opd.checkpoint.shards import rank_file, read_sharded, write_rank_file, write_sharded
 from nemo_opd.distributed.collectives import NotFinite, find_not_finite
 from nemo_opd.errors import CheckpointError, NotFiniteError
-from nemo_opd.files import storage_errors
+from nemo_opd.files import require_uncompressed, storage_errors
 from nemo_opd.models.folder import first_line
 
 _Averages = Mapping[str, dict[str, torch.Tensor]]
@@ -114,7 +114,8 @@ def load_state(
 
 
 def _read_rank_file(file: Path) -> dict[str, Any]:
-    """Read a rank's file. Raises TypeError for unexpected content, and the errors of torch.load."""
+    """Read a rank's file. Raises TypeError and ValueError for unexpected content, and the errors of torch.load."""
+    require_uncompressed(file)
     rank_state = torch.load(file, weights_only=True)
     if not isinstance(rank_state, dict) or not all(
         isinstance(rank_state.get(key), dict) for key in ("scheduler", "rng")

@@ -119,6 +119,8 @@ def _hydra_settings(file: Path, settings: Sequence[str], overrides: Sequence[str
 def from_yaml(path: Path) -> RunConfig:
     """Read a run's config.yaml; masked secrets stay masked."""
     written = load_yaml(read_file(path).decode())
+    if not isinstance(written, dict):
+        raise ConfigError(f"{path}: it has no keys; restore it")
     if not has_references(written):
         return from_dict(written)
     _require_bounded_references(written, path)

@@ -32,7 +32,7 @@ from nemo_opd.data.record import MESSAGES, parsed
 from nemo_opd.demo import DEMO_PREFIX, corpus, is_demo, questions
 from nemo_opd.demo.corpus import Split
 from nemo_opd.errors import DataError, OPDError, StorageError
-from nemo_opd.files import FULL, error_number, refusal, umask_mode
+from nemo_opd.files import FULL, MAX_EXPANSION, UNSUSPICIOUS, error_number, refusal, umask_mode
 from nemo_opd.paths import cache_dir
 
 _ARROW_FILE_MAGIC = b"ARROW1"
@@ -45,10 +45,6 @@ _WRITE_ERRORS = FULL | {errno.EROFS, errno.EFBIG}
 WAIT_S = 2 * 3600.0
 """Seconds to wait for another process: long enough to convert 1.4 TB at 0.2 GB/s."""
 _POLL_S = 0.5
-UNSUSPICIOUS = 1 << 30
-"""Bytes that any file may unpack to."""
-_MAX_EXPANSION = 200
-"""Limit of a larger file's unpacked size, as a multiple of its size. Logs reach 50, a bomb 1,000 and more."""
 SPARE = 1 << 30
 """Bytes of the disk to leave free."""
 
@@ -239,7 +235,7 @@ def uncompressed(path: Path, source: str) -> Path:
     target = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.jsonl"
     if not target.exists():
         _remove_abandoned(folder)
-        limit = max(UNSUSPICIOUS, _MAX_EXPANSION * status.st_size)
+        limit = max(UNSUSPICIOUS, MAX_EXPANSION * status.st_size)
         with writing(folder, "NEMO_OPD_CACHE"), NamedTemporaryFile(dir=folder, suffix=_PART, delete=False) as unpacked:
             try:
                 with opener(path) as packed:
@@ -283,7 +279,7 @@ def _copy(packed: IO[bytes], unpacked: IO[bytes], limit: int, source: str) -> No
         size += len(block)
         if size > limit:
             raise DataError(
-                f"{source} unpacks to more than {limit / 1e9:.1f} GB, {_MAX_EXPANSION} times its size, as no text "
+                f"{source} unpacks to more than {limit / 1e9:.1f} GB, {MAX_EXPANSION} times its size, as no text "
                 "does; unpack it yourself if you trust it"
             )
         if size > free:

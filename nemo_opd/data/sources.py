@@ -51,6 +51,8 @@ from nemo_opd.errors import DataError
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
+_ROWS_AT_A_TIME = 1_000
+"""Rows of a Parquet file in memory. A dictionary stores a long text once for all of its rows."""
 _ANSWER_S = 10.0
 """Time for the hub to answer."""
 _FileState = tuple[int, int, int]
@@ -174,7 +176,8 @@ def _read_parquet(paths: list[Path], layout: Layout, key: str) -> Read:
     source, origin = f"{key}={summarize(paths)}", of_rows(paths, counts)
     columns = columns_in(layout, [plain(schema) for schema in schemas])
     fields = [plain(schemas[0]).field(name) for name in schemas[0].names if name in columns]
-    options = {"columns": list(columns), "features": datasets.Features.from_arrow_schema(pa.schema(fields))}
+    features = datasets.Features.from_arrow_schema(pa.schema(fields))
+    options = {"columns": list(columns), "batch_size": _ROWS_AT_A_TIME, "features": features}
     with reading(key, *paths):
         dataset = convert("parquet", filled, list(layout.columns), source, origin, **options)
     return selected(dataset, layout, key, *paths), origin
@@ -194,10 +197,32 @@ def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
 def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
     way_out = f"check {key}.path, {key}.name, {key}.revision and {key}.split, and the network"
     revision = data_commit(hub.path, hub.revision) or hub.revision
-    read = partial(datasets.load_dataset, hub.path, hub.name, revision=revision, split=hub.split)
+
+    def read() -> datasets.Dataset:
+        builder = datasets.load_dataset_builder(hub.path, hub.name, revision=revision)
+        _require_own_files(builder, hub.path, key)
+        builder.download_and_prepare()
+        return builder.as_dataset(split=hub.split)
+
     with reading(f"{key}.path", hub.path, way_out=way_out), writing(Path(datasets.config.HF_CACHE_HOME), "HF_HOME"):
         dataset = retry_after_repair(read, "*")
     return selected(dataset, layout, f"{key}.path", hub.path)
+
+
+def _require_own_files(builder: datasets.DatasetBuilder, path: str, key: str) -> None:
+    """Raise DataError if a data set's card names files of another place, which may be this user's secrets."""
+    folder = Path(path)
+    is_local = folder.is_dir()
+    # The hub's cache has its files beside the folder of a commit, which links to them.
+    own = (folder.resolve(), folder.resolve().parent.parent / "blobs")
+    for names in (builder.config.data_files or {}).values():
+        for name in names:
+            if is_local:
+                is_own = "://" not in name and any(Path(name).resolve().is_relative_to(place) for place in own)
+            else:
+                is_own = name.startswith(f"{builder.base_path}/") and "/../" not in name
+            if not is_own:
+                raise DataError(f"{key}.path={path}: its card names the file {name} outside of it; leave that out")
 
 
 @cache

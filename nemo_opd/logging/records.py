@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.errors import DataError
-from nemo_opd.files import read_data, storage_errors, write_atomically
+from nemo_opd.files import read_data, read_file, storage_errors, write_atomically
 from nemo_opd.logging.base import RunSummary, bits, change, figure, share
 from nemo_opd.plain_yaml import load_yaml
 
@@ -123,8 +123,7 @@ def read_config(output_dir: Path) -> dict[str, Any]:
 
 def config_text(output_dir: Path) -> str:
     """Return a run's config.yaml; empty if it does not exist."""
-    file = output_dir / "config.yaml"
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+    return read_data(output_dir / "config.yaml").decode()
 
 
 def value_at(config: object, key: str) -> object:
@@ -161,8 +160,7 @@ def write_hardware(run: RunSummary) -> None:
 def read_hardware(output_dir: Path) -> dict[str, str]:
     """Return values by label; empty if the file is missing or damaged."""
     try:
-        file = output_dir / _HARDWARE
-        hardware = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        hardware = json.loads(read_file(output_dir / _HARDWARE))
     except (OSError, ValueError, RecursionError):
         return {}
     return {str(label): str(value) for label, value in hardware.items()} if isinstance(hardware, dict) else {}

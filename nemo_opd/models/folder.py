@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from nemo_opd.demo import DEMO_PREFIX, is_demo, model_path
 from nemo_opd.errors import ConfigError, HubError, ModelError
+from nemo_opd.files import read_file
 from nemo_opd.plain_yaml import load_yaml
 from nemo_opd.teacher_cache import shard
 
@@ -216,7 +218,7 @@ def adapter_base(folder: Path, *, named: str) -> str:
     if is_demo(base):
         return demo_folder(base)
     path = Path(base).expanduser()
-    base_folder = next((candidate.absolute() for candidate in (path, folder / path) if candidate.is_dir()), None)
+    base_folder = next((candidate.resolve() for candidate in (path, folder / path) if candidate.is_dir()), None)
     if base_folder is None:
         if not path.is_absolute() and not base.startswith("."):
             return base  # a hub name
@@ -224,7 +226,7 @@ def adapter_base(folder: Path, *, named: str) -> str:
             f"{named}: the folder has an adapter of the model {base}, and there is no such folder; copy the model "
             f"there, or correct base_model_name_or_path in the adapter's {_ADAPTER_CONFIG}"
         )
-    if base_folder.resolve() == folder.resolve():
+    if base_folder == folder.resolve():
         raise ModelError(
             f"{named}: the folder has an adapter whose {_ADAPTER_CONFIG} names this folder as its model; write the "
             "folder or hub name of the model that it was trained on as base_model_name_or_path"
@@ -243,11 +245,19 @@ def _check_adapter(folder: Path, reference: str, *, key: str) -> None:
     if weights.suffix == ".safetensors" and (why := damage(weights)) is not None:
         raise ModelError(f"{key}={reference}: {weights.name} is damaged ({why}); copy it there again")
     base = adapter_base(folder, named=f"{key}={reference}")
-    check_folder(base, key=f"{key}={reference}: base_model_name_or_path")
+    try:
+        check_folder(base, key=f"{key}={reference}: base_model_name_or_path")
+    except RecursionError:
+        raise ModelError(
+            f"{key}={reference}: the adapter's base model is an adapter of this one; write the model that it was "
+            f"trained on as base_model_name_or_path in {_ADAPTER_CONFIG}"
+        ) from None
 
 
 def damage(file: Path) -> str | None:
     """Return why a safetensors file cannot be read, judged by its header and length; None if it can be read."""
+    if file.exists() and not file.is_file():
+        return "it is not a file"
     try:
         with safe_open(file, framework="numpy"):  # reads the header, and compares the file's length with it
             return None
@@ -332,7 +342,8 @@ def read_own_card(reference: str) -> OwnCard:
     folder = Path(demo_folder(reference))
     card = _read_card(folder, reference)
     if card.terms is None and is_adapter(folder):
-        return read_own_card(adapter_base(folder, named=f"model={reference}"))
+        with suppress(RecursionError):  # adapters that name each other
+            return read_own_card(adapter_base(folder, named=f"model={reference}"))
     return card
 
 
@@ -346,7 +357,7 @@ def _read_card(folder: Path, reference: str) -> OwnCard:
         file = folder / _CARD
         if not folder.is_dir():
             file = Path(hf_hub_download(name, _CARD, revision=revision, etag_timeout=5))
-        block = REGEX_YAML_BLOCK.search(file.read_text(encoding="utf-8"))
+        block = REGEX_YAML_BLOCK.search(read_file(file, follow_link=True).decode())
         metadata = load_yaml(block[2]) if block else None
     except (OSError, ValueError, yaml.YAMLError):
         return OwnCard()

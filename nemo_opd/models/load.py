@@ -1,6 +1,8 @@
 """Loading of models and tokenizers from a folder, the hub, or the demo; of multimodal models, their text part."""
 
+import json
 import re
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ _SAME_LAYERS = {
 
 For text only, rotary angles of three axes equal those of one axis: all axes have the same positions.
 """
+_MOST_GROWTH = 1_000
 _AXES = ("mrope_section", "mrope_interleaved")
 _TEXT_NAMES = {
     r"^(?:model\.)?language_model\.lm_head\.": "lm_head.",
@@ -69,7 +72,25 @@ def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
             f"{key}={reference}: {type(tokenizer).__name__} has no fast backend, from which token bytes are read; "
             "convert it to a tokenizer.json"
         )
+    for name in ("normalizer", "decoder"):
+        part = getattr(tokenizer.backend_tokenizer, name)
+        if part is not None and _growth(json.loads(part.__getstate__())) > _MOST_GROWTH:
+            raise ModelError(
+                f"{key}={reference}: the {name} in tokenizer.json may make more than {_MOST_GROWTH} characters of one, "
+                "as no tokenizer for text does; use the tokenizer of another source"
+            )
     return tokenizer
+
+
+def _growth(part: Any) -> float:
+    """Return the most characters that the replacements of a normalizer or decoder, one after another, make of one."""
+    if isinstance(part, list):
+        return prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1.0
+    if part.get("type") == "Replace":
+        return max(1.0, len(part["content"]) / max(1, len(part["pattern"].get("String", ""))))
+    return prod(map(_growth, part.values()))
 
 
 def tokenizer_of(settings: Model, *, key: str) -> PreTrainedTokenizerFast:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from nemo_opd.alignment.pieces import name_of, pieces_of
 from nemo_opd.alignment.roles import RoleOverrides
 from nemo_opd.errors import ProjectionError
+from nemo_opd.files import require_uncompressed
 from nemo_opd.projection.exact import exact_map
 from nemo_opd.projection.io import BuilderOptions, frozen_roles
 from nemo_opd.projection.matrix import IMPORTERS, Entries, ProjectionMatrix, assemble
@@ -156,6 +157,7 @@ def _load(path: str | PathLike[str]) -> object:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickle protocols, which do not matter here
+            require_uncompressed(Path(path))
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise anything in the unpickler
         if code := re.search(r"GLOBAL (\S+)", str(error)):

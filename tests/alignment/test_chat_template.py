@@ -67,6 +67,20 @@ def test_a_template_that_fills_the_memory_is_ended(body: str) -> None:
         ChatRenderer(tokenizer).render([{"role": "user", "content": "Hi"}])
 
 
+def test_a_template_that_writes_a_bomb_is_refused() -> None:
+    """Bug: megabytes made of a short conversation are tokenized, which takes gigabytes."""
+    tokenizer = with_template(byte_level(), HEAD + "{{ 'a b ' * 7500000 }}" + END)
+    with pytest.raises(AlignmentError, match="writes more than 16 times the text that it gets"):
+        ChatRenderer(tokenizer).render([{"role": "user", "content": "Hi"}])
+
+
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    """Bug: a TypeError of the tokenizer."""
+    tokenizer = with_template(byte_level(), HEAD + "{{ m.content }}{{ '\\ud800' }}" + END)
+    with pytest.raises(AlignmentError, match=r"refuses messages\[0\] .*surrogates not allowed"):
+        ChatRenderer(tokenizer).render([{"role": "user", "content": "Hi"}])
+
+
 def test_small_sums_are_rendered() -> None:
     """Bug: templates that count or draw a line are refused."""
     text = rendered(

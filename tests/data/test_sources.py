@@ -169,14 +169,16 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_that_is_recorded(
 ) -> None:
     """Bug: a run on a data set that changed later could not be repeated."""
     write_parquet(folder / "train.parquet", table(TEXTS))
-    load_dataset, revisions = datasets.load_dataset, []
+    builder_of, revisions = datasets.load_dataset_builder, []
 
-    def load_from_folder(path: str, name: str | None, *, revision: str | None, split: str) -> datasets.Dataset:
+    def build_from_folder(path: str, name: str | None, *, revision: str | None) -> datasets.DatasetBuilder:
         revisions.append((path, revision))
-        return load_dataset(str(folder), split=split)
+        builder = builder_of(str(folder))
+        monkeypatch.setattr(builder, "base_path", folder.as_posix())
+        return builder
 
     info = {"some/texts": {None: "a" * 40, "v1": "b" * 40}}
-    monkeypatch.setattr(datasets, "load_dataset", load_from_folder)
+    monkeypatch.setattr(datasets, "load_dataset_builder", build_from_folder)
     monkeypatch.setattr(
         HfApi, "dataset_info", lambda _, path, revision, timeout: SimpleNamespace(sha=info[path][revision])
     )
@@ -197,6 +199,18 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_that_is_recorded(
 def test_compressed_jsonl(folder: Path) -> None:
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n'))
     assert load(Source(jsonl_files=str(folder / "a.jsonl.gz"))) == ["x"]
+
+
+@pytest.mark.parametrize("name", ["SECRET", "../secret.txt", "file://SECRET", "link.txt"])
+def test_a_card_names_no_files_outside_of_its_data_set(name: str, tmp_path: Path) -> None:
+    """Bug: a stranger's data set makes any file of the user its training text."""
+    secret, folder = tmp_path / "secret.txt", tmp_path / "texts"
+    secret.write_text("secret")
+    folder.mkdir()
+    (folder / "link.txt").symlink_to(secret)
+    named = name.replace("SECRET", str(secret))
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {named}\n---\n")
+    assert "outside of it; leave that out" in refusal(Source(hub=HubDataset(path=str(folder))))
 
 
 def test_hub_reads_a_local_folder(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """An adapter folder is a model: it computes what `peft` computes with the adapter on its base."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,7 +19,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh
 from nemo_opd.errors import ModelError
 from nemo_opd.models.adapter_folder import hub_commit, resolve
-from nemo_opd.models.folder import check_folder, read_own_card
+from nemo_opd.models.folder import OwnCard, check_folder, read_own_card
 from nemo_opd.models.load import load_config, load_model, load_tokenizer
 from nemo_opd.models.lora import Adapters, adapter_parameters
 from nemo_opd.models.sharded_load import load_sharded
@@ -228,3 +230,25 @@ def test_a_hub_name_may_have_a_revision(tmp_path: Path, monkeypatch: pytest.Monk
         ModelError, match=r"model=me/base@v2: me/base could not be read from the hub at the revision v2"
     ):
         load_config("me/base@v2", key="model")
+
+
+def test_adapters_that_name_each_other(tmp_path: Path) -> None:
+    """Bug: a RecursionError."""
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"../{other}"}))
+        save_file({"weight": torch.zeros(1)}, tmp_path / name / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="the adapter's base model is an adapter of this one"):
+        check_folder(str(tmp_path / "a"), key="student.model")
+    assert read_own_card(str(tmp_path / "a")) == OwnCard()
+
+
+def test_pipes_and_devices_in_a_folder_are_not_read(tmp_path: Path) -> None:
+    """Bug: a check that never ends, and a card that fills the memory."""
+    (tmp_path / "config.json").write_text("{}")
+    os.mkfifo(tmp_path / "part.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part.safetensors"}}')
+    with pytest.raises(ModelError, match=r"part\.safetensors is missing or damaged \(it is not a file\)"):
+        check_folder(str(tmp_path), key="student.model")
+    (tmp_path / "README.md").symlink_to("/dev/zero")
+    assert read_own_card(str(tmp_path)) == OwnCard()

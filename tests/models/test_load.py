@@ -1,5 +1,6 @@
 """Loading says which key names what, and why it cannot be used."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def test_tokenizer_that_is_not_there(copy: Path) -> None:
     for file in copy.glob("token*"):
         file.unlink()
     with pytest.raises(ModelError, match=f"student.tokenizer={copy}: "):
+        load_tokenizer(str(copy), key="student.tokenizer")
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_tokenizer_that_makes_a_bomb_of_a_letter(copy: Path, part: str) -> None:
+    """Bug: the memory is full of the letter q."""
+    settings = json.loads((copy / "tokenizer.json").read_text())
+    doubling = {"type": "Replace", "pattern": {"String": "q"}, "content": "qq"}
+    settings[part] = {"type": "Sequence", f"{part}s": [doubling] * 40}
+    (copy / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=f"the {part} in tokenizer.json may make more than 1000 characters of one"):
         load_tokenizer(str(copy), key="student.tokenizer")
 
 
