@@ -31,7 +31,7 @@ from nemo_opd.preflight.columns import layout_of
 from nemo_opd.preflight.corpus import build_sample_maker
 from nemo_opd.preflight.model_info import read_model_info
 from nemo_opd.preflight.survey import sampled_rows
-from nemo_opd.preflight.teachers import plan_teacher, require_templates
+from nemo_opd.preflight.teachers import plan_teacher, require_templates, settle_tokenizers
 from nemo_opd.preflight.warnings import check_conversations, check_positions, conversations_of
 from nemo_opd.training.step_metrics import objective_values
 from nemo_opd.types import Batch, LossOutput, Metrics, Normalizers
@@ -63,7 +63,7 @@ class Distillation:
         student.model provides the student's tokenizer and configuration. Raises an OPDError if settings are invalid or
         need nemo_opd's own loop, or if a model cannot be used.
         """
-        self.config = config = read_settings(settings)
+        self.config = config = settle_tokenizers(read_settings(settings), "cpu")
         self.device = torch.device(device)
         info = read_model_info(config.student, "student", "cpu")
         teachers = [read_model_info(model, f"teachers.{i}", "cpu") for i, model in enumerate(config.active_teachers)]

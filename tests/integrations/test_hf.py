@@ -321,6 +321,19 @@ def test_what_a_trainer_cannot_be_given_is_refused(distillation: Distillation, t
         distillation.loss(torch.zeros(1, 2, 3), distillation.collator([{"text": "a"}])["batch"])
 
 
+def test_strings_stand_for_models(tiny: Tiny) -> None:
+    """Bug: a teacher whose type is not written has no projection."""
+    distillation = Distillation(
+        {
+            "student": str(tiny.student),
+            "teachers": [str(tiny.teacher_same), str(tiny.teacher_cross)],
+            "loss": "gold",
+            "train": {"max_length": 96},
+        }
+    )
+    assert [teacher.type for teacher in distillation.config.teachers] == ["same_tokenizer", "cross_tokenizer"]
+
+
 def test_calls_that_a_template_leaves_out_are_told_before_training(tiny: Tiny, tmp_path: Path) -> None:
     """Bug: the student learns to end its turn in place of a call; in our own loop preflight says so."""
     template = tmp_path / "chat.jinja"
