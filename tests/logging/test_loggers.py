@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.config.run_fields import Logging
-from nemo_opd.errors import ConfigError, StorageError
+from nemo_opd.errors import ConfigError, DataError, StorageError
 from nemo_opd.logging.base import Logger
 from nemo_opd.logging.loggers import Loggers, build, read
 from tests.logging.synthetic import CLOSING, record, summary
@@ -98,7 +98,7 @@ def test_settings_that_cannot_work_still_end_the_run(tmp_path: Path) -> None:
 def test_metrics_that_cannot_be_written_still_end_the_run(tmp_path: Path) -> None:
     """They are results, and what a run continues from."""
     (tmp_path / "metrics.jsonl").mkdir()
-    with build(Logging(), tmp_path) as loggers, pytest.raises(StorageError, match="Is a directory"):
+    with build(Logging(), tmp_path) as loggers, pytest.raises(DataError, match="Is a directory"):
         loggers.start(summary(tmp_path))
 
 
