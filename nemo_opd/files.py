@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO, cast
+from typing import IO, TextIO, cast
 
 from nemo_opd.errors import DataError, OPDError, StorageError
 
@@ -161,7 +161,7 @@ def copy_whole(source: Path, folder: Path) -> None:
 
 
 def open_unlinked(path: Path, mode: str, permissions: int = 0o666) -> TextIO:
-    """Open a text file. Raises OSError for a symbolic link, and for a named pipe in place of waiting for it.
+    """Open a text file. Raises OSError for a symbolic link. A named pipe is never waited for.
 
     permissions: mode of a new file, which the umask restricts.
     """
@@ -177,8 +177,8 @@ def read_file(path: Path, *, follow_link: bool = False) -> bytes:
 
     Raises OSError for anything else, such as a named pipe, which may never end, and for a file with large holes.
     """
-    more = os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | more)) as file:
+    extra_flags = os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | extra_flags)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -187,10 +187,10 @@ def read_file(path: Path, *, follow_link: bool = False) -> bytes:
         return file.read()
 
 
-def require_uncompressed(path: Path) -> None:
+def require_uncompressed(file: Path | IO[bytes]) -> None:
     """Raise ValueError for a file of torch.save with compressed parts, which PyTorch does not write."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
             if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
                 raise ValueError("it has compressed parts, which PyTorch does not write")
 

@@ -11,7 +11,7 @@ _LONGEST_INTEGER = 100
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader without long integers, and without aliases: a few nested lines of these stand for billions of values."""
+    """A loader without long integers and without aliases, of which a few nested lines stand for billions of values."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

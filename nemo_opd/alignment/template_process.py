@@ -1,12 +1,14 @@
-"""A process that runs what strangers wrote for a tokenizer: chat templates, and templates that parse responses.
+"""A process that runs a tokenizer's untrusted code: chat templates, and templates that parse responses.
 
-It reads a pickled request and answers with a line of JSON: `{"result": …}`, or `{"error": …}` if the template fails. A
-single operation of a template may take forever in C code, which neither a thread nor a signal handler can interrupt. An
-interval timer with the signal's default action can: the kernel ends the process. The timer counts processor time, so
-that a busy machine does not change results. A process that needs too much memory ends itself.
+It reads requests, each after a line with its limits and its length, and answers with a line of JSON: `{"result": …}`,
+or `{"error": …}` if the template fails. A single operation of a template may take forever in C code, which neither a
+thread nor a signal handler can interrupt. An interval timer with the signal's default action can: the kernel ends the
+process. The timer counts processor time, so that a busy machine does not change results. A process that needs too much
+memory, or whose template writes too long a text, ends itself.
 """
 
 import json
+import os
 import pickle
 import resource
 import signal
@@ -28,28 +30,28 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes if hard_limit < 0 else min(memory_bytes, hard_limit),) * 2)
-    while True:
-        try:
-            cpu_s, most_characters, task, arguments = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a library prints is no answer
+    while limits := sys.stdin.buffer.readline().split():
+        cpu_s, most_characters, num_bytes = map(float, limits)
+        request = sys.stdin.buffer.read(int(num_bytes))
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        answer = _answer(task, arguments)
+        answer = _answer(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
         if len(answer) > most_characters:
             sys.exit(TOO_LONG)
-        sys.stdout.write(answer + "\n")
-        sys.stdout.flush()
+        answers.write(answer.encode("utf-8", "surrogatepass") + b"\n")
 
 
-def _answer(task: str, arguments: dict[str, Any]) -> str:
+def _answer(request: bytes) -> str:
     try:
+        task, arguments = pickle.loads(request)
         result = render(**arguments) if task == "render" else parse(**arguments)
-        return json.dumps({"result": result})
+        return json.dumps({"result": result}, ensure_ascii=False)
     except MemoryError:
         sys.exit(NEEDS_MEMORY)
     except Exception as error:  # a template is a program: it may fail with any exception
-        return json.dumps({"error": str(error) or type(error).__name__})
+        return json.dumps({"error": str(error) or type(error).__name__}, ensure_ascii=False)
 
 
 def render(template: str, conversation: list[Any], settings: dict[str, Any]) -> str:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 TEMPLATE_S = 20.0
 """Longest use of a template in seconds of processor time."""
 _MEMORY_BYTES = 1 << 30
-_EXPANSION, _UNSUSPICIOUS = 16, 1 << 20
-"""Longest answer in characters of JSON: so many times the request, or so many."""
+_EXPANSION, _ALWAYS_ALLOWED = 16, 1 << 20
+"""Longest answer in characters: so many times the bytes of the request, or so many."""
 _FILE = Path(__file__).with_name("template_process.py")
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
@@ -36,7 +36,7 @@ class TemplateFailure(Exception):  # noqa: N818  not an error of ours: templates
 
 
 def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
-    """Return the text of `tokenizer.apply_chat_template`, which is given keys of messages that are None, too.
+    """Return the text of `tokenizer.apply_chat_template`. Keys of messages that are None are kept.
 
     Raises TemplateFailure if the template refuses the messages, and AlignmentError if it takes longer than
     `TEMPLATE_S`, more than 1 GiB of memory, or writes many times the text of the messages.
@@ -63,16 +63,20 @@ def parse_response(tokenizer: PreTrainedTokenizerBase, text: str, **settings: An
 
 def _ask(task: str, arguments: dict[str, Any], template: str, setting: str) -> Any:
     try:
-        longest = max(_UNSUSPICIOUS, _EXPANSION * len(pickle.dumps(arguments)))
-        answer = _process.ask(pickle.dumps((TEMPLATE_S, longest, task, arguments)))
-    except _EndedError as error:
+        request = pickle.dumps((task, arguments))
+    except Exception as error:  # values of a user's environment
+        raise TemplateFailure(f"it cannot be given these messages ({error})") from error
+    longest = max(_ALWAYS_ALLOWED, _EXPANSION * len(request))
+    try:
+        answer = _process.ask(b"%f %d %d\n" % (TEMPLATE_S, longest, len(request)) + request)
+    except _ProcessEnded as error:
         raise AlignmentError(f"{template} {error}; set a {setting} that needs less") from None
     if "error" in answer:
         raise TemplateFailure(answer["error"])
     return answer["result"]
 
 
-class _EndedError(Exception):
+class _ProcessEnded(Exception):  # noqa: N818  `ask` turns it into an error
     """A process that ended in place of an answer; the message completes a sentence about the template."""
 
 
@@ -94,13 +98,13 @@ class _Process:
                     process.stdin.flush()
                 line = process.stdout.readline()
                 if line.endswith(b"\n"):
-                    return dict(json.loads(line))
+                    return dict(json.loads(line.decode("utf-8", "surrogatepass")))
                 status = process.wait()
             except BaseException:
                 self.end()  # an answer that was not read would be taken for the next one
                 raise
             self.end()
-        raise _EndedError(_reason(status))
+        raise _ProcessEnded(_reason(status))
 
     def end(self) -> None:
         if self._process is not None:

@@ -236,7 +236,7 @@ def read_whole(folder: Path, *, hashed: bool = True) -> Progress:
 def _require_known_format(folder: Path) -> None:
     """Raise CheckpointError if a newer version wrote the checkpoint, which is then not damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        record = json.loads(read_file(folder / PROGRESS))
+        record = json.loads(read_file(folder / PROGRESS, follow_link=True))
         if isinstance(record, dict) and isinstance(version := record.get("format"), int) and version > _WITH_MANIFEST:
             raise CheckpointError(
                 f"{folder} was written by a newer version (format {version}; this one reads up to {_WITH_MANIFEST}); "
@@ -343,7 +343,7 @@ def _read_typed(file: Path, kind: type[_T]) -> _T:
     forbid reading it.
     """
     try:
-        return TypeAdapter(kind).validate_json(read_file(file))
+        return TypeAdapter(kind).validate_json(read_file(file, follow_link=True))
     except ValidationError as error:
         raise DamagedError(f"{file} is damaged: {first_problem(error)}") from None
     except (FileNotFoundError, NotADirectoryError):

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nemo_opd.checkpoint.manager import STATE, STUDENT
 from nemo_opd.errors import CheckpointError
-from nemo_opd.files import error_number, sync, write_synced
+from nemo_opd.files import error_number, require_uncompressed, sync, write_synced
 from nemo_opd.models.folder import damage, safetensors_files
 
 _METADATA = ".metadata"
@@ -94,6 +94,8 @@ class _SafePlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         assert read_item.type is LoadItemType.BYTE_IO
         # torch would unpickle the file, so it gets a copy of values that were read safely.
+        require_uncompressed(value)
+        value.seek(0)
         copy = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), copy)
         copy.seek(0)

@@ -278,7 +278,7 @@ def _read_config(path: Path | None, run: Path) -> RunConfig:
             "`--cfg job --resolve > FILE`"
         )
     try:
-        return from_yaml(file)
+        return from_yaml(file, follow_link=path is not None)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file} cannot be read ({reason}); give another file as --config") from error

@@ -275,8 +275,9 @@ class Groups:
         group = key.lstrip("+")
         if group in ("data.train", "data.validation") and isinstance(files := _whole_value(argument), list):
             # A list cannot be merged into the section of the recipe.
-            source = sections_of_strings({"data": {group.removeprefix("data."): files}})
-            return f"++data={_in_grammar(source['data'])}"
+            data = sections_of_strings({"data": {group.removeprefix("data."): files}})["data"]
+            if all(isinstance(source, Mapping) for source in data.values()):
+                return f"++data={_in_grammar(data)}"
         if group.startswith("hydra") or not (self.config_dir / group.replace(".", "/")).is_dir():
             return f"++{argument}" if _PLAIN_OVERRIDE.match(argument) else argument
         value = _whole_value(argument)

@@ -116,9 +116,9 @@ def _hydra_settings(file: Path, settings: Sequence[str], overrides: Sequence[str
     return {key: value for key, value in node.items() if key != "runtime"} | {"job": job, "overrides": added}
 
 
-def from_yaml(path: Path) -> RunConfig:
-    """Read a run's config.yaml; masked secrets stay masked."""
-    written = load_yaml(read_file(path).decode())
+def from_yaml(path: Path, *, follow_link: bool = False) -> RunConfig:
+    """Read a run's config.yaml; masked secrets stay masked. Raises ConfigError, YAMLError and OSError."""
+    written = load_yaml(read_file(path, follow_link=follow_link).decode())
     if not isinstance(written, dict):
         raise ConfigError(f"{path}: it has no keys; restore it")
     if not has_references(written):

@@ -145,7 +145,7 @@ class PKLTerm(ChunkTerm):
     """Student projected onto the teacher's vocabulary at each chunk's first position (methods.md §5.3)."""
 
     type: Literal["p_kl"] = "p_kl"
-    take: ClassVar[str] = "for any other tokenizer; byte_prefix if texts are scarce"
+    take: ClassVar[str] = "for another tokenizer; byte_prefix if texts are scarce"
     compat: Literal["nemo_rl"] | None = None
     """Reproduce the loss of this system, for parity."""
     merge: Literal["first", "mean"] | None = None

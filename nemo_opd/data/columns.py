@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 _MESSAGES = ("messages", "conversations", "conversation")
 _COMPLETIONS = ("completion", "output", "response")
-_PROMPTS = ((("prompt",), _COMPLETIONS), (("instruction", "input"), _COMPLETIONS), (("question",), ("answer",)))
-"""Columns of a prompt, of which only the first one is required, and of its completion."""
+_PROMPTS = (("prompt",), ("instruction", "input"))
+"""Columns of a prompt. Only the first one is required."""
 
 Reading = Mapping[str, str | tuple[str, ...]]
 """Keys of `data` with the columns that they name."""
@@ -24,13 +24,15 @@ def readings(schema: pa.Schema) -> list[Reading]:
     usable = {*strings, *lists}
     ways: list[Reading] = [{"text_key": "text"}] if "text" in strings else []
     ways += [{"messages_key": name} for name in _MESSAGES if name in usable]
-    for (first, *more), completions in _PROMPTS:
+    for first, *more in _PROMPTS:
         prompt = (first, *(name for name in more if name in usable))
-        answers = [name for name in completions if name in usable]
+        answers = [name for name in _COMPLETIONS if name in usable]
         if first in usable:
             ways += [{"prompt_key": prompt, "completion_key": name} for name in answers]
         if first in lists and not answers:
             ways.append({"prompt_key": prompt})
+    if not ways and {"question", "answer"} <= usable:
+        ways.append({"prompt_key": ("question",), "completion_key": "answer"})
     return ways
 
 

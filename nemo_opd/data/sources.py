@@ -52,7 +52,7 @@ from nemo_opd.errors import DataError
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 _ROWS_AT_A_TIME = 1_000
-"""Rows of a Parquet file in memory. A dictionary stores a long text once for all of its rows."""
+"""Rows of a Parquet file in memory: a small file may hold one long text for each of many rows."""
 _ANSWER_S = 10.0
 """Time for the hub to answer."""
 _FileState = tuple[int, int, int]
@@ -199,8 +199,13 @@ def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
     revision = data_commit(hub.path, hub.revision) or hub.revision
 
     def read() -> datasets.Dataset:
+        if (Path(hub.path) / "state.json").is_file():
+            raise DataError(
+                f"{key}.path={hub.path}: a data set of save_to_disk; name its files by {key.removesuffix('.hub')}."
+                f"arrow_files={hub.path}/*.arrow"
+            )
         builder = datasets.load_dataset_builder(hub.path, hub.name, revision=revision)
-        _require_own_files(builder, hub.path, key)
+        _require_files_inside(builder, hub.path, key)
         builder.download_and_prepare()
         return builder.as_dataset(split=hub.split)
 
@@ -209,19 +214,20 @@ def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
     return selected(dataset, layout, f"{key}.path", hub.path)
 
 
-def _require_own_files(builder: datasets.DatasetBuilder, path: str, key: str) -> None:
-    """Raise DataError if a data set's card names files of another place, which may be this user's secrets."""
-    folder = Path(path)
-    is_local = folder.is_dir()
-    # The hub's cache has its files beside the folder of a commit, which links to them.
-    own = (folder.resolve(), folder.resolve().parent.parent / "blobs")
+def _require_files_inside(builder: datasets.DatasetBuilder, path: str, key: str) -> None:
+    """Raise DataError if a data set's card names files of another place, which may be this user's secrets.
+
+    Links inside a folder are followed, as for files that are named one by one.
+    """
+    is_local = Path(path).is_dir()
+    folders = [f"{os.path.abspath(path)}/", f"{os.path.realpath(path)}/"]
+    if not is_local:
+        repository, at, _ = str(builder.base_path).partition("@")
+        folders = [repository + at]
     for names in (builder.config.data_files or {}).values():
         for name in names:
-            if is_local:
-                is_own = "://" not in name and any(Path(name).resolve().is_relative_to(place) for place in own)
-            else:
-                is_own = name.startswith(f"{builder.base_path}/") and "/../" not in name
-            if not is_own:
+            place = os.path.normpath(name) if is_local else name
+            if not place.startswith(tuple(folders)) or "/../" in place:
                 raise DataError(f"{key}.path={path}: its card names the file {name} outside of it; leave that out")
 
 

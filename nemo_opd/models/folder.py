@@ -205,6 +205,24 @@ def adapter_base(folder: Path, *, named: str) -> str:
     A relative path in the adapter's configuration is tried from the working directory, then from the adapter's folder.
     named: setting and value of the adapter, for messages. Raises ModelError if the base model's folder does not exist.
     """
+    base = _named_base(folder, named)
+    place, seen = Path(base), {folder.resolve()}
+    while place.is_dir():
+        if place.resolve() in seen:
+            raise ModelError(
+                f"{named}: the folder has an adapter whose {_ADAPTER_CONFIG} names this folder as its model, itself or "
+                "by another adapter; write the folder or hub name of the model that it was trained on as "
+                "base_model_name_or_path"
+            )
+        if not is_adapter(place):
+            break
+        seen.add(place.resolve())
+        place = Path(_named_base(place, named))
+    return base
+
+
+def _named_base(folder: Path, named: str) -> str:
+    """Return the folder or hub name in an adapter's configuration. Raises ModelError as `adapter_base` does."""
     try:
         config = json.loads((folder / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
         base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
@@ -218,18 +236,13 @@ def adapter_base(folder: Path, *, named: str) -> str:
     if is_demo(base):
         return demo_folder(base)
     path = Path(base).expanduser()
-    base_folder = next((candidate.resolve() for candidate in (path, folder / path) if candidate.is_dir()), None)
+    base_folder = next((candidate.absolute() for candidate in (path, folder / path) if candidate.is_dir()), None)
     if base_folder is None:
         if not path.is_absolute() and not base.startswith("."):
             return base  # a hub name
         raise ModelError(
             f"{named}: the folder has an adapter of the model {base}, and there is no such folder; copy the model "
             f"there, or correct base_model_name_or_path in the adapter's {_ADAPTER_CONFIG}"
-        )
-    if base_folder == folder.resolve():
-        raise ModelError(
-            f"{named}: the folder has an adapter whose {_ADAPTER_CONFIG} names this folder as its model; write the "
-            "folder or hub name of the model that it was trained on as base_model_name_or_path"
         )
     return str(base_folder)
 
@@ -245,13 +258,7 @@ def _check_adapter(folder: Path, reference: str, *, key: str) -> None:
     if weights.suffix == ".safetensors" and (why := damage(weights)) is not None:
         raise ModelError(f"{key}={reference}: {weights.name} is damaged ({why}); copy it there again")
     base = adapter_base(folder, named=f"{key}={reference}")
-    try:
-        check_folder(base, key=f"{key}={reference}: base_model_name_or_path")
-    except RecursionError:
-        raise ModelError(
-            f"{key}={reference}: the adapter's base model is an adapter of this one; write the model that it was "
-            f"trained on as base_model_name_or_path in {_ADAPTER_CONFIG}"
-        ) from None
+    check_folder(base, key=f"{key}={reference}: base_model_name_or_path")
 
 
 def damage(file: Path) -> str | None:
@@ -342,7 +349,7 @@ def read_own_card(reference: str) -> OwnCard:
     folder = Path(demo_folder(reference))
     card = _read_card(folder, reference)
     if card.terms is None and is_adapter(folder):
-        with suppress(RecursionError):  # adapters that name each other
+        with suppress(ModelError):
             return read_own_card(adapter_base(folder, named=f"model={reference}"))
     return card
 

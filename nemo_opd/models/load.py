@@ -2,7 +2,7 @@
 
 import json
 import re
-from math import prod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ _SAME_LAYERS = {
 For text only, rotary angles of three axes equal those of one axis: all axes have the same positions.
 """
 _MOST_GROWTH = 1_000
+"""Most characters that the replacements of a tokenizer may make of one."""
 _AXES = ("mrope_section", "mrope_interleaved")
 _TEXT_NAMES = {
     r"^(?:model\.)?language_model\.lm_head\.": "lm_head.",
@@ -76,21 +77,32 @@ def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
         part = getattr(tokenizer.backend_tokenizer, name)
         if part is not None and _growth(json.loads(part.__getstate__())) > _MOST_GROWTH:
             raise ModelError(
-                f"{key}={reference}: the {name} in tokenizer.json may make more than {_MOST_GROWTH} characters of one, "
-                "as no tokenizer for text does; use the tokenizer of another source"
+                f"{key}={reference}: the {name} in tokenizer.json may make more than {_MOST_GROWTH:,} characters of "
+                "one, as no tokenizer for text does; use the tokenizer of another source"
             )
     return tokenizer
 
 
 def _growth(part: Any) -> float:
-    """Return the most characters that the replacements of a normalizer or decoder, one after another, make of one."""
-    if isinstance(part, list):
-        return prod(map(_growth, part))
-    if not isinstance(part, dict):
-        return 1.0
-    if part.get("type") == "Replace":
-        return max(1.0, len(part["content"]) / max(1, len(part["pattern"].get("String", ""))))
-    return prod(map(_growth, part.values()))
+    """Return an upper bound on the characters that a normalizer's or decoder's replacements make of one.
+
+    A replacement applies to the result of an earlier one if all characters of its pattern are in it.
+    """
+    replacements = list(_replacements(part))
+    growths: list[float] = []
+    for k, (pattern, content) in enumerate(replacements):
+        earlier = [growths[i] for i, (_, result) in enumerate(replacements[:k]) if set(pattern) <= set(result)]
+        growths.append(max(earlier, default=1.0) * max(1.0, len(content) / max(1, len(pattern))))
+    return max(growths, default=1.0)
+
+
+def _replacements(part: Any) -> Iterator[tuple[str, str]]:
+    """Yield pattern and result of each replacement in order; an empty pattern stands for a regular expression."""
+    if isinstance(part, dict) and part.get("type") == "Replace":
+        yield part["pattern"].get("String", ""), part["content"]
+    elif isinstance(part, dict | list):
+        for item in part.values() if isinstance(part, dict) else part:
+            yield from _replacements(item)
 
 
 def tokenizer_of(settings: Model, *, key: str) -> PreTrainedTokenizerFast:

@@ -57,7 +57,7 @@ def _checks(config: RunConfig) -> Iterator[Callable[[], object]]:
     yield partial(_check_extras, config)
     if (push := config.run.push_to_hub) is not None:
         yield partial(require_hub, f"run.push_to_hub.repo={push.repo}")
-    if not config.run.dry_run:  # a dry run may plan for another machine
+    if not config.run.dry_run:  # a dry run may plan for a machine with other programs
         yield partial(require_installed, config.rollout)
     yield from _data_checks(config)
     if isinstance(config.run.baseline, Path):
@@ -101,15 +101,22 @@ def with_documents_columns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         ways = [way for way in ways if way.get("completion_key") == written]
     elif data.get("response_key") is not None:  # the answers are those of a stored response
         ways = [way for way in ways if "completion_key" not in way]
-    reward = settings.get("reward")
-    if settings.get("rollout") and isinstance(reward, Mapping):  # the reward compares with this column
-        taken = "completion_key", reward.get("answer_key", "answer")
-        ways = [dict(pair for pair in way.items() if pair != taken) for way in ways]
+    if settings.get("rollout"):  # rewards compare with these columns
+        answers = {("completion_key", name) for name in _answer_columns(settings.get("reward"))}
+        ways = [dict(pair for pair in way.items() if pair not in answers) for way in ways]
     if len(ways) > 1:
         raise DataError(
             f"{source}: its columns can be read in {len(ways)} ways; write {', or '.join(map(described, ways))}"
         )
     return {**settings, "data": {**data, **ways[0]}} if ways else settings
+
+
+def _answer_columns(reward: object) -> Iterator[str]:
+    """Yield the names of the answers' columns in the settings of a reward, and of those that it combines."""
+    if isinstance(reward, Mapping):
+        yield str(reward.get("answer_key", "answer"))
+    for part in reward.values() if isinstance(reward, Mapping) else reward if isinstance(reward, list) else ():
+        yield from _answer_columns(part)
 
 
 def require_kind(config: RunConfig, *, on_policy: bool) -> None:
@@ -150,11 +157,17 @@ def _check_projection(path: str, key: str) -> None:
 def _data_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
     yield lambda: require_suitable(config.data.train, layout_of(config), key="data.train")
     if config.data.validation.given:
-        layout = layout_of(config, is_validation=True)
-        yield lambda: require_suitable(config.data.validation, layout, key="data.validation")
-    if (reward := config.reward) is not None and not calls_users_code(reward):
-        yield lambda: build_reward(reward).close()
+        yield lambda: require_suitable(
+            config.data.validation, layout_of(config, is_validation=True), key="data.validation"
+        )
+    yield partial(_check_reward, config)
     yield lambda: check_sets(sets_of(config))
+
+
+def _check_reward(config: RunConfig) -> None:
+    if config.reward is not None and not calls_users_code(config.reward):
+        require_extras(config.logging, config.reward)
+        build_reward(config.reward).close()
 
 
 def sets_of(config: RunConfig) -> Iterator[ResolvedSet]:

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from nemo_opd.alignment import ChatRenderer
 from nemo_opd.alignment.chat_render import PIECES, Piece, missing_opening_tag, omitted_pieces
 from nemo_opd.alignment.chat_template import ChatTemplate, Message, Tools, learned_messages, plain_messages
+from nemo_opd.alignment.templates import TemplateFailure
 from nemo_opd.alignment.token_roles import template_roles
 from nemo_opd.config.data import HubDataset, LearnedTurns
 from nemo_opd.config.model import Student
@@ -375,7 +376,7 @@ def _require_learned_pieces(
 def _shows_no_tools(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> bool:
     try:
         return bool(tools) and template.render(messages, tools) == template.render(messages)
-    except Exception:  # a template is a program; making the sample reports its error
+    except TemplateFailure:  # making the sample reports it
         return False
 
 

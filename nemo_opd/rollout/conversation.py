@@ -244,8 +244,6 @@ class ToolCallParser:
             settings = {"prefix": prefix, "tools": list(tools or ()) or None} if self._has_template else {}
             parsed = parse_response(self._tokenizer, text, **settings)
             return [_checked_call(call, text) for call in parsed.get("tool_calls") or ()]
-        except AlignmentError:
-            raise
         except Exception as error:  # what the tokenizer's template returns may have any form
             return [_malformed(text, " ".join(str(error).split()))]
 

@@ -20,7 +20,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import OwnIdsTeacher
 from nemo_opd.config.train import Adafactor, AdamW, ClassOptimizer
 from nemo_opd.errors import CheckpointError
-from nemo_opd.files import settle, storage_errors, write_synced
+from nemo_opd.files import require_uncompressed, settle, storage_errors, write_synced
 from nemo_opd.handoff.shared_memory import FileDescriptor, HeldWeights
 from nemo_opd.losses import LearnedProjection
 from nemo_opd.models.export import save_adapted, save_pretrained, whole_state
@@ -191,6 +191,7 @@ class LearnedProjections:
         if self._optimizer is None or not file.exists():
             return
         try:
+            require_uncompressed(file)
             state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
             for name, learned in self.by_teacher.items():
                 learned.load_state_dict(state["deltas"][name])

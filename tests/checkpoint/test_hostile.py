@@ -241,7 +241,7 @@ ALLOWED = {
     "loader.py: pickle.loads",  # of what it has pickled itself
     "plain_yaml.py: yaml.load",  # with a loader that is safer than SafeLoader
     "signed_objects.py: pickle.loads",  # after the signature is checked
-    "template_process.py: pickle.load",  # from the process that started it
+    "template_process.py: pickle.loads",  # from the process that started it
     "shards.py: dcp.load",  # with the reader and the planner that are tested here
 }
 

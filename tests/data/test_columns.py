@@ -75,9 +75,16 @@ def test_columns_are_found_out(tmp_path: Path, kind: str, row: dict[str, Any], m
 def test_a_reward_keeps_its_answers(tmp_path: Path) -> None:
     """Bug: the answers that a reward compares with become the prompts' completions, and the run is refused."""
     source = write(tmp_path, [{"question": "Hi", "answer": "Hello"}], "jsonl")
-    sampled = {"data": {"train": source}, "rollout": {"type": "hf"}, "reward": {"type": "exact"}}
-    assert dict(with_documents_columns(sampled)["data"])["prompt_key"] == ("question",)
-    assert "completion_key" not in with_documents_columns(sampled)["data"]
+    for reward in ({"type": "exact"}, {"type": "weighted", "rewards": {"a": {"reward": {"type": "exact"}}}}):
+        sampled = {"data": {"train": source}, "rollout": {"type": "hf"}, "reward": reward}
+        assert dict(with_documents_columns(sampled)["data"])["prompt_key"] == ("question",)
+        assert "completion_key" not in with_documents_columns(sampled)["data"]
+
+
+def test_questions_beside_messages_are_not_read(tmp_path: Path) -> None:
+    """Bug: a file that has both is refused as ambiguous."""
+    source = write(tmp_path, [{"messages": [*HI, *HELLO], "question": "Hi", "answer": "Hello"}], "jsonl")
+    assert dict(with_documents_columns({"data": {"train": source}})["data"])["messages_key"] == "messages"
 
 
 def test_sharegpt(tmp_path: Path) -> None:

@@ -63,8 +63,21 @@ def test_tokenizer_that_makes_a_bomb_of_a_letter(copy: Path, part: str) -> None:
     doubling = {"type": "Replace", "pattern": {"String": "q"}, "content": "qq"}
     settings[part] = {"type": "Sequence", f"{part}s": [doubling] * 40}
     (copy / "tokenizer.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelError, match=f"the {part} in tokenizer.json may make more than 1000 characters of one"):
+    with pytest.raises(ModelError, match=f"the {part} in tokenizer.json may make more than 1,000 characters of one"):
         load_tokenizer(str(copy), key="student.tokenizer")
+
+
+def test_tokenizer_that_writes_umlauts_as_two_letters(copy: Path) -> None:
+    """Bug: replacements of different letters are multiplied."""
+    settings = json.loads((copy / "tokenizer.json").read_text())
+    settings["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Replace", "pattern": {"String": letter}, "content": "ae"} for letter in "äöüßàéíñåøæ"
+        ],
+    }
+    (copy / "tokenizer.json").write_text(json.dumps(settings))
+    load_tokenizer(str(copy), key="student.tokenizer")
 
 
 def test_tokenizer_is_that_of_transformers(tiny: Tiny) -> None:
