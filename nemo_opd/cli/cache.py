@@ -211,7 +211,8 @@ examples:
   nemo-opd distil teachers=qwen3_4b --cfg job --resolve > run.yaml
   nemo-opd cache build --config run.yaml --output qwen --hidden-states
   CUDA_VISIBLE_DEVICES=1 nemo-opd cache build --config run.yaml --output qwen --hidden-states --part 1/4
-  torchrun --nproc-per-node 4 -m nemo_opd.cli cache build --config run.yaml --output qwen --top-k 64
+  torchrun --rdzv-backend=static --master-addr=127.0.0.1 --master-port=29500 --nproc-per-node=4 \\
+      -m nemo_opd.cli cache build --config run.yaml --output qwen --top-k 64
   nemo-opd cache build --urls http://a:8000 http://b:8000 --model Qwen/Qwen3-32B --config run.yaml --output qwen \\
       --top-k 64                 with running servers; no model is loaded
 

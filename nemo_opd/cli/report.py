@@ -13,7 +13,7 @@ from rich.console import Console
 from nemo_opd.cli.command import Command, add_output_options, output_of
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.logging.activity import print_line
-from nemo_opd.logging.terminal import VisibleConsole
+from nemo_opd.logging.terminal import VisibleConsole, visible
 
 
 def _add_report_arguments(parser: ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def _write_report(folder: Path) -> object:
     if facts.problem is not None:
         raise DataError(facts.problem)
     report = write_report(folder, facts.results)
-    print(f"report  {report}")
+    print(visible(f"report  {report}"))
     return replace(facts, report=report)
 
 

@@ -113,7 +113,7 @@ class ServerRollout(RolloutBase):
     @classmethod
     def the_address_is_chosen_by_the_run(cls, options: tuple[str, ...]) -> tuple[str, ...]:
         for option in options:
-            name = option.partition("=")[0]
+            name = option.partition("=")[0].replace("_", "-")
             # Programs also take the beginning of a name.
             if len(name) > 3 and any(address.startswith(name) for address in _ADDRESS_OPTIONS):
                 raise ValueError(

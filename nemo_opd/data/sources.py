@@ -17,11 +17,14 @@ from typing import Self
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 from datasets.table import ConcatenationTable, MemoryMappedTable, Table
 from huggingface_hub import HfApi
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from nemo_opd.config.base import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
+from nemo_opd.config.secrets import leaves
 from nemo_opd.data.chat import require_conversations
 from nemo_opd.data.convert import (
     Read,
@@ -48,6 +51,8 @@ from nemo_opd.data.layout import Layout, columns_in
 from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
 from nemo_opd.data.record import OTHER, TEXT, Columns, holds_conversations, is_field
 from nemo_opd.errors import DataError
+from nemo_opd.files import read_file
+from nemo_opd.plain_yaml import load_yaml
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
@@ -204,8 +209,10 @@ def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
                 f"{key}.path={hub.path}: a data set of save_to_disk; name its files by {key.removesuffix('.hub')}."
                 f"arrow_files={hub.path}/*.arrow"
             )
+        if Path(hub.path).is_dir():
+            _require_files_inside(Path(hub.path), key)
         builder = datasets.load_dataset_builder(hub.path, hub.name, revision=revision)
-        _require_files_inside(builder, hub.path, key)
+        _require_files_of_repository(builder, f"{key}.path={hub.path}")
         builder.download_and_prepare()
         return builder.as_dataset(split=hub.split)
 
@@ -214,21 +221,36 @@ def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
     return selected(dataset, layout, f"{key}.path", hub.path)
 
 
-def _require_files_inside(builder: datasets.DatasetBuilder, path: str, key: str) -> None:
-    """Raise DataError if a data set's card names files of another place, which may be this user's secrets.
+def _require_files_inside(folder: Path, key: str) -> None:
+    """Raise DataError if the card of a folder names files of another place, which may be this user's secrets.
 
-    Links inside a folder are followed, as for files that are named one by one.
+    `datasets` looks for them before it tells which they are. Links inside the folder are followed, as for files that
+    are named one by one.
     """
-    is_local = Path(path).is_dir()
-    folders = [f"{os.path.abspath(path)}/", f"{os.path.realpath(path)}/"]
-    if not is_local:
-        repository, at, _ = str(builder.base_path).partition("@")
-        folders = [repository + at]
+    for card in (folder / "README.md", folder / ".huggingface.yaml"):
+        if not card.exists():
+            continue
+        try:
+            text = read_file(card, follow_link=True).decode()
+            block = REGEX_YAML_BLOCK.search(text)
+            metadata = load_yaml(text if card.suffix == ".yaml" else block[2] if block else "")
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise DataError(f"{key}.path={folder}: {card.name} cannot be read ({error}); correct it") from error
+        for keys, value in leaves(metadata.get("configs") if isinstance(metadata, dict) else None):
+            outside = isinstance(value, str) and ("://" in value or value.startswith("/") or ".." in value.split("/"))
+            if outside and {"data_files", "data_dir"} & set(keys):
+                raise DataError(f"{key}.path={folder}: its card names {value}, outside of it; leave that out")
+
+
+def _require_files_of_repository(builder: datasets.DatasetBuilder, value: str) -> None:
+    """Raise DataError if the card of a data set on the hub names files of another place."""
+    repository, at, _ = str(builder.base_path).partition("@")
+    if not at:
+        return
     for names in (builder.config.data_files or {}).values():
         for name in names:
-            place = os.path.normpath(name) if is_local else name
-            if not place.startswith(tuple(folders)) or "/../" in place:
-                raise DataError(f"{key}.path={path}: its card names the file {name} outside of it; leave that out")
+            if not name.startswith(repository + at) or "/../" in name:
+                raise DataError(f"{value}: its card names {name}, outside of it; leave that out")
 
 
 @cache

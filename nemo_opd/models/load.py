@@ -90,16 +90,20 @@ def _growth(part: Any) -> float:
     """
     replacements = list(_replacements(part))
     growths: list[float] = []
-    for k, (pattern, content) in enumerate(replacements):
-        earlier = [growths[i] for i, (_, result) in enumerate(replacements[:k]) if set(pattern) <= set(result)]
-        growths.append(max(earlier, default=1.0) * max(1.0, len(content) / max(1, len(pattern))))
+    for k, (characters, _, growth) in enumerate(replacements):
+        earlier = [growths[i] for i, (_, content, _) in enumerate(replacements[:k]) if characters <= set(content)]
+        growths.append(max(earlier, default=1.0) * growth)
     return max(growths, default=1.0)
 
 
-def _replacements(part: Any) -> Iterator[tuple[str, str]]:
-    """Yield pattern and result of each replacement in order; an empty pattern stands for a regular expression."""
+def _replacements(part: Any) -> Iterator[tuple[set[str], str, float]]:
+    """Yield each replacement in order: its pattern's characters, none for a regular expression; its result; growth."""
     if isinstance(part, dict) and part.get("type") == "Replace":
-        yield part["pattern"].get("String", ""), part["content"]
+        text, expression = part["pattern"].get("String"), part["pattern"].get("Regex", "")
+        # Content is added beside every character if a pattern matches the empty text.
+        is_empty = not text and (text is not None or re.search(r"[*?|^$]|\\[bBAzZG]|\{0", expression))
+        growth = len(part["content"]) + 1 if is_empty else len(part["content"]) / len(text or "x")
+        yield set(text or ""), part["content"], max(1.0, growth)
     elif isinstance(part, dict | list):
         for item in part.values() if isinstance(part, dict) else part:
             yield from _replacements(item)

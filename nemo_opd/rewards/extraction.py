@@ -168,7 +168,7 @@ def _validator(settings: Json) -> Callable[[Any], bool] | None:
         schema = json.loads(settings.schema_file.read_text(encoding="utf-8"))
         validator_class = validator_for(schema)
         validator_class.check_schema(schema)
-    except (OSError, ValueError, SchemaError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, SchemaError) as error:
         reason = str(getattr(error, "message", error)).splitlines()[0]
         raise ConfigError(
             f"reward.extract.schema_file={settings.schema_file}: not a JSON schema: {reason}; correct the file or the "

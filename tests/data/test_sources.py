@@ -201,7 +201,9 @@ def test_compressed_jsonl(folder: Path) -> None:
     assert load(Source(jsonl_files=str(folder / "a.jsonl.gz"))) == ["x"]
 
 
-@pytest.mark.parametrize("name", ["SECRET", "../secret.txt", "file://SECRET"])
+@pytest.mark.parametrize(
+    "name", ["SECRET", "../secret.txt", "file://SECRET", "http://127.0.0.1:1/x", "/usr/**", "zip://a::b"]
+)
 def test_a_card_names_no_files_outside_of_its_data_set(name: str, tmp_path: Path) -> None:
     """Bug: a stranger's data set makes any file of the user its training text."""
     secret, folder = tmp_path / "secret.txt", tmp_path / "texts"
@@ -209,7 +211,7 @@ def test_a_card_names_no_files_outside_of_its_data_set(name: str, tmp_path: Path
     folder.mkdir()
     named = name.replace("SECRET", str(secret))
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {named}\n---\n")
-    assert "outside of it; leave that out" in refusal(Source(hub=HubDataset(path=str(folder))))
+    assert ", outside of it; leave that out" in refusal(Source(hub=HubDataset(path=str(folder))))
 
 
 def test_hub_reads_a_local_folder(tmp_path: Path) -> None:

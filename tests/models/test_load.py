@@ -57,10 +57,11 @@ def test_tokenizer_that_is_not_there(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
-def test_tokenizer_that_makes_a_bomb_of_a_letter(copy: Path, part: str) -> None:
+@pytest.mark.parametrize("pattern", [{"String": "q"}, {"String": ""}, {"Regex": r"\b"}, {"Regex": "q?"}])
+def test_tokenizer_that_makes_a_bomb_of_a_letter(copy: Path, part: str, pattern: dict[str, str]) -> None:
     """Bug: the memory is full of the letter q."""
     settings = json.loads((copy / "tokenizer.json").read_text())
-    doubling = {"type": "Replace", "pattern": {"String": "q"}, "content": "qq"}
+    doubling = {"type": "Replace", "pattern": pattern, "content": "qq"}
     settings[part] = {"type": "Sequence", f"{part}s": [doubling] * 40}
     (copy / "tokenizer.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=f"the {part} in tokenizer.json may make more than 1,000 characters of one"):

@@ -160,7 +160,7 @@ def test_gpus_are_named_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["--host", "--host=0.0.0.0", "--port", "--por=80", "--uds", "--config", "--api-key=x"]
+    "option", ["--host", "--host=0.0.0.0", "--port", "--por=80", "--uds", "--config", "--api-key=x", "--api_key"]
 )
 def test_a_server_does_not_listen_elsewhere(option: str) -> None:
     """Bug: a recipe opened the server, which takes weights from anybody, to the network."""
