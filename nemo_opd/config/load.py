@@ -127,8 +127,7 @@ def from_yaml(path: Path, *, follow_link: bool = False) -> RunConfig:
     try:
         data: Any = OmegaConf.to_container(OmegaConf.create(written), resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
-        reason = str(getattr(error, "msg", None) or error).splitlines()[0]
-        raise ConfigError(f"{path}: {reason}; correct the reference") from error
+        raise ConfigError(f"{path}: {_reference_problem(error)}") from error
     remember(written, data)
     return from_dict(data)
 
@@ -242,11 +241,16 @@ def _plain_data(cfg: DictConfig) -> dict[str, Any]:
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key}: required, but not given; write {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{error.full_key or 'the config'}: {reason}; correct the reference") from error
+        raise ConfigError(f"{error.full_key or 'the config'}: {_reference_problem(error)}") from error
     assert isinstance(data, dict)
     require_values(data)
     return {str(key): value for key, value in data.items()}
+
+
+def _reference_problem(error: Exception) -> str:
+    """Return why a reference cannot be resolved, such as that an environment variable is not set, and the way out."""
+    reason = str(getattr(error, "msg", None) or error).splitlines()[0]
+    return f"{reason.partition('interpolation: ')[2] or reason}; correct the reference, or set the variable"
 
 
 @contextmanager
