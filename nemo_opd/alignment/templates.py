@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import os
 import pickle
@@ -62,10 +63,14 @@ def parse_response(tokenizer: PreTrainedTokenizerBase, text: str, **settings: An
 
 
 def _ask(task: str, arguments: dict[str, Any], template: str, setting: str) -> Any:
+    written = io.BytesIO()
+    pickler = pickle.Pickler(written)
+    pickler.fast = True  # texts that repeat count each time
     try:
-        request = pickle.dumps((task, arguments))
+        pickler.dump((task, arguments))
     except Exception as error:  # values of a user's environment
         raise TemplateFailure(f"it cannot be given these messages ({error})") from error
+    request = written.getvalue()
     longest = max(_ALWAYS_ALLOWED, _EXPANSION * len(request))
     try:
         answer = _process.ask(b"%f %d %d\n" % (TEMPLATE_S, longest, len(request)) + request)
