@@ -58,15 +58,18 @@ def without_folder(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _run_ours(setting: Setting, seed: int, config: dict[str, Any], place: Place, began: float) -> Outcome:
-    if any(teacher.get("type") == "cached" for teacher in config["teachers"]):
-        build_cache_of(setting, config, place)
+    began_cpu = time.process_time()
+    for teacher in config["teachers"]:
+        if teacher.get("type") == "cached":
+            build_cache_of(teacher, config, place)
+    cache_cpu_s = time.process_time() - began_cpu
     folder = Path(config["run"]["output_dir"])
     run = distil_on_policy if setting.experiment == "on_policy" else distil
     run(config, callbacks=[StepTimes(folder)])
     outcome = outcome_of(folder, setting.experiment, setting.name, seed, config, time.perf_counter() - began)
     if outcome.steps < config["train"]["max_steps"]:
         raise SystemExit(f"error: {setting.name}, seed {seed}, was ended at step {outcome.steps}; run it again")
-    return outcome
+    return replace(outcome, cache_cpu_s=cache_cpu_s)
 
 
 def number_of_steps(setting: Setting, size: Size, results: Path) -> int:
@@ -84,16 +87,19 @@ def number_of_steps(setting: Setting, size: Size, results: Path) -> int:
 
 
 def first_cost(name: str, results: Path) -> float | None:
-    """Return CPU seconds of a step of a setting, with its first seed; None where it has no result."""
-    return next((each.cpu_s_per_step for each in read_outcomes(results) if each.setting == name), None)
+    """Return CPU seconds of a step of a setting, with its first seed and its cache; None without a result."""
+    outcome = next((outcome for outcome in read_outcomes(results) if outcome.setting == name), None)
+    return None if outcome is None else outcome.cpu_s_per_step + outcome.cache_cpu_s / outcome.steps
 
 
-def build_cache_of(setting: Setting, config: dict[str, Any], place: Place) -> None:
-    """Ask the original about the training texts, as the runs of this setting read them; adds what is missing."""
+def build_cache_of(teacher: Mapping[str, Any], config: dict[str, Any], place: Place) -> None:
+    """Ask the teacher about the training texts, as the run reads them; adds what is missing."""
     from nemo_opd.training.cache_build import CacheForm, build_cache
 
-    asked = {"name": "original", "type": "same_tokenizer", "model": str(place.original)}
-    build_cache(from_dict({**config, "teachers": [asked]}), 0, place.cache, CacheForm(TOP_K))
+    is_gemma = teacher["name"] == "gemma"
+    model, kind = (place.gemma3, "cross_tokenizer") if is_gemma else (place.original, "same_tokenizer")
+    asked = {"name": teacher["name"], "type": kind, "model": str(model)}
+    build_cache(from_dict({**config, "teachers": [asked]}), 0, Path(teacher["cache"]), CacheForm(TOP_K))
 
 
 def which_line(model: str, output: Path, place: Place, dtype: str) -> float:

@@ -48,6 +48,8 @@ class Outcome:
     hardware: str
     commit: str
     date: str
+    cache_cpu_s: float = 0.0
+    """CPU time in which the teacher's outputs were added to its cache before the first step."""
 
     @property
     def key(self) -> tuple[str, str, int]:

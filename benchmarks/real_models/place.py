@@ -68,10 +68,5 @@ class Place:
         """What `prepare` was asked for and found; written last."""
         return self.root / "prepared.json"
 
-    @property
-    def cache(self) -> Path:
-        """The original's answers to the training texts."""
-        return self.root / "cache"
-
     def run(self, experiment: str, setting: str, seed: int) -> Path:
         return self.root / "runs" / experiment / setting / f"seed_{seed}"

@@ -122,11 +122,23 @@ def transplanted(tokenizer: str, losses: tuple[str, ...]) -> list[Setting]:
     ]
 
 
-def _with_gemma(name: str, about: str, loss: str, **more: Any) -> Setting:
-    gemma = {"name": "gemma", "type": "cross_tokenizer", "model": "{root}/models/gemma3"}
+GEMMA = {"name": "gemma", "type": "cross_tokenizer", "model": "{root}/models/gemma3"}
+GEMMA_CACHED = {"name": "gemma", "type": "cached", "cache": "{root}/cache_gemma"}
+EVERYWHERE = {"positions": "all", "pieces": "spelling"}
+
+
+def _with_gemma(
+    name: str,
+    about: str,
+    loss: str,
+    *,
+    gemma: Mapping[str, Any] = GEMMA,
+    as_long_as: str | None = None,
+    **more: Any,
+) -> Setting:
     changes = student("original") | {"loss": {"type": loss, **more}, "teachers": [gemma]}
-    as_long_as = ("gemma_ce", "gemma_drop") if name == "ce_as_long" else None
-    return Setting("languages", f"gemma_{name}", about, changes, None if name == "ce" else "gemma_ce", as_long_as)
+    is_timed = None if as_long_as is None else ("gemma_ce", as_long_as)
+    return Setting("languages", f"gemma_{name}", about, changes, None if name == "ce" else "gemma_ce", is_timed)
 
 
 WITH_GEMMA = [
@@ -137,11 +149,13 @@ WITH_GEMMA = [
             ends,
             f"cross-entropy and byte_prefix everywhere, {about}",
             "byte_prefix",
-            positions="all",
             ends=ends,
-            pieces="spelling",
+            **EVERYWHERE,
         )
         for ends, about in ENDS.items()
+    ),
+    _with_gemma(
+        "drop_cached", f"the same as `drop` from a cache, k = {TOP_K}", "byte_prefix", gemma=GEMMA_CACHED, **EVERYWHERE
     ),
     _with_gemma(
         "starts_by_token",
@@ -149,7 +163,20 @@ WITH_GEMMA = [
         "byte_prefix",
         normalizer="student_tokens",
     ),
-    _with_gemma("ce_as_long", "cross-entropy alone, for the CPU time of `drop`", "byte_prefix", kd_weight=0.0),
+    _with_gemma(
+        "ce_as_long",
+        "cross-entropy alone, for the CPU time of `drop`",
+        "byte_prefix",
+        kd_weight=0.0,
+        as_long_as="gemma_drop",
+    ),
+    _with_gemma(
+        "ce_as_long_cached",
+        "cross-entropy alone, for the CPU time of `drop_cached` and its cache",
+        "byte_prefix",
+        kd_weight=0.0,
+        as_long_as="gemma_drop_cached",
+    ),
     _with_gemma("p_kl", "cross-entropy and p_kl", "p_kl"),
     _with_gemma("gold", "cross-entropy and gold", "gold"),
     _with_gemma("alm", "cross-entropy and alm at temperature 100", "alm"),
