@@ -23,6 +23,7 @@ from nemo_opd.config.cluster import Cluster as Settings
 from nemo_opd.distributed import process_group
 from nemo_opd.distributed.signed_objects import share_key, sign_objects
 from nemo_opd.errors import ClusterError, WorkerError
+from nemo_opd.logging.terminal import visible
 
 _IDLE = timedelta(days=365)
 """Limit of a rank's wait for the driver's next call."""
@@ -178,7 +179,7 @@ def _fail(failure: Failure, call: Call, world: _World) -> NoReturn:
         try:
             world.store.wait([_REPORTED], _NOTICE)
         except dist.DistError:
-            print(error.traceback, f"error: {error}", sep="\n", file=sys.stderr)
+            print(visible(f"{error.traceback}\nerror: {error}"), file=sys.stderr)
     sys.exit(1)
 
 

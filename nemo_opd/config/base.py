@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from nemo_opd.config.other_trainers import translate
+from nemo_opd.config.secrets import MASK, is_secret_name
 
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
@@ -131,6 +132,8 @@ def _explain(
     kind, value = problem["type"], problem["input"]
     key = ".".join(map(str, path))
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    if path and isinstance(value, str) and is_secret_name(str(path[-1])):
+        text = MASK
     reason = " or ".join(dict.fromkeys(map(_reason_of, problems))).replace(" or must be", " or")
     if is_blank(value) and kind not in ("extra_forbidden", "value_error"):
         return f"{key}: {_EMPTY}"

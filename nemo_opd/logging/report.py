@@ -40,6 +40,7 @@ from nemo_opd.logging.records import (
     run_name,
     teacher_facts,
 )
+from nemo_opd.logging.terminal import visible
 
 MAX_OPEN = 480
 """Length in characters up to which a text is shown in full; longer texts show their start and end, as answers usually
@@ -73,7 +74,7 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     provenance = read_provenance(output_dir)
     page = render(
         "report.html",
-        title=run_name(config) or output_dir.name,
+        title=visible(run_name(config) or output_dir.name),
         folder=output_dir,
         overview=[*_course(provenance, records), *overview(config)],
         tiles=[*_result_tiles(closing), *_progress_tiles(records)],

@@ -131,6 +131,12 @@ def test_a_secret_may_be_outside_all_sections() -> None:
     assert without_secrets(f"api_key={VALUE}") == f"api_key={MASK}"
 
 
+def test_a_secret_under_a_wrong_key_is_masked() -> None:
+    """Bug: the message that there is no such key shows the secret."""
+    with pytest.raises(ConfigError, match=r"run\.push_to_hub\.token=\*\*\*: there is no such key"):
+        composed("+run.push_to_hub={repo:me/model}", f"+run.push_to_hub.token={VALUE}")
+
+
 def _settled(teacher: Teacher) -> Teacher:
     served = Endpoint(**teacher.model_dump(include=set(Endpoint.model_fields)))
     return SameTokenizerTeacher(name="big", type="same_tokenizer", model="m", served=served)
