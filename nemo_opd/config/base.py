@@ -113,13 +113,13 @@ def explain_all(problems: Sequence[ErrorDetails], data: Mapping[str, Any], model
     """Yield a line for each wrong value.
 
     Pydantic reports a wrong value once for each type of a union, and wrong elements of a list as missing. Only the
-    innermost place is reported, once.
+    innermost place is reported, once. Missing values come last: they may be there under wrong keys.
     """
     by_path: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for problem in problems:
         path = _real_path(problem["loc"], data, ends_in_key=problem["type"] != "value_error")
         by_path.setdefault(tuple(path), []).append(problem)
-    for place, reports in by_path.items():
+    for place, reports in sorted(by_path.items(), key=lambda item: item[1][0]["type"] == "missing"):
         if not any(inner[: len(place)] == place for inner in by_path if len(inner) > len(place)):
             yield _explain(list(place), reports, data, model)
 

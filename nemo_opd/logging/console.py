@@ -191,6 +191,8 @@ class ConsoleLogger(Logger):
         since = f"; since step {progression.start:,}: " if progression.start else ", "
         done = Table.grid(padding=(0, 2))
         done.add_row("[dim]done[/]", f"step {progression.step:,}{since}{tokens} student tokens, {elapsed}")
+        if closing.before is closing.after is None and not closing.scores:
+            done.add_row("[dim]measured[/]", "nothing: name texts in data.validation, or questions in evaluation")
         model = str(output_dir / "final") if closing.is_exported else "not exported, as it is worse than at the start"
         done.add_row("[dim]model[/]", Text(model, overflow="fold"))
         if (best := closing.best) is not None:

@@ -29,6 +29,13 @@ def shown(console: Console, steps: int = 20, interval_s: float = 3600, closing: 
     return console.file.getvalue()
 
 
+def test_a_run_that_measured_nothing_says_so() -> None:
+    """Bug: a new user looks for the change of the student, and finds no line about it."""
+    told = "measured  nothing: name texts in data.validation"
+    assert told in shown(Console(file=io.StringIO(), width=120), closing=ClosingTable(None, None))
+    assert told not in shown(Console(file=io.StringIO(), width=120))
+
+
 def test_validation_marks_the_best_so_far_also_after_nan() -> None:
     console = Console(file=io.StringIO(), width=80)
     logger = ConsoleLogger(ConsoleSettings(), console)
