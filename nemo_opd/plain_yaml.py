@@ -38,3 +38,12 @@ def load_yaml(text: str) -> Any:
         raise
     except Exception as error:  # constructors raise many, such as for a date with 13 months
         raise yaml.YAMLError(str(error)) from error
+
+
+def load_front_matter(text: str) -> Any:
+    """Return the value of the YAML block that begins a card; None without one. Raises YAMLError as `load_yaml` does."""
+    # Imported here, since the import takes as long as all others of a command.
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    block = REGEX_YAML_BLOCK.search(text)
+    return load_yaml(block[2]) if block else None

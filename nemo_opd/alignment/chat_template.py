@@ -29,7 +29,6 @@ MARKS = ("weight", "train", "training", "loss_mask")
 _MEDIA = ("image", "video", "audio")
 """Words in the types of parts that are not text, such as `image_url`."""
 
-
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",

@@ -120,12 +120,13 @@ def _result(finished: Finished) -> object:
 def _announce_demo(recipe: str) -> None:
     """Say on stderr that the run starts from the settings of a demo."""
     if recipe.endswith("_demo") and Processes.started().rank == 0:
-        program, way = Path(sys.argv[0]).name, "nemo-opd init DIR, then {} DIR/FILE.yaml"
+        program = Path(sys.argv[0]).name
+        command = f"nemo-opd init DIR, then {program} DIR/FILE.yaml"
         if recipe == "evaluation_demo":
-            way = "{} model=FOLDER data.jsonl_files=FILE reward=numeric"
+            command = f"{program} model=FOLDER data.jsonl_files=FILE reward=numeric"
         print(
             f"no file is named, so this starts from the demo {recipe}, with tiny models; for your own models and data: "
-            + way.format(program),
+            + command,
             file=sys.stderr,
             flush=True,
         )

@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 import yaml
 from datasets.table import ConcatenationTable, MemoryMappedTable, Table
 from huggingface_hub import HfApi
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from nemo_opd.config.base import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
@@ -52,7 +51,7 @@ from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
 from nemo_opd.data.record import OTHER, TEXT, Columns, holds_conversations, is_field
 from nemo_opd.errors import DataError
 from nemo_opd.files import read_file
-from nemo_opd.plain_yaml import load_yaml
+from nemo_opd.plain_yaml import load_front_matter, load_yaml
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
@@ -232,8 +231,7 @@ def _require_files_inside(folder: Path, key: str) -> None:
             continue
         try:
             text = read_file(card, follow_link=True).decode()
-            block = REGEX_YAML_BLOCK.search(text)
-            metadata = load_yaml(text if card.suffix == ".yaml" else block[2] if block else "")
+            metadata = load_yaml(text) if card.suffix == ".yaml" else load_front_matter(text)
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise DataError(f"{key}.path={folder}: {card.name} cannot be read ({error}); correct it") from error
         for keys, value in leaves(metadata.get("configs") if isinstance(metadata, dict) else None):

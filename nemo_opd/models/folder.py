@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from nemo_opd.demo import DEMO_PREFIX, is_demo, model_path
 from nemo_opd.errors import ConfigError, HubError, ModelError
 from nemo_opd.files import read_file
-from nemo_opd.plain_yaml import load_yaml
+from nemo_opd.plain_yaml import load_front_matter
 from nemo_opd.teacher_cache import shard
 
 _WEIGHT_FILES = (
@@ -357,15 +357,13 @@ def read_own_card(reference: str) -> OwnCard:
 def _read_card(folder: Path, reference: str) -> OwnCard:
     # Imported here, since the import takes as long as all others of a command.
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     name, revision = split_revision(reference)
     try:
         file = folder / _CARD
         if not folder.is_dir():
             file = Path(hf_hub_download(name, _CARD, revision=revision, etag_timeout=5))
-        block = REGEX_YAML_BLOCK.search(read_file(file, follow_link=True).decode())
-        metadata = load_yaml(block[2]) if block else None
+        metadata = load_front_matter(read_file(file, follow_link=True).decode())
     except (OSError, ValueError, yaml.YAMLError):
         return OwnCard()
     if not isinstance(metadata, dict):

@@ -65,7 +65,7 @@ def _checks(config: RunConfig) -> Iterator[Callable[[], object]]:
 
 
 def _check_extras(config: RunConfig) -> None:
-    require_extras(config.logging, config.reward)
+    require_extras(config.logging, None)
     check_credentials(config.logging.wandb)
 
 
@@ -165,8 +165,8 @@ def _data_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
 
 
 def _check_reward(config: RunConfig) -> None:
+    require_extras(None, config.reward)
     if config.reward is not None and not calls_users_code(config.reward):
-        require_extras(config.logging, config.reward)
         build_reward(config.reward).close()
 
 

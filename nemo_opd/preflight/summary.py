@@ -35,6 +35,7 @@ def run_summary(plan: Plan) -> RunSummary:
     """Return the summary that loggers show at the start of a run."""
     config, train = plan.config, plan.config.train
     noun = "packed rows of" if config.packs_documents else "sequences of up to"
+    cut = _cut_texts(plan)
     teachers = [
         TeacherSummary(
             name=settings.name,
@@ -64,7 +65,7 @@ def run_summary(plan: Plan) -> RunSummary:
         layout=_layout_of(plan),
         total_steps=plan.total_steps,
         choices=_choices(plan),
-        data=f"{len(plan.data.train):,} {plan.data.noun} from {_columns(config.data)}{_cut_texts(plan)}",
+        data=f"{len(plan.data.train):,} {plan.data.noun} from {_columns(config.data)}" + (f", {cut}" if cut else ""),
         batch=f"{train.global_batch_size} {noun} {train.max_length:,} tokens",
         tokens_at_a_time=train.tokens_at_a_time,
         output_dir=plan.output_dir,
@@ -159,7 +160,7 @@ def plan_rows(plan: Plan) -> dict[str, str]:
         f"{noun} per rank": str(plan.rows_per_rank),
         "tokens at a time": f"{train.tokens_at_a_time:,} per rank",
         "longest sequence": f"{train.max_length:,} tokens",
-        **({"texts that may be cut": cut.removeprefix(", ")} if (cut := _cut_texts(plan)) else {}),
+        **({"texts that may be cut": cut} if (cut := _cut_texts(plan)) else {}),
         "steps per epoch": f"{_about(plan)}{plan.steps_per_epoch:,}",
         **_choices(plan),
         "aggregation": plan.config.aggregation.type,
@@ -185,7 +186,7 @@ def _about(plan: Plan) -> str:
 def _cut_texts(plan: Plan) -> str:
     number, checked = plan.survey.num_full, plan.survey.num_texts
     limit = plan.config.train.max_length
-    return f", {number} of {checked} checked reach train.max_length={limit:,} and may be cut" if number else ""
+    return f"{number} of {checked} checked reach train.max_length={limit:,} and may be cut" if number else ""
 
 
 def _origin(teacher: Teacher) -> str:
