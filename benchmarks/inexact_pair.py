@@ -32,7 +32,7 @@ from nemo_opd.projection import ProjectionMatrix, build_projection
 
 sys.path.insert(0, str(ROOT / "tools" / "demo"))
 from byte_bpe import BPERecipe, train_bpe
-from recipes import RECIPES
+from recipes import RECIPES, ModelRecipe
 from training import Budget, save, train
 
 WORDS_WITHOUT_SPACES = BPERecipe(
@@ -55,10 +55,10 @@ class Learned:
     """Mean share of a learned row's weight that has moved."""
 
 
-def make_teacher(folder: Path, steps: int) -> Path:
+def make_teacher(folder: Path, steps: int, recipe: ModelRecipe = RECIPE) -> Path:
     texts = list(Dataset.from_file(str(arrow_file("train")))["text"])
-    tokenizer = train_bpe(RECIPE.bpe, iter(texts))
-    save(train(RECIPE, tokenizer, texts, Budget(steps), lambda step, loss: None), tokenizer, RECIPE, folder)
+    tokenizer = train_bpe(recipe.bpe, iter(texts))
+    save(train(recipe, tokenizer, texts, Budget(steps), lambda step, loss: None), tokenizer, recipe, folder)
     return folder
 
 

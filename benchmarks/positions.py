@@ -1,0 +1,124 @@
+"""Losses with a target at every student position against those at starts of chunks, beside cross-entropy.
+
+uv run benchmarks/positions.py               # writes benchmarks/results/positions.md and positions.json
+
+The demo's student learns from teachers that are trained here on the demo's texts: one whose tokens are smaller than the
+student's, and one whose tokens are larger and have other merges. All runs of a pair read the same batches.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+
+from demo import commit, hardware
+from inexact_pair import RECIPE, WORDS_WITHOUT_SPACES, make_teacher, of_pair
+from quality_report import plain, signed
+from quality_statistics import compare
+from rich.console import Console
+from teacher_cache import RESULTS, settings, trained
+
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.validation import from_dict
+
+TEACHERS = {
+    "smaller tokens": RECIPE,
+    "larger tokens": replace(RECIPE, bpe=replace(WORDS_WITHOUT_SPACES, size=6144)),
+}
+EVERYWHERE = {"type": "byte_prefix", "positions": "all"}
+CONTROL = "cross-entropy alone"
+LOSSES: dict[str, dict[str, object]] = {
+    CONTROL: {"type": "byte_prefix", "kd_weight": 0.0},
+    "byte_prefix at starts": {"type": "byte_prefix"},
+    "byte_prefix at starts, kd_weight=0.5": {"type": "byte_prefix", "kd_weight": 0.5},
+    "byte_prefix at starts, normalizer=student_tokens": {"type": "byte_prefix", "normalizer": "student_tokens"},
+    "byte_prefix everywhere, ends=drop": EVERYWHERE | {"ends": "drop"},
+    "byte_prefix everywhere, ends=drop, kd_weight=0.5": EVERYWHERE | {"ends": "drop", "kd_weight": 0.5},
+    "byte_prefix everywhere, ends=cover": EVERYWHERE | {"ends": "cover"},
+    "byte_prefix everywhere, ends=rest": EVERYWHERE | {"ends": "rest"},
+    "shared_prefix, pieces=spelling": {"type": "shared_prefix", "pieces": "spelling"},
+    "p_kl": {"type": "p_kl"},
+    "p_kl, normalizer=student_tokens": {"type": "p_kl", "normalizer": "student_tokens"},
+    "alm, temperature=1": {"type": "alm", "temperature": 1.0},
+    "alm, temperature=10": {"type": "alm", "temperature": 10.0},
+    "alm, temperature=100": {"type": "alm", "temperature": 100.0},
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    teacher: str
+    loss: str
+    bits_per_byte: dict[int, float]
+    """Of the student on the validation texts, after training, by seed."""
+
+
+def measure(config: RunConfig, teacher: str, loss: str, seeds: int, folder: Path) -> Measured:
+    bits = {}
+    for seed in range(seeds):
+        data = config.model_dump(mode="json")
+        data["run"]["seed"] = seed
+        data["loss"] = LOSSES[loss]
+        bits[seed] = trained(from_dict(data), loss, folder / f"{loss} {seed}", None).bits_per_byte
+    return Measured(teacher, loss, bits)
+
+
+def report(runs: list[Measured], about: str) -> str:
+    lines = [
+        "# A target at every student position",
+        "",
+        f"{hardware()}; commit {commit()}; {date.today()}. `uv run benchmarks/positions.py`: {about} Intervals are 95 % "
+        "of Student's t over the seeds. The machine did other work meanwhile.",
+    ]
+    for teacher in dict.fromkeys(run.teacher for run in runs):
+        of_teacher = [run for run in runs if run.teacher == teacher]
+        control = next(run for run in of_teacher if run.loss == CONTROL).bits_per_byte
+        lines += ["", f"## A teacher with {teacher}", "", "| loss | bits per byte | to cross-entropy |", "|---|---|---|"]
+        for run in sorted(of_teacher, key=lambda run: mean(run.bits_per_byte.values())):
+            comparison = compare(run.bits_per_byte, control)
+            difference = "–" if run.loss == CONTROL else signed(comparison.difference)
+            lines.append(f"| {run.loss} | {plain(comparison.mean)} | {difference} |")
+    return "\n".join(lines) + "\n"
+
+
+def sentence(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> str:
+    names = " and ".join(f"{size:,} tokens ({name})" for name, size in sizes.items())
+    return (
+        f"the demo's student of 2,048 tokens and teachers of {arguments.teacher_steps} steps with {names}, cross-entropy "
+        f"and KD at weights of 1 unless said otherwise, {arguments.steps} steps of 8 rows of {arguments.max_length} "
+        f"tokens, {arguments.seeds} seeds."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--texts", type=int, default=1500)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--max-length", type=int, default=128)
+    parser.add_argument("--teacher-steps", type=int, default=600)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    console, runs = Console(), []
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        common = settings(folder, arguments.steps, arguments.texts)
+        for teacher, recipe in TEACHERS.items():
+            model = make_teacher(folder / teacher, arguments.teacher_steps, recipe)
+            config = of_pair(common, model, arguments.max_length)
+            for loss in LOSSES:
+                runs.append(measure(config, teacher, loss, arguments.seeds, folder / f"runs, {teacher}"))
+                console.print(runs[-1])
+    about = sentence(arguments, {teacher: recipe.bpe.size for teacher, recipe in TEACHERS.items()})
+    arguments.results.joinpath("positions.md").write_text(report(runs, about), encoding="utf-8")
+    record = {"hardware": hardware(), "commit": commit(), "date": str(date.today())} | vars(arguments)
+    record |= {"results": str(arguments.results), "runs": [asdict(run) for run in runs]}
+    arguments.results.joinpath("positions.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
