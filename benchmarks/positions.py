@@ -71,13 +71,19 @@ def report(runs: list[Measured], about: str) -> str:
     lines = [
         "# A target at every student position",
         "",
-        f"{hardware()}; commit {commit()}; {date.today()}. `uv run benchmarks/positions.py`: {about} Intervals are 95 % "
-        "of Student's t over the seeds. The machine did other work meanwhile.",
+        f"{hardware()}; commit {commit()}; {date.today()}. `uv run benchmarks/positions.py`: {about} Intervals are "
+        "95 % of Student's t over the seeds. The machine did other work meanwhile.",
     ]
     for teacher in dict.fromkeys(run.teacher for run in runs):
         of_teacher = [run for run in runs if run.teacher == teacher]
         control = next(run for run in of_teacher if run.loss == CONTROL).bits_per_byte
-        lines += ["", f"## A teacher with {teacher}", "", "| loss | bits per byte | to cross-entropy |", "|---|---|---|"]
+        lines += [
+            "",
+            f"## A teacher with {teacher}",
+            "",
+            "| loss | bits per byte | to cross-entropy |",
+            "|---|---|---|",
+        ]
         for run in sorted(of_teacher, key=lambda run: mean(run.bits_per_byte.values())):
             comparison = compare(run.bits_per_byte, control)
             difference = "–" if run.loss == CONTROL else signed(comparison.difference)
@@ -88,9 +94,9 @@ def report(runs: list[Measured], about: str) -> str:
 def sentence(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> str:
     names = " and ".join(f"{size:,} tokens ({name})" for name, size in sizes.items())
     return (
-        f"the demo's student of 2,048 tokens and teachers of {arguments.teacher_steps} steps with {names}, cross-entropy "
-        f"and KD at weights of 1 unless said otherwise, {arguments.steps} steps of 8 rows of {arguments.max_length} "
-        f"tokens, {arguments.seeds} seeds."
+        f"the demo's student of 2,048 tokens and teachers of {arguments.teacher_steps} steps with {names}, "
+        f"cross-entropy and KD at weights of 1 unless said otherwise, {arguments.steps} steps of 8 rows of "
+        f"{arguments.max_length} tokens, {arguments.seeds} seeds."
     )
 
 

@@ -16,7 +16,7 @@ from nemo_opd.extras import EXTRAS, TRAIN
 
 PACKAGE = Path(nemo_opd.__file__).parent
 ORDER = (
-    "errors types paths progress files plain_yaml commands rotary",
+    "errors types paths progress files commands rotary",
     "config",
     "extras",
     "teacher_cache",
@@ -201,7 +201,7 @@ def test_a_run_imports_no_library_of_an_extra() -> None:
             "cli.settings_verbs, cli.projection, cli.cache, cli.checkpoint, cli.check",
             ("torch", "transformers", "ray", "datasets"),
         ),
-        ("cluster.ray.rank_actor", ("transformers", "datasets", "numba")),
+        ("cluster.ray.cluster", ("transformers", "datasets", "numba")),
         ("alignment", ("torch", "transformers", "numba", "pydantic", "hydra")),
     ],
     ids=["settings", "rank", "alignment"],

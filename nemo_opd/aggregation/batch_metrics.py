@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from nemo_opd.aggregation.objective import TrainingObjective
-from nemo_opd.losses.position_kinds import POSITION_KINDS, position_kinds
+from nemo_opd.losses.position_targets import POSITION_KINDS, position_kinds
 from nemo_opd.types import Batch, Mean, Metric
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import yaml
 from rich.console import Console
 
-from nemo_opd.checkpoint.identity import identity, require_same_run
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.checkpoint.run_directory import identity, require_same_run
 from nemo_opd.cli.command import Command
 from nemo_opd.config.load import from_yaml, to_yaml
 from nemo_opd.config.model import Parallelism, require_repo

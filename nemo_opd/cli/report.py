@@ -33,7 +33,7 @@ def _write_report(folder: Path) -> object:
     if not is_run and not configs:
         raise DataError(f"{folder}: neither a run (there is no metrics.jsonl) nor a folder with runs; name either")
     from nemo_opd.logging.report import write_report  # imports matplotlib and transformers, which are slow
-    from nemo_opd.training.facts import read_facts
+    from nemo_opd.training.finished import read_facts
 
     if not is_run:
         report_sweep(folder, ())
@@ -113,7 +113,7 @@ def _write_comparison(arguments: Namespace, console: Console) -> object:
         write_comparison,
     )
     from nemo_opd.training.closing import answer_tables, comparison_sentences
-    from nemo_opd.training.facts import read_facts
+    from nemo_opd.training.finished import read_facts
 
     runs = read_runs(arguments.folders)
     sentences, remarks, answers = comparison_sentences(runs), unlike(runs), answer_tables(runs)

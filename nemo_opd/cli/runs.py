@@ -12,7 +12,7 @@ from nemo_opd.errors import DataError
 from nemo_opd.logging.base import change, score
 
 if TYPE_CHECKING:
-    from nemo_opd.training.facts import RunFacts
+    from nemo_opd.training.finished import RunFacts
 
 _HEADS = ("status", "step", "bits per byte", "teacher", "run")
 
@@ -27,7 +27,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _list(arguments: Namespace, console: Console) -> None:
     """Print a line for each run. Raises DataError if the folder has none."""
     with output_of(arguments) as print_json:
-        from nemo_opd.training.facts import find_runs, read_facts  # imports matplotlib and transformers
+        from nemo_opd.training.finished import find_runs, read_facts  # imports matplotlib and transformers
 
         runs = [read_facts(folder) for folder in find_runs(arguments.folder)]
         if not runs:

@@ -112,7 +112,7 @@ def _result(finished: Finished) -> object:
     """Return the facts of a run, or the result of a dry run or an evaluation."""
     if finished.checks is not None:
         return finished.checks
-    from nemo_opd.training.facts import read_facts  # a slow import
+    from nemo_opd.training.finished import read_facts  # a slow import
 
     return read_facts(finished.output_dir)
 

@@ -21,7 +21,7 @@ from nemo_opd.cluster.base import CONTINUE, Call, Cluster, Failure, Group, Rank
 from nemo_opd.cluster.placement import Placement, Places, Processes, num_cores, num_threads
 from nemo_opd.config.cluster import Cluster as Settings
 from nemo_opd.distributed import process_group
-from nemo_opd.distributed.signed_objects import share_key, sign_objects
+from nemo_opd.distributed.process_group import share_key, sign_objects
 from nemo_opd.errors import ClusterError, WorkerError
 from nemo_opd.logging.terminal import visible
 

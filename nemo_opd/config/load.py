@@ -42,9 +42,8 @@ from nemo_opd.config.secrets import has_references, leaves, remember, require_va
 from nemo_opd.config.short_form import TYPED, is_text, sections_of_strings
 from nemo_opd.config.validation import S, from_dict, validated
 from nemo_opd.errors import ConfigError
-from nemo_opd.files import read_file
+from nemo_opd.files import load_yaml, read_file
 from nemo_opd.paths import configs_dir, package_version
-from nemo_opd.plain_yaml import load_yaml
 from nemo_opd.progress import separately
 
 Prepare = Callable[[Mapping[str, Any]], Mapping[str, Any]]

@@ -9,8 +9,8 @@ from nemo_opd.config.base import options
 from nemo_opd.config.data import Source, source_kind
 from nemo_opd.config.run_fields import RunFields
 from nemo_opd.errors import ConfigError
+from nemo_opd.files import load_yaml
 from nemo_opd.paths import configs_dir
-from nemo_opd.plain_yaml import load_yaml
 
 TYPED = ("loss", "aggregation", "handoff", "rollout", "reward", "environment")
 """Sections that a string names by their type, or by an option of their group."""

@@ -50,8 +50,7 @@ from nemo_opd.data.layout import Layout, columns_in
 from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
 from nemo_opd.data.record import OTHER, TEXT, Columns, holds_conversations, is_field
 from nemo_opd.errors import DataError
-from nemo_opd.files import read_file
-from nemo_opd.plain_yaml import load_front_matter, load_yaml
+from nemo_opd.files import load_front_matter, load_yaml, read_file
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 

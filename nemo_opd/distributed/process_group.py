@@ -1,19 +1,33 @@
-"""Process groups and device meshes of the ranks of one worker group."""
+"""Process groups and device meshes of the ranks of one worker group, and signatures of objects between ranks."""
 
+import hmac
 import os
+import pickle
+import secrets
+import shutil
 import socket
+import tempfile
 from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.errors import ClusterError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _FSDP_AXIS = "fsdp"
 """Data-parallel and context-parallel axes joined: parameters are sharded and gradients averaged over it."""
 _REPLICATE_AXIS = "replicate"
+_DIGEST = "sha256"
+_DIGEST_BYTES = 32
+_FILE = "nemo_opd_key"
+_FOLDER, _READ = "folder", "read_by_{}"
+"""Keys of the store: the folder with the key, and whether a rank has read it."""
 
 
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
@@ -117,3 +131,71 @@ def _axis(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
     if name not in (mesh.mesh_dim_names or ()) or mesh[name].size() == 1:
         return None
     return mesh[name]
+
+
+def new_key() -> bytes:
+    return secrets.token_bytes(_DIGEST_BYTES)
+
+
+def sign_objects(key: bytes) -> None:
+    """Sign the objects that this process sends in collectives, and accept only objects signed with the same key.
+
+    PyTorch's collectives for objects, which checkpoints use too, unpickle what they receive, and whoever can connect to
+    a rank's port can send something. A message without a valid signature is refused before it is unpickled.
+    """
+
+    class Pickler:
+        def __init__(self, file: IO[bytes]) -> None:
+            self.file = file
+
+        def dump(self, value: Any) -> None:
+            message = pickle.dumps(value)
+            self.file.write(hmac.digest(key, message, _DIGEST) + message)
+
+    class Unpickler:
+        def __init__(self, file: IO[bytes]) -> None:
+            self.file = file
+
+        def load(self) -> Any:
+            digest, message = self.file.read(_DIGEST_BYTES), self.file.read()
+            if not hmac.compare_digest(digest, hmac.digest(key, message, _DIGEST)):
+                raise ClusterError("a rank received an object without the signature of this run; it was not read")
+            return pickle.loads(message)
+
+    names = vars(distributed_c10d)
+    if not {"_pickler", "_unpickler"} <= names.keys():
+        raise ClusterError(f"objects between ranks cannot be signed with PyTorch {torch.__version__}; install 2.14")
+    names.update(_pickler=Pickler, _unpickler=Unpickler)
+
+
+def share_key(store: dist.Store, rank: int, world_size: int) -> bytes:
+    """Return the same new key on all ranks of one machine. Collective.
+
+    The store is not trusted: it names a folder, and the key is in a file there, which only this user can have written.
+    Raises ClusterError for a folder of another user.
+    """
+    if rank > 0:
+        key = _read_private(Path(store.get(_FOLDER).decode()))
+        store.set(_READ.format(rank), "")
+        return key
+    folder, key = Path(tempfile.mkdtemp(prefix="nemo_opd_")), new_key()
+    try:
+        (folder / _FILE).write_bytes(key)
+        store.set(_FOLDER, str(folder))
+        store.wait([_READ.format(other) for other in range(1, world_size)])
+    finally:
+        shutil.rmtree(folder)
+    return key
+
+
+def _read_private(folder: Path) -> bytes:
+    """Read the key from a folder of this user; the opened folder is checked, as its path may lead elsewhere later."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(opened)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise ClusterError(f"{folder}: it was named as the folder of the run's key, but others may have written it")
+        with open(_FILE, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, dir_fd=opened)) as file:
+            return file.read()
+    finally:
+        os.close(opened)

@@ -12,7 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.demo import is_demo
-from nemo_opd.files import write_atomically
+from nemo_opd.files import load_yaml, write_atomically
 from nemo_opd.logging.base import ClosingTable, figure
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import by_set
@@ -29,7 +29,6 @@ from nemo_opd.logging.records import (
 )
 from nemo_opd.logging.report import render
 from nemo_opd.models.folder import split_revision
-from nemo_opd.plain_yaml import load_yaml
 
 CARD = "README.md"
 _TAGS = ("nemo-opd", "distillation", "knowledge-distillation")

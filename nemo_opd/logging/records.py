@@ -19,9 +19,8 @@ from pydantic import TypeAdapter
 
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.errors import DataError
-from nemo_opd.files import read_data, read_file, storage_errors, write_atomically
+from nemo_opd.files import load_yaml, read_data, read_file, storage_errors, write_atomically
 from nemo_opd.logging.base import RunSummary, bits, change, figure, share
-from nemo_opd.plain_yaml import load_yaml
 
 _Fact = tuple[str, str]
 """Label and value."""

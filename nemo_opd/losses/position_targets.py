@@ -1,4 +1,4 @@
-"""Teacher targets on the student's vocabulary at every student position (methods.md §5.7)."""
+"""Teacher targets at every student position (methods.md §5.7), and kinds of positions (§5.14)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.term import ReadAhead, unit_cells
-from nemo_opd.losses.arguments import next_tokens, over
+from nemo_opd.losses.arguments import chunk_starts, next_tokens, over
 from nemo_opd.losses.cells import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.divergence import Divergence, compare_logits
@@ -20,11 +20,18 @@ from nemo_opd.losses.fused import fused, log_sum_exp, softmax
 from nemo_opd.losses.position_units import ChildMasses, KeptShares, NodePositions, PositionUnits, child_masses
 from nemo_opd.losses.prefixes import Chains, PieceTree, PrefixRanges, first_pieces
 from nemo_opd.losses.support import joined, split
+from nemo_opd.types import ChunkRows, TokenRows
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
+
 ENDS = ("drop", "cover", "rest")
+POSITION_KINDS = ("start", "inside", "later", "unaligned")
+"""start: first token of a chunk. inside: begins inside the chunk's first teacher token. later: begins inside a later
+teacher token of the chunk. unaligned: in no chunk that losses use.
+"""
+_START, _INSIDE, _LATER, _UNALIGNED = range(len(POSITION_KINDS))
 _COPIES_OF_TEACHER, _COPIES_OF_STUDENT, _COPIES_PER_TOKEN = 6, 12, 12
 """fp32 numbers at the memory peak of a block, per column of a row or per teacher token below a node."""
 
@@ -300,3 +307,24 @@ class _Rows:
     """[u, 1]: log-mass of tokens that are not stored, or None for a full teacher."""
     log_sum: Tensor
     """[u, 1]: log Σ exp of a full teacher with ends=cover, otherwise 0."""
+
+
+def position_kinds(chunks: ChunkRows, student: TokenRows, teacher: TokenRows) -> Tensor:
+    """Return the kind of each student token, as an index into `POSITION_KINDS`: int64 [B, S].
+
+    In a chunk of several teacher tokens the bytes of both sides tell the end of the first one. −1 in such chunks if the
+    teacher's bytes are not counted, as not all models predict them.
+    """
+    is_start, teacher_position = chunk_starts(chunks.student, chunks.teacher)
+    place = torch.arange(is_start.shape[1], device=is_start.device).expand_as(is_start)
+    start = place.where(is_start, -1).cummax(1).values
+    has_start, start = start >= 0, start.clamp(min=0)
+    is_aligned = has_start & (chunks.student >= 0) & (chunks.student == chunks.student.gather(1, start))
+    bytes_before = student.num_bytes.cumsum(1) - student.num_bytes
+    offset = bytes_before - bytes_before.gather(1, start)
+    first = teacher_position.gather(1, start)
+    following = (first + 1).clamp(max=chunks.teacher.shape[1] - 1)
+    is_single = (following == first) | (chunks.teacher.gather(1, following) != chunks.teacher.gather(1, first))
+    first_bytes = teacher.num_bytes.gather(1, first)
+    kinds = torch.where(is_single | (offset < first_bytes), _INSIDE, _LATER).where(is_single | (first_bytes > 0), -1)
+    return kinds.where(~is_start, _START).where(is_aligned, _UNALIGNED)

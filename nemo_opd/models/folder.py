@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from nemo_opd.demo import DEMO_PREFIX, is_demo, model_path
 from nemo_opd.errors import ConfigError, HubError, ModelError
-from nemo_opd.files import read_file
-from nemo_opd.plain_yaml import load_front_matter
+from nemo_opd.files import load_front_matter, read_file
 from nemo_opd.teacher_cache import shard
 
 _WEIGHT_FILES = (

@@ -22,8 +22,7 @@ from pydantic import TypeAdapter
 from safetensors.numpy import save
 
 from nemo_opd.errors import DataError
-from nemo_opd.files import write_atomically
-from nemo_opd.plain_yaml import load_yaml
+from nemo_opd.files import load_yaml, write_atomically
 
 KEY_BYTES = 16
 OPENING = 16

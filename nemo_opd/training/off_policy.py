@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_opd.checkpoint.identity import identity
+from nemo_opd.checkpoint.run_directory import identity
 from nemo_opd.cluster.launch import driving
 from nemo_opd.config.load import from_yaml
 from nemo_opd.config.run import RunConfig

@@ -7,9 +7,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Self
 
-from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import Progress
-from nemo_opd.checkpoint.run_directory import RunLock, checkpoints_of
+from nemo_opd.checkpoint.run_directory import RunLock, checkpoints_of, identity
 from nemo_opd.cluster.launch import open_cluster
 from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import ConfigError
@@ -38,9 +37,8 @@ from nemo_opd.progress import tracked, working
 from nemo_opd.rollout.base import Engine
 from nemo_opd.training.batches import BatchSource, Lookahead
 from nemo_opd.training.closing import closing_table
-from nemo_opd.training.continued import continued_texts
 from nemo_opd.training.engines import open_engine
-from nemo_opd.training.evaluator import BestSteps, Evaluator, Patience
+from nemo_opd.training.evaluator import BestSteps, Evaluator, Patience, continued_texts
 from nemo_opd.training.interrupt import Interrupt, TimeLimit
 from nemo_opd.training.models import Models
 from nemo_opd.training.saving import Saving, export_best, export_models, provenance, push_export, write_cards

@@ -1,6 +1,6 @@
 """Which settings may change when a run is continued."""
 
-from nemo_opd.checkpoint.identity import FREE_KEYS, fields
+from nemo_opd.checkpoint.run_directory import FREE_KEYS, fields
 from nemo_opd.config import RunConfig
 
 

@@ -15,8 +15,7 @@ from torch.distributed import distributed_c10d
 from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.cluster import Cluster
-from nemo_opd.distributed.process_group import join, serve_store
-from nemo_opd.distributed.signed_objects import share_key
+from nemo_opd.distributed.process_group import join, serve_store, share_key
 from nemo_opd.errors import ClusterError, WorkerError
 from tests import processes
 from tests.cluster.toy import Toy

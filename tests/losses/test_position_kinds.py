@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from nemo_opd.losses.position_kinds import POSITION_KINDS, position_kinds
+from nemo_opd.losses.position_targets import POSITION_KINDS, position_kinds
 from nemo_opd.types import ChunkRows, TokenRows
 
 TEXTS = {

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, T5Config
 
-from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.checkpoint.run_directory import identity
 from nemo_opd.config import RunConfig
 from nemo_opd.errors import (
     AlignmentError,

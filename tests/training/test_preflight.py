@@ -22,9 +22,8 @@ from transformers import (
 )
 
 from nemo_opd.checkpoint import run_directory
-from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
-from nemo_opd.checkpoint.run_directory import default_output_dir
+from nemo_opd.checkpoint.run_directory import default_output_dir, identity
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.loss import PKLTerm

@@ -1,24 +1,24 @@
-"""Worker groups on Ray, with a bundle for each device of a placement and an actor for each rank."""
+"""Worker groups on Ray: a bundle for each device of a placement, and an actor for each rank."""
 
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+import torch
 import torch.distributed as dist
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_opd.cluster.base import Call, Cluster, Group
+from nemo_opd.cluster.base import Call, Cluster, Failure, Group, Rank
 from nemo_opd.cluster.placement import Placement, Places, num_cores
-from nemo_opd.cluster.ray.calls import ANSWER_S, ProgressMonitor, RayCall, gather
-from nemo_opd.cluster.ray.rank_actor import RankActor
+from nemo_opd.cluster.ray.calls import ANSWER_S, ProgressMonitor, ProgressReporter, RayCall, gather
 from nemo_opd.cluster.ray.services import forwarded_secrets
 from nemo_opd.cluster.ray.session import LOOPBACK, RaySession
 from nemo_opd.config.cluster import Cluster as Settings
+from nemo_opd.distributed import process_group
 from nemo_opd.distributed.layout import Place
-from nemo_opd.distributed.process_group import connect_store
-from nemo_opd.distributed.signed_objects import new_key
+from nemo_opd.distributed.process_group import connect_store, new_key, sign_objects
 from nemo_opd.errors import ClusterError
 
 _NODE_ID = "ray.io/node-id"
@@ -224,3 +224,80 @@ def _describe(address: str, resources: dict[str, float], need: dict[str, float])
 def _amount(resources: dict[str, float]) -> str:
     """Format resources, such as `2 CPU, 1 GPU`."""
     return ", ".join(f"{count:g} {name}" for name, count in resources.items())
+
+
+class RankActor:
+    """The Ray actor of one rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: str,
+        threads: int,
+        timeout_s: float,
+        host: str | None,
+        secrets: Mapping[str, str],
+        key: bytes,
+    ) -> None:
+        """Set up the process.
+
+        host: address of the group's store if all ranks are on this machine, else None. secrets: environment variables
+        of the driver. key: signs the objects that the group's ranks send each other.
+        """
+        os.environ.update(secrets)
+        sign_objects(key)
+        # Only the actor's own GPU is visible to it.
+        os.environ["LOCAL_RANK"] = "0"
+        if device == "cuda":
+            torch.cuda.set_device(0)
+        torch.set_num_threads(threads)
+        if host is not None:
+            process_group.stay_on_this_machine()
+        self.index = rank
+        self.world_size = world_size
+        self.device = device
+        self.timeout_s = timeout_s
+        self.host = host
+        self.store: torch.distributed.TCPStore | None = None
+        self.reporter: ProgressReporter | None = None
+        self.rank: Rank | None = None
+
+    def serve(self) -> tuple[str, int]:
+        """Serve the group's store, on rank 0 only, and return its host and port."""
+        host = self.host or process_group.reachable_host()
+        self.store = process_group.serve_store(host, self.timeout_s)
+        return host, self.store.port
+
+    def create(self, address: tuple[str, int], worker: type, arguments: dict[str, Any]) -> Failure | None:
+        """Join the world and build the worker; return the failure, if any."""
+        try:
+            if self.index == 0:
+                self.reporter = ProgressReporter(lambda: process_group.connect_store(*address, ANSWER_S))
+            store = self.store or process_group.connect_store(*address, self.timeout_s)
+            process_group.join(store, self.index, self.world_size, self.device, self.timeout_s)
+            self.rank = Rank(worker, arguments)
+        except Exception as error:
+            return Failure.of(error)
+        return None
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Return the method's result, or a Failure."""
+        assert self.rank is not None
+        try:
+            return self.rank.call(method, arguments)
+        except Exception as error:
+            return Failure.of(error)
+
+    def whereabouts(self) -> tuple[str, tuple[str, ...]]:
+        """Return Ray's id of the node, and the names of this rank's GPUs."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", ()))
+
+    def leave(self) -> None:
+        if self.reporter is not None:
+            self.reporter.close()
+        if self.rank is not None:
+            self.rank.close()
+            self.rank = None
+        process_group.leave()

@@ -9,9 +9,9 @@ import yaml
 
 from nemo_opd.config.load import from_yaml
 from nemo_opd.errors import ConfigError, DataError
+from nemo_opd.files import load_yaml
 from nemo_opd.logging.records import read_config
 from nemo_opd.models.folder import OwnCard, read_own_card
-from nemo_opd.plain_yaml import load_yaml
 from nemo_opd.teacher_cache.shard import CacheManifest, read_manifest
 
 LAUGHS = "a0: &a0 [ha]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 11))
