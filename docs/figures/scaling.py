@@ -24,9 +24,9 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.preflight.delivery import arriving_bytes, check_deliveries, plan_deliveries
-from nemo_opd.preflight.memory import largest_parts, resolve_resharding, settle_memory
-from nemo_opd.preflight.memory_parts import Machine, MemoryEstimate, MemoryInputs, ModelSetup
+from nemo_opd.preflight.memory import Machine, MemoryEstimate, MemoryInputs, ModelSetup
 from nemo_opd.preflight.model_info import model_size
+from nemo_opd.preflight.offload import largest_parts, settle_memory
 from nemo_opd.preflight.ranks import require_batch_divides, resolve_layouts, resolve_placement, resolve_replicas
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +113,7 @@ def check(example: Example) -> Checked:
     machine = Machine("cuda", GPU_BYTES, HOST_BYTES, placement.devices_per_node)
     arriving = arriving_bytes(deliveries, 1 + config.batches_ahead)
     config, situation = resolve_replicas(config, MemoryInputs(own, tuple(others), machine, arriving), placement)
-    config, memory = settle_memory(resolve_resharding(config, situation), situation)
+    config, memory = settle_memory(config, situation)
     return Checked(config, situation.student.layout, tuple(each.layout for each in situation.teachers), memory)
 
 
@@ -184,7 +184,7 @@ def layout_rows() -> Iterator[list[str]]:
             "; ".join(f"{memory.peak / GIB:.0f}" for memory in found.memory.memories[:-1]),
             found.memory.memories[0].peak_phase.value,
             found.offloaded,
-            "yes" if found.memory.fits else "**no**",
+            "yes" if found.memory.fits() else "**no**",
         ]
 
 
@@ -238,7 +238,7 @@ def documented(page: str) -> list[Example]:
 def summary(found: Checked) -> str:
     layouts = [f"student {shown(found.student)}"]
     layouts += [f"{name} {shown(layout)}" for name, layout in zip(found.names[1:], found.teachers, strict=True)]
-    fits = "fits" if found.memory.fits else "does not fit"
+    fits = "fits" if found.memory.fits() else "does not fit"
     gpu = found.memory.memories[0]
     return (
         f"Layouts: {', '.join(layouts)}; microbatches per rank: {found.micro_batches}; offloaded: {found.offloaded}; "

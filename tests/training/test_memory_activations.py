@@ -28,7 +28,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.kernels import launch
 from nemo_opd.models.fused_layers import replace_parts
 from nemo_opd.models.parallelize import checkpoint_activations, shard
-from nemo_opd.preflight.memory_parts import ModelSetup, Work, layer_bytes, saved_activations
+from nemo_opd.preflight.memory import ModelSetup, Work, layer_bytes, saved_activations
 from nemo_opd.preflight.model_info import model_size, numel, shard_numel
 from tests.composition import compose
 from tests.models.world import as_rank

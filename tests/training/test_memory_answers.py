@@ -10,8 +10,9 @@ from nemo_opd.config import RunConfig
 from nemo_opd.config.data import ValidationSource
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.preflight.memory import estimate
-from nemo_opd.preflight.memory_parts import Memory, MemoryInputs, Phase
-from nemo_opd.preflight.memory_processes import SAMPLING, SamplingBatch, teacher_batch
+from nemo_opd.preflight.memory import Memory, MemoryInputs, Phase
+from nemo_opd.preflight.memory import SAMPLING
+from nemo_opd.preflight.sampling import SamplingBatch, teacher_batch
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.composition import compose

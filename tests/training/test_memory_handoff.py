@@ -12,7 +12,7 @@ from nemo_opd.handoff.plan import LayoutPair, Readers
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.preflight.memory import estimate
-from nemo_opd.preflight.memory_parts import Machine, MemoryInputs, ModelSetup, Part, Phase
+from nemo_opd.preflight.memory import Machine, MemoryInputs, ModelSetup, Part, Phase
 from nemo_opd.preflight.memory_processes import TeacherProcess
 from nemo_opd.preflight.model_info import ModelSize, model_size
 from tests.composition import compose

@@ -9,7 +9,7 @@ from nemo_opd.cluster.placement import Placement
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.preflight.memory import estimate
-from nemo_opd.preflight.memory_parts import SLACK, USABLE, Machine, MemoryInputs, ModelSetup
+from nemo_opd.preflight.memory import SLACK, USABLE, Machine, MemoryInputs, ModelSetup
 from nemo_opd.preflight.model_info import model_size
 from nemo_opd.preflight.ranks import resolve_replicas
 from tests.composition import compose

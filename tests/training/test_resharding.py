@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.preflight.memory import estimate, resolve_resharding
-from nemo_opd.preflight.memory_parts import SLACK, USABLE, Machine, MemoryInputs, ModelSetup
+from nemo_opd.preflight.memory import SLACK, USABLE, Machine, MemoryInputs, ModelSetup
 from nemo_opd.preflight.model_info import model_size
 from tests.composition import compose
 
