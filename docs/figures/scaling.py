@@ -188,6 +188,33 @@ def layout_rows() -> Iterator[list[str]]:
         ]
 
 
+EXAMPLE_OF_PARTS = LAYOUTS[4]
+PARTS = (
+    ("student: parameters", "4 · W / S"),
+    ("student: optimizer", "8 · W / S with AdamW"),
+    ("student: gradients", "4 · W / S; before the second microbatch only in the backward pass"),
+    ("student: gathered parameters", "c · (embedding + head + 2 layers); c · W if they stay gathered"),
+    ("student: unsharded gradients", "0; 4 · W if gradients are reduced once per step"),
+    ("student: activations", "[a layer's](#activations), or with checkpointing c · D · T, times layers, + (8 + c) · D · T"),
+    ("student: gradients of hidden states and head", "c · D · T + (4 + c) · D · V"),
+    ("student: blocks of logits, temporaries of a loss", "(1 + V / all vocabularies) · B + B"),
+    ("32B: parameters", "c · W / S"),
+    ("32B: gathered parameters", "as the student's, in two parts: outside the layers, and two layers"),
+    ("32B: activations", "¾ of a layer's, or c · E · T if that is more"),
+    ("32B: hidden states handed over", "c · E · a rank's positions of a batch · (1 + batches ahead)"),
+    ("32B: head handed over", "c · E · V"),
+    ("student: CUDA", "½ GiB for each process"),
+)
+"""Parts of the estimate, and their formulas. Numbers are from one example, at the peak if the part is alive then."""
+
+
+def part_rows() -> Iterator[list[str]]:
+    (gpu, _) = check(EXAMPLE_OF_PARTS).memory.memories
+    parts = {str(part): part.at(gpu.peak_phase) or max(part.num_bytes.values()) for part in gpu.parts}
+    for name, formula in PARTS:
+        yield [name, formula, f"{parts[name] / GIB:.2f}"]
+
+
 def shown(layout: Layout) -> str:
     degrees = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
     found = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "1 rank"
@@ -251,6 +278,7 @@ def blocks(page: str) -> dict[str, str]:
     """Return the text between the marks of each name."""
     made = {
         "models": table(MODELS, model_rows()),
+        "parts": table(("part", "bytes", "GiB in the example"), part_rows()),
         "layouts": table(COLUMNS, layout_rows()),
     }
     for example in documented(page):
