@@ -448,7 +448,8 @@ def _teacher_parts(config: RunConfig, inputs: MemoryInputs, teacher: Teacher, se
         largest = sorted(shard_numel(layer.shapes, layout) for layer in size.layers)[-2:]
         on_device = rank.c * (shard_numel(size.rest, layout) + sum(largest))
     yield Part(name, kind, dict.fromkeys(there if leaves else Phase, on_device), in_turn=leaves)
-    yield Part(name, kind, dict.fromkeys(_LOADED, shard * leaves), on_host=True)
+    if leaves:
+        yield Part(name, kind, dict.fromkeys(_LOADED, shard), on_host=True)
     goes = leaves or teacher.is_student
     yield Part(
         name, "gathered parameters", dict.fromkeys([Phase.TEACHERS] if goes else _STEP, rank.gathered), False, goes
