@@ -195,7 +195,7 @@ PARTS = (
     ("student: gradients", "4 · W / S; before the second microbatch only in the backward pass"),
     ("student: gathered parameters", "c · (embedding + head + 2 layers); c · W if they stay gathered"),
     ("student: unsharded gradients", "0; 4 · W if gradients are reduced once per step"),
-    ("student: activations", "[a layer's](#activations), or with checkpointing c · D · T, times layers, + (8 + c) · D · T"),
+    ("student: activations", "layers · [a layer's](#activations), or c · D · T with checkpointing, + (8 + c) · D · T"),
     ("student: gradients of hidden states and head", "c · D · T + (4 + c) · D · V"),
     ("student: blocks of logits, temporaries of a loss", "(1 + V / all vocabularies) · B + B"),
     ("32B: parameters", "c · W / S"),
