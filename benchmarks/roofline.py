@@ -30,10 +30,10 @@ from roofline_work import Counts, Kind  # noqa: E402
 
 from nemo_opd.config.run import RunConfig  # noqa: E402
 from nemo_opd.distributed.layout import Layout  # noqa: E402
-from nemo_opd.preflight.memory import resolve_resharding  # noqa: E402
-from nemo_opd.preflight.memory_parts import Machine as Memory  # noqa: E402
-from nemo_opd.preflight.memory_parts import MemoryInputs, ModelSetup  # noqa: E402
+from nemo_opd.preflight.memory import Machine as Memory  # noqa: E402
+from nemo_opd.preflight.memory import MemoryInputs, ModelSetup  # noqa: E402
 from nemo_opd.preflight.model_info import model_size, numel  # noqa: E402
+from nemo_opd.preflight.offload import settle_memory  # noqa: E402
 from tests.composition import compose  # noqa: E402
 
 COMMAND = "uv run benchmarks/roofline.py"
@@ -97,9 +97,9 @@ class Recipes:
 
     def kept(self, recipe: Recipe, machine: Machine) -> dict[str, Any]:
         """Return what a run keeps gathered on these GPUs, as arguments of `Plan`."""
-        tp = self.tp(recipe, machine.number)
-        found = resolve_resharding(
-            self.config(recipe),
+        tp, config = self.tp(recipe, machine.number), self.config(recipe)
+        found, _ = settle_memory(
+            config.model_copy(update={"run": config.run.model_copy(update={"dry_run": True})}),
             MemoryInputs(
                 setup(recipe.student, Layout(machine.number)),
                 tuple(setup(name, Layout(machine.number // tp, tp=tp)) for name in recipe.teachers),

@@ -22,7 +22,7 @@ from nemo_opd.config.load import from_omegaconf
 from nemo_opd.logging.metrics import Timer
 from nemo_opd.losses.arguments import chunk_units
 from nemo_opd.preflight.flops import Flops
-from nemo_opd.preflight.memory_parts import Memory
+from nemo_opd.preflight.memory import Memory
 from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.training.batches import Lookahead
 from nemo_opd.training.models import ScoredBatch

@@ -24,9 +24,9 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.preflight.delivery import arriving_bytes, check_deliveries, plan_deliveries
-from nemo_opd.preflight.memory import largest_parts, resolve_resharding, settle_memory
-from nemo_opd.preflight.memory_parts import Machine, MemoryEstimate, MemoryInputs, ModelSetup
+from nemo_opd.preflight.memory import Machine, MemoryEstimate, MemoryInputs, ModelSetup
 from nemo_opd.preflight.model_info import model_size
+from nemo_opd.preflight.offload import largest_parts, settle_memory
 from nemo_opd.preflight.ranks import require_batch_divides, resolve_layouts, resolve_placement, resolve_replicas
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +113,7 @@ def check(example: Example) -> Checked:
     machine = Machine("cuda", GPU_BYTES, HOST_BYTES, placement.devices_per_node)
     arriving = arriving_bytes(deliveries, 1 + config.batches_ahead)
     config, situation = resolve_replicas(config, MemoryInputs(own, tuple(others), machine, arriving), placement)
-    config, memory = settle_memory(resolve_resharding(config, situation), situation)
+    config, memory = settle_memory(config, situation)
     return Checked(config, situation.student.layout, tuple(each.layout for each in situation.teachers), memory)
 
 
@@ -184,8 +184,35 @@ def layout_rows() -> Iterator[list[str]]:
             "; ".join(f"{memory.peak / GIB:.0f}" for memory in found.memory.memories[:-1]),
             found.memory.memories[0].peak_phase.value,
             found.offloaded,
-            "yes" if found.memory.fits else "**no**",
+            "yes" if found.memory.fits() else "**no**",
         ]
+
+
+EXAMPLE_OF_PARTS = LAYOUTS[4]
+PARTS = (
+    ("student: parameters", "4 · W / S"),
+    ("student: optimizer", "8 · W / S with AdamW"),
+    ("student: gradients", "4 · W / S; before the second microbatch only in the backward pass"),
+    ("student: gathered parameters", "c · (embedding + head + 2 layers); c · W if they stay gathered"),
+    ("student: unsharded gradients", "0; 4 · W if gradients are reduced once per step"),
+    ("student: activations", "layers · [a layer's](#activations), or c · D · T with checkpointing, + (8 + c) · D · T"),
+    ("student: gradients of hidden states and head", "c · D · T + (4 + c) · D · V"),
+    ("student: blocks of logits, temporaries of a loss", "(1 + V / all vocabularies) · B + B"),
+    ("32B: parameters", "c · W / S"),
+    ("32B: gathered parameters", "as the student's, in two parts: outside the layers, and two layers"),
+    ("32B: activations", "¾ of a layer's, or c · E · T if that is more"),
+    ("32B: hidden states handed over", "c · E · a rank's positions of a batch · (1 + batches ahead)"),
+    ("32B: head handed over", "c · E · V"),
+    ("student: CUDA", "½ GiB for each process"),
+)
+"""Parts of the estimate, and their formulas. Numbers are from one example, at the peak if the part is alive then."""
+
+
+def part_rows() -> Iterator[list[str]]:
+    (gpu, _) = check(EXAMPLE_OF_PARTS).memory.memories
+    parts = {str(part): part.at(gpu.peak_phase) or max(part.num_bytes.values()) for part in gpu.parts}
+    for name, formula in PARTS:
+        yield [name, formula, f"{parts[name] / GIB:.2f}"]
 
 
 def shown(layout: Layout) -> str:
@@ -238,7 +265,7 @@ def documented(page: str) -> list[Example]:
 def summary(found: Checked) -> str:
     layouts = [f"student {shown(found.student)}"]
     layouts += [f"{name} {shown(layout)}" for name, layout in zip(found.names[1:], found.teachers, strict=True)]
-    fits = "fits" if found.memory.fits else "does not fit"
+    fits = "fits" if found.memory.fits() else "does not fit"
     gpu = found.memory.memories[0]
     return (
         f"Layouts: {', '.join(layouts)}; microbatches per rank: {found.micro_batches}; offloaded: {found.offloaded}; "
@@ -251,6 +278,7 @@ def blocks(page: str) -> dict[str, str]:
     """Return the text between the marks of each name."""
     made = {
         "models": table(MODELS, model_rows()),
+        "parts": table(("part", "bytes", "GiB in the example"), part_rows()),
         "layouts": table(COLUMNS, layout_rows()),
     }
     for example in documented(page):

@@ -20,12 +20,14 @@ class Parallelism(Settings):
     """Shard positions over the tensor-parallel ranks between attention and feed-forward blocks."""
 
     replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Copies of the model, each sharded over separate ranks (HSDP). 1: one copy over all ranks. auto: 1, or one copy
-    per node on several GPU nodes, if that fits without `offload`.
+    """Copies of the model, each sharded over separate ranks (HSDP). 1: one copy over all ranks. auto: one copy per node
+    on several GPU nodes, if its weights, gradients and optimizer state then take at most half of a GPU and the run fits
+    without `offload`; else 1.
     """
     reshard_after_forward: Literal[True, False, "auto"] = "auto"
     """Free a layer's gathered weights after its forward pass (FSDP). false: keep all weights unsharded, and gather them
-    once a step instead of twice a microbatch. auto: false on GPUs if that fits without `offload`.
+    once a step instead of twice a microbatch. auto: false on GPUs if they take at most a quarter of one and the run
+    fits without `offload`.
     """
 
     @property

@@ -1,313 +1,482 @@
-"""Estimate of each rank's memory, the offloading and resharding that it decides, and its report."""
+"""Estimate of each rank's memory, by part and phase: the formulas of docs/scaling.md#what-a-rank-holds.
+
+Weights, gradients, optimizer state, handoff buffers and caches are exact; activations are estimated.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from fractions import Fraction
 from itertools import chain
-from math import floor
-from typing import Literal, TypeVar
+from math import ceil, prod
 
-from rich.table import Table
-from rich.text import Text
+import psutil
+import torch
 
+from nemo_opd.config import train
 from nemo_opd.config.model import Student
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
-from nemo_opd.errors import ConfigError
-from nemo_opd.preflight.memory_parts import (
-    LOADED,
-    SLACK,
-    USABLE,
-    Machine,
-    Memory,
-    MemoryEstimate,
-    MemoryInputs,
-    Part,
-    Phase,
-    constant_part,
-)
-from nemo_opd.preflight.memory_processes import (
-    student_parts,
-    student_samples,
-    teacher_processes,
-    teachers_answer,
-)
-from nemo_opd.rollout.server.program import COMMON_SHARE, OWN_SHARE
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.logits.blocks import block_bytes, least_rows
+from nemo_opd.losses.cross_entropy import LIVE_COPIES
+from nemo_opd.models.fused_layers import may_fuse
+from nemo_opd.models.load import compute_dtype
+from nemo_opd.preflight.model_info import LayerSize, ModelSize, cut_numel, shard_numel
+from nemo_opd.preflight.sampling import SamplingBatch, student_batch, teacher_batch
+from nemo_opd.preflight.teachers import output_columns
+from nemo_opd.rollout.server.program import COMMON_SHARE
 
+USABLE = 0.95
+"""Share of a memory that a plan may use: allocators fragment it, and libraries have buffers."""
+SLACK = 1.25
+"""Factor on the estimate, which is right within 20 %, before spending memory on optional things."""
+FP32 = 4
+"""Bytes per number."""
 CONTEXT_BYTES = 512 * 2**20
 """GPU memory of CUDA and its libraries per process."""
 _ASLEEP_BYTES = 2 * 2**30
 """GPU memory of a sleeping server: CUDA, its libraries, captured graphs. Assumed, not measured."""
-SERVER = "rollout server"
-_SERVER_NOT_COUNTED = (
-    "not counted: the server that samples (rollout.type=server), a separate process on this machine; "
-    "rollout.memory_share limits what it takes"
-)
-_NUM_LARGEST = 3
-_WAYS_OUT = (
-    "smaller microbatches (train.micro_batch_size or train.micro_batch_tokens), a smaller train.max_length, "
-    "student.activation_checkpointing=true, handoff.type=hidden_states, smaller batches of rollouts and answers, "
-    "teachers in bfloat16, more parallelism.tp and more GPUs need less"
-)
-"""Settings that lower the memory, for a run that does not fit."""
-_STUDENT_INDEX = -1
-"""Stands for the student among indices of teachers."""
-_Item = int | Literal["student", "gradients"]
-"""Item that may stay unsharded: a teacher's weights (its index), the student's weights, or its gradients."""
-_Model = TypeVar("_Model", Student, Teacher)
+_COPIES = 12
+"""fp32 copies of a chunk's logits alive at once in the most expensive distillation loss."""
+_BYTES_PER_LOGIT = 36
+"""Bytes per logit for sampling a token: fp32 logits, warped logits, probabilities, fp64 cumulative sums, masks."""
+STUDENT, SERVER = "student", "rollout server"
+SAMPLING = ("parameters, gathered whole", "key-value cache", "activations and logits of sampling")
+"""Names of the parts of sampling."""
 
 
-def estimate(config: RunConfig, situation: MemoryInputs) -> MemoryEstimate:
+class Phase(StrEnum):
+    """Phases of a run. Teachers answer the evaluation's questions before the first step. `forward, loss` ends with the
+    gradient of the logits or last hidden states; `backward` includes the optimizer's step.
+    """
+
+    LOADING = "loading"
+    ANSWERS = "answers"
+    ROLLOUT = "rollout"
+    TEACHERS = "teachers"
+    LOSS = "forward, loss"
+    BACKWARD = "backward"
+
+
+TRAINING = (Phase.LOSS, Phase.BACKWARD)
+_STEP = (Phase.ROLLOUT, Phase.TEACHERS, *TRAINING)
+_LOADED = (Phase.ANSWERS, *_STEP)
+_TURNS = (Phase.ANSWERS, Phase.TEACHERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Memory for one purpose in one worker."""
+
+    owner: str
+    """`student`, a teacher's name or `rollout server`."""
+    name: str
+    num_bytes: Mapping[Phase, int]
+    on_host: bool = False
+    """Whether it is in main memory even if the device is a GPU."""
+    in_turn: bool = False
+    """Whether in the phases of teachers it exists only while its owner computes; those of a device take turns."""
+
+    def __str__(self) -> str:
+        return f"{self.owner}: {self.name}"
+
+    def at(self, phase: Phase) -> int:
+        return self.num_bytes.get(phase, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One memory of a rank: a GPU, or a share of a node's main memory."""
+
+    name: str
+    parts: tuple[Part, ...]
+    capacity: int | None
+    """Bytes available to a rank; None if unknown."""
+
+    def total(self, phase: Phase) -> int:
+        return sum(part.at(phase) for part in self.parts)
+
+    @property
+    def peak_phase(self) -> Phase:
+        return max(Phase, key=lambda phase: (self.total(phase), phase not in (Phase.ANSWERS, Phase.ROLLOUT)))
+
+    @property
+    def peak(self) -> int:
+        return self.total(self.peak_phase)
+
+    @property
+    def shortage(self) -> int:
+        """Peak minus usable capacity in bytes; 0 if it fits or the capacity is unknown."""
+        return 0 if self.capacity is None else max(0, self.peak - int(USABLE * self.capacity))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Estimate for all memories of a rank."""
+
+    memories: tuple[Memory, ...]
+    """Devices first, then main memory."""
+    block_bytes: int
+    """Byte budget assumed for a block of the student's logits, and for a loss's temporaries."""
+    caches_fit: bool = False
+    """Whether a GPU has room for the PyTorch caches of all its processes at their peaks."""
+
+    @property
+    def shortest(self) -> Memory:
+        """The memory with the largest shortage; ties go to the largest peak."""
+        return max(self.memories, key=lambda memory: (memory.shortage, memory.peak))
+
+    def fits(self, factor: float = 1.0) -> bool:
+        """Return whether `factor` times each peak fits its memory, as far as that is known."""
+        return all(m.capacity is None or factor * m.peak <= int(USABLE * m.capacity) for m in self.memories)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Device and memories of a rank."""
+
+    device: str
+    device_bytes: int | None
+    """Memory of one GPU; None on CPU or if unknown."""
+    host_bytes: int | None
+    """Main memory of a node; None if unknown."""
+    ranks_per_node: int
+    """GPUs in use on a node; on CPU, the student's ranks on it."""
+
+    @staticmethod
+    def of_this_node(device: str, ranks_per_node: int, *, is_remote: bool) -> Machine:
+        """Return this machine. is_remote: the run is on other machines, assumed to have this one's GPUs, if any."""
+        sees_gpu = device == "cuda" and torch.cuda.is_available()
+        # The free memory would be more exact, but reading it opens a CUDA context in the driver.
+        device_bytes = torch.cuda.get_device_properties(0).total_memory if sees_gpu else None
+        return Machine(device, device_bytes, None if is_remote else psutil.virtual_memory().total, ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSetup:
+    """Model with its layout."""
+
+    size: ModelSize
+    vocab_size: int
+    """Number of ids of its tokenizer; losses and buffers ignore further rows of the head."""
+    layout: Layout
+    stretch: Fraction = Fraction(1)
+    """Tokens of its longest sequence divided by `train.max_length`."""
+    longest_question: int = 0
+    """Most tokens of a benchmark's question with its answer; 0 without benchmarks."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInputs:
+    """Inputs of the estimate: models and machine of a run."""
+
+    student: ModelSetup
+    teachers: tuple[ModelSetup, ...]
+    """One per active teacher."""
+    machine: Machine
+    arriving: int = 0
+    """Bytes of teacher output from other nodes that a student rank keeps."""
+    through_host: bool = False
+    """Whether teacher output is handed over in main memory and copied to the student's device."""
+    num_learned: int = 0
+    """Elements of all learned projections, replicated on every student rank."""
+    small_blocks: bool = False
+    """Whether blocks of logits are as small as on a GPU with little memory."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Byte budget for a block of the student's logits, and for a loss's temporaries."""
+        return block_bytes(self.machine.device, None if self.small_blocks else self.machine.device_bytes)
+
+
+class Rank:
+    """One rank of a model: the quantities of the formulas, in bytes unless stated otherwise."""
+
+    def __init__(self, model: Student | Teacher, setup: ModelSetup, device: str) -> None:
+        size, layout, dtype = setup.size, setup.layout, compute_dtype(model.dtype, device)
+        self.size, self.tp, self.cp, self.c = size, layout.tp, layout.cp, dtype.itemsize
+        is_student = isinstance(model, Student)
+        self.trained = FP32 * shard_numel(size.trained_shapes, layout)
+        frozen = 0 if is_student and not size.adapters else self.c * shard_numel(size.shapes, layout)
+        self.weights = frozen + self.trained * is_student
+        self.optimizer = state_bytes(model.optimizer, size, layout) if isinstance(model, Student) else 0
+        # On one rank, FSDP2 manages only a student's parameters that it casts from fp32.
+        self.is_sharded = layout.size > 1 or (is_student and self.c < FP32)
+        self.whole = self.c * self.is_sharded * cut_numel((*size.shapes, *size.adapters), self.tp)
+        layers = (cut_numel((*layer.shapes, *layer.adapters), self.tp) for layer in size.layers)
+        is_kept = not model.parallelism.frees_gathered
+        self.gathered = self.whole if is_kept else self.c * self.is_sharded * cut_numel(size.rest, self.tp)
+        """Weights that stay gathered: all, or without those of the layers."""
+        self.layers = 0 if is_kept else 2 * self.c * self.is_sharded * max(layers, default=0)
+        """Gathered weights of the current layer and the prefetched one."""
+        self.sp = self.tp if model.parallelism.sequence_parallel else 1
+        self.is_fused = may_fuse(model.fused_layers, dtype, device) and not model.compile
+        """Whether known layers are computed by the kernels of `fused_layers`."""
+
+    def tokens(self, rows: int, length: int) -> int:
+        """Return the positions on this rank of `rows` sequences, which context-parallel ranks share."""
+        return rows * -(-length // self.cp)
+
+    def columns(self, vocab_size: int) -> int:
+        """Return the columns of the vocabulary on this rank."""
+        return -(-vocab_size // self.tp)
+
+    def layer_bytes(self, layer: LayerSize, tokens: int, length: int, sp: int = 1) -> int:
+        """Return the bytes that one layer saves for backward, by the formula of docs/scaling.md#activations.
+
+        tokens: positions on this rank, of sequences of `length`. sp: ranks over which sequence parallelism cuts the
+        elements through norms.
+        """
+        c, hidden = self.c, layer.hidden_size
+        of_norm, quarters = (c, 4) if self.is_fused and layer.is_known else (2 * FP32, 5)
+        stream = of_norm * layer.norms // sp + 2 * c * hidden * (1 + layer.num_experts)
+        inner = quarters * c * layer.active_weights // (4 * hidden) + 2 * FP32 * length * layer.score_heads
+        return tokens * (stream + inner // self.tp + (c + 1) * layer.dropped)
+
+    def saved(self, tokens: int, length: int, *, checkpointing: bool) -> int:
+        """Return the bytes that the backbone saves for backward; with checkpointing, the layers' inputs."""
+        inputs = tokens * self.size.hidden_size * self.c // self.sp
+        final = tokens * self.size.hidden_size * (2 * FP32 + self.c)
+        layers = self.size.layers
+        return final + sum(
+            inputs if checkpointing else self.layer_bytes(each, tokens, length, self.sp) for each in layers
+        )
+
+    def working(self, tokens: int, length: int) -> int:
+        """Return the bytes of one layer's temporaries, forward or backward: about 3/4 of its saved activations."""
+        return 3 * max(self.layer_bytes(layer, tokens, length) for layer in self.size.layers) // 4
+
+    def cache(self, rows: int, length: int, *, is_read: bool = True) -> int:
+        """Return the bytes of all layers' keys and values; exact for plain attention.
+
+        is_read: the prompt has been read; until then sliding-window layers keep all of it. Linear attention and
+        compressed keys, which keep less, count like plain attention.
+        """
+        widths = ((layer.key_width, layer.window if is_read else None) for layer in self.size.layers)
+        return rows * sum(2 * width * min(length, window or length) for width, window in widths) * self.c // self.tp
+
+
+def state_bytes(settings: train.Optimizer, size: ModelSize, layout: Layout) -> int:
+    """Return the bytes of the optimizer's state on rank 0, without step counters.
+
+    Two fp32 numbers per trained parameter, also for the user's optimizers. Muon has one for each matrix of a layer,
+    Adafactor one per row and column, and 8-bit AdamW two bytes and two fp32 scales for each 256, except in tensors of
+    fewer than 4,096 elements.
+    """
+    shapes = size.trained_shapes
+    if isinstance(settings, train.Adafactor):
+        return FP32 * sum(prod(s) if len(s) < 2 else prod(s[:-2]) * (s[-2] + s[-1]) for s in shapes)
+    if isinstance(settings, train.AdamW8bit):
+        return sum(2 * FP32 * n if n < 4096 else 2 * n + 2 * FP32 * -(-n // 256) for n in map(prod, shapes))
+    matrices = tuple(shape for layer in size.layers for shape in layer.trained_shapes if len(shape) == 2)
+    with_muon = matrices if isinstance(settings, train.Muon) else ()
+    return FP32 * (2 * shard_numel(shapes, layout) - shard_numel(with_muon, layout))
+
+
+def estimate(config: RunConfig, inputs: MemoryInputs) -> MemoryEstimate:
     """Return the bytes on one rank by part and phase, with the settings as they are: `offload: auto` counts as false.
 
-    Parameters, gradients, optimizer state, handoff buffers and caches are exact; activations are estimated. Processes
-    that share a GPU empty PyTorch's cache for each other, so each phase counts only live memory.
+    Processes that share a GPU empty PyTorch's cache for each other, so each phase counts only live memory.
     """
-    machine, is_separate = situation.machine, config.cluster.placement == "separate"
-    processes = _processes(config, situation)
-    devices = [[part for part in parts if not part.on_host or machine.device == "cpu"] for parts in processes]
-    merged = [_merge(parts) for parts in (devices if is_separate else [chain(*devices)])]
-    if machine.device == "cpu":
-        memories = [("main memory for each rank", tuple(chain(*merged)), machine.host_share)]
-    else:
-        teachers = [teacher.name for teacher in config.active_teachers if not teacher.is_student]
-        names = [f"each GPU of {name}" for name in ("the student", *teachers)] if is_separate else ["each GPU"]
-        memories = [(name, parts, machine.device_bytes) for name, parts in zip(names, merged, strict=True)]
-        host = (part for part in chain(*processes) if part.on_host)
-        memories.append(("main memory for each GPU", _merge(host), machine.host_share))
-    samples = any((student_samples(config), _sharing_server(config, machine), situation.student.longest_question))
-    has_phase = {Phase.ANSWERS: teachers_answer(config), Phase.ROLLOUT: samples}
-    phases = tuple(phase for phase in Phase if has_phase.get(phase, True))
+    machine, is_cpu = inputs.machine, inputs.machine.device == "cpu"
+    parts = [*_student_parts(config, inputs), *_server_parts(config, machine)]
+    owners = {STUDENT: [STUDENT, SERVER]}  # by process
+    for teacher, setup in zip(config.active_teachers, inputs.teachers, strict=True):
+        parts += _teacher_parts(config, inputs, teacher, setup)
+        owners.setdefault(STUDENT if teacher.is_student else teacher.name, []).append(teacher.name)
+    parts += [Part(process, "CUDA", dict.fromkeys(Phase, CONTEXT_BYTES)) for process in owners if not is_cpu]
+    live = {
+        f"each GPU of {'the student' if process == STUDENT else process}": [
+            part for part in parts if part.owner in names and (is_cpu or not part.on_host)
+        ]
+        for process, names in owners.items()
+    }
     # PyTorch's cache grows to the memory of each process in its largest phase.
-    cached = sum(max(sum(part.at(phase) for part in parts) for phase in Phase) for parts in devices)
+    cached = sum(max(sum(part.at(phase) for part in process) for phase in Phase) for process in live.values())
     caches_fit = machine.device_bytes is not None and SLACK * cached < USABLE * machine.device_bytes
-    return MemoryEstimate(tuple(Memory(*memory, phases) for memory in memories), situation.block_bytes, caches_fit)
+    if config.cluster.placement == "colocated":
+        live = {"each GPU": list(chain(*live.values()))}
+    devices = [Memory(name, _take_turns(process), machine.device_bytes) for name, process in live.items()]
+    on_host = chain(*(memory.parts for memory in devices)) if is_cpu else (part for part in parts if part.on_host)
+    share = None if machine.host_bytes is None else machine.host_bytes // machine.ranks_per_node
+    host = Memory(f"main memory for each {'rank' if is_cpu else 'GPU'}", tuple(on_host), share)
+    return MemoryEstimate((host,) if is_cpu else (*devices, host), inputs.block_bytes, caches_fit)
 
 
-def _processes(config: RunConfig, situation: MemoryInputs) -> list[list[Part]]:
-    """Return the parts of each process of a rank.
-
-    The student's process is first, and has the parts of teachers with its weights and of a rollout server.
-    """
-    processes = [student_parts(config, situation) + _server_parts(config, situation.machine)]
-    for teacher in teacher_processes(config, situation):
-        if teacher.settings.is_student:
-            processes[0] += teacher.parts()
-        else:
-            processes.append(teacher.parts())
-    if situation.device == "cuda":
-        for parts in processes:
-            parts.append(constant_part(parts[0].owner, "CUDA", CONTEXT_BYTES, *Phase))
-    return processes
+def _take_turns(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Leave out the `in_turn` parts of all owners except the one that needs most, in each phase of teachers."""
+    for phase in _TURNS:
+        work = Counter(dict.fromkeys((part.owner for part in parts), 0))
+        for part in parts:
+            work[part.owner] += part.at(phase) * part.in_turn
+        busiest = max(work, key=work.__getitem__)
+        parts = [
+            replace(part, num_bytes={**part.num_bytes, phase: 0}) if part.in_turn and part.owner != busiest else part
+            for part in parts
+        ]
+    return tuple(parts)
 
 
-def _merge(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Add up the parts of one memory that have the same owner and name.
-
-    Teachers take turns, so each phase counts the `in_turn` parts of the largest owner only.
-    """
-    parts = tuple(parts)
-    in_turn_bytes: Counter[tuple[Phase, str]] = Counter()
-    for part in parts:
-        in_turn_bytes.update({(phase, part.owner): number * part.in_turn for phase, number in part.num_bytes.items()})
-    largest_owner = dict(sorted(in_turn_bytes, key=in_turn_bytes.__getitem__))  # a later item replaces an earlier one
-    merged: dict[tuple[str, str], Counter[Phase]] = {}
-    for part in parts:
-        phases = (phase for phase in part.num_bytes if not part.in_turn or largest_owner[phase] == part.owner)
-        merged.setdefault((part.owner, part.name), Counter()).update({phase: part.at(phase) for phase in phases})
-    return tuple(Part(owner, name, num_bytes) for (owner, name), num_bytes in merged.items())
-
-
-def _sharing_server(config: RunConfig, machine: Machine) -> ServerRollout | None:
+def sharing_server(config: RunConfig, machine: Machine) -> ServerRollout | None:
     """Return the rollout server on the training GPUs, or None if there is none or the GPUs' memory is unknown."""
-    server = config.rollout
-    if isinstance(server, ServerRollout) and server.shares_devices and machine.device_bytes is not None:
-        return server
-    return None
+    server = config.rollout if isinstance(config.rollout, ServerRollout) and config.rollout.shares_devices else None
+    return None if machine.device_bytes is None else server
 
 
-def _server_parts(config: RunConfig, machine: Machine) -> list[Part]:
-    """Return the server's memory: `rollout.memory_share` or the least share; little while it sleeps."""
-    if (server := _sharing_server(config, machine)) is None:
-        return []
-    awake = int((server.memory_share or COMMON_SHARE) * (machine.device_bytes or 0))
-    asleep = _ASLEEP_BYTES if server.sleeps_on_gpus else awake
-    return [Part(SERVER, "its share", dict.fromkeys(LOADED, asleep) | {Phase.ROLLOUT: awake})]
+def _server_parts(config: RunConfig, machine: Machine) -> Iterator[Part]:
+    """Yield the server's memory: `rollout.memory_share` or the least share; little while it sleeps."""
+    if (server := sharing_server(config, machine)) is not None:
+        awake = int((server.memory_share or COMMON_SHARE) * (machine.device_bytes or 0))
+        asleep = _ASLEEP_BYTES if server.sleeps_on_gpus else awake
+        yield Part(SERVER, "its share", {**dict.fromkeys(_LOADED, asleep), Phase.ROLLOUT: awake})
 
 
-def server_share(config: RunConfig, estimated: MemoryEstimate, machine: Machine) -> float | None:
-    """Return the share of a GPU's memory for the server: the least share plus the memory that is always free.
+def _student_parts(config: RunConfig, inputs: MemoryInputs) -> Iterator[Part]:
+    """Yield the parts of the student, without teachers that have its weights.
 
-    If the server sleeps, only the rollout phase counts. None if it does not share GPUs or their memory is unknown.
+    In the backward pass activations go as gradients come; from the second microbatch on, earlier gradients are there.
+    FSDP2 reduces a layer's gradients in fp32, from a copy of the unsharded ones, and at the end the embedding's and the
+    head's; if it reduces once per step, all unsharded ones accumulate until then. Comparing the gradients of KD and CE
+    keeps one more set.
     """
-    if (server := _sharing_server(config, machine)) is None:
-        return None
-    memory = estimated.memories[0]  # the student's first GPU, which the server uses
-    used = memory.total(Phase.ROLLOUT) if server.sleeps_on_gpus else memory.peak
-    free = max(0, floor(100 * (USABLE - used / (machine.device_bytes or 1)))) / 100
-    return min(OWN_SHARE, COMMON_SHARE + free)
+    train, student, setup, device = config.train, config.student, inputs.student, inputs.machine.device
+    rank, size, layout = Rank(student, setup, device), setup.size, setup.layout
+    optimizer, leaves = rank.optimizer, student.offload is True and device == "cuda"
+    yield Part(STUDENT, "parameters", {phase: rank.weights for phase in Phase if not (leaves and phase in _TURNS)})
+    # Before the first step the optimizer has no state.
+    yield Part(STUDENT, "optimizer", dict.fromkeys(TRAINING if leaves else _STEP, optimizer))
+    yield Part(STUDENT, "parameters, optimizer", dict.fromkeys(_LOADED, (rank.weights + optimizer) * leaves), True)
+    averages = sum(teacher.weights == "ema" for teacher in config.active_teachers)
+    saved = (1 + averages) * rank.trained + optimizer if train.async_save else 0
+    yield Part(STUDENT, "copy of the checkpoint being written", dict.fromkeys(_STEP, saved), on_host=True)
+    yield Part(STUDENT, "gathered parameters", dict.fromkeys(TRAINING, rank.gathered + rank.layers))
+
+    has_several = train.global_batch_size > layout.dp * max(1, train.tokens_at_a_time // train.max_length)
+    reduces_once = rank.is_sharded and has_several and student.sync_each_micro_batch is False
+    new = 0 if has_several and not reduces_once else rank.trained
+    gradients = rank.trained * (1 + (config.logging.gradients_every is not None))
+    yield Part(STUDENT, "gradients", {Phase.LOSS: gradients - new, Phase.BACKWARD: gradients})
+    unsharded = FP32 * cut_numel(size.trained_shapes, rank.tp) * reduces_once
+    yield Part(STUDENT, "unsharded gradients", dict.fromkeys(TRAINING, unsharded))
+    rows, length = train.longest_at_a_time(layout.dp), train.max_length
+    tokens, checkpointing = rank.tokens(rows, length), student.activation_checkpointing
+    activations = rank.saved(tokens, length, checkpointing=checkpointing)
+    recomputed = max(rank.layer_bytes(layer, tokens, length, rank.sp) for layer in size.layers) * checkpointing
+    copies = (rank.c + FP32) * rank.is_sharded
+    layer = copies * max(cut_numel(layer.trained_shapes, rank.tp) for layer in size.layers)
+    working = layer + recomputed + rank.working(tokens, length) + max(0, activations - new)
+    at_end = 0 if size.adapters else copies * cut_numel(size.rest, rank.tp)
+    yield Part(STUDENT, "activations", {Phase.LOSS: activations, Phase.BACKWARD: max(working, at_end)})
+
+    yield from _loss_parts(config, inputs, rank, rows)
+    # log R₀ in fp64, and Δ with its moments and gradient; in the loss also log R, its gradient and an fp64 temporary.
+    learned = inputs.num_learned
+    yield Part(STUDENT, "learned projections", {**dict.fromkeys(Phase, 24 * learned), Phase.LOSS: 48 * learned})
+    yield Part(STUDENT, "output of teachers on other nodes", dict.fromkeys(_LOADED, inputs.arriving))
+    yield from _sampling_parts(STUDENT, Phase.ROLLOUT, rank, student_batch(config, layout.dp), setup.longest_question)
 
 
-def settle_memory(config: RunConfig, situation: MemoryInputs) -> tuple[RunConfig, MemoryEstimate]:
-    """Return the settings with every `offload: auto` decided, and their estimate.
+def _loss_parts(config: RunConfig, inputs: MemoryInputs, rank: Rank, rows: int) -> Iterator[Part]:
+    """Yield the parts of the loss.
 
-    Takes the smallest set that fits: none, then teachers, the largest first, then the student's parameters and
-    optimizer. Small blocks of logits are tried before more is offloaded. On CPU, with separate devices and if the
-    GPU's memory is unknown, nothing is offloaded. Raises ConfigError if nothing fits, an `auto` had to be decided and
-    the run is not a dry run; explicit settings are not overruled.
+    If logits are handed over: whole logits and their gradient; a soft cap also keeps the tanh. Otherwise: the
+    gradients of hidden states, which context-parallel ranks gather, and of the head, which is summed in fp32 next to a
+    copy in a lower compute dtype; and blocks of equally many rows of all heads, which share the block's budget.
     """
-    undecided = [i for i, teacher in enumerate(config.active_teachers) if _has_auto_offload(teacher)]
-    undecided.sort(key=lambda i: -situation.teachers[i].size.parameters)
-    undecided += [_STUDENT_INDEX] if _has_auto_offload(config.student) else []
-    small_blocks = replace(situation, small_blocks=True)
-    is_shared = situation.device == "cuda" and config.cluster.placement == "colocated"
-    for number in range(1 + (len(undecided) if is_shared else 0)):
-        decided = _decide_offload(config, frozenset(undecided[:number]))
-        for inputs in (situation, small_blocks):
-            estimated = estimate(decided, inputs)
-            if estimated.fits:
-                return decided, estimated
-    if undecided and situation.device == "cuda" and not config.run.dry_run:
-        raise ConfigError(_does_not_fit(estimated.shortest, "with everything offloaded " if is_shared else ""))
-    return decided, estimated
+    size, budget, length = inputs.student.size, inputs.block_bytes, config.train.max_length
+    columns, vocab_sizes = rank.columns(size.vocab_size), [m.vocab_size for m in (inputs.student, *inputs.teachers)]
+    chunk = min(budget, (_COPIES if inputs.teachers else LIVE_COPIES) * rows * length * FP32 * max(vocab_sizes))
+    if config.handoff.type == "logits":
+        logits = rank.tokens(rows, length) * columns * rank.c * (4 if size.has_soft_cap else 2)
+        yield Part(STUDENT, "logits and their gradients", dict.fromkeys(TRAINING, logits))
+        yield Part(STUDENT, "temporaries of a loss", {Phase.LOSS: chunk})
+        return
+    hidden = rows * length * size.hidden_size * rank.c * min(2, rank.cp)
+    head = 0 if size.adapters else columns * size.hidden_size
+    summed = (FP32 + rank.c * (rank.c < FP32)) * head
+    gradients = {Phase.LOSS: hidden + summed, Phase.BACKWARD: hidden + rank.c * head}
+    yield Part(STUDENT, "gradients of hidden states and head", gradients)
+    block_rows = max(budget // (FP32 * sum(vocab_sizes)), least_rows(inputs.machine.device))
+    blocks = FP32 * min(block_rows, rows * length) * (sum(vocab_sizes) + vocab_sizes[0])
+    yield Part(STUDENT, "blocks of logits, temporaries of a loss", {Phase.LOSS: blocks + chunk})
 
 
-def _decide_offload(config: RunConfig, offloaded: frozenset[int]) -> RunConfig:
-    """Set `offload: auto` to true for these models and to false for any other, also for inactive teachers."""
+def _teacher_parts(config: RunConfig, inputs: MemoryInputs, teacher: Teacher, setup: ModelSetup) -> Iterator[Part]:
+    """Yield the parts of a teacher's rank, and the student's copies of its output.
 
-    def decide(model: _Model, index: int) -> _Model:
-        return model.model_copy(update={"offload": index in offloaded}) if _has_auto_offload(model) else model
+    Its output is in buffers for all batches in flight, with all positions even under cp. If the student's device reads
+    them directly, it copies only sequences that are spread over several teacher ranks. Main memory keeps a copy of an
+    offloaded teacher; with `layers`, the device has the parameters outside the layers, the current layer and the next.
+    A teacher with the student's weights adds their average, which is updated after each step, and the student's weights
+    only if they return to the device for it. A soft cap makes two more tensors of logits.
+    """
+    name, train, size, device = teacher.name, config.train, setup.size, inputs.machine.device
+    model, layout, dp = config.student if teacher.is_student else teacher, setup.layout, inputs.student.layout.dp
+    rank, width = Rank(model, setup, device), ceil(setup.stretch * train.max_length)
+    rows = -(-train.global_batch_size // layout.dp)
+    output_width, itemsize = output_columns(config, teacher, size, device)
+    is_logits = output_width is None
+    row, columns = itemsize * (output_width or setup.vocab_size), rank.columns(setup.vocab_size)
+    kind = "hidden states" if teacher.is_computed or itemsize > 1 else "likeliest tokens"
+    head = row * (kind == "hidden states" and not is_logits)
+    batches = 1 if teacher.is_student else 1 + config.batches_ahead
+    handed_over = batches * rows * width * (itemsize * columns if is_logits else row)
+    copies = inputs.through_host or dp % layout.dp
+    copied = row * train.longest_at_a_time(dp) * width * bool(copies) + head * setup.vocab_size * inputs.through_host
+    buffers = {f"{'logits' if is_logits else kind} handed over": handed_over, "head handed over": head * columns}
+    for part, num_bytes in buffers.items():
+        yield Part(name, part, dict.fromkeys(_LOADED, num_bytes), inputs.through_host)
+    yield Part(STUDENT, f"output of {name}, copied", dict.fromkeys(_LOADED, copied))
+    if not teacher.is_computed:
+        yield Part(name, "head", dict.fromkeys(Phase, head * columns))
+        return
 
-    teachers = tuple(decide(teacher, i) for i, teacher in enumerate(config.teachers))
-    return config.model_copy(update={"teachers": teachers, "student": decide(config.student, _STUDENT_INDEX)})
-
-
-def _has_auto_offload(model: Student | Teacher) -> bool:
-    """Return whether the model has weights and `offload: auto`."""
-    has_weights = isinstance(model, Student) or (model.weights != "student" and model.is_computed)
-    return model.offload == "auto" and has_weights
-
-
-def _does_not_fit(memory: Memory, condition: str) -> str:
-    """Return the error message: the peak, its largest parts, the capacity and the way out."""
-    assert memory.capacity is not None
-    return (
-        f"student.offload=auto, teachers.*.offload=auto: {condition}{memory.name} would have to hold "
-        f"{gib(memory.peak)} in the phase {memory.peak_phase.value!r} ({largest_parts(memory)}), but has "
-        f"{gib(memory.capacity)}; {_WAYS_OUT}; or set every offload to true or false, which starts the run without "
-        "this check. run.dry_run=true prints the whole estimate"
+    leaves = teacher.offload in (True, "layers") and device == "cuda"
+    there: tuple[Phase, ...] = (Phase.LOADING, *_TURNS)
+    kind, shard = "parameters", rank.weights
+    if teacher.is_student:
+        kind, shard, there = "average", rank.trained * (teacher.weights == "ema"), (*there, Phase.BACKWARD)
+        reloaded = rank.weights * (model.offload is True and device == "cuda")
+        yield Part(name, "the student's parameters", dict.fromkeys(_TURNS, reloaded), in_turn=True)
+    on_device = shard
+    if leaves and teacher.offload == "layers":
+        largest = sorted(shard_numel(layer.shapes, layout) for layer in size.layers)[-2:]
+        on_device = rank.c * (shard_numel(size.rest, layout) + sum(largest))
+    yield Part(name, kind, dict.fromkeys(there if leaves else Phase, on_device), in_turn=leaves)
+    if leaves:
+        yield Part(name, kind, dict.fromkeys(_LOADED, shard), on_host=True)
+    goes = leaves or teacher.is_student
+    yield Part(
+        name, "gathered parameters", dict.fromkeys([Phase.TEACHERS] if goes else _STEP, rank.gathered), False, goes
     )
+    yield Part(name, "gathered layers", {Phase.TEACHERS: rank.layers}, in_turn=True)
+    at_once = -(-(teacher.micro_batch_tokens or 0) // width) or train.longest_at_a_time(layout.dp)
+    tokens = rank.tokens(min(rows, at_once), width)
+    logits = is_logits * rank.columns(size.vocab_size) * (3 if size.has_soft_cap else 1)
+    activations = max(rank.working(tokens, width), tokens * (size.hidden_size + logits) * rank.c)
+    yield Part(name, "activations", {Phase.TEACHERS: activations}, in_turn=True)
+    yield from _sampling_parts(name, Phase.ANSWERS, rank, teacher_batch(config, teacher), setup.longest_question)
 
 
-def resolve_resharding(config: RunConfig, situation: MemoryInputs) -> RunConfig:
-    """Resolve every `reshard_after_forward: auto` and `sync_each_micro_batch: auto` in the settings.
+def _sampling_parts(
+    owner: str, phase: Phase, rank: Rank, batch: SamplingBatch | None, longest_question: int
+) -> Iterator[Part]:
+    """Yield the parts of transformers' `generate` for this batch or a benchmark's longest question.
 
-    They become false if the unsharded item fits easily without more offloading. Items are tried in this order: the
-    teachers' weights, smallest first, the student's weights, its gradients. They become true on CPU, with unknown GPU
-    memory, and for offloaded models.
+    The larger of two moments counts: reading the prompts, or sampling the last token, when a layer's keys are copied as
+    the cache grows. Ranks of a context-parallel group sample whole sequences.
     """
-    unsharded: list[_Item] = []
-    for item in _auto_items(config, situation) if situation.machine.device_bytes is not None else ():
-        if estimate(_with_unsharded(config, [*unsharded, item]), situation).fits_easily:
-            unsharded.append(item)
-    return _with_unsharded(config, unsharded)
-
-
-def _auto_items(config: RunConfig, situation: MemoryInputs) -> Iterator[_Item]:
-    """Yield the items with `auto` in the order of trial."""
-    sizes = [setup.size.parameters for setup in situation.teachers]
-    for i in sorted(range(len(sizes)), key=sizes.__getitem__):
-        if config.teachers[i].has_model and _may_stay_gathered(config.teachers[i]):
-            yield i
-    if _may_stay_gathered(config.student):
-        yield "student"
-    if config.student.sync_each_micro_batch == "auto" and config.student.offload is not True:
-        yield "gradients"
-
-
-def _may_stay_gathered(model: Student | Teacher) -> bool:
-    return model.parallelism.reshard_after_forward == "auto" and model.offload in (False, "auto")
-
-
-def _with_unsharded(config: RunConfig, unsharded: Collection[_Item]) -> RunConfig:
-    teachers = tuple(
-        _with_resharding(teacher, reshards=i not in unsharded) for i, teacher in enumerate(config.teachers)
-    )
-    student = _with_resharding(config.student, reshards="student" not in unsharded)
-    if student.sync_each_micro_batch == "auto":
-        student = student.model_copy(update={"sync_each_micro_batch": "gradients" not in unsharded})
-    return config.model_copy(update={"teachers": teachers, "student": student})
-
-
-def _with_resharding(model: _Model, *, reshards: bool) -> _Model:
-    if model.parallelism.reshard_after_forward != "auto":
-        return model
-    return model.with_parallelism(reshard_after_forward=reshards)
-
-
-def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table | Text]:
-    """Yield each memory's peak and largest parts, the offloaded models, uncounted processes, and settings that help
-    if the run does not fit.
-
-    With `logging.console.memory_table`, also a table of parts and phases. config: settings with every `offload`
-    decided, as `settle_memory` returns them.
-    """
-    for memory in estimate.memories:
-        if memory.peak:
-            if config.logging.console.memory_table:
-                yield _parts_table(memory)
-            yield _peak_line(memory)
-            yield Text(f"  most of it: {largest_parts(memory)}", "dim")
-    names = [teacher.name for teacher in config.active_teachers if teacher.offload in (True, "layers")]
-    names += ["student"] if config.student.offload is True else []
-    yield Text(f"in main memory while others use the device: {', '.join(names) or 'none'}")
-    is_counted = any(part.owner == SERVER for memory in estimate.memories for part in memory.parts)
-    if isinstance(config.rollout, ServerRollout) and config.rollout.shares_devices and not is_counted:
-        yield Text(_SERVER_NOT_COUNTED)
-    if not estimate.fits:
-        yield Text(f"  {_WAYS_OUT}", "yellow")
-
-
-def largest_parts(memory: Memory) -> str:
-    """Return the largest parts at the peak, such as `student: activations 40 MiB, …`."""
-    phase = memory.peak_phase
-    parts = sorted(memory.parts, key=lambda part: -part.at(phase))[:_NUM_LARGEST]
-    return ", ".join(f"{part} {_mib(part.at(phase))} MiB" for part in parts if part.at(phase))
-
-
-def _parts_table(memory: Memory) -> Table:
-    """Return a table of parts by phase in MiB, with the peak phase in bold."""
-    title = f"Memory estimate, {memory.name} (MiB)"
-    table = Table("part", title=title, title_justify="left")
-    for phase in memory.phases:
-        table.add_column(phase.value, justify="right", style="bold" if phase is memory.peak_phase else "")
-    for part in memory.parts:
-        if any(part.num_bytes.values()):
-            table.add_row(str(part), *(_mib(part.at(phase)) for phase in memory.phases))
-    table.add_section()
-    table.add_row("all", *(_mib(memory.total(phase)) for phase in memory.phases))
-    return table
-
-
-def _peak_line(memory: Memory) -> Text:
-    return Text(f"warning: {peak_text(memory)}", "yellow") if memory.shortage else Text(peak_text(memory))
-
-
-def peak_text(memory: Memory) -> str:
-    """Return the peak, the capacity, and by how much the peak is too large."""
-    peak = f"{memory.name}: {gib(memory.peak)} at the peak ({memory.peak_phase.value})"
-    if memory.capacity is None:
-        return f"{peak}; the available memory is unknown here"
-    usage = f"{peak}, of {gib(memory.capacity)}"
-    return f"{usage}: {gib(memory.shortage)} more than the usable {USABLE:.0%}" if memory.shortage else usage
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f}" if num_bytes else ""
+    moments, question = [(0, 0, 0)], SamplingBatch(1, longest_question - 1, 1) if longest_question else None
+    for sampled in filter(None, (batch, question)):
+        rows, prompt = sampled.rows, sampled.prompt
+        end = rank.cache(rows, prompt + sampled.new - 1)
+        copied, logits = end // (2 * len(rank.size.layers)), rows * rank.size.vocab_size * _BYTES_PER_LOGIT
+        moments.append((rank.whole, rank.cache(rows, prompt, is_read=False), rank.working(rows * prompt, prompt)))
+        moments.append((rank.whole, end, copied + logits))
+    for name, num_bytes in zip(SAMPLING, max(moments, key=sum), strict=True):
+        yield Part(owner, name, {phase: num_bytes}, in_turn=True)

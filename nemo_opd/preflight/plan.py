@@ -24,10 +24,9 @@ from nemo_opd.models.load import compute_dtype, load_config
 from nemo_opd.preflight.corpus import Corpus, load_corpus
 from nemo_opd.preflight.delivery import Delivery, arriving_bytes, check_deliveries, plan_deliveries, settle_transport
 from nemo_opd.preflight.flops import Utilization, device_name, peak_flops
-from nemo_opd.preflight.memory import resolve_resharding, server_share, settle_memory
-from nemo_opd.preflight.memory_parts import Machine, MemoryEstimate, MemoryInputs, ModelSetup, state_bytes
-from nemo_opd.preflight.memory_processes import student_batch, student_samples, teacher_batch, teachers_answer
+from nemo_opd.preflight.memory import Machine, MemoryEstimate, MemoryInputs, ModelSetup, state_bytes
 from nemo_opd.preflight.model_info import ModelInfo, ModelSize, has_configuration, read_model_info
+from nemo_opd.preflight.offload import server_share, settle_memory
 from nemo_opd.preflight.prompts import (
     Benchmarks,
     LoadedSet,
@@ -46,6 +45,7 @@ from nemo_opd.preflight.ranks import (
     resolve_placement,
     resolve_replicas,
 )
+from nemo_opd.preflight.sampling import student_batch, teacher_batch
 from nemo_opd.preflight.survey import DataStatistics, survey
 from nemo_opd.preflight.teachers import TeacherPlan, check_answers, plan_teacher, require_templates, settle_tokenizers
 from nemo_opd.preflight.warnings import (
@@ -139,13 +139,14 @@ class Plan:
     @property
     def sampled_at_once(self) -> BatchLimit | None:
         """Limit on the sequences that a student rank samples at a time; None if the workers sample nothing."""
-        return student_batch(self.config, 1).limit if student_samples(self.config) else None
+        batch = student_batch(self.config, 1)
+        return None if batch is None else batch.limit
 
     @property
     def answered_at_once(self) -> tuple[BatchLimit, ...]:
         """The same limit for each active teacher; empty unless teachers answer questions."""
-        teachers = self.config.active_teachers if teachers_answer(self.config) else ()
-        return tuple(teacher_batch(self.config, teacher).limit for teacher in teachers)
+        batches = (teacher_batch(self.config, teacher) for teacher in self.config.active_teachers)
+        return tuple(batch.limit for batch in batches if batch is not None)
 
     @property
     def empties_cache(self) -> bool:
@@ -218,20 +219,9 @@ def preflight(config: RunConfig) -> Plan:
     machine = Machine.of_this_node(device, placement.devices_per_node, is_remote=config.cluster.address is not None)
     stretches = [Fraction(width, config.train.max_length) for width in statistics.widths]
     situation = MemoryInputs(
-        ModelSetup(
-            student.size,
-            student.vocab_size,
-            student_layout,
-            longest_question=longest_question(benchmarks),
-        ),
+        ModelSetup(student.size, student.vocab_size, student_layout, longest_question=longest_question(benchmarks)),
         tuple(
-            ModelSetup(
-                teacher.size,
-                teacher.vocab_size,
-                layout,
-                stretch,
-                longest_question=longest_question(benchmarks, i),
-            )
+            ModelSetup(teacher.size, teacher.vocab_size, layout, stretch, longest_question(benchmarks, i))
             for i, (teacher, layout, stretch) in enumerate(zip(teachers, teacher_layouts, stretches, strict=True))
         ),
         machine,
@@ -240,7 +230,6 @@ def preflight(config: RunConfig) -> Plan:
         num_learned=sum(teacher.num_learned for teacher in teacher_plans),
     )
     config, situation = resolve_replicas(config, situation, placement)
-    config = resolve_resharding(config, situation)
     config, memory = settle_memory(config, situation)
     return Plan(
         config=config,

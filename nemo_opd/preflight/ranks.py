@@ -17,8 +17,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.preflight.memory import estimate
-from nemo_opd.preflight.memory_parts import MemoryInputs
+from nemo_opd.preflight.memory import SLACK, MemoryInputs, Rank, estimate
 
 _STUDENT = 0
 """Index of the student among the models, before the teachers."""
@@ -248,39 +247,27 @@ def require_batch_divides(config: RunConfig, num_ranks: int, teacher_ranks: Sequ
     )
 
 
-def resolve_replicas(
-    config: RunConfig, situation: MemoryInputs, placement: Placement
-) -> tuple[RunConfig, MemoryInputs]:
+def resolve_replicas(config: RunConfig, inputs: MemoryInputs, placement: Placement) -> tuple[RunConfig, MemoryInputs]:
     """Resolve every `replicas: auto` in settings and layouts.
 
-    As many models as fit easily without more offloading get a replica on every node. If not all fit, teachers lose
-    theirs first, the largest first. One replica on CPU and if GPU memory is unknown.
+    A model gets a replica on every node if its weights, gradients and optimizer state then take at most half of a
+    GPU. If the run does not fit easily so without more offloading, on CPU and if GPU memory is unknown, none does.
     """
-    setups = (situation.student, *situation.teachers)
-    replicable = _replicable(config, [setup.layout for setup in setups], placement)
-    order = sorted(replicable, key=lambda i: (i == _STUDENT, -setups[i].size.parameters))
-    is_known = situation.machine.device_bytes is not None
-    for num_dropped in range(len(order) if is_known else 0):
-        replicas = {i: replicable[i] for i in order[num_dropped:]}
-        layouts = {i: replace(setups[i].layout, replicas=number) for i, number in replicas.items()}
-        replicated = situation.with_layouts(layouts, config)
-        if estimate(config, replicated).fits_easily:
-            return _with_replicas(config, replicas), replicated
-    return _with_replicas(config, {}), situation
-
-
-def _replicable(config: RunConfig, layouts: list[Layout], placement: Placement) -> dict[int, int]:
-    """Return the number of nodes of each model with `auto` that can have a replica on every node, keyed by model.
-
-    A teacher with the student's weights shares the student's replicas.
-    """
-    models = (config.student, *config.active_teachers)
-    nodes = [1 if i - 1 in placement.inside else _equal_nodes(places) for i, places in enumerate(placement.groups)]
-    return {
-        i: nodes[i]
-        for i, (model, layout) in enumerate(zip(models, layouts, strict=True))
-        if model.parallelism.replicas == "auto" and nodes[i] > 1 and layout.dp % nodes[i] == 0
-    }
+    models, setups = (config.student, *config.active_teachers), [inputs.student, *inputs.teachers]
+    device_bytes, replicas = inputs.machine.device_bytes, dict[int, int]()
+    for i, (model, setup, places) in enumerate(zip(models, setups, placement.groups, strict=True)):
+        num_nodes, layout = _equal_nodes(places), setup.layout
+        if i - 1 in placement.inside:
+            setups[i] = replace(setup, layout=setups[_STUDENT].layout)
+        elif device_bytes and model.parallelism.replicas == "auto" and num_nodes > 1 and layout.dp % num_nodes == 0:
+            replicated = replace(setup, layout=replace(layout, replicas=num_nodes))
+            rank = Rank(model, replicated, inputs.machine.device)
+            if rank.weights + (rank.trained if i == _STUDENT else 0) + rank.optimizer <= device_bytes / 2:
+                setups[i], replicas[i] = replicated, num_nodes
+    replicated_inputs = replace(inputs, student=setups[_STUDENT], teachers=tuple(setups[1:]))
+    if replicas and estimate(config, replicated_inputs).fits(SLACK):
+        return _with_replicas(config, replicas), replicated_inputs
+    return _with_replicas(config, {}), inputs
 
 
 def _equal_nodes(places: Places) -> int:

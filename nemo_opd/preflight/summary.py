@@ -20,7 +20,7 @@ from nemo_opd.logging.activity import print_warning
 from nemo_opd.logging.base import RunSummary, TeacherSummary
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.flops import device_name
-from nemo_opd.preflight.memory import memory_report, peak_text
+from nemo_opd.preflight.offload import memory_report, peak_text
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import Prompts
 from nemo_opd.preflight.survey import DataStatistics
@@ -113,7 +113,7 @@ def print_plan(plan: Plan, console: Console) -> dict[str, Any]:
     unread = _unread(plan)
     for line in unread:
         console.print(Text(line, "dim"))
-    if not plan.memory.fits:
+    if not plan.memory.fits():
         raise ConfigError(f"the run does not fit: {peak_text(plan.memory.shortest)}; nothing was written")
     number = f" with {len(warnings)} warning{'s' * (len(warnings) > 1)}" if warnings else ""
     console.print(

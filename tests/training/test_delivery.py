@@ -16,7 +16,7 @@ from nemo_opd.handoff.plan import Traffic
 from nemo_opd.preflight import delivery as transfers
 from nemo_opd.preflight import ranks as module
 from nemo_opd.preflight.delivery import mapped_devices, settle_transport
-from nemo_opd.preflight.memory_parts import Phase
+from nemo_opd.preflight.memory import Phase
 from nemo_opd.preflight.plan import preflight
 from nemo_opd.preflight.ranks import resolve_layouts
 from nemo_opd.preflight.summary import plan_rows

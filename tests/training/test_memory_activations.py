@@ -1,7 +1,7 @@
 """What models keep for backward, by formula and measured on real tensors; parameters exactly."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -24,13 +24,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from nemo_opd.config.model import Student
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.kernels import launch
 from nemo_opd.models.fused_layers import replace_parts
 from nemo_opd.models.parallelize import checkpoint_activations, shard
-from nemo_opd.preflight.memory_parts import ModelSetup, Work, layer_bytes, saved_activations
-from nemo_opd.preflight.model_info import model_size, numel, shard_numel
-from tests.composition import compose
+from nemo_opd.preflight.memory import ModelSetup, Rank
+from nemo_opd.preflight.model_info import ModelSize, model_size, numel, shard_numel
 from tests.models.world import as_rank
 
 TINY = {
@@ -101,8 +101,17 @@ def measured(config: PretrainedConfig, dtype: torch.dtype, *, checkpointing: boo
     return kept.num_bytes
 
 
-def work(num_bytes: int) -> Work:
-    return Work(ROWS * LENGTH, LENGTH, num_bytes)
+def rank_of(size: ModelSize, dtype: str = "bfloat16", *, is_fused: bool = False, **parallelism: Any) -> Rank:
+    student = Student.model_validate({"model": "m", "dtype": dtype, "parallelism": parallelism})
+    rank = Rank(
+        student, ModelSetup(size, size.vocab_size, Layout(1, student.parallelism.cp, student.parallelism.tp)), "cpu"
+    )
+    rank.is_fused = is_fused
+    return rank
+
+
+def saved(size: ModelSize, dtype: str = "bfloat16", *, checkpointing: bool = False, is_fused: bool = False) -> int:
+    return rank_of(size, dtype, is_fused=is_fused).saved(ROWS * LENGTH, LENGTH, checkpointing=checkpointing)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -112,7 +121,7 @@ def test_saved_activations(name: str, dtype: torch.dtype, checkpointing: bool) -
     """A model keeps what a norm, an attention kernel or an MLP decides; a formula that forgets one is far off."""
     config = CONFIGS[name]
     expected = measured(config, dtype, checkpointing=checkpointing)
-    estimated = saved_activations(model_size(config), work(dtype.itemsize), checkpointing=checkpointing)
+    estimated = saved(model_size(config), str(dtype).removeprefix("torch."), checkpointing=checkpointing)
 
     # In bf16 the norms of Llama keep 6 bytes a number and those of Gemma 8, as the formula says of all; left out are
     # masks, keys repeated for each query under them, and what a fused matrix keeps as a whole.
@@ -125,40 +134,40 @@ def test_saved_activations_of_kernels(name: str) -> None:
     pytest.importorskip("triton")
     with patch.object(launch, "is_supported", lambda _: True), patch.object(launch, "launch", lambda *_, **__: None):
         expected = measured(CONFIGS[name], torch.bfloat16, checkpointing=False, is_fused=True)
-    size, fused = model_size(CONFIGS[name]), replace(work(2), is_fused=True)
+    size = model_size(CONFIGS[name])
 
     assert all(layer.is_known for layer in size.layers)
-    assert saved_activations(size, fused, checkpointing=False) == pytest.approx(expected, rel=MARGIN)
-    assert saved_activations(size, fused, checkpointing=False) < saved_activations(size, work(2), checkpointing=False)
+    assert saved(size, is_fused=True) == pytest.approx(expected, rel=MARGIN)
+    assert saved(size, is_fused=True) < saved(size)
 
 
 def test_gemma_keeps_what_it_keeps_without_kernels() -> None:
     size = model_size(CONFIGS["gemma2"])
-    fused = replace(work(2), is_fused=True)
-    assert saved_activations(size, fused, checkpointing=False) == saved_activations(size, work(2), checkpointing=False)
+    assert saved(size, is_fused=True) == saved(size)
 
 
 def test_parallel_ranks_keep_their_share() -> None:
     """Heads and MLP are cut by tp, what norms keep by sequence parallelism, tokens by cp, and nothing else."""
-    (layer, *_) = model_size(CONFIGS["llama"]).layers
+    size = model_size(CONFIGS["llama"])
     tokens, width, heads, keys, mlp = ROWS * LENGTH, 64, 96, 48, 176
     read_by_linear, norms = 2 * width * 2, 2 * width * 8
     inside = (2 * heads + 2 * keys + 3 * mlp) * 2 * 5 // 4
-    assert layer_bytes(layer, work(2)) == tokens * (read_by_linear + norms + inside)
+    assert rank_of(size).layer_bytes(size.layers[0], tokens, LENGTH) == tokens * (read_by_linear + norms + inside)
 
     def parallel(sequence_parallel: bool) -> int:
-        return layer_bytes(layer, replace(work(2), tp=2, stream_share=2 if sequence_parallel else 1))
+        rank = rank_of(size, tp=2, sequence_parallel=sequence_parallel)
+        return rank.layer_bytes(size.layers[0], tokens, LENGTH, rank.sp)
 
     assert parallel(False) == tokens * (read_by_linear + norms + inside // 2)
     assert parallel(True) == tokens * (read_by_linear + (norms + inside) // 2)
-    setup = ModelSetup(model_size(CONFIGS["llama"]), 120, Layout(1, cp=2))
-    assert setup.work(compose().student, ROWS, LENGTH, "cpu").tokens == tokens // 2
+    assert rank_of(size, cp=2).tokens(ROWS, LENGTH) == tokens // 2
 
 
 def test_eager_attention_keeps_every_score() -> None:
     """Gemma-2 caps its scores, which no fused kernel of PyTorch does: S² a head, in the softmax and in the tanh."""
-    (layer, *_) = model_size(CONFIGS["gemma2"]).layers
-    short, long = (layer_bytes(layer, Work(ROWS * length, length, 4)) for length in (512, 1024))
+    size = model_size(CONFIGS["gemma2"])
+    rank = rank_of(size, "float32")
+    short, long = (rank.layer_bytes(size.layers[0], ROWS * length, length) for length in (512, 1024))
 
     squares = ROWS * 4 * (1024**2 - 2 * 512**2) * (4 + 4)
     assert long - 2 * short == squares
@@ -182,7 +191,7 @@ def test_any_causal_model_has_a_size(kind: str) -> None:
     size = model_size(config)
 
     assert size.parameters > 0
-    assert saved_activations(size, work(2), checkpointing=False) > saved_activations(size, work(2), checkpointing=True)
+    assert saved(size) > saved(size, checkpointing=True)
 
 
 @pytest.fixture

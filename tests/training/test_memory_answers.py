@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.config import RunConfig
-from nemo_opd.config.data import ValidationSource
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.preflight.memory import estimate
-from nemo_opd.preflight.memory_parts import Memory, MemoryInputs, Phase
-from nemo_opd.preflight.memory_processes import SAMPLING, SamplingBatch, teacher_batch
+from nemo_opd.preflight.memory import SAMPLING, Memory, MemoryInputs, Phase, estimate
+from nemo_opd.preflight.sampling import SamplingBatch, teacher_batch
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.composition import compose
@@ -35,7 +33,7 @@ from tests.training.sampling_memory import (
 WARPED = ("teachers.0.dtype=bfloat16", "evaluation.temperature=0.7", "evaluation.top_p=0.9")
 CASES = {
     "the cache": Case(WIDE_KEYS, 6, 40, 3, "key-value cache"),
-    "logits in bf16, warped": Case(MANY_LOGITS, 12, 6, 3, "logits and what is drawn from them", WARPED),
+    "logits in bf16, warped": Case(MANY_LOGITS, 12, 6, 3, "activations and logits of sampling", WARPED),
     "parameters": Case(MANY_PARAMETERS, 2, 8, 3, "parameters, gathered whole"),
 }
 
@@ -69,15 +67,18 @@ def held(case: Case, config: RunConfig) -> int:
         transport="shared_memory",
         handoff="hidden_states",
     )
-    sampling = Sampling(questions.temperature, questions.top_p, questions.top_k)
+    sampling, batch = Sampling(questions.temperature, questions.top_p, questions.top_k), teacher_batch(config, settings)
+    assert batch is not None
     with LiveBytes(*teacher.model.parameters()) as live:
-        teacher.generate(requests(case, 2 * case.rows), sampling, (), teacher_batch(config, settings).limit)
+        teacher.generate(requests(case, 2 * case.rows), sampling, (), batch.limit)
     teacher.close()
     return live.peak
 
 
 def of_teacher(memory: Memory, owner: str = "same") -> dict[str, int]:
-    return {part.name: part.at(Phase.ANSWERS) for part in memory.parts if part.owner == owner}
+    """All but the buffers, which are there from the first batch on and counted from the answers on."""
+    parts = (part for part in memory.parts if part.owner == owner and not part.name.endswith("handed over"))
+    return {part.name: part.at(Phase.ANSWERS) for part in parts}
 
 
 @pytest.mark.parametrize(
@@ -167,10 +168,7 @@ def test_teachers_on_devices_of_their_own_are_all_told() -> None:
 
 @pytest.mark.parametrize("offload", [True, False])
 def test_what_is_on_the_device_meanwhile(offload: bool) -> None:
-    """The weights of all, or with offloading of the one that answers; there is no optimizer's state yet.
-
-    What the first batch leaves is there where something was validated.
-    """
+    """The weights of all, or with offloading of the one that answers; there is no optimizer's state yet."""
     config = two_teachers(*(f"{key}.offload={offload}" for key in ("student", "teachers.0", "teachers.1")))
     device, host = map(at, estimate(config, around()).memories)
     student, waiting = (setup.size.parameters // 2 for setup in (around().student, around().teachers[0]))
@@ -184,12 +182,8 @@ def test_what_is_on_the_device_meanwhile(offload: bool) -> None:
     assert device["same: parameters"] > 0
     assert host.get("same: parameters", 0) == pytest.approx(device["same: parameters"] if offload else 0, rel=0.02)
     assert device["student: optimizer"] == 0
-    assert device["cross: hidden states handed over"] == device["cross: gathered parameters"] == 0
-
-    validated = changed(config, "data", validation=ValidationSource(arrow_files=("demo:arithmetic_validation",)))
-    device = at(estimate(validated, around()).memories[0])
+    assert device["cross: gathered parameters"] == 0
     assert device["cross: hidden states handed over"] == 48 * 100 * WIDE_KEYS.hidden_size * 4
-    assert (device["cross: gathered parameters"] > 0) is not offload
 
 
 def test_nothing_is_told_where_no_teacher_is_asked() -> None:
@@ -201,5 +195,4 @@ def test_nothing_is_told_where_no_teacher_is_asked() -> None:
     assert "answers" in printed(asked, with_answers)
     assert "answers" not in printed(silent, without)
     for one, other in zip(with_answers.memories, without.memories, strict=True):
-        assert set(one.phases) - set(other.phases) == {Phase.ANSWERS}
-        assert [one.total(phase) for phase in other.phases] == [other.total(phase) for phase in other.phases]
+        assert all(one.total(phase) == other.total(phase) for phase in Phase if phase is not Phase.ANSWERS)

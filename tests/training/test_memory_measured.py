@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaCo
 
 from nemo_opd.checkpoint.state import HostCopies, read_state
 from nemo_opd.cluster.batch_grid import micro_batches
-from nemo_opd.preflight.memory_parts import STUDENT_PHASES, Phase
+from nemo_opd.preflight.memory import TRAINING, Phase
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.step import StudentStep
@@ -139,7 +139,7 @@ def test_a_step_holds_what_was_estimated(plan: Configure, folder: Path, override
         with LiveBytes(*held(student, teachers)) as live:
             train_step(models, batch)
 
-    assert memory.peak_phase in STUDENT_PHASES
+    assert memory.peak_phase in TRAINING
     assert memory.peak == pytest.approx(live.peak, rel=WITHIN)
 
 
@@ -148,7 +148,7 @@ def test_what_is_written_meanwhile_and_what_is_learned_beside(plan: Configure) -
     own = ["~teachers.1.model", "~teachers.1.dtype", "+teachers.1.weights=ema"]
     settled = plan(*own, "train.async_save=true", "teachers.0.projection_lr=0.1")
     (memory,) = settled.memory.memories
-    by_name = {part.name: part.at(Phase.OPTIMIZER) for part in memory.parts}
+    by_name = {part.name: part.at(Phase.BACKWARD) for part in memory.parts}
     (batch,) = first_batches(settled, 1)
     with opened(settled) as models:
         train_step(models, batch)
@@ -210,6 +210,6 @@ def test_the_peak_on_a_gpu(tiny: Tiny, tmp_path: Path, plan: Configure, checkpoi
     metrics = student.train_step(step)
     student.close()
     of_tensors = [part for part in settled.memory.memories[0].parts if part.name != "CUDA"]
-    estimated = max(sum(part.at(phase) for part in of_tensors) for phase in STUDENT_PHASES)
+    estimated = max(sum(part.at(phase) for part in of_tensors) for phase in TRAINING)
 
     assert estimated / 2**30 == pytest.approx(metrics["peak_memory_gb"].value(), rel=WITHIN)

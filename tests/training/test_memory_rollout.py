@@ -15,10 +15,10 @@ from nemo_opd.config import RunConfig
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.blocks import block_bytes
-from nemo_opd.preflight.memory import estimate, server_share
-from nemo_opd.preflight.memory_parts import Machine, Memory, MemoryEstimate, Phase, cache_bytes
-from nemo_opd.preflight.memory_processes import SamplingBatch, student_batch
+from nemo_opd.preflight.memory import Machine, Memory, MemoryEstimate, ModelSetup, Phase, Rank, estimate
 from nemo_opd.preflight.model_info import model_size
+from nemo_opd.preflight.offload import server_share
+from nemo_opd.preflight.sampling import SamplingBatch, student_batch
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.workers.student import StudentWorker
 from tests.composition import compose
@@ -47,16 +47,16 @@ FUSED = Phi3Config(**shape(64, num_hidden_layers=2))
 CASES = {
     "the cache": Case(WIDE_KEYS, 6, 40, 3, "key-value cache"),
     "the cache, sampled": Case(WIDE_KEYS, 24, 4, 8, "key-value cache"),
-    "prompts": Case(LLAMA, 6, 96, 3, "activations of sampling"),
-    "prompts in bf16": Case(LLAMA, 6, 96, 3, "activations of sampling", ("student.dtype=bfloat16",)),
-    "prompts with scores": Case(EAGER, 6, 96, 3, "activations of sampling"),
+    "prompts": Case(LLAMA, 6, 96, 3, "activations and logits of sampling"),
+    "prompts in bf16": Case(LLAMA, 6, 96, 3, "activations and logits of sampling", ("student.dtype=bfloat16",)),
+    "prompts with scores": Case(EAGER, 6, 96, 3, "activations and logits of sampling"),
     "parameters": Case(MANY_PARAMETERS, 2, 8, 3, "parameters, gathered whole", ("student.dtype=bfloat16",)),
-    "logits": Case(MANY_LOGITS, 12, 6, 3, "logits and what is drawn from them"),
+    "logits": Case(MANY_LOGITS, 12, 6, 3, "activations and logits of sampling"),
     "logits, warped": Case(
-        MANY_LOGITS, 12, 6, 3, "logits and what is drawn from them", ("rollout.temperature=0.7", "rollout.top_p=0.9")
+        MANY_LOGITS, 12, 6, 3, "activations and logits of sampling", ("rollout.temperature=0.7", "rollout.top_p=0.9")
     ),
     "logits in bf16": Case(
-        MANY_LOGITS, 12, 6, 3, "logits and what is drawn from them", ("student.dtype=bfloat16", "rollout.batch_size=5")
+        MANY_LOGITS, 12, 6, 3, "activations and logits of sampling", ("student.dtype=bfloat16", "rollout.batch_size=5")
     ),
     "windows": Case(WINDOWS, 32, 4, 10, "key-value cache"),
 }
@@ -100,9 +100,10 @@ def held(case: Case, config: RunConfig, asked: Sequence[Request] = ()) -> int:
         block_bytes=block_bytes("cpu"),
     )
     rows = case.rows // (dist.get_world_size() // config.student.parallelism.tp)
-    sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
+    sampling, batch = Sampling(rollout.temperature, rollout.top_p, rollout.top_k), student_batch(config, 1)
+    assert batch is not None
     with LiveBytes(*student.model.parameters()) as live:
-        student.generate(asked or requests(case, rows), sampling, 0, student_batch(config, 1).limit)
+        student.generate(asked or requests(case, rows), sampling, 0, batch.limit)
     student.close()
     return live.peak
 
@@ -119,7 +120,9 @@ def test_a_benchmarks_longest_question_is_counted(world: int, tiny: Tiny, tmp_pa
     short, counted = (sum(rollout_parts(estimate(config, each).memories[0]).values()) for each in (around, asked))
     questions = [Request(np.ones(long - 3, np.int32), 3, seed) for seed in range(2)]
 
-    assert student_batch(config, 1).limit.tokens == case.rows * (case.prompt + case.new) < long
+    batch = student_batch(config, 1)
+    assert batch is not None
+    assert batch.limit.tokens == case.rows * (case.prompt + case.new) < long
     assert counted > 1.5 * short
     assert counted == pytest.approx(held(case, config, questions), rel=WITHIN)
 
@@ -160,15 +163,16 @@ def test_ranks_hold_what_was_estimated(name: str, layout: Layout, world: int, ti
 @pytest.mark.parametrize("model", [LLAMA, FUSED, EAGER, WINDOWS], ids=lambda model: model.model_type)
 def test_the_cache_is_that_of_transformers(model: PretrainedConfig) -> None:
     """Its tensors to the byte, after the prompts and at the end. Bug: windows that are cut while a prompt is read."""
-    size, rows, prompt, new = model_size(model), 3, 24, 6
+    rows, prompt, new = 3, 24, 6
+    rank = Rank(compose().student, ModelSetup(model_size(model), model.vocab_size, Layout(1)), "cpu")
     network = AutoModelForCausalLM.from_config(model).eval()
     ids = torch.ones(rows, prompt, dtype=torch.long)
     with torch.no_grad():
         cache = network(ids, use_cache=True).past_key_values
-        assert stored(cache) == cache_bytes(size, 1, 4, rows, prompt, is_read=False)
+        assert stored(cache) == rank.cache(rows, prompt, is_read=False)
         for _ in range(new - 1):
             cache = network(ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
-    assert stored(cache) == cache_bytes(size, 1, 4, rows, prompt + new - 1)
+    assert stored(cache) == rank.cache(rows, prompt + new - 1)
 
 
 def stored(cache: Any) -> int:

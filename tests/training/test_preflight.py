@@ -34,7 +34,7 @@ from nemo_opd.data.files import resolve_files
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.preflight import ranks as module
 from nemo_opd.preflight.corpus import Corpus
-from nemo_opd.preflight.memory_parts import Phase
+from nemo_opd.preflight.memory import Phase
 from nemo_opd.preflight.model_info import read_model_info
 from nemo_opd.preflight.plan import preflight
 from nemo_opd.preflight.ranks import require_batch_divides, reserved_gpus, resolve_device, resolve_ranks

@@ -7,15 +7,18 @@ from transformers import LlamaConfig
 
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.preflight.memory import estimate, resolve_resharding
-from nemo_opd.preflight.memory_parts import SLACK, USABLE, Machine, MemoryInputs, ModelSetup
+from nemo_opd.preflight.memory import SLACK, USABLE, Machine, MemoryInputs, ModelSetup, estimate
 from nemo_opd.preflight.model_info import model_size
+from nemo_opd.preflight.offload import settle_memory
 from tests.composition import compose
 
 GIB = 2**30
-WEIGHTS = [f"{model}.parallelism.reshard_after_forward" for model in ("teachers.1", "teachers.0", "student")]
-"""In the order in which they are tried: the second teacher is the smaller one."""
-IN_ORDER = [*WEIGHTS, "student.sync_each_micro_batch"]
+GATHERED = ["teachers.0", "teachers.1", "student"]
+ONCE = "student.sync_each_micro_batch"
+
+
+def key(model: str) -> str:
+    return f"{model}.parallelism.reshard_after_forward"
 
 
 def configure(*overrides: str) -> RunConfig:
@@ -32,35 +35,43 @@ def situation() -> MemoryInputs:
     return MemoryInputs(setups[0], tuple(setups[1:]), Machine("cuda", 80 * GIB, None, 4))
 
 
+def on(situation: MemoryInputs, device_bytes: float) -> MemoryInputs:
+    return replace(situation, machine=replace(situation.machine, device_bytes=int(device_bytes)))
+
+
 def kept(config: RunConfig, situation: MemoryInputs) -> list[str]:
-    """Return which of the settings are false, in the order of `IN_ORDER`."""
-    found = resolve_resharding(config, situation)
-    models = found.teachers[1], found.teachers[0], found.student
-    values = [*(model.parallelism.reshard_after_forward for model in models), found.student.sync_each_micro_batch]
-    assert all(isinstance(value, bool) for value in values)
-    return [name for name, value in zip(IN_ORDER, values, strict=True) if value is False]
+    """Return the models whose weights stay gathered, and the gradients' setting if they are reduced once a step."""
+    settled, _ = settle_memory(config, situation)
+    models = dict(zip(GATHERED, (*settled.teachers, settled.student), strict=True))
+    values = {name: model.parallelism.reshard_after_forward for name, model in models.items()}
+    values[ONCE] = settled.student.sync_each_micro_batch
+    assert all(isinstance(value, bool) for value in values.values())
+    return [name for name, value in values.items() if value is False]
 
 
 def test_as_much_is_kept_as_fits_easily(situation: MemoryInputs) -> None:
     """Bugs: a run that fits is made one that does not, or one that is offloaded."""
-    for number in range(len(IN_ORDER) + 1):
-        wanted = IN_ORDER[:number]
-        peak = estimate(configure(*(f"{name}=false" for name in wanted)), situation).memories[0].peak
-        machine = replace(situation.machine, device_bytes=int(SLACK * peak / USABLE) + 1)
-        tight = replace(situation, machine=machine)
-        found = kept(configure(), tight)
-        assert found[:number] == wanted
-        # What follows is kept only where it is alive at another time than the peak.
-        more = estimate(configure(*(f"{name}=false" for name in found)), tight)
-        assert more.fits_easily
+    weights = [f"{key(model)}=false" for model in GATHERED]
+    for overrides, expected in (((*weights, f"{ONCE}=false"), [*GATHERED, ONCE]), (weights, GATHERED)):
+        peak = estimate(configure(*overrides), situation).memories[0].peak
+        assert kept(configure(), on(situation, SLACK * peak / USABLE + 1)) == expected
 
 
 def test_nothing_is_kept_without_room(situation: MemoryInputs) -> None:
     """Bug: the last byte of a GPU is spent on what saves time."""
     peak = estimate(configure(), situation).memories[0].peak
-    machine = replace(situation.machine, device_bytes=int(peak / USABLE) + 1)
-    assert estimate(configure(), replace(situation, machine=machine)).fits
-    assert kept(configure(), replace(situation, machine=machine)) == []
+    tight = on(situation, peak / USABLE + 1)
+    assert estimate(configure(), tight).fits()
+    assert kept(configure(), tight) == []
+
+
+def test_a_model_whose_weights_fill_a_quarter_of_a_gpu_does_not_hinder_the_others(situation: MemoryInputs) -> None:
+    """Bug: a small student is gathered again for every microbatch because of a large teacher."""
+    size = model_size(LlamaConfig(vocab_size=1000, hidden_size=4096, intermediate_size=16384, num_hidden_layers=24))
+    large = replace(situation, teachers=(replace(situation.teachers[0], size=size), situation.teachers[1]))
+    whole = 4 * size.parameters  # fp32 by the demo's settings
+    assert kept(configure(), on(large, 4 * whole - 4)) == ["teachers.1", "student", ONCE]
+    assert kept(configure(), on(large, 4 * whole + 4)) == [*GATHERED, ONCE]
 
 
 @pytest.mark.parametrize("machine", [Machine("cpu", None, 80 * GIB, 1), Machine("cuda", None, None, 4)])
@@ -70,6 +81,6 @@ def test_nothing_is_kept_on_a_cpu_or_in_an_unknown_memory(situation: MemoryInput
 
 def test_settings_are_not_overruled(situation: MemoryInputs) -> None:
     """Nor is what leaves the device after each use kept on it."""
-    assert kept(configure(), situation) == IN_ORDER
-    assert kept(configure("teachers.0.offload=true", f"{WEIGHTS[0]}=true"), situation) == IN_ORDER[2:]
-    assert kept(configure("student.sync_each_micro_batch=true"), situation) == WEIGHTS
+    assert kept(configure(), situation) == [*GATHERED, ONCE]
+    assert kept(configure("teachers.0.offload=true", f"{key('teachers.1')}=true"), situation) == ["student", ONCE]
+    assert kept(configure(f"{ONCE}=true"), situation) == GATHERED

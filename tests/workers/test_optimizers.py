@@ -20,7 +20,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import build_mesh, fsdp_axis
 from nemo_opd.errors import ConfigError
 from nemo_opd.models.parallelize import shard
-from nemo_opd.preflight.memory_parts import state_bytes
+from nemo_opd.preflight.memory import state_bytes
 from nemo_opd.preflight.model_info import size_of
 from nemo_opd.preflight.plan import preflight
 from nemo_opd.workers.optimizer import build_optimizer, build_scheduler
