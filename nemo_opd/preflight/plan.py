@@ -27,7 +27,13 @@ from nemo_opd.preflight.flops import Utilization, device_name, peak_flops
 from nemo_opd.preflight.memory import resolve_resharding, server_share, settle_memory
 from nemo_opd.preflight.memory_parts import Machine, MemoryEstimate, MemoryInputs, ModelSetup, state_bytes
 from nemo_opd.preflight.memory_processes import student_batch, student_samples, teacher_batch, teachers_answer
-from nemo_opd.preflight.model_info import ModelInfo, ModelSize, has_configuration, read_model_info
+from nemo_opd.preflight.model_info import (
+    ModelInfo,
+    ModelSize,
+    has_configuration,
+    read_model_info,
+    tokenizers_loaded_once,
+)
 from nemo_opd.preflight.prompts import (
     Benchmarks,
     LoadedSet,
@@ -162,6 +168,7 @@ class Plan:
         return self.config.batches_ahead
 
 
+@tokenizers_loaded_once()
 def preflight(config: RunConfig) -> Plan:
     """Check everything and return the run's plan. Raises an OPDError if the run cannot start."""
     device = resolve_device(config.cluster)
