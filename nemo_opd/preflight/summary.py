@@ -190,7 +190,9 @@ def _cut_texts(plan: Plan) -> str:
         number = sum(length > limit for length in lengths)
         most, longest = lengths[len(lengths) * 9 // 10], lengths[-1]
         some = f"{most:,} for 9 in 10, " if limit < most < longest else ""
-        return f"{number} of {len(lengths)} checked are cut at train.max_length={limit:,}; set {some}{longest:,} for all"
+        return (
+            f"{number} of {len(lengths)} checked are cut at train.max_length={limit:,}; set {some}{longest:,} for all"
+        )
     if not statistics.num_full:
         return ""
     number, checked = statistics.num_full, statistics.num_texts

@@ -190,7 +190,15 @@ def panic_of_post_processor(content: Any) -> None:
         pytest.param(of_last_token(4_000_000_000), "has the id 4,000,000,000", marks=pytest.mark.nightly),
         (of_last_token(1_000_000), "has ids up to 1000000, but"),
     ],
-    ids=["empty", "panic", "later panic", "negative id", "id of no tokenizer", "id that no list can reach", "beyond the embeddings"],
+    ids=[
+        "empty",
+        "panic",
+        "later panic",
+        "negative id",
+        "id of no tokenizer",
+        "id that no list can reach",
+        "beyond the embeddings",
+    ],
 )
 def test_a_tokenizer_that_is_none(folder: Path, change: Callable[[Any], object], reason: str) -> None:
     rewritten(folder / TOKENIZER, change)

@@ -641,7 +641,7 @@ def test_conversations_without_an_answer_are_refused(configure: Configure, tmp_p
 def test_texts_that_are_cut_before_their_answer_are_refused(configure: Configure, tmp_path: Path) -> None:
     own = conversations(tmp_path, "user", "assistant")
     template = f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"
-    with pytest.raises(DataError, match=r"3 of 3 checked texts of data\.train have no assistant turn .*longest has \d\d"):
+    with pytest.raises(DataError, match=r"3 of 3 checked texts .* have no assistant turn .*longest has \d\d"):
         preflight(configure(*own, template, "train.max_length=4"))
 
 
@@ -649,8 +649,8 @@ def test_the_header_says_which_length_holds_all_conversations(configure: Configu
     """Bug: all conversations are cut, and no setting is named."""
     own = [*conversations(tmp_path, "user", "assistant"), f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"]
     cut = run_summary(preflight(configure(*own, "train.max_length=33"))).data
-    assert (advice := re.search(r", 3 of 3 checked are cut at train.max_length=33; set (\d+) for all$", cut))
-    whole = run_summary(preflight(configure(*own, f"train.max_length={advice[1]}"))).data
+    (longest,) = re.findall(r", 3 of 3 checked are cut at train.max_length=33; set (\d+) for all$", cut)
+    whole = run_summary(preflight(configure(*own, f"train.max_length={longest}"))).data
     assert "are cut" not in whole
 
 
