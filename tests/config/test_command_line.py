@@ -305,6 +305,7 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
             ["--dry-run"],
             r"^--dry-run: there is no such option; settings are written without dashes: run\.dry_run=true$",
         ),
+        (["-c", "job"], r"^-c job: -c names a file; .* --cfg job$"),
         (["--lr", "1e-5"], r"^--lr: there .* without dashes: student\.optimizer\.lr=1e-5$"),
         (["--train.max_steps", "5"], r"^--train\.max_steps: there .* without dashes: train\.max_steps=5$"),
         (["--train.max_steps=5"], r"^--train\.max_steps: there .* without dashes: train\.max_steps=5$"),
