@@ -278,7 +278,7 @@ def composition_errors(command: CommandLine, check: Callable[[DictConfig], objec
 
 def _explain_all(error: Exception, command: CommandLine, check: Callable[[DictConfig], object]) -> Iterator[str]:
     """Yield the reason of an error; for an option that a group lacks, also all problems that remain without it."""
-    overrides = command.overrides
+    overrides: Sequence[str] = command.overrides
     while (wrong := _missing_option(error, overrides)) is not None:
         yield _explain_composition(error, command)
         overrides = [override for override in overrides if override != wrong]
