@@ -348,6 +348,21 @@ def existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
 
 
+def write_obstacle(path: Path) -> str | None:
+    """Return why no file can be created in a folder, or in its nearest existing parent: `/data is not writable (…)`.
+
+    Returns None if one can be. Creates no folder.
+    """
+    parent = existing(path)
+    try:
+        with suppress(FileNotFoundError):
+            path.stat()
+        with tempfile.TemporaryFile(dir=parent):
+            return None
+    except OSError as error:
+        return f"{parent} is not writable ({os.strerror(error.errno) if error.errno else error})"
+
+
 class _Loader(yaml.SafeLoader):
     """A loader without long integers and without aliases, of which a few nested lines stand for billions of values."""
 

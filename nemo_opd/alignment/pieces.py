@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,8 @@ _SAMPLE = (
 _MAX_IDS = 1 << 24
 """Sixty times the size of the largest vocabularies: a table of pieces has a row for each id."""
 _CACHE: dict[str, Pieces] = {}
+_FINGERPRINTS: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[object, str]] = WeakKeyDictionary()
+"""Tokenizer → its state, as `_state` returns it, and its fingerprint."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,13 +90,13 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
 
     Raises AlignmentError for a tokenizer whose pieces cannot be exact.
     """
-    serialized = _serialize(tokenizer)
-    if serialized.fingerprint not in _CACHE:
-        backend = read_backend(tokenizer, serialized)
+    identity = fingerprint(tokenizer)
+    if identity not in _CACHE:
+        backend = read_backend(tokenizer)
         pieces = _build(backend)
         _verify(pieces, backend.kind, tokenizer)
-        _CACHE[serialized.fingerprint] = pieces
-    return _CACHE[serialized.fingerprint]
+        _CACHE[identity] = pieces
+    return _CACHE[identity]
 
 
 def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -105,7 +108,20 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
     Raises AlignmentError for a tokenizer without a fast backend.
     """
-    return _serialize(tokenizer).fingerprint
+    state = _state(rust_tokenizer(tokenizer))
+    if _FINGERPRINTS.get(tokenizer, (None,))[0] != state:
+        _FINGERPRINTS[tokenizer] = state, _serialize(tokenizer).fingerprint
+    return _FINGERPRINTS[tokenizer][1]
+
+
+def _state(backend: Tokenizer) -> object:
+    """Return what changes with a backend's behaviour, unless its model is replaced by one of the same size.
+
+    It takes milliseconds, and serialising takes up to a second.
+    """
+    parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder, backend.post_processor)
+    states = [None if part is None else part.__getstate__() for part in parts]
+    return backend.get_vocab_size(), repr(backend.get_added_tokens_decoder()), states
 
 
 def rust_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
@@ -153,13 +169,13 @@ class _Backend:
         return tuple((left, right) for left, right in json.loads(self.merges_json))
 
 
-def read_backend(tokenizer: PreTrainedTokenizerBase, serialized: _Serialized | None = None) -> _Backend:
-    """Read a tokenizer's backend. Pass `serialized` to avoid serialising again.
+def read_backend(tokenizer: PreTrainedTokenizerBase) -> _Backend:
+    """Read a tokenizer's backend.
 
     Raises AlignmentError if a token's bytes cannot be told from its text.
     """
     backend = rust_tokenizer(tokenizer)
-    serialized = serialized or _serialize(tokenizer)
+    serialized = _serialize(tokenizer)
     data, merges_json = _parse(serialized.text)
     model, decoders = data["model"], list(_steps(data["decoder"], "decoders"))
     try:
@@ -197,7 +213,7 @@ def _serialize(tokenizer: PreTrainedTokenizerBase) -> _Serialized:
 
 @dataclass(frozen=True, slots=True)
 class _Serialized:
-    """A backend as JSON. Serialising takes tenths of a second for large vocabularies, so do it once."""
+    """A backend as JSON."""
 
     text: str
     fingerprint: str

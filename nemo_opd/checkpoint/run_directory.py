@@ -4,7 +4,6 @@ import fcntl
 import logging
 import os
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -19,7 +18,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.run_fields import Run
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.errors import CheckpointError, ConfigError
-from nemo_opd.files import existing, open_unlinked, storage_errors
+from nemo_opd.files import open_unlinked, storage_errors, write_obstacle
 
 CHECKPOINTS, LOCK_NAME = "checkpoints", ".lock"
 _LOG = logging.getLogger(__name__)
@@ -29,18 +28,8 @@ def resolve_output_dir(run: Run) -> Path:
     """Return the run's directory without creating it. Raises ConfigError if it or its checkpoints are not writable."""
     folder = run.output_dir or default_output_dir(run.name)
     for path in (folder, folder / CHECKPOINTS):
-        parent = existing(path)
-        try:
-            with suppress(FileNotFoundError):
-                path.stat()
-            with tempfile.TemporaryFile(dir=parent):
-                pass
-        except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else error
-            raise ConfigError(
-                f"run.output_dir={folder}: {parent} is not writable ({reason}); name another directory, or change its "
-                "permissions"
-            ) from error
+        if (obstacle := write_obstacle(path)) is not None:
+            raise ConfigError(f"run.output_dir={folder}: {obstacle}; name another directory, or change its permissions")
     return folder
 
 

@@ -14,6 +14,8 @@ from nemo_opd.logging.base import change, score
 if TYPE_CHECKING:
     from nemo_opd.training.finished import RunFacts
 
+_MOST_STEPS = 10**12
+"""More steps than any run takes; a damaged file may have a number of any length."""
 _HEADS = ("status", "step", "bits per byte", "teacher", "run")
 
 
@@ -41,11 +43,15 @@ def _list(arguments: Namespace, console: Console) -> None:
 
 
 def _row(run: "RunFacts") -> tuple[str, ...]:
-    total = "" if run.total_steps is None else f"/{run.total_steps:,}"
+    total = "" if run.total_steps is None else f"/{_steps(run.total_steps)}"
     if run.problem is not None:
         return "damaged", f"?{total}", "", "", f"{run.folder}: {run.problem}"
     effect = "" if run.results is None else run.results.verdict.teacher_effect
-    return run.status, f"{run.step:,}{total}", ", ".join(_results(run)), effect, str(run.folder)
+    return run.status, f"{_steps(run.step)}{total}", ", ".join(_results(run)), effect, str(run.folder)
+
+
+def _steps(number: int) -> str:
+    return f"{number:,}" if number < _MOST_STEPS else "?"
 
 
 def _results(run: "RunFacts") -> Iterator[str]:

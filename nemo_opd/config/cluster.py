@@ -14,7 +14,7 @@ class Cluster(Settings):
     """auto: cuda if a GPU is visible."""
     launcher: Literal["ray", "local"] = "ray"
     """ray: a process for each rank. local: no Ray; the ranks are this process alone, or the processes that torchrun
-    started.
+    started. The option `cluster=local` is a file with `device: auto`, and does not change this key.
     """
     num_nodes: int = Field(1, ge=1)
     """Number of nodes. More than one needs a running Ray cluster, named by `address`."""

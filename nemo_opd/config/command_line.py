@@ -130,6 +130,8 @@ def read_command_line(
     model: its keys are suggested for an unknown option.
     """
     options, words = _read_options(arguments, model)
+    if options.config == "job" and not _names_config("job", config_dir):
+        raise ConfigError("-c job: -c names a file; to print the settings, write --cfg job")
     typed = [word for word in words if _OVERRIDE.match(word)]
     options.topics = []
     for word in words:

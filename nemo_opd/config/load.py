@@ -75,7 +75,7 @@ def compose_settings(
     """Return a command line's settings through Hydra's compose API, which takes half the time."""
     command = read_command_line(arguments, config_dir, config_name, model)
     file = command.config_file
-    with composition_errors(command):
+    with composition_errors(command, lambda composed: validated(prepare(_plain_data(composed)), model)):
         require_no_hydra_settings(command, config_dir, config_name)
         with initialize_config_dir(str(file.parent), version_base="1.3"):
             composed = hydra.compose(file.stem, [*command.settings, *command.overrides])
@@ -193,7 +193,8 @@ def run_with_hydra(
 
     program, sys.argv[1:] = Path(sys.argv[0]).name, command.for_hydra
     with ExitStack() as stack:
-        stack.enter_context(composition_errors(command))
+        check = lambda composed: validated(prepare(_plain_data(composed)), model)  # noqa: E731
+        stack.enter_context(composition_errors(command, check))
         if command.options.help:
             with suppress(BrokenPipeError):
                 _show(help_text(model, config_dir, program, command.options.topics))
@@ -253,8 +254,11 @@ def _reference_problem(error: Exception) -> str:
 
 
 @contextmanager
-def composition_errors(command: CommandLine) -> Iterator[None]:
-    """Turn Hydra's and OmegaConf's errors in the block into ConfigError; Hydra's own report has no clear last line."""
+def composition_errors(command: CommandLine, check: Callable[[DictConfig], object]) -> Iterator[None]:
+    """Turn Hydra's and OmegaConf's errors in the block into ConfigError; Hydra's own report has no clear last line.
+
+    check: validates what composes without options that do not exist, so that all problems are told at once.
+    """
     previous = os.environ.get("HYDRA_FULL_ERROR")
     read_short_forms(command.overrides)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of exiting
@@ -263,12 +267,38 @@ def composition_errors(command: CommandLine) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(_explain_composition(error, command)) from error
+        raise ConfigError("\n".join(_explain_all(error, command, check))) from error
     finally:
         if previous is None:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = previous
+
+
+def _explain_all(error: Exception, command: CommandLine, check: Callable[[DictConfig], object]) -> Iterator[str]:
+    """Yield the reason of an error; for an option that a group lacks, also all problems that remain without it."""
+    overrides: Sequence[str] = command.overrides
+    while (wrong := _missing_option(error, overrides)) is not None:
+        yield _explain_composition(error, command)
+        overrides = [override for override in overrides if override != wrong]
+        try:
+            check(_recomposed(command, overrides))
+        except ConfigError as problem:
+            yield str(problem)
+            return
+        except Exception as next_error:
+            error = next_error
+        else:
+            return
+    yield _explain_composition(error, command)
+
+
+def _missing_option(error: Exception, overrides: Sequence[str]) -> str | None:
+    """Return the override that names an option that its group lacks, if that is the error."""
+    if not isinstance(error, MissingConfigException) or not error.options:
+        return None
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    return next((override for override in overrides if override.lstrip("+") == f"{group}={name}"), None)
 
 
 def _explain_composition(error: Exception, command: CommandLine) -> str:

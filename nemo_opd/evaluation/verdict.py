@@ -53,7 +53,7 @@ def judge(closing: ClosingTable, records: Records, setup: Setup, arm: Arm, basel
              "improved cannot be told.",)
         )  # fmt: skip
     interval = None if arm.start is None or arm.end is None else _difference(arm.end, arm.start)
-    is_worse = interval is not None and interval.low > 0
+    is_worse = interval is not None and interval.low > 0 and after - before > _SAME * before
     sentences = [_student_sentence(before, after, interval, arm), *_gap_sentences(closing)]
     effect = ""
     if setup.teachers:
@@ -110,7 +110,7 @@ def teacher_effect(arm: Arm, baseline: Arm | None) -> tuple[str, str]:
         f"{figure(arm.end.per_byte)} bits per byte with it, {figure(baseline.end.per_byte)} without, after "
         f"{arm.end.step:,} steps each (difference {gain.value:+.4f}, 95 % interval {gain.low:+.4f} to {gain.high:+.4f})"
     )
-    if gain.low <= 0 <= gain.high:
+    if gain.low <= 0 <= gain.high or abs(gain.value) <= _SAME * baseline.end.per_byte:
         return _UNKNOWN, f"Whether the teacher helped cannot be told: {figures}."
     effect = "helped" if gain.value < 0 else "made it worse"
     return effect, f"The teacher {effect}: {figures}."

@@ -4,8 +4,8 @@ import re
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from textwrap import indent
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
-from nemo_opd.config.run_fields import Mlflow, Trackio, Wandb
+from nemo_opd.config.run_fields import Logging, Mlflow, Trackio, Wandb
 from nemo_opd.config.secrets import leaves
 from nemo_opd.errors import ConfigError
-from nemo_opd.files import write_atomically
+from nemo_opd.files import write_atomically, write_obstacle
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary, score
 from nemo_opd.logging.records import read_config
+from nemo_opd.progress import working
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -28,6 +29,7 @@ _ARTEFACTS = {"model": "final", "best_model": "best", "report": "report/report.h
 """Paths in the run's directory, by name."""
 _PARAMETERS_A_CALL, _LONGEST_PARAMETER = 100, 6000
 """Limits of MLflow's servers."""
+_SQLITE = "sqlite:///"
 
 
 class _Tracker(Logger):
@@ -110,17 +112,10 @@ class MlflowLogger(_Tracker):
     def _open(self, run: RunSummary, previous: str | None) -> str:
         from mlflow import MlflowClient
 
-        try:
+        with _mlflow_errors("the run could not be started"):
             self._client = MlflowClient(tracking_uri=self._settings.tracking_uri)
             self._run_id = previous or self._new_run(run)
             self._client.update_run(self._run_id, status="RUNNING")
-        except Exception as error:  # MLflow's own errors, and database errors
-            reason = str(error).strip().partition("\n")[0]
-            raise ConfigError(
-                f"logging.mlflow: the run could not be started ({reason}); check "
-                "logging.mlflow.tracking_uri (or MLFLOW_TRACKING_URI, if it is not set) and the network, or write "
-                "logging.mlflow.enabled=false"
-            ) from error
         return self._run_id
 
     def _new_run(self, run: RunSummary) -> str:
@@ -150,6 +145,19 @@ class MlflowLogger(_Tracker):
 
     def _finish(self, *, ended_well: bool) -> None:
         self._client.set_terminated(self._run_id, "FINISHED" if ended_well else "FAILED")
+
+
+@contextmanager
+def _mlflow_errors(problem: str) -> Iterator[None]:
+    """Turn errors in the block into ConfigError: MLflow's own, and those of databases."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"logging.mlflow: {problem} ({reason}); check logging.mlflow.tracking_uri (or MLFLOW_TRACKING_URI, if it "
+            "is not set) and the network, or write logging.mlflow.enabled=false"
+        ) from error
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, str]:
@@ -261,6 +269,15 @@ class TrackioLogger(_Tracker):
             trackio.finish()
 
 
+def check_trackers(settings: Logging) -> None:
+    """Raise ConfigError for a tracker that the run could not report to. Writes nothing."""
+    check_credentials(settings.wandb)
+    if settings.mlflow.enabled:
+        _check_mlflow(settings.mlflow)
+    if settings.trackio.enabled:
+        _check_trackio(settings.trackio)
+
+
 def check_credentials(settings: Wandb) -> None:
     """Raise ConfigError if mode=online has no usable API key, instead of letting wandb prompt for one."""
     if not settings.enabled or settings.mode != "online":
@@ -274,6 +291,36 @@ def check_credentials(settings: Wandb) -> None:
         raise ConfigError(f"logging.wandb.mode=online: the API key is not usable ({error}); {remedy}") from error
     if not logged_in:
         raise ConfigError(f"logging.wandb.mode=online needs an API key and none is configured; {remedy}")
+
+
+def _check_mlflow(settings: Mlflow) -> None:
+    """Ask the server for the experiment; of a SQLite file, which asking would create, check the folder."""
+    import mlflow
+
+    with working("asking MLflow for the experiment"), _mlflow_errors("its store cannot be used"):
+        uri = settings.tracking_uri or mlflow.get_tracking_uri()
+        if not uri.startswith(_SQLITE):
+            mlflow.MlflowClient(tracking_uri=uri).get_experiment_by_name(settings.experiment)
+        elif (obstacle := write_obstacle(Path(uri.removeprefix(_SQLITE)).parent)) is not None:
+            raise PermissionError(obstacle)
+
+
+def _check_trackio(settings: Trackio) -> None:
+    if settings.space is not None:
+        from huggingface_hub import get_token
+
+        if get_token() is None:
+            raise ConfigError(
+                f"logging.trackio.space={settings.space}: no token for the hub; set HF_TOKEN, run `hf auth login`, or "
+                "write logging.trackio.space=null"
+            )
+        return
+    from trackio.utils import TRACKIO_DIR
+
+    if (obstacle := write_obstacle(TRACKIO_DIR)) is not None:
+        raise ConfigError(
+            f"logging.trackio: {obstacle}; set TRACKIO_DIR to another folder, or write logging.trackio.enabled=false"
+        )
 
 
 class WandbLogger(_Tracker):

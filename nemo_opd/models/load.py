@@ -57,7 +57,10 @@ def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
     source = resolve_tokenizer(reference, key=key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # tokenizers, the hub and transformers each raise their own
+        tokenizer("")  # the tokens that begin and end a text may be wrong
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers, the hub and transformers raise their own; a panic is no Exception
         if needs_sentencepiece(Path(source)):
             raise ModelError(
                 f"{key}={reference}: the folder has a SentencePiece model (tokenizer.model) and no tokenizer.json, and "

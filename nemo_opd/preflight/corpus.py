@@ -22,6 +22,7 @@ from nemo_opd.data.order import BatchOrder, PackedOrder, State, lengths_of
 from nemo_opd.data.record import (
     MESSAGES,
     TEXT,
+    Conversation,
     Document,
     Routed,
     holds_conversations,
@@ -178,6 +179,14 @@ def _require_readable(make_sample: SampleMaker, documents: Dataset) -> None:
         make_sample(read_documents(documents, [0])[0])
     except (AlignmentError, DataError) as error:
         raise DataError(f"data.train: the first document cannot be used: {error}") from error
+
+
+def conversation_lengths(config: RunConfig, data: Corpus, student: ModelInfo, rows: Sequence[int]) -> tuple[int, ...]:
+    """Return the student's tokens of some whole conversations of `data.train`."""
+    encoder = _chat_encoder(config.student, student, config.train.max_length, config.data.learned_turns)
+    documents = read_documents(data.train, list(rows))
+    contents = (document.content if isinstance(document, Routed) else document for document in documents)
+    return tuple(len(encoder(content).ids) for content in contents if isinstance(content, Conversation))
 
 
 def build_sample_maker(

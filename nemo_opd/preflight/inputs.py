@@ -22,7 +22,7 @@ from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets
 from nemo_opd.extras import require_extras, require_installed
 from nemo_opd.logging.questions import VALIDATION_LOG
 from nemo_opd.logging.records import read_config, value_at
-from nemo_opd.logging.trackers import check_credentials
+from nemo_opd.logging.trackers import check_trackers
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template, require_hub
 from nemo_opd.preflight.columns import layout_of
 from nemo_opd.rewards import build_reward
@@ -66,7 +66,7 @@ def _checks(config: RunConfig) -> Iterator[Callable[[], object]]:
 
 def _check_extras(config: RunConfig) -> None:
     require_extras(config.logging, None)
-    check_credentials(config.logging.wandb)
+    check_trackers(config.logging)
 
 
 def _check_baseline(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -39,6 +41,8 @@ _FLASH = {
     "flash_attention_3": (is_flash_attn_3_available, "flash-attn-3"),
 }
 """Attention implementation → function that tells whether its package is installed, and the package."""
+_loaded: dict[tuple[str, str | None], tuple[PreTrainedTokenizerFast, Pieces]] | None = None
+"""Tokenizers by source and chat template, in a block of `tokenizers_loaded_once`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +237,30 @@ def _tokenizer_and_limit(settings: Student | Teacher, key: str) -> ModelInfo:
     return replace(info, positions=limit)
 
 
-def _read_tokenizer(settings: Student | Teacher, key: str) -> tuple[PreTrainedTokenizerFast, Pieces]:
-    tokenizer = tokenizer_of(settings, key=key)
-    name, source = settings.tokenizer_source
+@contextmanager
+def tokenizers_loaded_once() -> Iterator[None]:
+    """Read each tokenizer once in the block, as the largest take seconds."""
+    global _loaded
+    _loaded = {}
     try:
-        return tokenizer, pieces_of(tokenizer)
+        yield
+    finally:
+        _loaded = None
+
+
+def _read_tokenizer(settings: Student | Teacher, key: str) -> tuple[PreTrainedTokenizerFast, Pieces]:
+    name, source = settings.tokenizer_source
+    identity = source, settings.chat_template
+    if _loaded is not None and identity in _loaded:
+        return _loaded[identity]
+    tokenizer = tokenizer_of(settings, key=key)
+    try:
+        result = tokenizer, pieces_of(tokenizer)
     except AlignmentError as error:
         raise ModelError(f"{key}.{name}={source}: {error}") from error
+    if _loaded is not None:
+        _loaded[identity] = result
+    return result
 
 
 def _check_attention(settings: Student | Teacher, key: str, device: str) -> None:

@@ -25,7 +25,13 @@ from nemo_opd.preflight.corpus import Corpus, load_corpus
 from nemo_opd.preflight.delivery import Delivery, arriving_bytes, check_deliveries, plan_deliveries, settle_transport
 from nemo_opd.preflight.flops import Utilization, device_name, peak_flops
 from nemo_opd.preflight.memory import Machine, MemoryEstimate, MemoryInputs, ModelSetup, state_bytes
-from nemo_opd.preflight.model_info import ModelInfo, ModelSize, has_configuration, read_model_info
+from nemo_opd.preflight.model_info import (
+    ModelInfo,
+    ModelSize,
+    has_configuration,
+    read_model_info,
+    tokenizers_loaded_once,
+)
 from nemo_opd.preflight.offload import server_share, settle_memory
 from nemo_opd.preflight.prompts import (
     Benchmarks,
@@ -163,6 +169,7 @@ class Plan:
         return self.config.batches_ahead
 
 
+@tokenizers_loaded_once()
 def preflight(config: RunConfig) -> Plan:
     """Check everything and return the run's plan. Raises an OPDError if the run cannot start."""
     device = resolve_device(config.cluster)

@@ -160,7 +160,7 @@ def plan_rows(plan: Plan) -> dict[str, str]:
         f"{noun} per rank": str(plan.rows_per_rank),
         "tokens at a time": f"{train.tokens_at_a_time:,} per rank",
         "longest sequence": f"{train.max_length:,} tokens",
-        **({"texts that may be cut": cut} if (cut := _cut_texts(plan)) else {}),
+        **({f"{plan.data.noun} that are cut": cut} if (cut := _cut_texts(plan)) else {}),
         "steps per epoch": f"{_about(plan)}{plan.steps_per_epoch:,}",
         **_choices(plan),
         "aggregation": plan.config.aggregation.type,
@@ -184,9 +184,20 @@ def _about(plan: Plan) -> str:
 
 
 def _cut_texts(plan: Plan) -> str:
-    number, checked = plan.survey.num_full, plan.survey.num_texts
-    limit = plan.config.train.max_length
-    return f"{number} of {checked} checked reach train.max_length={limit:,} and may be cut" if number else ""
+    """Say how many texts are cut, and with which setting fewer would be; empty if none is."""
+    statistics, limit = plan.survey, plan.config.train.max_length
+    if lengths := sorted(statistics.whole_lengths):
+        number = sum(length > limit for length in lengths)
+        most, longest = lengths[len(lengths) * 9 // 10], lengths[-1]
+        some = f"{most:,} for 9 in 10, " if limit < most < longest else ""
+        return (
+            f"{number} of {len(lengths)} checked are cut at train.max_length={limit:,}; set {some}{longest:,} for all"
+        )
+    if not statistics.num_full:
+        return ""
+    number, checked = statistics.num_full, statistics.num_texts
+    way_out = "" if plan.config.data.is_chat else "; data.packing=true reads texts whole"
+    return f"{number} of {checked} checked reach train.max_length={limit:,} and may be cut{way_out}"
 
 
 def _origin(teacher: Teacher) -> str:

@@ -25,7 +25,7 @@ from nemo_opd.logging.metrics import merge
 from nemo_opd.losses.arguments import chunk_units
 from nemo_opd.losses.image_mass import teacher_images
 from nemo_opd.losses.position_units import compared_positions
-from nemo_opd.preflight.corpus import Corpus
+from nemo_opd.preflight.corpus import Corpus, conversation_lengths
 from nemo_opd.preflight.model_info import ModelInfo
 from nemo_opd.preflight.teachers import require_stored
 from nemo_opd.progress import tracked
@@ -63,6 +63,8 @@ class DataStatistics:
     """Number of texts without a token to learn."""
     num_full: int
     """Number of texts as long as `train.max_length`, which most likely were cut; 0 with packing, which cuts none."""
+    whole_lengths: tuple[int, ...]
+    """Tokens of the conversations without the cut; empty for texts, and if no conversation is cut."""
     is_complete: bool
     """Whether these are all texts."""
     coverage: tuple[float | None, ...]
@@ -116,12 +118,16 @@ def survey(
             for i, (teacher_lengths, reader) in enumerate(zip(by_teacher, data.sample_maker.teachers, strict=True))
         ]
     names = [f"kd_coverage/{name}" for name in config.active_names]
+    max_length = config.train.max_length
+    num_full = 0 if config.packs_documents else sum(len(sample.student) >= max_length for sample in samples)
+    whole_lengths: tuple[int, ...] = ()
+    if num_full and config.data.is_chat and isinstance(data, Corpus):
+        whole_lengths = conversation_lengths(config, data, student, rows)
     return DataStatistics(
         num_texts=len(texts),
         num_without_label=sum(not any(sample.student.loss_mask.any() for sample in text) for text in texts),
-        num_full=0
-        if config.packs_documents
-        else sum(len(sample.student) >= config.train.max_length for sample in samples),
+        num_full=num_full,
+        whole_lengths=whole_lengths if any(length > max_length for length in whole_lengths) else (),
         is_complete=len(texts) == len(data.train),
         coverage=tuple(covered[name].value() if name in covered else None for name in names),
         targets=tuple(

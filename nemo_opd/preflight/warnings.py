@@ -210,6 +210,8 @@ def check_texts(config: RunConfig, statistics: DataStatistics) -> list[str]:
         if not config.packs_documents:
             empty += f" within train.max_length={config.train.max_length}"
             longer = ", or raise train.max_length if they are longer"
+            if statistics.whole_lengths:
+                longer = f", or raise train.max_length (the longest has {max(statistics.whole_lengths)} tokens)"
         if statistics.is_complete and statistics.num_without_label == num_texts:
             raise DataError(f"{empty}, and data.train has no more texts; use other texts{longer}")
         warnings.append(f"{empty}; remove them{longer}")

@@ -155,8 +155,16 @@ def test_a_group_counts_before_what_is_said_of_its_elements() -> None:
 def test_a_full_disk_under_stdout_is_not_a_fault_of_the_config() -> None:
     command = read_command_line([], CONFIGS, "off_policy_demo", RunConfig)
     reason = r"^stdout cannot be written \(No space left on device\)"
-    with pytest.raises(ConfigError, match=reason), composition_errors(command):
+    with pytest.raises(ConfigError, match=reason), composition_errors(command, lambda _: None):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_all_options_that_do_not_exist_are_told_with_the_other_problems() -> None:
+    """Bug: one wrong option a round, and wrong keys only after the last."""
+    with pytest.raises(ConfigError) as caught:
+        configured("cluster=gpuu", "logging=nn", "train.max_stepz=4")
+    wrong = [line.partition(":")[0] for line in str(caught.value).splitlines()]
+    assert wrong == ["logging=nn", "cluster=gpuu", "train.max_stepz=4"]
 
 
 def test_each_run_of_a_sweep_has_a_folder_named_by_what_it_varies(tmp_path: Path, monkeypatch) -> None:
@@ -297,6 +305,7 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
             ["--dry-run"],
             r"^--dry-run: there is no such option; settings are written without dashes: run\.dry_run=true$",
         ),
+        (["-c", "job"], r"^-c job: -c names a file; .* --cfg job$"),
         (["--lr", "1e-5"], r"^--lr: there .* without dashes: student\.optimizer\.lr=1e-5$"),
         (["--train.max_steps", "5"], r"^--train\.max_steps: there .* without dashes: train\.max_steps=5$"),
         (["--train.max_steps=5"], r"^--train\.max_steps: there .* without dashes: train\.max_steps=5$"),

@@ -40,6 +40,8 @@ def test_ratio_difference_weighs_texts_by_their_bytes() -> None:
         ((1.5, 1.51, 1.49, 1.5), "The teacher helped"),
         ((1.9, 1.91, 1.89, 1.9), "The teacher made it worse"),
         ((1.6, 1.8, 1.71, 1.69), "cannot be told"),
+        # as little as rounding
+        ((1.7001, 1.7001, 1.7001, 1.7001), "cannot be told"),
     ],
 )
 def test_teachers_helped_only_beyond_the_interval(with_teacher: tuple[float, ...], answer: str) -> None:

@@ -10,7 +10,7 @@ from nemo_opd.config.run_fields import Logging, Mlflow
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.base import Best
 from nemo_opd.logging.loggers import build
-from nemo_opd.logging.trackers import MlflowLogger, allowed_name, artefacts, parameters, results
+from nemo_opd.logging.trackers import MlflowLogger, allowed_name, artefacts, check_trackers, parameters, results
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary
 
 PASS = "eval/gsm8k/pass@1"
@@ -106,3 +106,32 @@ def test_a_server_that_does_not_answer_is_one_clear_error(tmp_path: Path, monkey
     with pytest.raises(ConfigError, match=r"^logging\.mlflow: the run could not be started .*tracking_uri"):
         logger.start(summary(tmp_path), 0)
     logger.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:///{folder}/file/mlflow.db", "unknown://server"])
+def test_a_store_that_cannot_be_used_is_told_before_the_run(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a dry run passes, and the run fails."""
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("DO_NOT_TRACK", "true")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    (tmp_path / "file").touch()
+    mlflow = {"enabled": True, "tracking_uri": uri.format(folder=tmp_path)}
+    with pytest.raises(ConfigError, match=r"^logging\.mlflow: its store cannot be used .*tracking_uri"):
+        check_trackers(Logging.model_validate({"mlflow": mlflow}))
+    check_trackers(Logging.model_validate({"mlflow": {**mlflow, "tracking_uri": f"sqlite:///{tmp_path}/new.db"}}))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_trackio_needs_a_folder_or_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a dry run passes, and the run fails."""
+    utils = pytest.importorskip("trackio.utils")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(utils, "TRACKIO_DIR", tmp_path / "file" / "trackio")
+    with pytest.raises(ConfigError, match=r"^logging\.trackio: .*file is not writable .*TRACKIO_DIR"):
+        check_trackers(Logging.model_validate({"trackio": {"enabled": True}}))
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(ConfigError, match=r"^logging\.trackio\.space=me/runs: no token for the hub"):
+        check_trackers(Logging.model_validate({"trackio": {"enabled": True, "space": "me/runs"}}))

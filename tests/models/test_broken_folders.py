@@ -170,16 +170,35 @@ def of_last_token(id_: int) -> Callable[[Any], object]:
     return change
 
 
+def panic_of_normalizer(content: Any) -> None:
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+
+
+def panic_of_post_processor(content: Any) -> None:
+    single = [{"SpecialToken": {"id": "<missing>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    content["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda content: content.clear(), "no tokenizer could be loaded"),
+        (panic_of_normalizer, "no tokenizer could be loaded .*precompiled_charsmap"),
+        (panic_of_post_processor, "no tokenizer could be loaded .*no entry found for key"),
         (of_last_token(-1), "no tokenizer could be loaded .*-1"),
         (of_last_token(2**25), "has the id 33,554,432"),
         pytest.param(of_last_token(4_000_000_000), "has the id 4,000,000,000", marks=pytest.mark.nightly),
         (of_last_token(1_000_000), "has ids up to 1000000, but"),
     ],
-    ids=["empty", "negative id", "id of no tokenizer", "id that no list can reach", "beyond the embeddings"],
+    ids=[
+        "empty",
+        "panic",
+        "later panic",
+        "negative id",
+        "id of no tokenizer",
+        "id that no list can reach",
+        "beyond the embeddings",
+    ],
 )
 def test_a_tokenizer_that_is_none(folder: Path, change: Callable[[Any], object], reason: str) -> None:
     rewritten(folder / TOKENIZER, change)

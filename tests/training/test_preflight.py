@@ -384,7 +384,7 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     assert rows["steps per epoch"] == "about 4"
     assert rows["steps"] == "4, about 1 epochs"
     assert rows["learning rate"] == "0.01, adamw, cosine"
-    assert "texts that may be cut" not in rows  # packed
+    assert "documents that are cut" not in rows  # packed
     assert {"cross: hidden states handed over", "same: parameters", "all"} <= rows.keys()
 
 
@@ -392,7 +392,7 @@ def test_the_header_says_what_is_chosen_and_cut_and_when_to_take_the_loss(config
     """Bug: half of the texts are cut, and nobody is told; or the header and the help advise different losses."""
     summary = run_summary(preflight(configure("data.packing=false", "train.max_length=8")))
     assert summary.choices["loss"] == "p_kl, KD weight 1, cross-entropy weight 1"
-    assert re.search(r", \d+ of \d+ checked reach train.max_length=8 and may be cut$", summary.data)
+    assert re.search(r", \d+ of \d+ checked reach train.max_length=8 and may be cut; data.packing=true", summary.data)
     (advice,) = [line for teacher in summary.teachers for line in teacher.coverage if ": take " in line]
     assert advice == f"p_kl: take {PKLTerm.take}"
 
@@ -640,8 +640,17 @@ def test_conversations_without_an_answer_are_refused(configure: Configure, tmp_p
 def test_texts_that_are_cut_before_their_answer_are_refused(configure: Configure, tmp_path: Path) -> None:
     own = conversations(tmp_path, "user", "assistant")
     template = f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"
-    with pytest.raises(DataError, match=r"3 of 3 checked texts of data\.train have no assistant turn "):
+    with pytest.raises(DataError, match=r"3 of 3 checked texts .* have no assistant turn .*longest has \d\d"):
         preflight(configure(*own, template, "train.max_length=4"))
+
+
+def test_the_header_says_which_length_holds_all_conversations(configure: Configure, tmp_path: Path) -> None:
+    """Bug: all conversations are cut, and no setting is named."""
+    own = [*conversations(tmp_path, "user", "assistant"), f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"]
+    cut = run_summary(preflight(configure(*own, "train.max_length=33"))).data
+    (longest,) = re.findall(r", 3 of 3 checked are cut at train.max_length=33; set (\d+) for all$", cut)
+    whole = run_summary(preflight(configure(*own, f"train.max_length={longest}"))).data
+    assert "are cut" not in whole
 
 
 def test_a_context_is_the_reason_why_earlier_turns_have_no_kd(configure: Configure, tmp_path: Path) -> None:
