@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 import time
@@ -163,6 +165,19 @@ def test_parts_that_are_not_asked_for_stay_while_nothing_else_has_changed(tmp_pa
     assert parts_before(tmp_path / "nothing", FACTS) == {}
     Report(tmp_path, FACTS | {"commit": UNKNOWN}).add("tests", Result("passed"))
     assert parts_before(tmp_path, FACTS | {"commit": UNKNOWN}) == {}
+
+
+def test_a_checkouts_results_go_into_a_folder_of_the_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a check writes over the results of another day, which documentation cites."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr("nemo_opd.cli.main.main", calls.append)
+    monkeypatch.setattr(sys, "argv", ["tools/gpu_check.py", "--only", "step"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "tools" / "gpu_check.py"), run_name="__main__")
+    (command,) = calls
+    assert command[0] == "check"
+    assert re.fullmatch(rf"{ROOT}/benchmarks/results/gpu/\d{{4}}-\d\d-\d\d", command[2])
+    assert command[1::2] == ["--output", "--only"]
 
 
 @pytest.mark.world
