@@ -110,7 +110,7 @@ class HiddenStatesHandoff(HandoffBase):
     column_order: MayChange[Literal["student", "teacher"]] = "student"
     """Order of the rows of a head from a teacher with another tokenizer. student: by student token, so that losses read
     the teacher's logits of paired tokens from neighbouring columns. teacher: by id, as always with tensor parallelism
-    of the teacher, `projection_lr`, loss.type=function, and stored or served teachers.
+    of the teacher, `projection_lr` and loss.type=function.
     """
 
 

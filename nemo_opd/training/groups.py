@@ -22,6 +22,7 @@ from nemo_opd.progress import working
 from nemo_opd.projection.columns import order_by_student, with_columns
 from nemo_opd.rollout.base import Completion, Request
 from nemo_opd.rotary import RotaryLimit
+from nemo_opd.teacher_cache.shard import read_manifest
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.student import StudentWorker
 from nemo_opd.workers.teacher import CachedTeacherWorker, ServedTeacherWorker, TeacherWorker
@@ -31,10 +32,14 @@ def column_order(plan: Plan, i: int) -> NDArray[np.int64] | None:
     """Return the tokens of the columns in which the student reads a teacher's logits, or None if these are the ids."""
     config, teacher = plan.config, plan.teachers[i]
     settings = config.active_teachers[i]
-    is_by_id = isinstance(config.handoff, LogitsHandoff) or config.handoff.column_order == "teacher"
-    is_fixed = isinstance(settings, CrossTokenizerTeacher) and settings.is_computed and settings.projection_lr is None
+    if isinstance(config.handoff, LogitsHandoff) or config.handoff.column_order == "teacher":
+        return None
+    if not isinstance(settings, CrossTokenizerTeacher) or settings.projection_lr is not None:
+        return None
+    is_sparse = settings.cache is not None and read_manifest(settings.cache).form == "top_k"
     # A user's function may read ids.
-    if is_by_id or not is_fixed or config.term(i).type == "function" or plan.teacher_layouts[i].tp > 1:
+    is_by_id = settings.served is not None or is_sparse or config.term(i).type == "function"
+    if is_by_id or plan.teacher_layouts[i].tp > 1:
         return None
     assert teacher.projection is not None
     return order_by_student(teacher.projection, teacher.vocab_size)

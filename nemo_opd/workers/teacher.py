@@ -237,7 +237,16 @@ class _StoredTeacherWorker(TeacherWorker):
         if isinstance(stored, StoredTopK):
             return cast(Writer, SparseWriter(sender, stored.layout, readers=readers, num_slots=num_slots))
         size, width, dtype, columns = self.vocab_size, stored.hidden_size, stored.dtype, stored.columns
-        return HiddenStatesWriter(sender, size, width, dtype, columns=columns, readers=readers, num_slots=num_slots)
+        return HiddenStatesWriter(
+            sender,
+            size,
+            width,
+            dtype,
+            columns=columns,
+            readers=readers,
+            num_slots=num_slots,
+            order=self._order,
+        )
 
     def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
         """Raise ConfigError: the teacher has no model here."""

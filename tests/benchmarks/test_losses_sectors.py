@@ -9,7 +9,9 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
+from nemo_opd.kernels.forms import EntryLists
 from tests.losses.real_sizes import projection
 
 
@@ -21,16 +23,24 @@ def sectors() -> Iterator[ModuleType]:
         sys.modules.pop("losses_sectors", None)
 
 
-def test_a_sector_counts_once_for_some_of_the_students_columns(sectors: ModuleType) -> None:
-    assert sectors.moved_bytes(np.array([0, 7, 3, -1])) == 32
-    assert sectors.moved_bytes(np.array([0, 8, -1, 16])) == 96
-    far = np.full(2000, -1)
-    far[[0, 1999]] = 5, 4  # in two programs' blocks
-    assert sectors.moved_bytes(far) == 64
+def test_a_program_reads_a_sector_once(sectors: ModuleType) -> None:
+    program = np.array([0, 0, 0])
+    assert sectors.moved_bytes(np.array([0, 7, 3]), program) == 32
+    assert sectors.moved_bytes(np.array([0, 8, 16]), program) == 96
+    assert sectors.moved_bytes(np.array([5, 4, 5]), np.array([0, 1, 1])) == 64
+
+
+def test_lists_are_read_tile_by_tile(sectors: ModuleType) -> None:
+    """Two short lists share a tile, whose third entries are another round; eight long lists share one too."""
+    short, long = [0, 1, 8], list(range(64))
+    entries = [*short, *short, *long, *long]
+    begins = np.cumsum([0, 3, 3, 64, 64])
+    lists = EntryLists(torch.from_numpy(begins), torch.tensor(entries), torch.ones(len(entries)), 2)
+    assert sectors.of_lists(lists) == 32 * (1 + 1 + 8)
 
 
 def test_the_order_by_student_moves_a_third(sectors: ModuleType) -> None:
     name, *numbers = sectors.row("a pair", projection(12_825, 20_001)).strip("| ").split(" | ")
     assert name == "a pair"
-    by_id, by_student = map(float, numbers[2:])
+    by_id, by_student = map(float, numbers[2:4])
     assert by_student < by_id / 3
