@@ -214,11 +214,12 @@ def milliseconds(run: Callable[[], object]) -> dict[str, float]:
 
 def time_kernels() -> None:
     for pair in pairs():
+        by_order = {"teacher": pair, "student": pair.by_student()}
         cases = [("teacher", False, SHAPES[0]), ("teacher", True, SHAPES[0])]
         cases += [("student", True, shape) for shape in SHAPES]
         for order, is_aligned, shape in cases:
             with patch.multiple(launch, **shape):
-                by_kernel = timed(pair if order == "teacher" else pair.by_student(), is_aligned)
+                by_kernel = timed(by_order[order], is_aligned)
             case = {"pair": pair.name, "column_order": order, "aligned": is_aligned, "shape": shape}
             case |= {"ms": {name: round(value, 3) for name, value in by_kernel.items()}}
             print(json.dumps(case | {"all, ms": round(sum(by_kernel.values()), 3)}, ensure_ascii=False), flush=True)
