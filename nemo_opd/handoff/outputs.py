@@ -204,7 +204,7 @@ class HiddenStatesWriter(_OutputWriter):
         self._columns = within_vocabulary(columns, vocab_size)
         self._is_head_read = bool(readers.head) or readers.sends_head
         self._is_fixed = is_fixed
-        self._order = None if order is None else torch.from_numpy(order)
+        self._order = None if order is None else torch.tensor(order)
         self._head: HeadHandle | None = None
 
     def begin(self, num_tokens: int, slot: int = 0) -> None:
