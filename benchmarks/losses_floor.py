@@ -5,8 +5,9 @@ uv run benchmarks/losses_floor.py --device cuda --positions 2048 8192
 
 Shapes of Llama-3.2-1B learning from Llama-3.2-3B and Qwen3-4B, fp32 on a CPU and bf16 on a GPU. Both take turns, round
 by round. With --tokenizers, or NEMO_OPD_TOKENIZERS, vocabularies and projection are those of real tokenizers, else made
-up. Prints a line of JSON for each number of positions, and writes the last one as losses_floor.json into
-benchmarks/results or another folder. Exit status 1 on a GPU whose products take less than 60 % of the time.
+up; --column-order is handoff.column_order of a run, for real tokenizers. Prints a line of JSON for each number of
+positions, and writes the last one as losses_floor.json into benchmarks/results or another folder. Exit status 1 on a
+GPU whose products take less than 60 % of the time.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from nemo_opd.logits.blockwise import backward  # noqa: E402
 from nemo_opd.logits.planned import compute_together  # noqa: E402
 from nemo_opd.models.load import load_tokenizer  # noqa: E402
 from nemo_opd.projection import ProjectionMatrix, cached_projection  # noqa: E402
+from nemo_opd.projection.columns import order_by_student, with_columns  # noqa: E402
 from tests.losses.real_sizes import PLANS, TOGETHER, Sides  # noqa: E402
 
 SCALE = 0.02
@@ -92,7 +94,10 @@ def real_projection(options: argparse.Namespace) -> ProjectionMatrix | None:
     if options.tokenizers is None or options.divisor > 1:
         return None
     names = (str(options.tokenizers / name) for name in options.pair.split(":"))
-    return cached_projection(*(load_tokenizer(name, key="--pair") for name in names))[0]
+    matrix = cached_projection(*(load_tokenizer(name, key="--pair") for name in names))[0]
+    if options.column_order == "teacher":
+        return matrix
+    return with_columns(matrix, order_by_student(matrix, matrix.teacher_vocab_size))
 
 
 def main() -> int:
@@ -103,6 +108,7 @@ def main() -> int:
     parser.add_argument("--divisor", type=int, default=1, help="of widths and vocabularies: for a quick try")
     parser.add_argument("--tokenizers", type=Path, default=os.environ.get("NEMO_OPD_TOKENIZERS"))
     parser.add_argument("--pair", default="llama3_1:qwen3", metavar="STUDENT:TEACHER", help="folders of --tokenizers")
+    parser.add_argument("--column-order", choices=("student", "teacher"), default="student")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
@@ -135,6 +141,7 @@ def measure(
         BUDGET: times,
         "vocabularies": [side.head.weight.shape[0] for side in (sides.student, sides.same, sides.cross)],
         "projection": "made up" if between is None else options.pair,
+        "column_order": "teacher" if between is None else options.column_order,
         "threads": 1,
         "divisor": options.divisor,
         "losses_s": statistics.median(ours for ours, _ in pairs),

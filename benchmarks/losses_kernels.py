@@ -1,7 +1,7 @@
 """The kernels of losses at real vocabularies: against formulas in fp64, and the milliseconds of each.
 
 uv run benchmarks/losses_kernels.py check           # also with more than 2³¹ numbers, unless --small
-uv run benchmarks/losses_kernels.py time            # needs a GPU: blocks, warps and tiles; rows aligned and not
+uv run benchmarks/losses_kernels.py time            # needs a GPU: columns by id and by student, blocks, warps, tiles
 TRITON_INTERPRET=1 uv run benchmarks/losses_kernels.py check     # without a GPU, in Triton's interpreter, small
 
 Cross-entropy, same_vocab and p_kl of the same rows, as a step computes them together. With NEMO_OPD_TOKENIZERS also the
@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +34,7 @@ from nemo_opd.kernels.joint import Placed, add_losses  # noqa: E402
 from nemo_opd.losses.cells import covered_columns  # noqa: E402
 from nemo_opd.models.load import load_tokenizer  # noqa: E402
 from nemo_opd.projection import ProjectionMatrix, cached_projection  # noqa: E402
+from nemo_opd.projection.columns import order_by_student, with_columns  # noqa: E402
 from tests.losses.real_sizes import projection as made_up  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
@@ -70,6 +71,11 @@ class Pair:
     projection: ProjectionMatrix
     student_size: int
     teacher_size: int
+
+    def by_student(self) -> "Pair":
+        """With the teacher's columns in the order of handoff.column_order=student."""
+        order = order_by_student(self.projection, self.teacher_size)
+        return replace(self, projection=with_columns(self.projection, order))
 
 
 def pairs() -> Iterator[Pair]:
@@ -208,14 +214,16 @@ def milliseconds(run: Callable[[], object]) -> dict[str, float]:
 
 def time_kernels() -> None:
     for pair in pairs():
-        for is_aligned in (False, True):
-            for shape in SHAPES if is_aligned else SHAPES[:1]:
-                with patch.multiple(launch, **shape):
-                    by_kernel = timed(pair, is_aligned)
-                case = {"pair": pair.name, "aligned": is_aligned, "shape": shape}
-                case |= {"ms": {name: round(value, 3) for name, value in by_kernel.items()}}
-                print(json.dumps(case | {"all, ms": round(sum(by_kernel.values()), 3)}, ensure_ascii=False), flush=True)
-                torch.cuda.empty_cache()
+        by_order = {"teacher": pair, "student": pair.by_student()}
+        cases = [("teacher", False, SHAPES[0]), ("teacher", True, SHAPES[0])]
+        cases += [("student", True, shape) for shape in SHAPES]
+        for order, is_aligned, shape in cases:
+            with patch.multiple(launch, **shape):
+                by_kernel = timed(by_order[order], is_aligned)
+            case = {"pair": pair.name, "column_order": order, "aligned": is_aligned, "shape": shape}
+            case |= {"ms": {name: round(value, 3) for name, value in by_kernel.items()}}
+            print(json.dumps(case | {"all, ms": round(sum(by_kernel.values()), 3)}, ensure_ascii=False), flush=True)
+            torch.cuda.empty_cache()
 
 
 def timed(pair: Pair, is_aligned: bool) -> dict[str, float]:

@@ -31,8 +31,8 @@ from nemo_opd.training.session import Session
 from nemo_opd.types import Batch
 
 GIB = 2**30
-PERIOD_S = 0.2
-"""Seconds between two readings of a GPU's memory."""
+PERIOD_MS = 200
+"""Milliseconds between two readings of a GPU's memory."""
 LIBRARIES = "import psutil, ray, nemo_opd.workers.student; print(psutil.Process().memory_info().rss)"
 
 
@@ -203,25 +203,24 @@ def peak_of_process(process: psutil.Process) -> int:
 def watching_gpus() -> Iterator[Callable[[], int]]:
     """Yield a function that returns the most bytes in use on a GPU so far, of all processes.
 
-    Read all the time, as processes that take turns on a GPU give cached memory back at the end of theirs.
+    Read all the time, as processes that take turns on a GPU give cached memory back at the end of theirs; by a single
+    program of the driver, as one that starts for each reading takes a core from the step.
     """
-    most, is_over = fullest_gpu(), threading.Event()
+    fields = ["--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", *fields, "-lms", str(PERIOD_MS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        lines, most = program.stdout, int(program.stdout.readline())
 
-    def watch() -> None:
-        nonlocal most
-        while not is_over.wait(PERIOD_S):
-            most = max(most, fullest_gpu())
+        def watch() -> None:
+            nonlocal most
+            for line in lines:
+                most = max(most, int(line))
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield lambda: most
-    finally:
-        is_over.set()
-        thread.join()
-
-
-def fullest_gpu() -> int:
-    """Bytes in use at the moment."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return max(int(line) for line in subprocess.check_output(command, text=True).split()) * 2**20
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield lambda: most * 2**20
+        finally:
+            program.terminate()
+            thread.join()

@@ -45,7 +45,7 @@ _MODELS_BYTES = 40 << 30
 _MARK = "NEMO_OPD_CHECK_PART"
 """Environment variable that all processes of a part inherit, even those that start a session, as Ray's do."""
 _ENDED_S = 15.0
-_RESULTS = Path() if CHECKOUT is None else CHECKOUT / "benchmarks" / "results" / "gpu"
+_RESULTS = Path() if CHECKOUT is None else CHECKOUT / "benchmarks" / "results" / "gpu" / date.today().isoformat()
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,11 @@ class HiddenStatesHandoff(HandoffBase):
     """Final hidden states, and the head once; the student computes logits from them chunk by chunk."""
 
     type: Literal["hidden_states"] = "hidden_states"
+    column_order: MayChange[Literal["student", "teacher"]] = "student"
+    """Order of the rows of a head from a teacher with another tokenizer. student: by student token, so that losses read
+    the teacher's logits of paired tokens from neighbouring columns. teacher: by id, as always with tensor parallelism
+    of the teacher, `projection_lr` and loss.type=function.
+    """
 
 
 class LogitsHandoff(HandoffBase):

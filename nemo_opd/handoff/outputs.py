@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import to_device_batched
@@ -31,6 +33,9 @@ from nemo_opd.handoff.plan import (
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import LogitRows, SparseLayout, SparseLogits, TensorLogits, TrainableRows
 from nemo_opd.logits.sources import PackedLogits, SideBySideLogits, places_in_row, token_bounds
+
+_REORDERED_ROWS = 8192
+"""Rows of a head that are reordered at a time, as memory holds no second head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,18 +190,21 @@ class HiddenStatesWriter(_OutputWriter):
         readers: Readers = ONE_READER,
         num_slots: int = 1,
         is_fixed: bool = True,
+        order: NDArray[np.int64] | None = None,
     ) -> None:
         """Create the senders.
 
         columns: vocabulary range of this rank's head shard; rows beyond `vocab_size` are dropped, so a shard may become
         empty. dtype: dtype of the buffer and the head. num_slots: batches of hidden states stored at once.
-        is_fixed: False if the head changes with each batch and is handed over each time.
+        is_fixed: False if the head changes with each batch and is handed over each time. order: token of each row of
+        the head that is handed over, if the shard is the whole head; by default its id.
         """
         super().__init__(new_sender, hidden_size, dtype, readers, num_slots)
         self._weight, self._bias = new_sender(readers.head), new_sender(readers.head)
         self._columns = within_vocabulary(columns, vocab_size)
         self._is_head_read = bool(readers.head) or readers.sends_head
         self._is_fixed = is_fixed
+        self._order = None if order is None else torch.tensor(order)
         self._head: HeadHandle | None = None
 
     def begin(self, num_tokens: int, slot: int = 0) -> None:
@@ -229,7 +237,13 @@ class HiddenStatesWriter(_OutputWriter):
 
     def _copy(self, parameter: Tensor, sender: Sender) -> Handle:
         values = parameter.detach()[: len(self._columns)]
-        sender.tensor(values.shape, self._dtype).copy_(values)
+        buffer = sender.tensor(values.shape, self._dtype)
+        if self._order is None:
+            buffer.copy_(values)
+        else:
+            order = self._order.to(values.device)
+            for part, rows in zip(buffer.split(_REORDERED_ROWS), order.split(_REORDERED_ROWS), strict=True):
+                part.copy_(values.index_select(0, rows))
         return sender.handle()
 
 

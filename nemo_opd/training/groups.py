@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from nemo_opd.cluster.base import Call, Cluster, Group
 from nemo_opd.cluster.batch_grid import dp_leader_ranks, micro_batches, shared_out
+from nemo_opd.config.cluster import LogitsHandoff
 from nemo_opd.config.on_policy import confidence_alphas
+from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.evaluation.likelihoods import Scored, answers, batches, token_rows
 from nemo_opd.handoff.link import ExchangePlanner, Rendezvous
@@ -17,11 +19,30 @@ from nemo_opd.handoff.outputs import Window
 from nemo_opd.preflight.delivery import Delivery
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.progress import working
+from nemo_opd.projection.columns import order_by_student, with_columns
 from nemo_opd.rollout.base import Completion, Request
 from nemo_opd.rotary import RotaryLimit
+from nemo_opd.teacher_cache.shard import read_manifest
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.student import StudentWorker
 from nemo_opd.workers.teacher import CachedTeacherWorker, ServedTeacherWorker, TeacherWorker
+
+
+def column_order(plan: Plan, i: int) -> NDArray[np.int64] | None:
+    """Return the tokens of the columns in which the student reads a teacher's logits, or None if these are the ids."""
+    config, teacher = plan.config, plan.teachers[i]
+    settings = config.active_teachers[i]
+    if isinstance(config.handoff, LogitsHandoff) or config.handoff.column_order == "teacher":
+        return None
+    if not isinstance(settings, CrossTokenizerTeacher) or settings.projection_lr is not None:
+        return None
+    is_sparse = settings.cache is not None and read_manifest(settings.cache).form == "top_k"
+    # A user's function may read ids.
+    is_by_id = settings.served is not None or is_sparse or config.term(i).type == "function"
+    if is_by_id or plan.teacher_layouts[i].tp > 1:
+        return None
+    assert teacher.projection is not None
+    return order_by_student(teacher.projection, teacher.vocab_size)
 
 
 def teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
@@ -34,13 +55,19 @@ def teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
 
 
 def student_group(cluster: Cluster, plan: Plan) -> Group:
-    """Start the student's group."""
+    """Start the student's group. Its batches have columns of `column_order` in place of a teacher's ids."""
+    projections = [
+        teacher.projection
+        if teacher.projection is None or (order := column_order(plan, i)) is None
+        else with_columns(teacher.projection, order)
+        for i, teacher in enumerate(plan.teachers)
+    ]
     return cluster.group(
         "student",
         StudentWorker,
         {
             "config": plan.config,
-            "projections": [teacher.projection for teacher in plan.teachers],
+            "projections": projections,
             "total_steps": plan.total_steps,
             "vocab_size": plan.student_vocab_size,
             "teacher_vocab_sizes": [teacher.vocab_size for teacher in plan.teachers],
@@ -75,6 +102,7 @@ def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:
         "num_slots": 1 if settings.is_student else 1 + plan.lookahead,
         "empties_cache": plan.empties_cache,
         "shares_process": settings.is_student or plan.config.cluster.launcher == "local",
+        "order": column_order(plan, i),
     }
 
 

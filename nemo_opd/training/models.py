@@ -38,7 +38,15 @@ from nemo_opd.handoff.outputs import Window, windows
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.training.groups import Links, ModelGroup, OwnTeacher, separate_teachers, student_group, teacher_group
+from nemo_opd.training.groups import (
+    Links,
+    ModelGroup,
+    OwnTeacher,
+    column_order,
+    separate_teachers,
+    student_group,
+    teacher_group,
+)
 from nemo_opd.types import NO_CHUNK, Batch, Mean, Metric, Metrics, SequenceScores, TeacherRows
 from nemo_opd.workers.step import StudentStep
 from nemo_opd.workers.teacher import TeacherOutput
@@ -104,6 +112,9 @@ class Models:
         self._alphas = confidence_alphas(plan.config)
         self._sampled_at_once, self._answered_at_once = plan.sampled_at_once, plan.answered_at_once
         self._free_slots = deque(range(1 + plan.lookahead))
+        orders = [column_order(plan, i) for i in range(len(plan.teachers))]
+        self._columns = [None if order is None else torch.from_numpy(order).argsort() for order in orders]
+        """int64 [W]: column of each of a teacher's tokens, or None if it is the id."""
         with ExitStack() as stack:
             # Closed in reverse: the student unmaps the teachers' buffers before they are freed.
             ahead = {i: stack.enter_context(teacher_group(cluster, plan, i)) for i in separate_teachers(plan)}
@@ -221,9 +232,17 @@ class Models:
 
     def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows, tuple[slice, ...]]]:
         """Return the rows, windows and microbatches of each student rank."""
-        parts = self._grid.by_rank(scored.batch, self._grid.student)
+        parts = self._grid.by_rank(self._with_columns(scored.batch), self._grid.student)
         cuts = self._student.micro_batches([part.student for part in parts])
         return list(zip(parts, scored.windows, cuts, strict=True))
+
+    def _with_columns(self, batch: Batch) -> Batch:
+        """Replace ids of teachers' tokens by columns of their logits."""
+        teachers = (
+            rows if column is None else replace(rows, tokens=replace(rows.tokens, ids=column[rows.tokens.ids]))
+            for rows, column in zip(batch.teachers, self._columns, strict=True)
+        )
+        return replace(batch, teachers=tuple(teachers))
 
     def _call_student(self, method: str, arguments: Sequence[tuple[Any, ...]], scored: ScoredBatch) -> list[Any]:
         """Call a student method that reads the teachers' output, then free the slot of their buffers."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.aggregation import joined_scores, sequence_scores, token_nats
@@ -85,14 +87,16 @@ class TeacherWorker(FrozenWorker):
         empties_cache: bool = False,
         shares_process: bool = False,
         source: TeacherSource | None = None,
+        order: NDArray[np.int64] | None = None,
     ) -> None:
         """Load the model, or use `source`.
 
         vocab_size: size of the tokenizer; extra columns of the head are never handed over. handoff: form of the output.
         score: score to compute for each sequence. readers: for each rank, the receivers that map its buffers; receiver
         0 by default. num_slots: number of batches whose output is kept. empties_cache: release cached device memory
-        after use. shares_process: the student's rank with the same number is in this process. Raises
-        ModelError for unusable weights or an unusable head, and, like `forward`, ClusterError if memory runs out.
+        after use. shares_process: the student's rank with the same number is in this process. order: see
+        `HiddenStatesWriter`; scores and texts do not depend on it. Raises ModelError for unusable weights or an
+        unusable head, and, like `forward`, ClusterError if memory runs out.
         """
         super().__init__(
             settings,
@@ -109,6 +113,7 @@ class TeacherWorker(FrozenWorker):
         rank_readers = ONE_READER if readers is None else readers[dist.get_rank()]
         self.link: Link | None = None
         """Link to student ranks on other nodes that read the output, if any."""
+        self._order = order
         self.writer = self._build_writer(settings, sender, readers=rank_readers, num_slots=num_slots)
 
     def _build_writer(self, settings: TeacherBase, sender: NewSender, *, readers: Readers, num_slots: int) -> Writer:
@@ -117,7 +122,15 @@ class TeacherWorker(FrozenWorker):
         build: Callable[..., Writer]
         if isinstance(self.logit_rows, HiddenStateModel):
             width = self.logit_rows.hidden_size
-            build = partial(HiddenStatesWriter, sender, self.vocab_size, width, dtype, is_fixed=model.is_fixed)
+            build = partial(
+                HiddenStatesWriter,
+                sender,
+                self.vocab_size,
+                width,
+                dtype,
+                is_fixed=model.is_fixed,
+                order=self._order,
+            )
         else:
             build = partial(LogitsWriter, sender, self.vocab_size, dtype)
         return build(columns=self.logit_rows.columns, readers=readers, num_slots=num_slots)
@@ -224,7 +237,16 @@ class _StoredTeacherWorker(TeacherWorker):
         if isinstance(stored, StoredTopK):
             return cast(Writer, SparseWriter(sender, stored.layout, readers=readers, num_slots=num_slots))
         size, width, dtype, columns = self.vocab_size, stored.hidden_size, stored.dtype, stored.columns
-        return HiddenStatesWriter(sender, size, width, dtype, columns=columns, readers=readers, num_slots=num_slots)
+        return HiddenStatesWriter(
+            sender,
+            size,
+            width,
+            dtype,
+            columns=columns,
+            readers=readers,
+            num_slots=num_slots,
+            order=self._order,
+        )
 
     def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
         """Raise ConfigError: the teacher has no model here."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from nemo_opd import commands
 from nemo_opd.cli import check
 from nemo_opd.cli.check import Report, Result, parts_before, read_output
 from nemo_opd.cli.check_plan import Part, gpu_test_files, plan
+from nemo_opd.cli.main import main
 from nemo_opd.paths import UNKNOWN
 from tests.composition import ROOT
 from tests.waiting import wait_until
@@ -163,6 +165,15 @@ def test_parts_that_are_not_asked_for_stay_while_nothing_else_has_changed(tmp_pa
     assert parts_before(tmp_path / "nothing", FACTS) == {}
     Report(tmp_path, FACTS | {"commit": UNKNOWN}).add("tests", Result("passed"))
     assert parts_before(tmp_path, FACTS | {"commit": UNKNOWN}) == {}
+
+
+def test_a_checkouts_results_go_into_a_folder_of_the_day(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a check writes over the results of another day, which documentation cites."""
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    shown = "".join(capsys.readouterr().out.split())
+
+    assert re.search(rf"{ROOT}/benchmarks/results/gpu/\d{{4}}-\d\d-\d\d\)", shown)
 
 
 @pytest.mark.world

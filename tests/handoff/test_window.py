@@ -9,6 +9,7 @@ import torch
 
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError, HandoffError
+from nemo_opd.handoff import outputs
 from nemo_opd.handoff.outputs import HiddenStatesWriter, windows
 from nemo_opd.handoff.plan import LayoutPair
 from nemo_opd.logits.rows import TensorLogits
@@ -71,6 +72,18 @@ def test_every_rank_reads_its_rows_of_the_whole(kind: Kind, student: Layout, tea
             expected = whole.logits[own_tokens(sides, rank, lengths), :VOCAB]
             torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
         assert not EXPORTED
+
+
+def test_the_heads_rows_are_in_the_order_asked_for(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows that are taken from the part of the head where they end up."""
+    monkeypatch.setattr(outputs, "_REORDERED_ROWS", 3)
+    order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides_of(Layout(1), Layout(1)))))
+    ranks.writers[0] = HiddenStatesWriter(
+        CountingSender, VOCAB, HIDDEN, torch.float64, columns=range(PADDED_VOCAB), order=order.numpy()
+    )
+    (window,), (receiver,) = windows(ranks.write(output()), ranks.sides, LENGTHS), receivers(stack, 1)
+    torch.testing.assert_close(read(window, receiver), output().logits[:, order], rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -41,7 +41,7 @@ STEPS = 2
 def make_plan(tiny: Tiny, term: str, micro_batch_size: int, handoff: str = "hidden_states") -> Plan:
     return plan_of(
         [
-            *tiny.overrides(f"loss={term}", *TERMS[term], f"handoff={handoff}"),
+            *tiny.overrides(f"loss={term}", *TERMS[term], *f"handoff={handoff}".split()),
             "train.global_batch_size=8",
             f"train.micro_batch_size={micro_batch_size}",
             f"train.max_steps={STEPS}",
@@ -52,6 +52,7 @@ def make_plan(tiny: Tiny, term: str, micro_batch_size: int, handoff: str = "hidd
     )
 
 
+BY_ID = "hidden_states handoff.column_order=teacher"
 Curves = dict[tuple[str, int, int, str], Trained]
 
 
@@ -65,6 +66,7 @@ def curves(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Curves:
         grids = [(term, num_ranks, size, "hidden_states") for term in TERMS for n, size in GRIDS if n == num_ranks]
         if num_ranks == 1:
             grids += [(term, *WHOLE, "logits") for term in READ_FROM_LOGITS]
+            grids += [(term, *WHOLE, BY_ID) for term in TERMS]
         jobs = [Training(make_plan(tiny, term, size, handoff), batches) for term, _, size, handoff in grids]
         results |= dict(zip(grids, in_world(num_ranks, train, jobs, folder / str(num_ranks)), strict=True))
     return results
@@ -88,3 +90,9 @@ def test_the_curve_does_not_depend_on_how_a_batch_is_cut(curves: Curves, term: s
 def test_the_curve_does_not_depend_on_what_is_handed_over(curves: Curves, term: str) -> None:
     """Catches a head cut at a wrong place, and logits made from a neighbouring position's hidden states."""
     check_equal(curves[term, *WHOLE, "logits"], curves[term, *WHOLE, "hidden_states"])
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_the_curve_does_not_depend_on_the_order_of_columns(curves: Curves, term: str) -> None:
+    """Catches a loss or a target that reads the teacher's ids from reordered logits."""
+    check_equal(curves[term, *WHOLE, BY_ID], curves[term, *WHOLE, "hidden_states"])
