@@ -38,8 +38,8 @@ _SAME_START = 1e-3
 """Largest relative difference of the same student before training, from rounding in another layout or dtype."""
 _DASHED_FROM = 6
 """Number of solid curves, one for each colour."""
-_NOT_COMPARED = ("run.output_dir", "run.resume")
-"""Settings that differ between any two runs."""
+_NOT_COMPARED = ("run.name", "run.output_dir", "run.resume", "run.baseline", "run.export_worse")
+"""Settings without an effect on what is compared."""
 _IDENTIFYING = ("name", "type", "model")
 """Settings that identify a section."""
 _NUMBERS = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")

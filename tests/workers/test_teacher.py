@@ -17,6 +17,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.sources import PackedLogits
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
+from nemo_opd.training.groups import column_order
 from nemo_opd.types import Batch, TokenRows
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.tiny import Tiny
@@ -104,6 +105,8 @@ def test_logits_are_those_of_transformers(scoring, teacher: int) -> None:
             with torch.no_grad():
                 expected = model(rows.ids[row : row + 1, :length]).logits[0].float()
             expected = expected[:, : plan.teachers[teacher].vocab_size]
+            if (order := column_order(plan, teacher)) is not None:
+                expected = expected[:, order]
             eps = 1e-6 if dtype == torch.float32 else 2**-8
             atol = 4 * eps * float(expected.abs().max())
             torch.testing.assert_close(logits[teacher][row, :length].float(), expected, rtol=eps, atol=atol)
