@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -75,11 +76,15 @@ def compose_settings(
     """Return a command line's settings through Hydra's compose API, which takes half the time."""
     command = read_command_line(arguments, config_dir, config_name, model)
     file = command.config_file
-    with composition_errors(command, lambda composed: validated(prepare(_plain_data(composed)), model)):
+
+    def read(composed: DictConfig) -> S:
+        return validated(prepare(_plain_data(composed)), model)
+
+    with composition_errors(command, read):
         require_no_hydra_settings(command, config_dir, config_name)
         with initialize_config_dir(str(file.parent), version_base="1.3"):
             composed = hydra.compose(file.stem, [*command.settings, *command.overrides])
-    return validated(prepare(_plain_data(composed)), model)
+    return read(composed)
 
 
 def require_no_hydra_settings(command: CommandLine, config_dir: Path, config_name: str) -> None:
@@ -191,9 +196,11 @@ def run_with_hydra(
         except Exception as error:
             failures.append(error)
 
+    def check(composed: DictConfig) -> None:
+        validated(prepare(_plain_data(composed)), model)
+
     program, sys.argv[1:] = Path(sys.argv[0]).name, command.for_hydra
     with ExitStack() as stack:
-        check = lambda composed: validated(prepare(_plain_data(composed)), model)  # noqa: E731
         stack.enter_context(composition_errors(command, check))
         if command.options.help:
             with suppress(BrokenPipeError):
@@ -276,13 +283,12 @@ def composition_errors(command: CommandLine, check: Callable[[DictConfig], objec
 
 
 def _explain_all(error: Exception, command: CommandLine, check: Callable[[DictConfig], object]) -> Iterator[str]:
-    """Yield the reason of an error; for an option that a group lacks, also all problems that remain without it."""
-    overrides: Sequence[str] = command.overrides
-    while (wrong := _missing_option(error, overrides)) is not None:
+    """Yield the reason of an error; for an option that a group lacks, also all problems outside of the group."""
+    while (group := _group_without_option(error, command)) is not None:
         yield _explain_composition(error, command)
-        overrides = [override for override in overrides if override != wrong]
+        command = _without_group(command, group)
         try:
-            check(_recomposed(command, overrides))
+            check(_recomposed(command, command.overrides))
         except ConfigError as problem:
             yield str(problem)
             return
@@ -293,12 +299,20 @@ def _explain_all(error: Exception, command: CommandLine, check: Callable[[DictCo
     yield _explain_composition(error, command)
 
 
-def _missing_option(error: Exception, overrides: Sequence[str]) -> str | None:
-    """Return the override that names an option that its group lacks, if that is the error."""
+def _group_without_option(error: Exception, command: CommandLine) -> str | None:
+    """Return the group of an override that names an option that the group lacks, if that is the error."""
     if not isinstance(error, MissingConfigException) or not error.options:
         return None
     group, _, name = str(error.missing_cfg_file).rpartition("/")
-    return next((override for override in overrides if override.lstrip("+") == f"{group}={name}"), None)
+    return group if f"{group}={name}" in (override.lstrip("+") for override in command.overrides) else None
+
+
+def _without_group(command: CommandLine, group: str) -> CommandLine:
+    """Leave out a group's option, and overrides of its keys, which may exist with the intended option only."""
+    pairs = zip(command.typed, command.overrides, strict=True)
+    others = [pair for pair in pairs if re.split("[.=]", pair[1].lstrip("+~"))[0] != group]
+    typed, overrides = zip(*others, strict=True) if others else ((), ())
+    return replace(command, typed=typed, overrides=overrides)
 
 
 def _explain_composition(error: Exception, command: CommandLine) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from nemo_opd.alignment import ChatRenderer, TokenAligner
+from nemo_opd.alignment.chat import locate_tokens
 from nemo_opd.alignment.chat_template import MARKS, learned_messages, plain_messages
 from nemo_opd.config.context import Context as ContextSettings
 from nemo_opd.config.data import LearnedTurns, Source
@@ -182,11 +183,12 @@ def _require_readable(make_sample: SampleMaker, documents: Dataset) -> None:
 
 
 def conversation_lengths(config: RunConfig, data: Corpus, student: ModelInfo, rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the student's tokens of some whole conversations of `data.train`."""
+    """Return the numbers of the student's tokens in whole conversations: in these rows of `data.train`."""
     encoder = _chat_encoder(config.student, student, config.train.max_length, config.data.learned_turns)
     documents = read_documents(data.train, list(rows))
     contents = (document.content if isinstance(document, Routed) else document for document in documents)
-    return tuple(len(encoder(content).ids) for content in contents if isinstance(content, Conversation))
+    texts = (encoder.rendered(content).text for content in contents if isinstance(content, Conversation))
+    return tuple(len(locate_tokens(encoder.tokenizer, text).ids) for text in texts)
 
 
 def build_sample_maker(

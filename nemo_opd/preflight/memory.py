@@ -16,11 +16,11 @@ from math import ceil, prod
 import psutil
 import torch
 
-from nemo_opd.config import train
 from nemo_opd.config.model import Student
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
+from nemo_opd.config.train import Adafactor, AdamW8bit, Muon, Optimizer
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.blocks import block_bytes, least_rows
 from nemo_opd.losses.cross_entropy import LIVE_COPIES
@@ -244,12 +244,12 @@ class Rank:
         final = tokens * self.size.hidden_size * (2 * FP32 + self.c)
         layers = self.size.layers
         return final + sum(
-            inputs if checkpointing else self.layer_bytes(each, tokens, length, self.sp) for each in layers
+            inputs if checkpointing else self.layer_bytes(layer, tokens, length, self.sp) for layer in layers
         )
 
-    def working(self, tokens: int, length: int) -> int:
+    def working(self, tokens: int, length: int, sp: int = 1) -> int:
         """Return the bytes of one layer's temporaries, forward or backward: about 3/4 of its saved activations."""
-        return 3 * max(self.layer_bytes(layer, tokens, length) for layer in self.size.layers) // 4
+        return 3 * max(self.layer_bytes(layer, tokens, length, sp) for layer in self.size.layers) // 4
 
     def cache(self, rows: int, length: int, *, is_read: bool = True) -> int:
         """Return the bytes of all layers' keys and values; exact for plain attention.
@@ -261,7 +261,7 @@ class Rank:
         return rows * sum(2 * width * min(length, window or length) for width, window in widths) * self.c // self.tp
 
 
-def state_bytes(settings: train.Optimizer, size: ModelSize, layout: Layout) -> int:
+def state_bytes(settings: Optimizer, size: ModelSize, layout: Layout) -> int:
     """Return the bytes of the optimizer's state on rank 0, without step counters.
 
     Two fp32 numbers per trained parameter, also for the user's optimizers. Muon has one for each matrix of a layer,
@@ -269,12 +269,12 @@ def state_bytes(settings: train.Optimizer, size: ModelSize, layout: Layout) -> i
     fewer than 4,096 elements.
     """
     shapes = size.trained_shapes
-    if isinstance(settings, train.Adafactor):
+    if isinstance(settings, Adafactor):
         return FP32 * sum(prod(s) if len(s) < 2 else prod(s[:-2]) * (s[-2] + s[-1]) for s in shapes)
-    if isinstance(settings, train.AdamW8bit):
+    if isinstance(settings, AdamW8bit):
         return sum(2 * FP32 * n if n < 4096 else 2 * n + 2 * FP32 * -(-n // 256) for n in map(prod, shapes))
     matrices = tuple(shape for layer in size.layers for shape in layer.trained_shapes if len(shape) == 2)
-    with_muon = matrices if isinstance(settings, train.Muon) else ()
+    with_muon = matrices if isinstance(settings, Muon) else ()
     return FP32 * (2 * shard_numel(shapes, layout) - shard_numel(with_muon, layout))
 
 
@@ -369,7 +369,7 @@ def _student_parts(config: RunConfig, inputs: MemoryInputs) -> Iterator[Part]:
     recomputed = max(rank.layer_bytes(layer, tokens, length, rank.sp) for layer in size.layers) * checkpointing
     copies = (rank.c + FP32) * rank.is_sharded
     layer = copies * max(cut_numel(layer.trained_shapes, rank.tp) for layer in size.layers)
-    working = layer + recomputed + rank.working(tokens, length) + max(0, activations - new)
+    working = layer + recomputed + rank.working(tokens, length, rank.sp) + max(0, activations - new)
     at_end = 0 if size.adapters else copies * cut_numel(size.rest, rank.tp)
     yield Part(STUDENT, "activations", {Phase.LOSS: activations, Phase.BACKWARD: max(working, at_end)})
 
@@ -420,15 +420,16 @@ def _teacher_parts(config: RunConfig, inputs: MemoryInputs, teacher: Teacher, se
     rank, width = Rank(model, setup, device), ceil(setup.stretch * train.max_length)
     rows = -(-train.global_batch_size // layout.dp)
     output_width, itemsize = output_columns(config, teacher, size, device)
-    is_logits = output_width is None
+    form = "hidden states" if teacher.is_computed or itemsize > 1 else "likeliest tokens"
+    form = "logits" if output_width is None else form
+    is_logits = form == "logits"
     row, columns = itemsize * (output_width or setup.vocab_size), rank.columns(setup.vocab_size)
-    kind = "hidden states" if teacher.is_computed or itemsize > 1 else "likeliest tokens"
-    head = row * (kind == "hidden states" and not is_logits)
+    head = row * (form == "hidden states")
     batches = 1 if teacher.is_student else 1 + config.batches_ahead
     handed_over = batches * rows * width * (itemsize * columns if is_logits else row)
     copies = inputs.through_host or dp % layout.dp
     copied = row * train.longest_at_a_time(dp) * width * bool(copies) + head * setup.vocab_size * inputs.through_host
-    buffers = {f"{'logits' if is_logits else kind} handed over": handed_over, "head handed over": head * columns}
+    buffers = {f"{form} handed over": handed_over, "head handed over": head * columns}
     for part, num_bytes in buffers.items():
         yield Part(name, part, dict.fromkeys(_LOADED, num_bytes), inputs.through_host)
     yield Part(STUDENT, f"output of {name}, copied", dict.fromkeys(_LOADED, copied))
@@ -437,28 +438,27 @@ def _teacher_parts(config: RunConfig, inputs: MemoryInputs, teacher: Teacher, se
         return
 
     leaves = teacher.offload in (True, "layers") and device == "cuda"
-    there: tuple[Phase, ...] = (Phase.LOADING, *_TURNS)
-    kind, shard = "parameters", rank.weights
+    phases: tuple[Phase, ...] = (Phase.LOADING, *_TURNS) if leaves else tuple(Phase)
+    label, shard = "parameters", rank.weights
     if teacher.is_student:
-        kind, shard, there = "average", rank.trained * (teacher.weights == "ema"), (*there, Phase.BACKWARD)
+        label, shard, phases = "average", rank.trained * (teacher.weights == "ema"), (*phases, Phase.BACKWARD)
         reloaded = rank.weights * (model.offload is True and device == "cuda")
         yield Part(name, "the student's parameters", dict.fromkeys(_TURNS, reloaded), in_turn=True)
     on_device = shard
     if leaves and teacher.offload == "layers":
         largest = sorted(shard_numel(layer.shapes, layout) for layer in size.layers)[-2:]
         on_device = rank.c * (shard_numel(size.rest, layout) + sum(largest))
-    yield Part(name, kind, dict.fromkeys(there if leaves else Phase, on_device), in_turn=leaves)
+    yield Part(name, label, dict.fromkeys(phases, on_device), in_turn=leaves)
     if leaves:
-        yield Part(name, kind, dict.fromkeys(_LOADED, shard), on_host=True)
-    goes = leaves or teacher.is_student
-    yield Part(
-        name, "gathered parameters", dict.fromkeys([Phase.TEACHERS] if goes else _STEP, rank.gathered), False, goes
-    )
+        yield Part(name, label, dict.fromkeys(_LOADED, shard), on_host=True)
+    in_turn = leaves or teacher.is_student
+    gathered = dict.fromkeys([Phase.TEACHERS] if in_turn else _STEP, rank.gathered)
+    yield Part(name, "gathered parameters", gathered, in_turn=in_turn)
     yield Part(name, "gathered layers", {Phase.TEACHERS: rank.layers}, in_turn=True)
     at_once = -(-(teacher.micro_batch_tokens or 0) // width) or train.longest_at_a_time(layout.dp)
     tokens = rank.tokens(min(rows, at_once), width)
     logits = is_logits * rank.columns(size.vocab_size) * (3 if size.has_soft_cap else 1)
-    activations = max(rank.working(tokens, width), tokens * (size.hidden_size + logits) * rank.c)
+    activations = max(rank.working(tokens, width, rank.sp), tokens * (size.hidden_size + logits) * rank.c)
     yield Part(name, "activations", {Phase.TEACHERS: activations}, in_turn=True)
     yield from _sampling_parts(name, Phase.ANSWERS, rank, teacher_batch(config, teacher), setup.longest_question)
 

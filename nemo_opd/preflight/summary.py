@@ -188,7 +188,7 @@ def _cut_texts(plan: Plan) -> str:
     statistics, limit = plan.survey, plan.config.train.max_length
     if lengths := sorted(statistics.whole_lengths):
         number = sum(length > limit for length in lengths)
-        most, longest = lengths[len(lengths) * 9 // 10], lengths[-1]
+        most, longest = lengths[(len(lengths) * 9 - 1) // 10], lengths[-1]
         some = f"{most:,} for 9 in 10, " if limit < most < longest else ""
         return (
             f"{number} of {len(lengths)} checked are cut at train.max_length={limit:,}; set {some}{longest:,} for all"

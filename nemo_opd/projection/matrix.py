@@ -132,20 +132,20 @@ class ProjectionMatrix:
             "teacher_fingerprint": teacher_fingerprint,
             "student_name": student_name,
             "teacher_name": teacher_name,
-            "byte_prefix": prefix_map("byte_prefix", byte_prefix, size, rows),
-            "student_shared_prefix": prefix_map("student_shared_prefix", student_shared_prefix, rows, num_shared),
-            "teacher_shared_prefix": prefix_map("teacher_shared_prefix", teacher_shared_prefix, size, num_shared),
-            "student_shared_spelling": prefix_map("student_shared_spelling", student_shared_spelling, rows, num_shared),
-            "teacher_shared_spelling": prefix_map("teacher_shared_spelling", teacher_shared_spelling, size, num_shared),
-            "teacher_byte_order": checked_byte_order(teacher_byte_order, size),
-            **checked_pieces(
+            "byte_prefix": _id_map("byte_prefix", byte_prefix, size, rows),
+            "student_shared_prefix": _id_map("student_shared_prefix", student_shared_prefix, rows, num_shared),
+            "teacher_shared_prefix": _id_map("teacher_shared_prefix", teacher_shared_prefix, size, num_shared),
+            "student_shared_spelling": _id_map("student_shared_spelling", student_shared_spelling, rows, num_shared),
+            "teacher_shared_spelling": _id_map("teacher_shared_spelling", teacher_shared_spelling, size, num_shared),
+            "teacher_byte_order": _checked_byte_order(teacher_byte_order, size),
+            **_checked_pieces(
                 "teacher_spellings", teacher_spellings, "teacher_spelling_ends", teacher_spelling_ends, size, rows
             ),
-            **checked_pieces(
+            **_checked_pieces(
                 "teacher_prefix_pieces", teacher_prefix_pieces, "teacher_prefix_ends", teacher_prefix_ends, size, rows
             ),
-            **checked_pieces("student_bytes", student_bytes, "student_byte_ends", student_byte_ends, rows, 256),
-            **checked_pieces("teacher_bytes", teacher_bytes, "teacher_byte_ends", teacher_byte_ends, size, 256),
+            **_checked_pieces("student_bytes", student_bytes, "student_byte_ends", student_byte_ends, rows, 256),
+            **_checked_pieces("teacher_bytes", teacher_bytes, "teacher_byte_ends", teacher_byte_ends, size, 256),
             "options": BuilderOptions() if options is None else options,
         }
         for name, value in values.items():
@@ -367,7 +367,7 @@ def _integers(name: str, values: ArrayLike, shape: tuple[int, ...]) -> NDArray[n
     return array
 
 
-def prefix_map(name: str, ids: ArrayLike | None, length: int, limit: int) -> NDArray[np.int32] | None:
+def _id_map(name: str, ids: ArrayLike | None, length: int, limit: int) -> NDArray[np.int32] | None:
     """Check a map [length] onto ids below `limit`, −1 for none."""
     if ids is None:
         return None
@@ -378,7 +378,7 @@ def prefix_map(name: str, ids: ArrayLike | None, length: int, limit: int) -> NDA
     return array.astype(np.int32)
 
 
-def checked_byte_order(values: ArrayLike | None, size: int) -> NDArray[np.int32] | None:
+def _checked_byte_order(values: ArrayLike | None, size: int) -> NDArray[np.int32] | None:
     """Check `teacher_byte_order` [size, 3]."""
     if values is None:
         return None
@@ -394,7 +394,7 @@ def checked_byte_order(values: ArrayLike | None, size: int) -> NDArray[np.int32]
     return array.astype(np.int32)
 
 
-def checked_pieces(
+def _checked_pieces(
     name: str, pieces: ArrayLike | None, ends_name: str, ends: ArrayLike | None, size: int, limit: int
 ) -> dict[str, NDArray[np.int32] | None]:
     """Check the pieces, ids below `limit`, of `size` tokens."""

@@ -160,11 +160,11 @@ def test_a_full_disk_under_stdout_is_not_a_fault_of_the_config() -> None:
 
 
 def test_all_options_that_do_not_exist_are_told_with_the_other_problems() -> None:
-    """Bug: one wrong option a round, and wrong keys only after the last."""
+    """Bugs: one wrong option a round, and wrong keys only after the last; keys of an option are refused without it."""
     with pytest.raises(ConfigError) as caught:
-        configured("cluster=gpuu", "logging=nn", "train.max_stepz=4")
+        configured("cluster=gpuu", "logging=nn", "loss=goldd", "loss.uncommon_topk=8", "train.max_stepz=4")
     wrong = [line.partition(":")[0] for line in str(caught.value).splitlines()]
-    assert wrong == ["logging=nn", "cluster=gpuu", "train.max_stepz=4"]
+    assert wrong == ["logging=nn", "cluster=gpuu", "loss=goldd", "train.max_stepz=4"]
 
 
 def test_each_run_of_a_sweep_has_a_folder_named_by_what_it_varies(tmp_path: Path, monkeypatch) -> None:
