@@ -109,8 +109,8 @@ class HiddenStatesHandoff(HandoffBase):
     type: Literal["hidden_states"] = "hidden_states"
     column_order: MayChange[Literal["student", "teacher"]] = "student"
     """Order of the rows of a head from a teacher with another tokenizer. student: by student token, so that losses read
-    the teacher's logits of paired tokens from neighbouring columns. teacher: by id, as always with tensor parallelism
-    of the teacher, `projection_lr` and loss.type=function.
+    the teacher's logits of paired tokens from neighbouring columns. teacher: by id, as always if the head is cut by
+    tensor parallelism or not handed over, with `projection_lr`, and with loss.type=function.
     """
 
 

@@ -160,7 +160,7 @@ def plan_rows(plan: Plan) -> dict[str, str]:
         f"{noun} per rank": str(plan.rows_per_rank),
         "tokens at a time": f"{train.tokens_at_a_time:,} per rank",
         "longest sequence": f"{train.max_length:,} tokens",
-        **({f"{plan.data.noun} that are cut": cut} if (cut := _cut_texts(plan)) else {}),
+        **({f"{plan.data.noun} cut": cut} if (cut := _cut_texts(plan)) else {}),
         "steps per epoch": f"{_about(plan)}{plan.steps_per_epoch:,}",
         **_choices(plan),
         "aggregation": plan.config.aggregation.type,

@@ -45,22 +45,21 @@ def column_order(plan: Plan, i: int) -> NDArray[np.int64] | None:
     return order_by_student(teacher.projection, teacher.vocab_size)
 
 
-def teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
-    """Start the group of a teacher in separate processes."""
+def teacher_group(cluster: Cluster, plan: Plan, i: int, order: NDArray[np.int64] | None) -> Group:
+    """Start the group of a teacher in separate processes. order: its `column_order`."""
     settings = plan.config.active_teachers[i]
     worker: type[TeacherWorker] = TeacherWorker
     if not settings.is_computed:
         worker = ServedTeacherWorker if settings.cache is None else CachedTeacherWorker
-    return cluster.group(f"teacher {settings.name}", worker, _teacher_arguments(plan, i), plan.placement.teachers[i])
+    arguments = {**_teacher_arguments(plan, i), "column_order": order}
+    return cluster.group(f"teacher {settings.name}", worker, arguments, plan.placement.teachers[i])
 
 
-def student_group(cluster: Cluster, plan: Plan) -> Group:
-    """Start the student's group. Its batches have columns of `column_order` in place of a teacher's ids."""
+def student_group(cluster: Cluster, plan: Plan, orders: Sequence[NDArray[np.int64] | None]) -> Group:
+    """Start the student's group. Its batches have columns in place of teachers' ids. orders: `column_order` of each."""
     projections = [
-        teacher.projection
-        if teacher.projection is None or (order := column_order(plan, i)) is None
-        else with_columns(teacher.projection, order)
-        for i, teacher in enumerate(plan.teachers)
+        teacher.projection if teacher.projection is None or order is None else with_columns(teacher.projection, order)
+        for teacher, order in zip(plan.teachers, orders, strict=True)
     ]
     return cluster.group(
         "student",
@@ -102,7 +101,6 @@ def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:
         "num_slots": 1 if settings.is_student else 1 + plan.lookahead,
         "empties_cache": plan.empties_cache,
         "shares_process": settings.is_student or plan.config.cluster.launcher == "local",
-        "order": column_order(plan, i),
     }
 
 

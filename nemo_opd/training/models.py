@@ -117,8 +117,10 @@ class Models:
         """int64 [W]: column of each of a teacher's tokens, or None if it is the id."""
         with ExitStack() as stack:
             # Closed in reverse: the student unmaps the teachers' buffers before they are freed.
-            ahead = {i: stack.enter_context(teacher_group(cluster, plan, i)) for i in separate_teachers(plan)}
-            self.student = stack.enter_context(student_group(cluster, plan))
+            ahead = {
+                i: stack.enter_context(teacher_group(cluster, plan, i, orders[i])) for i in separate_teachers(plan)
+            }
+            self.student = stack.enter_context(student_group(cluster, plan, orders))
             cluster.gather([group.ready for group in (self.student, *ahead.values())])
             self.teachers: list[Group] = [
                 ahead.get(i) or OwnTeacher(self.student, i, settings.name)

@@ -87,16 +87,16 @@ class TeacherWorker(FrozenWorker):
         empties_cache: bool = False,
         shares_process: bool = False,
         source: TeacherSource | None = None,
-        order: NDArray[np.int64] | None = None,
+        column_order: NDArray[np.int64] | None = None,
     ) -> None:
         """Load the model, or use `source`.
 
         vocab_size: size of the tokenizer; extra columns of the head are never handed over. handoff: form of the output.
         score: score to compute for each sequence. readers: for each rank, the receivers that map its buffers; receiver
         0 by default. num_slots: number of batches whose output is kept. empties_cache: release cached device memory
-        after use. shares_process: the student's rank with the same number is in this process. order: see
-        `HiddenStatesWriter`; scores and texts do not depend on it. Raises ModelError for unusable weights or an
-        unusable head, and, like `forward`, ClusterError if memory runs out.
+        after use. shares_process: the student's rank with the same number is in this process. column_order:
+        `order` of `HiddenStatesWriter`; scores and texts do not depend on it. Raises ModelError for unusable weights or
+        an unusable head, and, like `forward`, ClusterError if memory runs out.
         """
         super().__init__(
             settings,
@@ -113,7 +113,7 @@ class TeacherWorker(FrozenWorker):
         rank_readers = ONE_READER if readers is None else readers[dist.get_rank()]
         self.link: Link | None = None
         """Link to student ranks on other nodes that read the output, if any."""
-        self._order = order
+        self._column_order = column_order
         self.writer = self._build_writer(settings, sender, readers=rank_readers, num_slots=num_slots)
 
     def _build_writer(self, settings: TeacherBase, sender: NewSender, *, readers: Readers, num_slots: int) -> Writer:
@@ -129,7 +129,7 @@ class TeacherWorker(FrozenWorker):
                 width,
                 dtype,
                 is_fixed=model.is_fixed,
-                order=self._order,
+                order=self._column_order,
             )
         else:
             build = partial(LogitsWriter, sender, self.vocab_size, dtype)
@@ -245,7 +245,7 @@ class _StoredTeacherWorker(TeacherWorker):
             columns=columns,
             readers=readers,
             num_slots=num_slots,
-            order=self._order,
+            order=self._column_order,
         )
 
     def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:

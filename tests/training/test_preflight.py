@@ -384,7 +384,7 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     assert rows["steps per epoch"] == "about 4"
     assert rows["steps"] == "4, about 1 epochs"
     assert rows["learning rate"] == "0.01, adamw, cosine"
-    assert "documents that are cut" not in rows  # packed
+    assert "documents cut" not in rows  # packed
     assert {"cross: hidden states handed over", "same: parameters", "all"} <= rows.keys()
 
 
