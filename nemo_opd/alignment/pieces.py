@@ -41,6 +41,16 @@ _SAMPLE = (
 )
 _MAX_IDS = 1 << 24
 """Sixty times the size of the largest vocabularies: a table of pieces has a row for each id."""
+_MODEL_OPTIONS = (
+    "dropout",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "fuse_unk",
+    "byte_fallback",
+    "ignore_merges",
+)
+"""Attributes of a backend's model, besides tokens and merges."""
 _CACHE: dict[str, Pieces] = {}
 _FINGERPRINTS: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[object, str]] = WeakKeyDictionary()
 """Tokenizer → its state, as `_state` returns it, and its fingerprint."""
@@ -121,7 +131,9 @@ def _state(backend: Tokenizer) -> object:
     """
     parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder, backend.post_processor)
     states = [None if part is None else part.__getstate__() for part in parts]
-    return backend.get_vocab_size(), repr(backend.get_added_tokens_decoder()), states
+    model = backend.model
+    options = [getattr(model, name, None) for name in _MODEL_OPTIONS]
+    return backend.get_vocab_size(), repr(backend.get_added_tokens_decoder()), states, options
 
 
 def rust_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

@@ -250,6 +250,14 @@ def test_padding_and_truncation_are_no_part_of_the_fingerprint() -> None:
     assert fingerprint(tokenizer) != before
 
 
+def test_an_option_of_the_model_changes_the_fingerprint() -> None:
+    """Catches the pieces of the unchanged tokenizer."""
+    tokenizer = byte_level(420)
+    before = fingerprint(tokenizer)
+    tokenizer.backend_tokenizer.model.ignore_merges = True
+    assert fingerprint(tokenizer) != before
+
+
 def test_a_word_piece_tokenizer_is_refused() -> None:
     with pytest.raises(AlignmentError, match="WordPiece"):
         pieces_of(word_piece())
