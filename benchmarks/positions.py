@@ -3,7 +3,8 @@
 uv run benchmarks/positions.py               # writes benchmarks/results/positions.md and positions.json
 
 The demo's student learns from teachers that are trained here on the demo's texts: one whose tokens are smaller than the
-student's, and one whose tokens are larger and have other merges. All runs of a pair read the same batches.
+student's, and one whose tokens are larger and have other merges. All runs of a pair read the same batches. Results are
+written after each loss, and a loss with a result is not repeated.
 """
 
 import argparse
@@ -33,15 +34,15 @@ EVERYWHERE = {"type": "byte_prefix", "positions": "all"}
 CONTROL = "cross-entropy alone"
 LOSSES: dict[str, dict[str, object]] = {
     CONTROL: {"type": "byte_prefix", "kd_weight": 0.0},
+    "p_kl": {"type": "p_kl"},
+    "byte_prefix everywhere, ends=drop": EVERYWHERE | {"ends": "drop"},
     "byte_prefix at starts": {"type": "byte_prefix"},
+    "shared_prefix, pieces=spelling": {"type": "shared_prefix", "pieces": "spelling"},
     "byte_prefix at starts, kd_weight=0.5": {"type": "byte_prefix", "kd_weight": 0.5},
     "byte_prefix at starts, normalizer=student_tokens": {"type": "byte_prefix", "normalizer": "student_tokens"},
-    "byte_prefix everywhere, ends=drop": EVERYWHERE | {"ends": "drop"},
     "byte_prefix everywhere, ends=drop, kd_weight=0.5": EVERYWHERE | {"ends": "drop", "kd_weight": 0.5},
     "byte_prefix everywhere, ends=cover": EVERYWHERE | {"ends": "cover"},
     "byte_prefix everywhere, ends=rest": EVERYWHERE | {"ends": "rest"},
-    "shared_prefix, pieces=spelling": {"type": "shared_prefix", "pieces": "spelling"},
-    "p_kl": {"type": "p_kl"},
     "p_kl, normalizer=student_tokens": {"type": "p_kl", "normalizer": "student_tokens"},
     "alm, temperature=1": {"type": "alm", "temperature": 1.0},
     "alm, temperature=10": {"type": "alm", "temperature": 10.0},
@@ -53,17 +54,17 @@ LOSSES: dict[str, dict[str, object]] = {
 class Measured:
     teacher: str
     loss: str
-    bits_per_byte: dict[int, float]
+    bits_per_byte: list[float]
     """Of the student on the validation texts, after training, by seed."""
 
 
 def measure(config: RunConfig, teacher: str, loss: str, seeds: int, folder: Path) -> Measured:
-    bits = {}
+    bits = []
     for seed in range(seeds):
         data = config.model_dump(mode="json")
         data["run"]["seed"] = seed
         data["loss"] = LOSSES[loss]
-        bits[seed] = trained(from_dict(data), loss, folder / f"{loss} {seed}", None).bits_per_byte
+        bits.append(trained(from_dict(data), loss, folder / f"{loss} {seed}", None).bits_per_byte)
     return Measured(teacher, loss, bits)
 
 
@@ -76,7 +77,7 @@ def report(runs: list[Measured], about: str) -> str:
     ]
     for teacher in dict.fromkeys(run.teacher for run in runs):
         of_teacher = [run for run in runs if run.teacher == teacher]
-        control = next(run for run in of_teacher if run.loss == CONTROL).bits_per_byte
+        control = dict(enumerate(next(run for run in of_teacher if run.loss == CONTROL).bits_per_byte))
         lines += [
             "",
             f"## A teacher with {teacher}",
@@ -84,8 +85,8 @@ def report(runs: list[Measured], about: str) -> str:
             "| loss | bits per byte | to cross-entropy |",
             "|---|---|---|",
         ]
-        for run in sorted(of_teacher, key=lambda run: mean(run.bits_per_byte.values())):
-            comparison = compare(run.bits_per_byte, control)
+        for run in sorted(of_teacher, key=lambda run: mean(run.bits_per_byte)):
+            comparison = compare(dict(enumerate(run.bits_per_byte)), control)
             difference = "–" if run.loss == CONTROL else signed(comparison.difference)
             lines.append(f"| {run.loss} | {plain(comparison.mean)} | {difference} |")
     return "\n".join(lines) + "\n"
@@ -109,21 +110,28 @@ def main() -> None:
     parser.add_argument("--teacher-steps", type=int, default=600)
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    console, runs = Console(), []
+    console, record = Console(), arguments.results / "positions.json"
+    runs = [Measured(**run) for run in json.loads(record.read_text())["runs"]] if record.exists() else []
+    about = sentence(arguments, {teacher: recipe.bpe.size for teacher, recipe in TEACHERS.items()})
+    done = {(run.teacher, run.loss) for run in runs}
     with TemporaryDirectory() as name:
         folder = Path(name)
         common = settings(folder, arguments.steps, arguments.texts)
         for teacher, recipe in TEACHERS.items():
-            model = make_teacher(folder / teacher, arguments.teacher_steps, recipe)
-            config = of_pair(common, model, arguments.max_length)
-            for loss in LOSSES:
+            if missing := [loss for loss in LOSSES if (teacher, loss) not in done]:
+                model = make_teacher(folder / teacher, arguments.teacher_steps, recipe)
+                config = of_pair(common, model, arguments.max_length)
+            for loss in missing:
                 runs.append(measure(config, teacher, loss, arguments.seeds, folder / f"runs, {teacher}"))
                 console.print(runs[-1])
-    about = sentence(arguments, {teacher: recipe.bpe.size for teacher, recipe in TEACHERS.items()})
-    arguments.results.joinpath("positions.md").write_text(report(runs, about), encoding="utf-8")
-    record = {"hardware": hardware(), "commit": commit(), "date": str(date.today())} | vars(arguments)
-    record |= {"results": str(arguments.results), "runs": [asdict(run) for run in runs]}
-    arguments.results.joinpath("positions.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                write(arguments.results, runs, about)
+
+
+def write(folder: Path, runs: list[Measured], about: str) -> None:
+    folder.joinpath("positions.md").write_text(report(runs, about), encoding="utf-8")
+    record = {"about": about, "hardware": hardware(), "commit": commit(), "date": str(date.today())}
+    record |= {"runs": [asdict(run) for run in runs]}
+    folder.joinpath("positions.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
