@@ -251,7 +251,7 @@ class BytePrefixTerm(ChunkTerm):
     """Teacher mapped onto the student's vocabulary by the first piece of each teacher token (methods.md §5.7)."""
 
     type: Literal["byte_prefix"] = "byte_prefix"
-    take: ClassVar[str] = "if texts are scarce and the teacher's tokens are larger"
+    take: ClassVar[str] = "if texts are scarce and few chunks are 1:n"
     positions: Literal["starts", "all"] = "starts"
     """starts: each chunk's first position; all: also student tokens that begin inside a teacher token."""
     ends: Literal["drop", "cover", "rest"] = "drop"
