@@ -118,14 +118,18 @@ def report(
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_options(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--texts", type=int, default=1500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--max-length", type=int, default=128)
     parser.add_argument("--teacher-steps", type=int, default=600)
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = run_options(__doc__).parse_args()
     console = Console()
     with TemporaryDirectory() as name:
         folder = Path(name)

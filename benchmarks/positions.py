@@ -17,7 +17,7 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 
 from demo import commit, hardware
-from inexact_pair import RECIPE, WORDS_WITHOUT_SPACES, make_teacher, of_pair
+from inexact_pair import RECIPE, WORDS_WITHOUT_SPACES, make_teacher, of_pair, run_options
 from quality_report import plain, signed
 from quality_statistics import compare
 from rich.console import Console
@@ -102,12 +102,7 @@ def sentence(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--texts", type=int, default=1500)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--max-length", type=int, default=128)
-    parser.add_argument("--teacher-steps", type=int, default=600)
+    parser = run_options(__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     console, record = Console(), arguments.results / "positions.json"
@@ -118,9 +113,11 @@ def main() -> None:
         folder = Path(name)
         common = settings(folder, arguments.steps, arguments.texts)
         for teacher, recipe in TEACHERS.items():
-            if missing := [loss for loss in LOSSES if (teacher, loss) not in done]:
-                model = make_teacher(folder / teacher, arguments.teacher_steps, recipe)
-                config = of_pair(common, model, arguments.max_length)
+            missing = [loss for loss in LOSSES if (teacher, loss) not in done]
+            if not missing:
+                continue
+            model = make_teacher(folder / teacher, arguments.teacher_steps, recipe)
+            config = of_pair(common, model, arguments.max_length)
             for loss in missing:
                 runs.append(measure(config, teacher, loss, arguments.seeds, folder / f"runs, {teacher}"))
                 console.print(runs[-1])
