@@ -47,7 +47,7 @@ def child(output_dir: str) -> dict[str, float]:
     parts.end("interpreter")
     from nemo_opd.config.load import run_with_hydra
     from nemo_opd.config.run import RunConfig
-    from nemo_opd.logging.activity import loading
+    from nemo_opd.logging.terminal import loading
     from nemo_opd.preflight.inputs import check_inputs
 
     parts.end("import of settings")

@@ -22,7 +22,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Endpoint
 from nemo_opd.config.validation import from_dict
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.logging.activity import busy, loading
+from nemo_opd.logging.terminal import busy, loading
 from nemo_opd.preflight.inputs import with_documents_columns
 
 if TYPE_CHECKING:

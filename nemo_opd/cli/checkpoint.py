@@ -19,7 +19,7 @@ from nemo_opd.config.model import Parallelism, require_repo
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import CheckpointError
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.activity import busy
+from nemo_opd.logging.terminal import busy
 
 if TYPE_CHECKING:
     from nemo_opd.preflight.corpus import Corpus

@@ -21,8 +21,7 @@ from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import ConfigError, OPDError
 from nemo_opd.files import OF_THE_DISK, refusal
-from nemo_opd.logging.activity import without_progress
-from nemo_opd.logging.terminal import VisibleConsole, VisibleFormatter, visible, visible_json
+from nemo_opd.logging.terminal import VisibleConsole, VisibleFormatter, visible, visible_json, without_progress
 from nemo_opd.paths import keep_compiled_code_private
 from nemo_opd.progress import quiet_libraries
 

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from nemo_opd.cli.command import Command, add_output_options, output_of
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.logging.activity import print_line
-from nemo_opd.logging.terminal import VisibleConsole, visible
+from nemo_opd.logging.terminal import VisibleConsole, print_line, visible
 
 
 def _add_report_arguments(parser: ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.validation import S
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation import inputs as evaluation_inputs
-from nemo_opd.logging.activity import loading
+from nemo_opd.logging.terminal import loading
 from nemo_opd.paths import configs_dir
 from nemo_opd.preflight.inputs import check_inputs, with_documents_columns
 from nemo_opd.training.finished import Finished, finished_before

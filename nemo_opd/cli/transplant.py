@@ -62,7 +62,7 @@ def _run(arguments: Namespace, console: Console) -> None:
     from nemo_opd.data.layout import TextLayout
     from nemo_opd.data.record import TEXT
     from nemo_opd.data.sources import load_documents
-    from nemo_opd.logging.activity import busy
+    from nemo_opd.logging.terminal import busy
     from nemo_opd.transplant import transplant
 
     with busy(f"transplanting {arguments.model}"):

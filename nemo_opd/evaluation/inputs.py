@@ -21,7 +21,7 @@ from nemo_opd.demo import is_demo
 from nemo_opd.errors import ConfigError, run_all
 from nemo_opd.evaluation.benchmark_tasks import check_tasks, require_tasks
 from nemo_opd.extras import require_extras, require_installed, require_library
-from nemo_opd.logging.activity import loading
+from nemo_opd.logging.terminal import loading
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
 from nemo_opd.rewards import RewardFunction, build_reward
 

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.config.run_fields import Console as ConsoleSettings
-from nemo_opd.logging.activity import EARLY, SILENCE_S, Ticker, WorkLine, print_warning, work_line
 from nemo_opd.logging.base import (
     ClosingTable,
     Logger,
@@ -30,6 +29,7 @@ from nemo_opd.logging.base import (
     score,
 )
 from nemo_opd.logging.metrics import by_set, shares, step_parts
+from nemo_opd.logging.terminal import EARLY, SILENCE_S, Ticker, WorkLine, print_warning, work_line
 from nemo_opd.progress import Work, current
 
 _Fields = tuple[tuple[str, str, Callable[[float], str]], ...]

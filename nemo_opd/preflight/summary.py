@@ -16,8 +16,8 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import BACKENDS
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.plan import Traffic
-from nemo_opd.logging.activity import print_warning
 from nemo_opd.logging.base import RunSummary, TeacherSummary
+from nemo_opd.logging.terminal import print_warning
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.flops import device_name
 from nemo_opd.preflight.offload import memory_report, peak_text

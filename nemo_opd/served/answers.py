@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_opd.config.teacher import Endpoint
 from nemo_opd.errors import EndpointError
-from nemo_opd.logging.activity import print_line
+from nemo_opd.logging.terminal import print_line
 from nemo_opd.logits.rows import SparseLayout, SparseRows
 from nemo_opd.models.stored_output import served_layout
 from nemo_opd.rollout.server.client import MAX_BYTES, Client, Http, UnansweredError

@@ -17,12 +17,12 @@ from nemo_opd.config.load import from_yaml, to_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import DataError, OPDError
 from nemo_opd.files import load_yaml
-from nemo_opd.logging.activity import print_line
 from nemo_opd.logging.base import Best, ClosingTable
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE
 from nemo_opd.logging.provenance import FINISHED, NOT_EXPORTED, PROVENANCE, read_provenance
 from nemo_opd.logging.records import Records, read_config, value_at
+from nemo_opd.logging.terminal import print_line
 from nemo_opd.training.closing import closing_table
 
 _STARTS = ("output_dir", "resume")

@@ -11,10 +11,9 @@ from nemo_opd.config.load import from_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers
 from nemo_opd.errors import ConfigError
-from nemo_opd.logging.activity import busy, print_line
 from nemo_opd.logging.metrics import Timer
 from nemo_opd.logging.questions import VALIDATION_LOG, TextLog
-from nemo_opd.logging.terminal import VisibleConsole
+from nemo_opd.logging.terminal import VisibleConsole, busy, print_line
 from nemo_opd.preflight.inputs import require_kind
 from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.preflight.summary import print_plan

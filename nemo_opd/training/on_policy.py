@@ -11,10 +11,9 @@ from typing import Any
 from nemo_opd.cluster.launch import driving
 from nemo_opd.config.rollout import Health
 from nemo_opd.config.run import RunConfig
-from nemo_opd.logging.activity import busy
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import values
-from nemo_opd.logging.terminal import VisibleConsole
+from nemo_opd.logging.terminal import VisibleConsole, busy
 from nemo_opd.preflight.inputs import require_kind
 from nemo_opd.preflight.plan import Plan, preflight
 from nemo_opd.preflight.prompts import Prompts

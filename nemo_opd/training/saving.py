@@ -26,11 +26,11 @@ from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
 from nemo_opd.data.sources import data_commit
 from nemo_opd.errors import HubError
 from nemo_opd.files import copy_whole, size_below
-from nemo_opd.logging.activity import print_line
 from nemo_opd.logging.base import Best, ClosingTable, RunSummary, TeacherSummary
 from nemo_opd.logging.card import Exported, write_card
 from nemo_opd.logging.provenance import ModelOrigin, Provenance
 from nemo_opd.logging.records import MovedRow, write_projections
+from nemo_opd.logging.terminal import print_line
 from nemo_opd.models.adapter_folder import hub_commit
 from nemo_opd.models.folder import OwnCard, push, read_own_card
 from nemo_opd.models.load import tokenizer_of

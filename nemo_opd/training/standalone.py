@@ -31,10 +31,9 @@ from nemo_opd.evaluation.likelihoods import Scored, longest_request
 from nemo_opd.evaluation.questions import EvaluationResult, all_answers, ask, read_questions
 from nemo_opd.extras import require_installed
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.activity import busy
 from nemo_opd.logging.base import figure, is_share, share
 from nemo_opd.logging.questions import SAMPLE_LOG, SampleLog
-from nemo_opd.logging.terminal import VisibleConsole
+from nemo_opd.logging.terminal import VisibleConsole, busy
 from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
 from nemo_opd.models.parallelize import check_parallelism

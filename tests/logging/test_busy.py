@@ -11,8 +11,8 @@ from rich.console import Console
 from nemo_opd import progress
 from nemo_opd.config.run_fields import Console as ConsoleSettings
 from nemo_opd.logging import console as console_module
-from nemo_opd.logging.activity import Ticker, WorkLine, busy, work_line
 from nemo_opd.logging.console import ConsoleLogger
+from nemo_opd.logging.terminal import Ticker, WorkLine, busy, work_line
 from nemo_opd.progress import Work, working
 from tests.logging.synthetic import record, summary
 from tests.waiting import wait_until

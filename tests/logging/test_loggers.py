@@ -19,7 +19,7 @@ from pathlib import Path
 from nemo_opd.config.run_fields import Logging
 from nemo_opd.logging.loggers import build
 from nemo_opd.cli.command import standard_streams
-from nemo_opd.logging.activity import print_line
+from nemo_opd.logging.terminal import print_line
 from tests.logging.synthetic import CLOSING, record, summary
 
 folder = Path(sys.argv[1])

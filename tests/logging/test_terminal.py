@@ -12,8 +12,7 @@ from rich.text import Text
 
 from nemo_opd.cli.command import exit_status
 from nemo_opd.errors import RolloutError
-from nemo_opd.logging.activity import print_line
-from nemo_opd.logging.terminal import VisibleConsole, visible_json
+from nemo_opd.logging.terminal import VisibleConsole, print_line, visible_json
 
 ATTACK = "a\x1b]52;c;cm0gLXJmIH4=\x07b\x1b[2J\x1b[1;1Hc\x08\x7f\x9b31md"
 OBEYED = {*map(chr, (*range(0x20), *range(0x7F, 0xA0)))} - {"\n", "\t"}
