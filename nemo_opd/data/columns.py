@@ -36,6 +36,15 @@ def readings(schema: pa.Schema) -> list[Reading]:
     return ways
 
 
+def prompt_readings(schema: pa.Schema) -> list[Reading]:
+    """Return the ways in which a column of prompts without answers holds them: texts to continue, or messages."""
+    strings = {field.name for field in schema if is_string(field.type)}
+    for first, *more in _PROMPTS:
+        if first in strings:
+            return [{"text_key": first}, {"prompt_key": (first, *(name for name in more if name in strings))}]
+    return []
+
+
 def described(reading: Reading) -> str:
     """Return a reading as it is written on a command line."""
     written = {key: value if isinstance(value, str) else f"[{','.join(value)}]" for key, value in reading.items()}

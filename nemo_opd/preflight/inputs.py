@@ -15,7 +15,7 @@ from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.short_form import long_form
 from nemo_opd.config.teacher import OwnIdsTeacher, UnresolvedTeacher
-from nemo_opd.data.columns import described, readings
+from nemo_opd.data.columns import described, prompt_readings, readings
 from nemo_opd.data.files import first_schema, require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError, run_all
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets
@@ -104,6 +104,7 @@ def with_documents_columns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     if settings.get("rollout"):  # rewards compare with these columns
         answers = {("completion_key", name) for name in _answer_columns(settings.get("reward"))}
         ways = [dict(pair for pair in way.items() if pair not in answers) for way in ways]
+        ways = ways or ([] if schema is None else prompt_readings(schema))
     if len(ways) > 1:
         raise DataError(
             f"{source}: its columns can be read in {len(ways)} ways; write {', or '.join(map(described, ways))}"

@@ -148,6 +148,14 @@ def test_prompts_of_a_run_that_samples(tmp_path: Path) -> None:
     assert prompt.row == {"p": "Hi", "c": "Hello"}
 
 
+def test_prompts_alone_are_a_question_of_a_run_that_samples(tmp_path: Path) -> None:
+    """Bug: a column of prompts that is refused for want of `text`, or that is rendered as a message unasked."""
+    source = write(tmp_path, [{"prompt": "Hi", "answer": "Hello"}] * 2, "jsonl")
+    with pytest.raises(DataError, match=r"write data\.text_key=prompt, or data\.prompt_key=\[prompt\]"):
+        with_documents_columns({"data": {"train": source}, "rollout": {"type": "hf"}})
+    assert "prompt_key" not in with_documents_columns({"data": {"train": source}})["data"]
+
+
 def test_keys_that_exclude_each_other() -> None:
     """Bug: a setting that has no effect."""
     for keys, words in (
