@@ -224,7 +224,7 @@ class TeacherRows(Rows):
 
 @dataclass(frozen=True, slots=True)
 class SampledRows(Rows):
-    """Rewards, weights and log-probabilities of sampled sequences (methods.md §10.1)."""
+    """Log-probabilities, advantages and prompts of sampled sequences (methods.md §10.1)."""
 
     is_sampled: Tensor
     """bool [B]: false for sequences of a dataset in the batch."""

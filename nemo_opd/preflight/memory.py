@@ -229,8 +229,9 @@ class Rank:
     def layer_bytes(self, layer: LayerSize, tokens: int, length: int, sp: int = 1) -> int:
         """Return the bytes that one layer saves for backward, by the formula of docs/scaling.md#activations.
 
-        tokens: positions on this rank, of sequences of `length`. sp: ranks over which sequence parallelism cuts the
-        elements through norms.
+        tokens: positions on this rank, of sequences of `length` (P in the formula). sp: ranks over which sequence
+        parallelism cuts the elements through norms. The layer's `norms`, `hidden_size`, `num_experts`, `active_weights`
+        and `score_heads` are N, D, K, A and H.
         """
         c, hidden = self.c, layer.hidden_size
         of_norm, quarters = (c, 4) if self.is_fused and layer.is_known else (2 * FP32, 5)

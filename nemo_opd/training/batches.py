@@ -166,8 +166,8 @@ def with_rollouts(
 ) -> Batch:
     """Return the batch with the log-probabilities, advantages and weights of its rollouts (methods.md §10).
 
+    The batch's first rows are `rollouts`, the rows after them the dataset's responses to the prompts in `from_dataset`.
     Weights by a teacher's likelihood are added later, by `weighted_by_confidence`.
-    Its first rows are `rollouts`, the rows after them the dataset's responses to the prompts in `from_dataset`.
     """
     num_rows, width = batch.student.ids.shape
     is_sampled = torch.arange(num_rows) < len(rollouts)

@@ -188,12 +188,14 @@ class Models:
         return ScoredBatch(
             batch,
             in_flight.slot,
-            by_student_rank,
-            seconds,
-            positions,
-            retried,
-            {name: number for name, number in zip(self._names, unanswered, strict=True) if number is not None},
-            in_flight.about,
+            windows=by_student_rank,
+            seconds=seconds,
+            positions=positions,
+            retried=retried,
+            unanswered={
+                name: number for name, number in zip(self._names, unanswered, strict=True) if number is not None
+            },
+            about=in_flight.about,
         )
 
     def _outputs(self, in_flight: InFlightBatch) -> list[list[TeacherOutput]]:
