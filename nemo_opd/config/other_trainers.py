@@ -1,4 +1,4 @@
-"""Settings of other trainers under their names here, for error messages, `--help` and docs/migrating.md."""
+"""Settings of other trainers under their names here, for error messages and `--help`."""
 
 from collections.abc import Mapping
 
@@ -129,9 +129,3 @@ NAMES: Mapping[str, Mapping[str, str]] = {"TRL or transformers": _TRL, "NeMo-RL"
 def translate(word: str) -> list[str]:
     """Return a sentence for each trainer that has a setting or a class of this name."""
     return [f"{word} of {trainer} is {names[word]} here" for trainer, names in NAMES.items() if word in names]
-
-
-def page_table() -> str:
-    """Return the table of docs/migrating.md in Markdown."""
-    rows = (f"| `{name}` | {trainer} | {here} |" for trainer, names in NAMES.items() for name, here in names.items())
-    return "\n".join(("| there | trainer | here |", "|---|---|---|", *rows))
