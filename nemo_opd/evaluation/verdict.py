@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from nemo_opd.evaluation.estimates import Estimate, ratio_difference
 from nemo_opd.logging.base import ClosingTable, Verdict, amount, change, figure, share
 from nemo_opd.logging.metrics import BITS_PER_BYTE
 from nemo_opd.logging.questions import TextBits
-from nemo_opd.logging.records import Records
+from nemo_opd.logging.records import Records, differing_setting
 
 _CONFIDENCE = 0.95
 _SAME = 1e-3
@@ -25,6 +26,8 @@ class Arm:
     name: str
     start: TextBits | None
     end: TextBits | None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """As in its config.yaml."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,18 @@ def _gap_sentences(closing: ClosingTable) -> Iterator[str]:
     for row in closing.teachers:
         bits = row.shared_bits_per_byte
         if bits is not None and before is not None and after is not None and before - bits > _SAME * before:
-            closed = share((before - after) / (before - bits))
             yield (
                 f"{_capital(row.name)} is at {figure(bits)} over the bytes that all models predict, where the "
-                f"student went from {figure(before)} to {figure(after)}: {closed} of the gap is closed."
+                f"student went from {figure(before)} to {figure(after)}: {_closed(before, after, bits)}."
             )
+
+
+def _closed(before: float, after: float, teacher: float) -> str:
+    if after > before:
+        return "the gap has grown"
+    if after < teacher:
+        return "it passed the teacher"
+    return f"{share((before - after) / (before - teacher))} of the gap is closed"
 
 
 def _capital(name: str) -> str:
@@ -119,12 +129,16 @@ def teacher_effect(arm: Arm, baseline: Arm | None) -> tuple[str, str]:
 def _gain(arm: Arm, baseline: Arm | None) -> Estimate | str:
     """Return the difference in bits per byte from the run without teachers, or the reason why there is none."""
     if baseline is None:
-        return " without the same run without a teacher: set run.baseline to its folder, or to true."
+        way_out = "" if arm.settings.get("rollout") else ", or to true"
+        return f" without the same run without a teacher: set run.baseline to its folder{way_out}."
     if arm.start is None or arm.end is None or baseline.start is None or baseline.end is None:
         lacking = arm if arm.start is None or arm.end is None else baseline
         return f": {lacking.name} has no figures per validation text, of its start and its end."
     if arm.end.step != baseline.end.step:
         return f": {baseline.name} took {baseline.end.step:,} steps and {arm.name} {arm.end.step:,}."
+    if (differing := differing_setting(baseline.settings, arm.settings)) is not None:
+        key, value, other = differing
+        return f": {key} is {value} in {baseline.name} and {other} in {arm.name}."
     gain = _difference(arm.end, baseline.end)
     if gain is None:
         return f": {baseline.name} was validated on other texts than {arm.name}, or on a single text."

@@ -174,6 +174,12 @@ def unlike(runs: Sequence[SweptRun]) -> list[str]:
     return [sentence for run in validated[1:] for sentence in _unlike(run, validated[0])]
 
 
+def _read_alike(run: SweptRun, first: SweptRun) -> bool:
+    """Return whether both runs were validated on the same bytes, as far as they recorded them."""
+    pairs = (run.validation_texts, first.validation_texts), (run.last(NUM_BYTES), first.last(NUM_BYTES))
+    return all(None in pair or pair[0] == pair[1] for pair in pairs)
+
+
 def _unlike(run: SweptRun, first: SweptRun) -> Iterator[str]:
     texts, sizes = (run.validation_texts, first.validation_texts), (run.last(NUM_BYTES), first.last(NUM_BYTES))
     if texts[0] is None or texts[1] is None or sizes[0] is None or sizes[1] is None:
@@ -188,7 +194,8 @@ def _unlike(run: SweptRun, first: SweptRun) -> Iterator[str]:
         )
     (start, *_, end), (first_start, *_, first_end) = (2 * _validated(run), 2 * _validated(first))
     bits, first_bits = start[BITS_PER_BYTE], first_start[BITS_PER_BYTE]
-    if start["step"] == first_start["step"] == 0 and abs(bits - first_bits) > _SAME_START * first_bits:
+    are_starts = start["step"] == first_start["step"] == 0 and _read_alike(run, first)
+    if are_starts and abs(bits - first_bits) > _SAME_START * first_bits:
         yield f"{run.name}: it started at {bits:.4f} bits per byte, {first.name} at {first_bits:.4f}."
     steps = end["step"], first_end["step"]
     if steps[0] != steps[1]:
@@ -301,7 +308,11 @@ def _group_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
         for group in groups:
             by_run = [by_table.get(table, {}).get(group, {}) for by_table in last]
             shares = [figures["share"] for figures in by_run if "share" in figures]
-            cells = [_bits(figures.get("bits_per_byte"), by_run[0].get("bits_per_byte")) for figures in by_run]
+            first = by_run[0].get("bits_per_byte")
+            cells = [
+                _bits(figures.get("bits_per_byte"), first if _read_alike(run, runs[0]) else None)
+                for run, figures in zip(runs, by_run, strict=True)
+            ]
             if len({*cells}) > 1 or NOTHING not in cells:
                 rows.append([group.replace("_", " "), share(shares[0]) if shares else NOTHING, *cells])
         heads = ["", "share of tokens", *(run.name for run in runs)]

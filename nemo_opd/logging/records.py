@@ -31,6 +31,11 @@ SKIPPED = "train/skipped_steps"
 NOTHING = "-"
 _HARDWARE = "hardware.json"
 _PROJECTIONS = "projections.json"
+_TRAINING = (
+    *("student.model", "student.optimizer", "student.scheduler", "student.lora", "train.global_batch_size"),
+    *("train.max_length", "data.train", "data.packing", "run.seed"),
+)
+"""Settings that two runs must share for their difference to be the teacher's."""
 _RUN_KEYS = (
     ("student", "student.model"),
     ("loss", "loss.type"),
@@ -130,6 +135,21 @@ def value_at(config: object, key: str) -> object:
     for part in key.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config
+
+
+def differing_setting(config: object, other: object) -> tuple[str, object, object] | None:
+    """Return the key and both values of a setting of the student's training, other than the loss, in which two runs
+    differ; None if there is none.
+    """
+    differences = (_difference(key, value_at(config, key), value_at(other, key)) for key in _TRAINING)
+    return next(filter(None, differences), None)
+
+
+def _difference(key: str, value: object, other: object) -> tuple[str, object, object] | None:
+    if isinstance(value, dict) and isinstance(other, dict):
+        differences = (_difference(f"{key}.{name}", value.get(name), other.get(name)) for name in {**value, **other})
+        return next(filter(None, differences), None)
+    return None if value == other else (key, value, other)
 
 
 def run_name(config: object) -> str | None:

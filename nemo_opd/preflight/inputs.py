@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from nemo_opd.checkpoint.run_directory import progress_to_resume, resolve_output_dir
 from nemo_opd.config.data import Source
+from nemo_opd.config.load import to_yaml
 from nemo_opd.config.model import Model
 from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
@@ -20,8 +21,10 @@ from nemo_opd.data.files import first_schema, require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError, run_all
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets
 from nemo_opd.extras import require_extras, require_installed
+from nemo_opd.files import load_yaml
+from nemo_opd.logging.provenance import read_provenance
 from nemo_opd.logging.questions import VALIDATION_LOG
-from nemo_opd.logging.records import read_config, value_at
+from nemo_opd.logging.records import differing_setting, read_config, value_at
 from nemo_opd.logging.trackers import check_trackers
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template, require_hub
 from nemo_opd.preflight.columns import layout_of
@@ -61,7 +64,7 @@ def _checks(config: RunConfig) -> Iterator[Callable[[], object]]:
         yield partial(require_installed, config.rollout)
     yield from _data_checks(config)
     if isinstance(config.run.baseline, Path):
-        yield partial(_check_baseline, config.run.baseline)
+        yield partial(_check_baseline, config, config.run.baseline)
 
 
 def _check_extras(config: RunConfig) -> None:
@@ -69,16 +72,23 @@ def _check_extras(config: RunConfig) -> None:
     check_trackers(config.logging)
 
 
-def _check_baseline(folder: Path) -> None:
-    """Raise ConfigError for a folder that is not of a run with validation and without teachers."""
-    problem = None
+def _check_baseline(config: RunConfig, folder: Path) -> None:
+    """Raise ConfigError for a folder that is not of a run with validation, without teachers and otherwise alike."""
+    problem, settings, provenance = None, read_config(folder), read_provenance(folder)
+    steps = None if provenance is None else provenance.total_steps
     if not (folder / VALIDATION_LOG).is_file():
         problem = f"not the directory of a run with validation (there is no {VALIDATION_LOG})"
-    elif value_at(read_config(folder), "loss.kd_weight"):
+    elif value_at(settings, "loss.kd_weight"):
         problem = "this run learned from teachers"
+    elif steps is not None and config.train.max_steps not in (None, steps):
+        problem = f"it took {steps:,} steps, and this run takes train.max_steps={config.train.max_steps:,}"
+    elif (differing := differing_setting(settings, load_yaml(to_yaml(config)))) is not None:
+        key, value, other = differing
+        problem = f"{key} is {value} there and {other} here, so their results would not compare"
     if problem is not None:
         raise ConfigError(
-            f"run.baseline={folder}: {problem}; name a finished run without teachers, or write true to train one first"
+            f"run.baseline={folder}: {problem}; name a finished run without teachers, otherwise like this, or write "
+            "true to train it first"
         )
 
 

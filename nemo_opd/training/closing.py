@@ -89,7 +89,8 @@ def baseline_folder(config: RunConfig, folder: Path) -> Path | None:
 def _arm(folder: Path, name: str, steps: int | None = None) -> Arm:
     """Return a run's validation per text. steps: step of the last one; by default the last that was written."""
     by_step = {line.step: line for line in TextLog(folder / VALIDATION_LOG).read()}
-    return Arm(name, by_step.get(0), by_step.get(max(by_step, default=0) if steps is None else steps))
+    end = by_step.get(max(by_step, default=0) if steps is None else steps)
+    return Arm(name, by_step.get(0), end, read_config(folder))
 
 
 def comparison_sentences(runs: Sequence[SweptRun]) -> list[str]:

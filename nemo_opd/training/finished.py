@@ -85,16 +85,13 @@ def finished_before(config: RunConfig) -> Finished | None:
     return finished
 
 
-def _are_same(current: dict[str, Any], written: dict[str, Any]) -> bool:
-    """Return whether settings are equal; teachers of type auto may have been found to be of another type."""
-    teachers, before = current.get("teachers") or [], written.get("teachers") or []
-    if {**current, "teachers": None} != {**written, "teachers": None} or len(teachers) != len(before):
-        return False
-    return all(
-        teacher == other
-        or (teacher.get("type") == "auto" and all(other.get(key) == teacher[key] for key in teacher if key != "type"))
-        for teacher, other in zip(teachers, before, strict=True)
-    )
+def _are_same(current: object, written: object) -> bool:
+    """Return whether settings are equal; what is `auto` was resolved before it was written."""
+    if isinstance(current, dict) and isinstance(written, dict):
+        return all(_are_same(current.get(key), written.get(key)) for key in {**current, **written})
+    if isinstance(current, list) and isinstance(written, list):
+        return len(current) == len(written) and all(map(_are_same, current, written))
+    return current in ("auto", written)
 
 
 @dataclass(frozen=True, slots=True)
