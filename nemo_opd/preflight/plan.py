@@ -58,10 +58,12 @@ from nemo_opd.preflight.warnings import (
     check_positions,
     check_templates,
     check_texts,
+    warn_of_few_texts,
     warn_of_other_ends,
     warn_of_shared_data,
     warn_of_short_teachers,
     warn_of_spelled_tokens,
+    warn_of_student_as_teacher,
 )
 from nemo_opd.progress import tracked, working
 from nemo_opd.rollout.base import BatchLimit
@@ -208,6 +210,7 @@ def preflight(config: RunConfig) -> Plan:
     warnings += check_templates(config, data, student, teachers)
     statistics = survey(config, data, student, teachers, objective, [teacher.projection for teacher in teacher_plans])
     warnings += check_texts(config, statistics)
+    warnings += [*warn_of_few_texts(config, len(data.train)), *warn_of_student_as_teacher(config)]
     if isinstance(data, Corpus):
         warnings += warn_of_spelled_tokens(config, data, student)
     if config.packs_documents:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from nemo_opd.config.data import Data
 from nemo_opd.config.loss import LossTerm
+from nemo_opd.config.objective import GRPOLoss
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
@@ -171,12 +172,23 @@ def plan_rows(plan: Plan) -> dict[str, str]:
 
 def _choices(plan: Plan) -> dict[str, str]:
     """Return what the run's settings come to, by heading."""
-    optimizer, loss = plan.config.student.optimizer, plan.config.loss
-    return {
+    config = plan.config
+    optimizer, loss, rollout = config.student.optimizer, config.loss, config.rollout
+    types = dict.fromkeys(config.term(i).type for i in range(len(config.active_teachers))) or [loss.type]
+    weights = f"{', '.join(types)}, KD weight {loss.kd_weight:g}"
+    if rollout is None or rollout.on_policy_share < 1:  # sampled tokens have no cross-entropy
+        weights += f", cross-entropy weight {loss.ce_weight:g}"
+    choices = {
         "steps": f"{plan.total_steps:,}, {_about(plan)}{plan.total_steps / plan.steps_per_epoch:.3g} epochs",
-        "learning rate": f"{optimizer.lr:g}, {optimizer.type}, {plan.config.student.scheduler.type}",
-        "loss": f"{loss.type}, KD weight {loss.kd_weight:g}, cross-entropy weight {loss.ce_weight:g}",
+        "learning rate": f"{optimizer.lr:g}, {optimizer.type}, {config.student.scheduler.type}",
+        "loss": weights,
     }
+    if rollout is not None:
+        choices["samples"] = f"{rollout.n} of each prompt, up to {rollout.max_new_tokens:,} tokens each"
+    if rollout is not None and config.reward is not None:
+        trains = isinstance(loss, GRPOLoss) or config.reward.weighting_beta is not None
+        choices["reward"] = config.reward.type + ("" if trains else ", logged, not learned from")
+    return choices
 
 
 def _about(plan: Plan) -> str:

@@ -232,6 +232,30 @@ def check_texts(config: RunConfig, statistics: DataStatistics) -> list[str]:
     return [*warnings, *uncovered, *unfit]
 
 
+def warn_of_few_texts(config: RunConfig, number: int) -> Iterator[str]:
+    """Yield a warning if a batch takes more than all `number` texts or prompts."""
+    per_step = config.train.global_batch_size // (1 if config.rollout is None else config.rollout.n)
+    if number < per_step and not config.packs_documents:
+        noun = "texts" if config.rollout is None else "prompts"
+        yield (
+            f"train.global_batch_size={config.train.global_batch_size}: a step takes {per_step} {noun}, the data have "
+            f"{number}, so each step takes them all; lower train.global_batch_size, or give more {noun}"
+        )
+
+
+def warn_of_student_as_teacher(config: RunConfig) -> Iterator[str]:
+    """Yield a warning if all teachers are the model that the student starts from, with the same prompts."""
+    teachers = config.active_teachers
+    if teachers and all(
+        teacher.weights == "frozen" and teacher.reference == config.student.reference and teacher.context is None
+        for teacher in teachers
+    ):
+        yield (
+            f"{teachers[0].name}: it is the model that the student starts from, so it teaches nothing new, and holds "
+            "the student where it is; name another model, or give it a context"
+        )
+
+
 def warn_of_spelled_tokens(config: RunConfig, data: Corpus, student: ModelInfo) -> Iterator[str]:
     """Yield a warning if texts contain the student's special tokens, like rendered conversations or HTML."""
     if config.data.is_chat or config.data.special_tokens == "text":

@@ -127,6 +127,10 @@ def test_a_finished_run_says_so_unless_its_end_would_differ(tmp_path: Path, caps
     assert finished_before(config) == Finished(tmp_path / "run")
     assert "ended at step 2 of 2" in (said := capsys.readouterr().out)
     assert "raise train.max_steps" in said
+    resolved = config.student.model_copy(update={"offload": True})
+    decided = config.model_copy(update={"student": resolved})
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(decided))  # what was `auto`, as a run writes it
+    assert finished_before(config) is not None
     longer = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 3})})
     assert finished_before(longer) is None
     another = config.model_copy(update={"loss": config.loss.model_copy(update={"kd_weight": 2.0})})

@@ -8,6 +8,7 @@ from nemo_opd.logging.base import ClosingRow, ClosingTable
 from nemo_opd.logging.questions import TextBits
 
 SIZES = (100, 200, 300, 400)
+SEED = {"run": {"seed": 0}}
 SETUP = Setup(("large",), {"student": 10_000, "large": 20_000}, 50)
 
 
@@ -15,8 +16,8 @@ def bits(step: int, *rates: float) -> TextBits:
     return TextBits(step, tuple(rate * size for rate, size in zip(rates, SIZES, strict=True)), SIZES)
 
 
-def arm(name: str, start: float, *end: float, step: int = 10) -> Arm:
-    return Arm(name, bits(0, *[start] * 4), bits(step, *end))
+def arm(name: str, start: float, *end: float, step: int = 10, seed: int = 0) -> Arm:
+    return Arm(name, bits(0, *[start] * 4), bits(step, *end), {"run": {"seed": seed}})
 
 
 def closing(before: float, after: float, teacher: float) -> ClosingTable:
@@ -57,8 +58,9 @@ def test_teachers_helped_only_beyond_the_interval(with_teacher: tuple[float, ...
         (None, "set run.baseline"),
         (arm("baseline", 2.0, 1.7, 1.7, 1.7, 1.7, step=20), "took 20 steps"),
         (arm("baseline", 2.1, 1.7, 1.7, 1.7, 1.7), "started at 2.100"),
+        (arm("baseline", 2.0, 1.7, 1.7, 1.7, 1.7, seed=1), "run.seed is 1 in baseline and 0 in this run"),
         (Arm("baseline", None, None), "no figures per validation text"),
-        (Arm("baseline", TextBits(0, (2.0, 2.0), (1, 1)), TextBits(10, (1.0, 1.0), (1, 1))), "other texts"),
+        (Arm("baseline", TextBits(0, (2.0, 2.0), (1, 1)), TextBits(10, (1.0, 1.0), (1, 1)), SEED), "other texts"),
     ],
 )
 def test_unlike_runs_give_no_verdict(baseline: Arm | None, reason: str) -> None:
@@ -98,6 +100,13 @@ def test_a_rise_without_an_interval_is_not_worse() -> None:
     """Catches a withheld model because of one text, or of a run whose start was not measured for each text."""
     verdict = judge(closing(2.0, 2.01, 1.0), [], SETUP, Arm("this run", None, None), None)
     assert not verdict.is_worse
+
+
+@pytest.mark.parametrize(("after", "text"), [(2.5, "the gap has grown"), (0.9, "it passed the teacher")])
+def test_a_gap_beyond_its_ends(after: float, text: str) -> None:
+    """Catches "-50.0 % of the gap is closed", and more than all of it."""
+    verdict = judge(closing(2.0, after, 1.0), [], SETUP, arm("this run", 2.0, *[after] * 4), None)
+    assert text in verdict.sentences[1]
 
 
 def test_a_teacher_that_is_hardly_better_has_no_gap() -> None:

@@ -391,7 +391,7 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
 def test_the_header_says_what_is_chosen_and_cut_and_when_to_take_the_loss(configure: Configure) -> None:
     """Bug: half of the texts are cut, and nobody is told; or the header and the help advise different losses."""
     summary = run_summary(preflight(configure("data.packing=false", "train.max_length=8")))
-    assert summary.choices["loss"] == "p_kl, KD weight 1, cross-entropy weight 1"
+    assert summary.choices["loss"] == "p_kl, same_vocab, KD weight 1, cross-entropy weight 1"
     assert re.search(r", \d+ of \d+ checked reach train.max_length=8 and may be cut; data.packing=true", summary.data)
     (advice,) = [line for teacher in summary.teachers for line in teacher.coverage if ": take " in line]
     assert advice == f"p_kl: take {PKLTerm.take}"
@@ -484,7 +484,7 @@ def from_file(file: str, *more: str) -> list[str]:
 
 def test_a_teacher_of_another_tokenizer_reads_all_of_the_students_text(configure: Configure, tmp_path: Path) -> None:
     """Its digits are tokens of their own; bug: cut at train.max_length of its tokens, half of the text had no KD."""
-    file = write_texts(tmp_path, "text", ["123" * 80] * 3)
+    file = write_texts(tmp_path, "text", ["123" * 80] * 4)
     plan = preflight(configure(*from_file(file, "train.max_length=32")))
     limited = "train.max_length=32", "teachers.0.max_length=32", "data.packing=false"
     cut = preflight(configure(*from_file(file, *limited)))
@@ -500,7 +500,7 @@ def test_a_teacher_of_another_tokenizer_reads_all_of_the_students_text(configure
     assert cut.survey.widths == (32, 32)
     (warning,) = cut.warnings
     assert re.match(
-        rf"teachers\.0 \(cross\): only {short:.0%} of the scored tokens in 3 texts get KD from it; "
+        rf"teachers\.0 \(cross\): only {short:.0%} of the scored tokens in 4 texts get KD from it; "
         r"teachers\.0\.max_length=32 may truncate texts; remove it",
         warning,
     )
@@ -515,6 +515,19 @@ def test_a_teacher_is_bounded_by_its_positions(configure: Configure, tmp_path: P
     limits = [warning for warning in plan.warnings if warning.startswith("train.max_length=160")]
     assert len(limits) == 2
     assert "has 128 positions" in limits[0]
+
+
+def test_a_batch_of_more_texts_than_there_are_is_said(configure: Configure, tmp_path: Path) -> None:
+    """Bug: a run whose batches are smaller than its settings say."""
+    file = write_texts(tmp_path, "text", ["The fox sleeps."] * 3)
+    (warning,) = preflight(configure(*from_file(file, "data.packing=false", "train.global_batch_size=8"))).warnings
+    assert warning.startswith("train.global_batch_size=8: a step takes 8 texts, the data have 3")
+
+
+def test_a_teacher_that_is_the_student_is_said(configure: Configure, tiny: Tiny) -> None:
+    """Bug: a folder written twice trains for hours towards where it began."""
+    plan = preflight(configure("teachers.0.weight=0", f"teachers.1.model={tiny.student}"))
+    assert any("it is the model that the student starts from" in warning for warning in plan.warnings)
 
 
 def test_texts_that_spell_special_tokens_are_said(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
@@ -622,7 +635,7 @@ CHAT = (
 
 
 def conversations(tmp_path: Path, *roles: str) -> list[str]:
-    rows: list[object] = [[{"role": role, "content": f"The quick brown fox {i}"} for role in roles] for i in range(3)]
+    rows: list[object] = [[{"role": role, "content": f"The quick brown fox {i}"} for role in roles] for i in range(4)]
     (tmp_path / "chat.jinja").write_text(CHAT)
     template = f"student.chat_template={tmp_path / 'chat.jinja'}"
     return from_file(write_texts(tmp_path, "messages", rows), "data.messages_key=messages", template)
@@ -632,7 +645,7 @@ def test_conversations_without_an_answer_are_refused(configure: Configure, tmp_p
     """Bug: a whole run learned nothing."""
     own = conversations(tmp_path, "system", "user")
     with pytest.raises(
-        DataError, match=r"none of 3 conversations has an assistant message to learn \(roles: system, user"
+        DataError, match=r"none of 4 conversations has an assistant message to learn \(roles: system, user"
     ):
         preflight(configure(*own, f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"))
 
@@ -648,7 +661,7 @@ def test_the_header_says_which_length_holds_all_conversations(configure: Configu
     """Bug: all conversations are cut, and no setting is named."""
     own = [*conversations(tmp_path, "user", "assistant"), f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"]
     cut = run_summary(preflight(configure(*own, "train.max_length=33"))).data
-    (longest,) = re.findall(r", 3 of 3 checked are cut at train.max_length=33; set (\d+) for all$", cut)
+    (longest,) = re.findall(r", 4 of 4 checked are cut at train.max_length=33; set (\d+) for all$", cut)
     whole = run_summary(preflight(configure(*own, f"train.max_length={longest}"))).data
     assert "are cut" not in whole
 
