@@ -329,7 +329,7 @@ class _RoutedSampleMaker:
     def __call__(self, document: Document) -> Sample:
         """Make the sample. Raises whatever `make` raises."""
         assert isinstance(document, Routed)
-        # `RoutedLayout` has rejected data with unknown teachers.
+        # `require_content` has rejected data with unknown teachers.
         return replace(self._make(document.content), route=self._teachers.index(document.teacher))
 
 
