@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from nemo_opd.alignment.roles import RoleOverrides
+from nemo_opd.alignment.token_roles import RoleOverrides
 from nemo_opd.errors import ProjectionError, StorageError
 from nemo_opd.files import write_atomically
 

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_opd.alignment.pieces import name_of, pieces_of
-from nemo_opd.alignment.roles import RoleOverrides
+from nemo_opd.alignment.token_roles import RoleOverrides
 from nemo_opd.errors import ProjectionError
 from nemo_opd.files import require_uncompressed
 from nemo_opd.projection.exact import exact_map
