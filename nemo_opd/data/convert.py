@@ -234,7 +234,7 @@ def first_damage(table: pa.Table) -> _Damage | None:
 
 def _iter_damage(threads: ThreadPoolExecutor, table: pa.Table) -> Iterator[_Damage]:
     for name, column in zip(table.column_names, table.columns, strict=True):
-        chunks = [_storage(chunk) for chunk in column.chunks]
+        chunks = [chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk for chunk in column.chunks]
         groups = [chunks[i : i + _CHUNKS_AT_A_TIME] for i in range(0, len(chunks), _CHUNKS_AT_A_TIME)]
         for group, bad in enumerate(threads.map(_first_bad_chunk, groups)):
             if bad is not None:
@@ -267,10 +267,6 @@ def _first_bad_row(values: pa.Array) -> int:
         else:
             unsound = middle
     return sound
-
-
-def _storage(values: pa.Array) -> pa.Array:
-    return values.storage if isinstance(values, pa.ExtensionArray) else values
 
 
 @dataclass

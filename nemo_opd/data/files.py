@@ -127,10 +127,6 @@ def arrow_schema(path: Path) -> pa.Schema:
         return pa.ipc.open_file(file).schema if is_ipc_file(path) else pa.ipc.open_stream(file).schema
 
 
-def _parquet_schema(path: Path) -> pa.Schema:
-    return pa.parquet.read_schema(path)
-
-
 def json_schema(path: Path) -> pa.Schema | None:
     """Return the schema of a file's first rows, or None if the file is empty or cannot be read so far.
 
@@ -151,7 +147,7 @@ def _text_schema(path: Path) -> pa.Schema:
 
 _SCHEMAS: dict[str, Callable[[Path], pa.Schema | None]] = {
     "arrow_files": arrow_schema,
-    "parquet_files": _parquet_schema,
+    "parquet_files": pa.parquet.read_schema,
     "jsonl_files": json_schema,
     "text_files": _text_schema,
 }
@@ -221,15 +217,11 @@ def writing(folder: Path, variable: str) -> Iterator[None]:
     except OPDError:
         raise
     except Exception as error:
-        number = error_number(error)
-        if number is None or not (number in _WRITE_ERRORS or _names_file_below(error, folder)):
+        number, name = error_number(error), getattr(error, "filename", None)
+        is_below = isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
+        if number is None or not (number in _WRITE_ERRORS or is_below):
             raise
         raise StorageError(refusal(folder, number, instead=elsewhere(variable))) from error
-
-
-def _names_file_below(error: Exception, folder: Path) -> bool:
-    name = getattr(error, "filename", None)
-    return isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
 
 
 def elsewhere(variable: str) -> str:

@@ -149,18 +149,16 @@ class Columns(Protocol):
 def read_documents(columns: Columns, indices: list[int]) -> Sequence[Document]:
     """Read the documents of these rows. Raises DataError for a conversation that is malformed JSON."""
     rows = read_rows(columns, indices)
-    contents = _read_contents(rows, len(indices))
+    contents: Sequence[_Content] = rows.get(TEXT, [])
+    if TEXT not in rows:
+        tools = rows.get(TOOLS, [None] * len(indices))
+        conversations = zip(rows[MESSAGES], tools, fields_of(rows, len(indices)), strict=True)
+        contents = [
+            Conversation(parsed(messages), parsed(offered), fields) for messages, offered, fields in conversations
+        ]
     if TEACHER not in rows:
         return contents
     return [Routed(content, teacher) for content, teacher in zip(contents, rows[TEACHER], strict=True)]
-
-
-def _read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[_Content]:
-    if TEXT in rows:
-        return rows[TEXT]
-    tools = rows.get(TOOLS, [None] * number)
-    conversations = zip(rows[MESSAGES], tools, fields_of(rows, number), strict=True)
-    return [Conversation(parsed(messages), parsed(offered), fields) for messages, offered, fields in conversations]
 
 
 def read_rows(columns: Columns, indices: list[int]) -> dict[str, list[Any]]:

@@ -114,15 +114,6 @@ class Sample:
     """Index of the only teacher that the sample is for; None for all."""
 
 
-class Aligner(Protocol):
-    """nemo_opd.alignment.TokenAligner, or anything with its methods."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def align(self, student_ids: NDArray[np.int32], teacher_ids: NDArray[np.int32]) -> Alignment: ...
-
-
 @dataclass(frozen=True)
 class SameTokenizer:
     """A teacher that reads the student's ids, except those that it lacks."""

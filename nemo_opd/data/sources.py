@@ -137,19 +137,15 @@ def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
                     "leave them out, or write the table in Arrow's stream format, with plain text"
                 )
             # A process that receives a dataset can only map streams with types that `datasets` knows.
-            dataset = convert("arrow", [path], columns, source, origin, check, features=_features_of(schema, layout))
+            text = plain(schema)
+            fields = [text.field(field.name) if field.name in columns else field for field in schema]
+            features = datasets.Features.from_arrow_schema(pa.schema(fields))
+            dataset = convert("arrow", [path], columns, source, origin, check, features=features)
         else:
             check()
             mapped = datasets.table.MemoryMappedTable.from_file(str(path))
             dataset = datasets.Dataset(mapped.drop(unknown))
     return selected(dataset, layout, key, path)
-
-
-def _features_of(schema: pa.Schema, layout: Layout) -> datasets.Features:
-    """Return the features for a schema, with the layout's columns as plain text."""
-    text = plain(schema)
-    fields = [text.field(field.name) if field.name in layout.columns else field for field in schema]
-    return datasets.Features.from_arrow_schema(pa.schema(fields))
 
 
 def _warn_without_end(path: Path, key: str) -> None:

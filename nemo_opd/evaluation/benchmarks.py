@@ -240,7 +240,8 @@ def _result(benchmark: Benchmark, results: Mapping[str, Any], confidence: float)
                 values[prefix + metric] = by_question
                 estimates[prefix + metric] = mean_with_interval(tuple(by_question.values()), confidence)
             else:
-                estimates[prefix + metric] = _normal_interval(value, scores[name].get(_error_key(key)), confidence)
+                error = scores[name].get(key.replace(",", "_stderr,", 1))
+                estimates[prefix + metric] = _normal_interval(value, error, confidence)
             if is_higher_better.get(key.split(",")[0]) is False:
                 lower.append(prefix + metric)
     num_questions = sum(len({sample["doc_id"] for sample in task_samples}) for task_samples in samples.values())
@@ -254,11 +255,6 @@ def _metrics(scores: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
         for key, value in scores.items()
         if "," in key and "_stderr," not in key and isinstance(value, int | float)
     }
-
-
-def _error_key(key: str) -> str:
-    metric, _, filter_name = key.partition(",")
-    return f"{metric}_stderr,{filter_name}"
 
 
 def _tasks_of(name: str, results: Mapping[str, Any]) -> Iterator[str]:

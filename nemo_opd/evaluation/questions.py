@@ -226,10 +226,15 @@ def _values(
 ) -> dict[str, tuple[float, ...]]:
     """Return the value of each question, keyed by estimate in display order."""
     values: dict[str, list[float]] = {}
+    correct = [[_is_correct(answer, settings) for answer in question.sampled] for question in questions]
     for k in settings.k:
-        values[f"pass@{k}"] = [_pass(question, settings, k) for question in questions]
+        values[f"pass@{k}"] = [pass_at_k(sum(is_correct), settings.n, k) for is_correct in correct]
     for k in (k for k in settings.k if has_votes and k > 1):  # maj@1 is pass@1
-        values[f"maj@{k}"] = [_majority(question, settings, k) for question in questions]
+        values[f"maj@{k}"] = [
+            # A single seed would draw the same subsets for every question, so that their errors would add up.
+            maj_at_k([answer.vote for answer in question.sampled], is_correct, k, seed=question.prompt.index)
+            for question, is_correct in zip(questions, correct, strict=True)
+        ]
     values[f"mean@{settings.n}"] = [fmean(answer.reward for answer in question.sampled) for question in questions]
     greedy = [float(_is_correct(question.greedy, settings)) for question in questions if question.greedy is not None]
     if greedy:
@@ -239,17 +244,6 @@ def _values(
 
 def _is_correct(answer: Answer, settings: Questions) -> bool:
     return answer.reward >= settings.correct_reward
-
-
-def _pass(question: AnsweredQuestion, settings: Questions, k: int) -> float:
-    return pass_at_k(sum(_is_correct(answer, settings) for answer in question.sampled), settings.n, k)
-
-
-def _majority(question: AnsweredQuestion, settings: Questions, k: int) -> float:
-    votes = [answer.vote for answer in question.sampled]
-    correct = [_is_correct(answer, settings) for answer in question.sampled]
-    # A single seed would draw the same subsets for every question, so that their errors would add up.
-    return maj_at_k(votes, correct, k, seed=question.prompt.index)
 
 
 def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str | None = None) -> list[ShownAnswer]:
