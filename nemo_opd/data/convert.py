@@ -233,19 +233,18 @@ def first_damage(table: pa.Table) -> _Damage | None:
 
 
 def _iter_damage(threads: ThreadPoolExecutor, table: pa.Table) -> Iterator[_Damage]:
+    def first_bad_chunk(chunks: list[pa.Array]) -> int | None:
+        return next((i for i, chunk in enumerate(chunks) if problem(chunk) is not None), None)
+
     for name, column in zip(table.column_names, table.columns, strict=True):
         chunks = [chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk for chunk in column.chunks]
         groups = [chunks[i : i + _CHUNKS_AT_A_TIME] for i in range(0, len(chunks), _CHUNKS_AT_A_TIME)]
-        for group, bad in enumerate(threads.map(_first_bad_chunk, groups)):
+        for group, bad in enumerate(threads.map(first_bad_chunk, groups)):
             if bad is not None:
                 i = group * _CHUNKS_AT_A_TIME + bad
                 row = _first_bad_row(chunks[i])
                 reason = problem(chunks[i].slice(row, 1)) or problem(chunks[i]) or ""
                 yield _Damage(sum(map(len, chunks[:i])) + row, name, reason)
-
-
-def _first_bad_chunk(chunks: list[pa.Array]) -> int | None:
-    return next((i for i, chunk in enumerate(chunks) if problem(chunk) is not None), None)
 
 
 def problem(values: pa.Array) -> str | None:

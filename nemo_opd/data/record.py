@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,24 +191,15 @@ def holds_conversations(columns: Iterable[str]) -> bool:
 
 
 def _read_columns(columns: Columns, indices: list[int]) -> dict[str, list[Any]]:
-    if isinstance(columns, _Dataset) and _has_objects(columns.data.schema):
-        table = columns.with_format("arrow")[indices]
+    dataset: Any = columns
+    if hasattr(columns, "with_format") and _has_objects(dataset.data.schema):
+        table = dataset.with_format("arrow")[indices]
         return {
             name: [_arrow_value(value, column.type, has_added_nulls=_is_document(name)) for value in column.to_pylist()]
             for name, column in zip(table.column_names, table.columns, strict=True)
         }
     rows = columns[indices]
     return {name: [_without_nulls(v) for v in rows[name]] if _is_document(name) else rows[name] for name in rows}
-
-
-@runtime_checkable
-class _Dataset(Protocol):
-    """A Hugging Face dataset."""
-
-    @property
-    def data(self) -> Any: ...
-
-    def with_format(self, type: str, /) -> Any: ...
 
 
 def _has_objects(schema: pa.Schema) -> bool:
