@@ -63,20 +63,17 @@ class LanguageModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self._special(self.tokenizer.eos_token_id)
+        if self.tokenizer.eos_token_id is None:
+            raise DataError(
+                f"the tokenizer {self.tokenizer.name_or_path} has no bos or eos token, which a benchmark needs before "
+                "a text without context; use a tokenizer that has one"
+            )
+        return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
-
-    def _special(self, token: int | None) -> int:
-        if token is None:
-            raise DataError(
-                f"the tokenizer {self.tokenizer.name_or_path} has no bos or eos token, which a benchmark needs before "
-                "a text without context; use a tokenizer that has one"
-            )
-        return int(token)
 
     @property
     def tokenizer_name(self) -> str:

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -239,7 +238,21 @@ def fit_warnings(audit: Audit, loss: str) -> list[str]:
     """
     warnings = []
     if loss in _PAIR_LOSSES:
-        warnings += [*_numerals_warning(audit, loss), *_partners_warning(audit, loss)]
+        uncovered = [
+            f"{coverage.exact:,} of {coverage.total:,} numerals of {length} digit{'s' if length > 1 else ''}"
+            for length, coverage in enumerate(audit.digits, start=1)
+            if coverage.rate < _NUMERALS_COVERED
+        ]
+        if uncovered:
+            warnings.append(
+                f"{loss} compares exact pairs, but only {' and '.join(uncovered)} have one, so little arithmetic is "
+                "distilled; p_kl reads the rows that spell the other numerals"
+            )
+        if audit.overlap < _FEW_SHARED or audit.one_to_one < _FEW_EXACT:
+            warnings.append(
+                f"{loss} compares exact pairs, but only {audit.one_to_one:.0%} of the student's tokens have one "
+                f"(overlap {audit.overlap:.3f}), so little is distilled; p_kl reaches the other tokens"
+            )
     without = audit.text.total - audit.text.spelled
     if loss in _ROW_LOSSES and without > _MUCH_WITHOUT_ROW * audit.text.total:
         warnings.append(
@@ -247,24 +260,3 @@ def fit_warnings(audit: Audit, loss: str) -> list[str]:
             "teaches nothing about them; add the multi-token pass to the projection"
         )
     return warnings
-
-
-def _numerals_warning(audit: Audit, loss: str) -> Iterator[str]:
-    uncovered = [
-        f"{coverage.exact:,} of {coverage.total:,} numerals of {length} digit{'s' if length > 1 else ''}"
-        for length, coverage in enumerate(audit.digits, start=1)
-        if coverage.rate < _NUMERALS_COVERED
-    ]
-    if uncovered:
-        yield (
-            f"{loss} compares exact pairs, but only {' and '.join(uncovered)} have one, so little arithmetic is "
-            "distilled; p_kl reads the rows that spell the other numerals"
-        )
-
-
-def _partners_warning(audit: Audit, loss: str) -> Iterator[str]:
-    if audit.overlap < _FEW_SHARED or audit.one_to_one < _FEW_EXACT:
-        yield (
-            f"{loss} compares exact pairs, but only {audit.one_to_one:.0%} of the student's tokens have one (overlap "
-            f"{audit.overlap:.3f}), so little is distilled; p_kl reaches the other tokens"
-        )
