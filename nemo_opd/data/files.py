@@ -43,16 +43,9 @@ def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
 
     Accepts everything that `load_documents` accepts. Raises DataError, naming the key and the value.
     """
-    require_source(source, key=key)
-    for kind, value in source.given.items():
-        if isinstance(value, HubDataset):
-            continue
-        named = f"{key}.{kind}"
-        for path in resolve_files(value, key=named):
-            with reading(named, path):
-                schema = _SCHEMAS[kind](path) if kind in _SCHEMAS else None
-            if schema is not None:
-                require_columns(layout, plain(schema), f"{named}={summarize(path)}")
+    for name, schema in _schemas(source, key):
+        if schema is not None:
+            require_columns(layout, schema, name)
 
 
 def first_schema(source: Source, *, key: str) -> tuple[str, pa.Schema | None]:
@@ -60,15 +53,21 @@ def first_schema(source: Source, *, key: str) -> tuple[str, pa.Schema | None]:
 
     Raises DataError for a source that is not set, or a file that cannot be read.
     """
+    return next(_schemas(source, key))
+
+
+def _schemas(source: Source, key: str) -> Iterator[tuple[str, pa.Schema | None]]:
+    """Yield the name of each file in messages, and its columns; None if only the loader can tell them."""
     require_source(source, key=key)
     ((kind, value),) = source.given.items()
     named = f"{key}.{kind}"
-    if isinstance(value, HubDataset) or kind not in _SCHEMAS:
-        return named, None
-    path = resolve_files(value, key=named)[0]
-    with reading(named, path):
-        schema = _SCHEMAS[kind](path)
-    return f"{named}={summarize(path)}", None if schema is None else plain(schema)
+    if isinstance(value, HubDataset):
+        yield named, None
+        return
+    for path in resolve_files(value, key=named):
+        with reading(named, path):
+            schema = _SCHEMAS[kind](path) if kind in _SCHEMAS else None
+        yield f"{named}={summarize(path)}", None if schema is None else plain(schema)
 
 
 def require_source(source: Source, *, key: str) -> None:

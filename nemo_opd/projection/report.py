@@ -171,17 +171,12 @@ def audit_table(audit: Audit) -> Table:
     table.add_row("overlap", f"{audit.overlap:.3f}", "shared tokens / smaller vocabulary")
     table.add_row("one to one", f"{audit.one_to_one:.3f}", "student tokens with an exact partner")
     for length, rows in enumerate(audit.rows_by_pieces):
-        table.add_row(f"rows of {length}", f"{rows:,}", _rows_meaning(length))
+        meaning = f"… with {length} teacher tokens" if length > 1 else "… with one teacher token"
+        table.add_row(f"rows of {length}", f"{rows:,}", meaning if length else "student tokens without a row")
     for name, coverage in _coverages(audit).items():
         meaning = f"{coverage.exact:,} of {coverage.total:,} exact, {coverage.spelled:,} with a row"
         table.add_row(name, f"{coverage.rate:.3f}" if coverage.total else "–", meaning)
     return table
-
-
-def _rows_meaning(length: int) -> str:
-    if length == 0:
-        return "student tokens without a row"
-    return "… with one teacher token" if length == 1 else f"… with {length} teacher tokens"
 
 
 def _coverages(audit: Audit) -> Mapping[str, Coverage]:
