@@ -252,14 +252,7 @@ def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str 
     teacher: name of the teacher that answered, or None for the student.
     """
     return [
-        _convert(
-            question,
-            question.greedy or question.sampled[0],
-            step,
-            result.name,
-            teacher,
-            is_greedy=question.greedy is not None,
-        )
+        _convert(question, question.greedy or question.sampled[0], step, result.name, teacher)
         for question in result.questions[:limit]
     ]
 
@@ -267,20 +260,19 @@ def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str 
 def all_answers(result: EvaluationResult) -> Iterator[ShownAnswer]:
     """Yield all answers, question by question, with step 0."""
     for question in result.questions:
-        if question.greedy is not None:
-            yield _convert(question, question.greedy, 0, result.name, is_greedy=True)
-        for answer in question.sampled:
-            yield _convert(question, answer, 0, result.name, is_greedy=False)
+        for answer in (question.greedy, *question.sampled):
+            if answer is not None:
+                yield _convert(question, answer, 0, result.name)
 
 
 def _convert(
-    question: AnsweredQuestion, answer: Answer, step: int, name: str, teacher: str | None = None, *, is_greedy: bool
+    question: AnsweredQuestion, answer: Answer, step: int, name: str, teacher: str | None = None
 ) -> ShownAnswer:
     rollout, content = answer.rollout, question.prompt.content
     return ShownAnswer(
         step=step,
         question=question.prompt.index,
-        kind="greedy" if is_greedy else "sampled",
+        kind="greedy" if answer is question.greedy else "sampled",
         sample=rollout.sample,
         prompt=content if isinstance(content, str) else _conversation(content),
         answer=question.prompt.answer,
