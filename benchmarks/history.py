@@ -21,11 +21,11 @@ from demo import ROOT, commit, hardware
 from transformers import PreTrainedTokenizerBase
 
 from nemo_opd.alignment import TokenAligner
-from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
-from nemo_opd.data.encoders import ChatEncoder, Encoder
+from nemo_opd.data.chat import ChatSampleMaker
+from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer, Encoder
 from nemo_opd.data.record import Conversation, Document
 from nemo_opd.data.samples import Sample
-from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
+from nemo_opd.data.text import TextSampleMaker
 from nemo_opd.errors import AlignmentError
 from nemo_opd.models.load import load_tokenizer
 
@@ -131,7 +131,7 @@ def measure(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, 
     )
     makers: dict[str, Callable[[Document], Sample]] = {"text": text_maker}
     if student.chat_template and teacher.chat_template:
-        cross = CrossTokenizerChat(ChatEncoder.of(teacher, UNLIMITED, {}), aligner, "bytes")
+        cross = CrossTokenizer(ChatEncoder.of(teacher, UNLIMITED, {}), aligner, "bytes")
         makers["chat"] = ChatSampleMaker(ChatEncoder.of(student, UNLIMITED, {}), (cross,))
     rows = []
     for kind, made in KINDS.items():

@@ -25,7 +25,7 @@ from rich.progress import track
 
 from nemo_opd.config.data import Source
 from nemo_opd.config.rollout import HFRollout
-from nemo_opd.data.layout import TextLayout
+from nemo_opd.data.layout import text_layout
 from nemo_opd.data.record import TEXT, Prompt
 from nemo_opd.data.sources import load_documents
 from nemo_opd.logging.loggers import read
@@ -81,7 +81,7 @@ class Outcome:
 
 def teachers_samples(folder: Path, number: int) -> Path:
     """The training prompts of the demo with a response of the teacher each, drawn at temperature 1."""
-    documents = load_documents(Source(arrow_files=("demo:arithmetic_train",)), TextLayout("text"), key="data.train")
+    documents = load_documents(Source(arrow_files=("demo:arithmetic_train",)), text_layout("text"), key="data.train")
     prompts = [Prompt(i, text) for i, text in enumerate(documents[TEXT][:number])]
     tokenizer = load_tokenizer(TEACHER, key="teacher")
     spec = EngineSpec(len(tokenizer), end_ids(tokenizer), "float32", folder)

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nemo_opd.alignment.pieces import META_SPACE, Pieces, pieces_of
-from nemo_opd.alignment.roles import RoleOverrides, pair_special_tokens
+from nemo_opd.alignment.roles import pair_special_tokens
 from nemo_opd.alignment.spelling import TEXT, PieceTable, Spelling
+from nemo_opd.alignment.token_roles import RoleOverrides
 from nemo_opd.errors import AlignmentError
 from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME, Alignment
 
@@ -254,14 +255,9 @@ def _holds_all(rendering: AnyStr, texts: Sequence[tuple[AnyStr, ...]]) -> bool:
         if match is None:
             return False
         i, form = match
-        before, after = _split_around(parts[i], form)
-        parts[i : i + 1] = before, after
+        start = parts[i].index(form)
+        parts[i : i + 1] = parts[i][:start], parts[i][start + len(form) :]
     return True
-
-
-def _split_around(part: AnyStr, form: AnyStr) -> tuple[AnyStr, AnyStr]:
-    start = part.index(form)
-    return part[:start], part[start + len(form) :]
 
 
 def _plain_forms(text: str) -> tuple[str, ...]:

@@ -130,10 +130,6 @@ class LocatedTokens:
     ends: NDArray[np.int64]
     """[S]: end of the last character."""
 
-    def cut(self, length: int) -> LocatedTokens:
-        """Cut to the first `length` tokens."""
-        return LocatedTokens(self.text, self.ids[:length], self.starts[:length], self.ends[:length])
-
     def at(self, character: int) -> int:
         """Return the first token with text at or after a character."""
         return int(np.searchsorted(self.ends, character, "right"))

@@ -74,7 +74,8 @@ class ChatTemplate:
         except TemplateFailure:
             if all(message.get("content") is not None for message in adapted):
                 raise
-        return self._render([_with_content(message) for message in adapted], tools, add_generation_prompt)
+        with_contents = [{**message, "content": message.get("content") or ""} for message in adapted]
+        return self._render(with_contents, tools, add_generation_prompt)
 
     def render_or_none(
         self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False
@@ -148,10 +149,6 @@ class ChatTemplate:
 
 def _parts(content: str | None) -> list[dict[str, str]]:
     return [{"type": "text", "text": content or ""}]
-
-
-def _with_content(message: Message) -> Message:
-    return {**message, "content": ""} if message.get("content") is None else message
 
 
 def _probe_conversation(role: str, content: str | None, arguments: Any, has_calls: bool) -> list[Message]:
@@ -255,7 +252,8 @@ def _plain_content(k: int, content: object) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if isinstance(content, Sequence) and not isinstance(content, bytes):
-        if media := next((name for name in _types(content) if any(kind in name for kind in _MEDIA)), None):
+        types = [str(part.get("type")) for part in content if isinstance(part, Mapping)]
+        if media := next((name for name in types if any(kind in name for kind in _MEDIA)), None):
             raise AlignmentError(
                 f"messages[{k}].content has a part of type {media!r}, but models read only the text of conversations; "
                 "leave the row out, or that part if the text makes sense without it"
@@ -267,10 +265,6 @@ def _plain_content(k: int, content: object) -> str | None:
         f"messages[{k}].content is {_shorten(content)}; it must be a string, None or a list of text parts such as "
         "{'type': 'text', 'text': 'Hi'} (write a tool's result as JSON text)"
     )
-
-
-def _types(parts: Sequence[Any]) -> list[str]:
-    return [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
 
 
 def content_text(message: Message) -> str:

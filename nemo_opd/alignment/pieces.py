@@ -96,15 +96,21 @@ class Pieces:
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
-    """Return the pieces of a fast tokenizer, built once per process and verified against its decoder.
+    """Return the pieces of a fast tokenizer, built once per process.
+
+    Every piece, and the pieces of sample texts, spell the text that the tokenizer decodes.
 
     Raises AlignmentError for a tokenizer whose pieces cannot be exact.
     """
     identity = fingerprint(tokenizer)
     if identity not in _CACHE:
         backend = read_backend(tokenizer)
-        pieces = _build(backend)
-        _verify(pieces, backend.kind, tokenizer)
+        pieces, rust = _build(backend), rust_tokenizer(tokenizer)
+        if problem := _wrong_piece(pieces, backend.kind, rust) or _wrong_text(pieces, rust):
+            raise AlignmentError(
+                f"tokenizer {name_of(tokenizer)} cannot be aligned by bytes: {problem}; "
+                "choose a model whose tokenizer decodes its tokens to the text they stand for"
+            )
         _CACHE[identity] = pieces
     return _CACHE[identity]
 
@@ -120,7 +126,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     state = _state(rust_tokenizer(tokenizer))
     if _FINGERPRINTS.get(tokenizer, (None,))[0] != state:
-        _FINGERPRINTS[tokenizer] = state, _serialize(tokenizer).fingerprint
+        _FINGERPRINTS[tokenizer] = state, _serialize(tokenizer)[1]
     return _FINGERPRINTS[tokenizer][1]
 
 
@@ -187,8 +193,8 @@ def read_backend(tokenizer: PreTrainedTokenizerBase) -> _Backend:
     Raises AlignmentError if a token's bytes cannot be told from its text.
     """
     backend = rust_tokenizer(tokenizer)
-    serialized = _serialize(tokenizer)
-    data, merges_json = _parse(serialized.text)
+    text, behaviour = _serialize(tokenizer)
+    data, merges_json = _parse(text)
     model, decoders = data["model"], list(_steps(data["decoder"], "decoders"))
     try:
         kind = _kind(model, decoders)
@@ -210,25 +216,17 @@ def read_backend(tokenizer: PreTrainedTokenizerBase) -> _Backend:
             )
             for t in data["added_tokens"]
         ),
-        fingerprint=serialized.fingerprint,
+        fingerprint=behaviour,
     )
 
 
-def _serialize(tokenizer: PreTrainedTokenizerBase) -> _Serialized:
-    """Serialise the backend. Raises AlignmentError for a tokenizer without a fast one."""
+def _serialize(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Return the backend as JSON, and its fingerprint. Raises AlignmentError for a tokenizer without a fast one."""
     text = rust_tokenizer(tokenizer).to_str()
     # The version, truncation and padding precede this key.
     _, key, behaviour = text.partition('"added_tokens":')
     assert key, "a serialised tokenizer lists its added tokens"
-    return _Serialized(text, hashlib.sha256(behaviour.encode()).hexdigest())
-
-
-@dataclass(frozen=True, slots=True)
-class _Serialized:
-    """A backend as JSON."""
-
-    text: str
-    fingerprint: str
+    return text, hashlib.sha256(behaviour.encode()).hexdigest()
 
 
 def _parse(text: str) -> tuple[dict[str, Any], str]:
@@ -328,17 +326,6 @@ def _added_bytes(token: _AddedToken, backend: _Backend) -> bytes:
     if backend.kind == "byte_level":
         return byte_level_bytes(token.stored) if token.in_byte_alphabet else token.stored.encode()
     return token.stored.replace(META_SPACE, " ").encode()
-
-
-def _verify(pieces: Pieces, kind: _Kind, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that every piece, and the pieces of sample texts, spell the text that the tokenizer decodes."""
-    backend = rust_tokenizer(tokenizer)
-    problem = _wrong_piece(pieces, kind, backend) or _wrong_text(pieces, backend)
-    if problem:
-        raise AlignmentError(
-            f"tokenizer {name_of(tokenizer)} cannot be aligned by bytes: {problem}; "
-            "choose a model whose tokenizer decodes its tokens to the text they stand for"
-        )
 
 
 def _wrong_piece(pieces: Pieces, kind: _Kind, backend: Tokenizer) -> str | None:

@@ -10,22 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.alignment.pieces import Pieces, pieces_of
-from nemo_opd.alignment.token_roles import RoleOverrides, RoleRow, is_reserved, role_table, roles_of
+from nemo_opd.alignment.token_roles import RoleOverrides, is_reserved, role_table, roles_of
 from nemo_opd.errors import AlignmentError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = [
-    "RoleOverrides",
-    "RolePair",
-    "RoleRow",
-    "SpecialTokens",
-    "pair_special_tokens",
-    "paired_roles",
-    "role_table",
-    "roles_of",
-]
 
 _Roles = Mapping[int, tuple[str, ...]]
 
@@ -78,7 +67,11 @@ def pair_special_tokens(
 
     Raises AlignmentError for an override whose token is in neither vocabulary.
     """
-    _check_overrides(student, teacher, overrides or {})
+    contents = student.get_vocab().keys() | teacher.get_vocab().keys() if overrides else set()
+    if unknown := next((content for content in overrides or () if content not in contents), None):
+        raise AlignmentError(
+            f"roles names the token {unknown!r}, which neither tokenizer has; write the content of a token"
+        )
     same = student_pieces.fingerprint == teacher_pieces.fingerprint
     student_roles = _pairable(roles_of(student, overrides), same)
     teacher_roles = _pairable(roles_of(teacher, overrides), same)
@@ -166,14 +159,3 @@ def _classes(pieces: Pieces, with_partner: Sequence[int]) -> NDArray[np.int32]:
     classes = np.where(pieces.lengths == 0, 0, -1).astype(np.int32)
     classes[list(with_partner)] = np.arange(1, len(with_partner) + 1)
     return classes
-
-
-def _check_overrides(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, overrides: RoleOverrides
-) -> None:
-    contents = student.get_vocab().keys() | teacher.get_vocab().keys() if overrides else set()
-    for content in overrides:
-        if content not in contents:
-            raise AlignmentError(
-                f"roles names the token {content!r}, which neither tokenizer has; write the content of a token"
-            )

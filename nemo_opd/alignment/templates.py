@@ -89,11 +89,11 @@ class _Process:
     """The process, which starts at the first request and again after one that ended it. Threads take turns."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may fork
+        self.lock = threading.RLock()  # a signal handler may fork
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        with self._lock:
+        with self.lock:
             process = self._ensure_process()
             assert process.stdin is not None
             assert process.stdout is not None
@@ -117,17 +117,11 @@ class _Process:
             self._process.wait()
             self._forget()
 
-    def before_fork(self) -> None:
-        self._lock.acquire()
-
-    def after_fork_in_parent(self) -> None:
-        self._lock.release()
-
     def after_fork_in_child(self) -> None:
         if self._process is not None:
             self._process.returncode = 0  # it is not a child of this process
             self._forget()
-        self._lock.release()
+        self.lock.release()
 
     def _forget(self) -> None:
         process, self._process = self._process, None
@@ -162,7 +156,7 @@ def _reason(status: int) -> str:
 _process = _Process()
 atexit.register(_process.end)
 os.register_at_fork(
-    before=_process.before_fork,
-    after_in_parent=_process.after_fork_in_parent,
+    before=_process.lock.acquire,
+    after_in_parent=_process.lock.release,
     after_in_child=_process.after_fork_in_child,
 )

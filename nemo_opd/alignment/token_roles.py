@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -63,7 +63,7 @@ def roles_of(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | None
     for the id; the generation config's. A special token without a known meaning has its own content as its role. An
     override applies to tokens with its content in either tokenizer.
     """
-    named, generation, template = _named_ids(tokenizer), list(_generation_roles(tokenizer)), template_roles(tokenizer)
+    named, template, ids = _named_ids(tokenizer), template_roles(tokenizer), _generation_ids(tokenizer)
     roles: dict[int, tuple[str, ...]] = {}
     for token_id, token in tokenizer.added_tokens_decoder.items():
         id_roles = ["eos"] if named.get("eos") == token_id else []
@@ -73,12 +73,19 @@ def roles_of(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | None
             if named.get("eos") == token_id and _template_writes(tokenizer, token.content):
                 id_roles.append("end_of_turn")
             id_roles += [role for role, named_id in named.items() if named_id == token_id]
-            id_roles += [role for role, stop_id in generation if stop_id == token_id]
+            generation = (("eos", ids.eos), ("bos", ids.bos), ("pad", ids.pad))
+            id_roles += [role for role, role_ids in generation if token_id in role_ids]
         if not id_roles and token.special:
             id_roles.append(token.content)
         if id_roles:
-            roles[token_id] = _distinct_roles(id_roles)
-    return roles | _override_roles(tokenizer, overrides or {})
+            distinct = tuple(dict.fromkeys(id_roles))
+            roles[token_id] = tuple(role for role in distinct if role not in _LAST_RESORT) or distinct
+    vocab = tokenizer.get_vocab() if overrides else {}
+    return roles | {
+        vocab[content]: (names,) if isinstance(names, str) else tuple(names)
+        for content, names in (overrides or {}).items()
+        if content in vocab
+    }
 
 
 def role_table(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | None = None) -> list[RoleRow]:
@@ -107,32 +114,11 @@ def _named_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return named
 
 
-def _generation_roles(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, int]]:
-    ids = _generation_ids(tokenizer)
-    for role, role_ids in (("eos", ids.eos), ("bos", ids.bos), ("pad", ids.pad)):
-        yield from ((role, token_id) for token_id in role_ids)
-
-
 def _template_writes(tokenizer: PreTrainedTokenizerBase, content: str) -> bool:
     """Return whether the chat template writes eos, and so ends its turns with it."""
     template = tokenizer.chat_template or ""
     text = "\n".join(template.values()) if isinstance(template, dict) else template
     return content in text or "eos_token" in text
-
-
-def _distinct_roles(roles: Sequence[str]) -> tuple[str, ...]:
-    """Remove duplicates, and pad and unk if there are other roles."""
-    distinct = tuple(dict.fromkeys(roles))
-    return tuple(role for role in distinct if role not in _LAST_RESORT) or distinct
-
-
-def _override_roles(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides) -> dict[int, tuple[str, ...]]:
-    vocab = tokenizer.get_vocab() if overrides else {}
-    return {
-        vocab[content]: (roles,) if isinstance(roles, str) else tuple(roles)
-        for content, roles in overrides.items()
-        if content in vocab
-    }
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

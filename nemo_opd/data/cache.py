@@ -10,12 +10,12 @@ import zlib
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from safetensors import SafetensorError
 
 from nemo_opd.data.record import Document
-from nemo_opd.data.samples import Sample, decoded, encoded
+from nemo_opd.data.samples import Maker, Sample, decoded, encoded
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import cache_dir
 
@@ -27,16 +27,6 @@ WAIT_S = 60.0
 """Seconds to wait for another process to finish writing."""
 
 _Result = TypeVar("_Result")
-_Result_co = TypeVar("_Result_co", covariant=True)
-
-
-class _Maker(Protocol[_Result_co]):
-    """A SampleMaker or a WindowMaker."""
-
-    @property
-    def identity(self) -> str: ...
-
-    def __call__(self, document: Document, /) -> _Result_co: ...
 
 
 class _CachedMaker(ABC, Generic[_Result]):
@@ -48,7 +38,7 @@ class _CachedMaker(ABC, Generic[_Result]):
     read-only folder, no locks, a lock that another process keeps), nothing is cached and a warning is logged.
     """
 
-    def __init__(self, make: _Maker[_Result]) -> None:
+    def __init__(self, make: Maker[_Result]) -> None:
         self._make = make
         self.identity = make.identity
         digest = hashlib.sha256(f"{_VERSION} {self.identity}".encode()).hexdigest()

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_opd.alignment import ChatTokens, LocatedTokens, RenderedChat, TokenAligner, align_chat
+from nemo_opd.alignment import ChatTokens, LocatedTokens, RenderedChat, align_chat
 from nemo_opd.alignment.chat_template import content_text, learned_messages, plain_messages
-from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.context import Content, PrivilegedPrompt, align_after, verbatim
-from nemo_opd.data.encoders import ChatEncoder, locate_beginning, locate_up_to
+from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer, locate_beginning, locate_up_to
 from nemo_opd.data.record import MESSAGES, TOOLS, Conversation, Document, Message, parsed, read_rows
 from nemo_opd.data.samples import (
     SameTokenizer,
@@ -37,20 +36,7 @@ if TYPE_CHECKING:
 _ROWS_AT_A_TIME = 1000
 
 
-@dataclass(frozen=True)
-class CrossTokenizerChat:
-    """A teacher with its own tokenizer."""
-
-    encoder: ChatEncoder
-    aligner: TokenAligner
-    equal_history: EqualHistory = "text"
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        return (*self.encoder.identity, self.aligner.fingerprint, self.equal_history)
-
-
-_ChatReader = SameTokenizer | CrossTokenizerChat
+_ChatReader = SameTokenizer | CrossTokenizer[ChatEncoder]
 
 
 @dataclass(frozen=True)
@@ -108,7 +94,7 @@ def _teacher_sample(student: _StudentChat, teacher: _ChatReader | PrivilegedProm
 
 
 def _locate_as_far(
-    student: _StudentChat, teacher: CrossTokenizerChat, ours: RenderedChat, theirs: RenderedChat
+    student: _StudentChat, teacher: CrossTokenizer[ChatEncoder], ours: RenderedChat, theirs: RenderedChat
 ) -> LocatedTokens:
     """Tokenize the teacher's text as far as the student reads its own.
 
@@ -119,7 +105,7 @@ def _locate_as_far(
 
 
 def _aligned_sample(
-    student: _StudentChat, teacher: CrossTokenizerChat, full: ChatTokens, alignment: Alignment
+    student: _StudentChat, teacher: CrossTokenizer[ChatEncoder], full: ChatTokens, alignment: Alignment
 ) -> TeacherSample:
     last = len(full.ids) if student.cut_at is None else exact_length(alignment)
     tokens = teacher.encoder.tokens(full.cut(min(last, teacher.encoder.max_length)))
@@ -164,7 +150,7 @@ def _same_tokenizer_sample(
 
 def _cross_tokenizer_sample(
     student: _StudentChat,
-    reader: CrossTokenizerChat,
+    reader: CrossTokenizer[ChatEncoder],
     teacher: PrivilegedPrompt[_ChatReader],
     prompt: Sequence[Message],
     first: int,

@@ -52,11 +52,6 @@ class Context:
         """All settings that determine the teacher's prompts."""
         return self.settings.model_dump_json(), tuple(sorted(self.columns.items()))
 
-    @property
-    def num_readings(self) -> int:
-        """Number of prompts that `contents` returns."""
-        return 1 + (self.settings.gap_every is not None) + self.settings.contrast
-
     def contents(self, prompt: Content, fields: _Fields) -> tuple[Content, ...]:
         """Return the teacher's prompt and, if the settings ask for them, the student's and one with another record's
         fields.
@@ -212,7 +207,7 @@ class PrivilegedPrompt(Generic[_Reader]):
         sample: the sample without the context.
         """
         tokens = replace(sample.tokens, loss_mask=np.zeros_like(sample.tokens.loss_mask))
-        variants = (tokens,) * (self.context.num_readings - 1)
+        variants = (tokens,) * ((self.context.settings.gap_every is not None) + self.context.settings.contrast)
         result = replace(sample, tokens=tokens, leakage=(0, 0), variants=variants)
         if sample.chunks is None:
             return replace(result, moved_by=0)

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import datasets
 import pyarrow as pa
 
-from nemo_opd.data.files import await_turn, elsewhere, json_schema, plain, reading, summarize, uncompressed, writing
-from nemo_opd.data.layout import Layout, RowLayout, columns_in
+from nemo_opd.data.columns import require_columns
+from nemo_opd.data.files import await_turn, elsewhere, json_schema, plain, reading, summarize, writing
+from nemo_opd.data.layout import Layout
 from nemo_opd.data.lines import Origin, RowError, column_types, json_rows, numbered, of_lines
-from nemo_opd.data.record import MESSAGES, RESPONSE, TEACHER, TEXT, TOOLS, written
+from nemo_opd.data.record import MESSAGES, RESPONSE, ROW, TEACHER, TEXT, TOOLS, written
 from nemo_opd.errors import DataError
 from nemo_opd.files import require_room
 
@@ -54,35 +55,27 @@ class _Damage:
 
 
 def read_jsonl(paths: list[Path], layout: Layout, key: str) -> Read:
-    files = {path: file for path in paths if (file := _non_blank_file(path, key))}
-    require_rows(list(files), key, paths)
-    for path, file in files.items():
-        if (schema := json_schema(file)) is not None:
-            layout.require_columns(plain(schema), f"{key}={summarize(path)}")
-    origin = of_lines(list(files), list(files.values()))
-    columns = dict(layout.columns)
+    columns = layout.columns
     try:
+        files = [path for path in paths if any(line.strip() for _, line in numbered(path))]
+        require_rows(files, key, paths)
+        for path in files:
+            if (schema := json_schema(path)) is not None:
+                require_columns(layout, plain(schema), f"{key}={summarize(path)}")
+        origin = of_lines(files)
         with reading(key, *paths, way_out="check that all files are complete"):
             dataset = convert(
                 "json_rows",
-                list(files.values()),
+                files,
                 list(columns),
                 f"{key}={summarize(paths)}",
                 origin,
                 columns=columns,
-                whole_rows=isinstance(layout, RowLayout),
+                whole_rows=layout.whole_rows,
             )
     except RowError as error:
-        path = next(path for path, file in files.items() if file == error.file)
-        raise DataError(f"{key}={summarize(path)}: {error}") from error
+        raise DataError(f"{key}={error}") from error
     return selected(dataset, layout, key, *paths), origin
-
-
-def _non_blank_file(path: Path, key: str) -> Path | None:
-    """Return the file, unpacked if it is compressed, or None if all its lines are blank."""
-    with reading(key, path):
-        file = uncompressed(path, f"{key}={summarize(path)}")
-        return file if any(line.strip() for _, line in numbered(file)) else None
 
 
 def require_rows(filled: list[Path], key: str, paths: list[Path]) -> None:
@@ -93,10 +86,39 @@ def require_rows(filled: list[Path], key: str, paths: list[Path]) -> None:
 
 def selected(dataset: datasets.Dataset, layout: Layout, key: str, *value: object) -> datasets.Dataset:
     """Select the layout's columns and give them our names. Raises DataError if one is missing."""
-    layout.require_columns(dataset.data.schema, f"{key}={summarize(value)}")
+    require_columns(layout, dataset.data.schema, f"{key}={summarize(value)}")
     columns = columns_in(layout, [dataset.data.schema])
     renamed = {name: column for name, column in columns.items() if name != column}
     return dataset.select_columns(list(columns)).rename_columns(renamed)
+
+
+def columns_in(layout: Layout, schemas: Sequence[pa.Schema]) -> Mapping[str, str]:
+    """Return the columns to read, as the user's name → ours.
+
+    Whole rows have each column that all schemas have with the same type.
+    """
+    layout_columns = layout.columns
+    if not layout.whole_rows:
+        return layout_columns
+    first, *other_schemas = schemas
+    extra = [
+        field
+        for field in first
+        if field.name not in layout_columns
+        and first.names.count(field.name) == 1
+        and is_known(field)
+        and all(field.name in schema.names and schema.field(field.name).type == field.type for schema in other_schemas)
+    ]
+    return {**layout_columns, **{field.name: ROW + field.name for field in extra}}
+
+
+def is_known(field: pa.Field) -> bool:
+    """Return whether `datasets` has a type for a column. It has none for maps, unions and UUIDs."""
+    try:
+        datasets.Features.from_arrow_schema(pa.schema([field]))
+    except Exception:  # `datasets` raises various errors for unknown types
+        return False
+    return True
 
 
 def convert(
@@ -211,19 +233,18 @@ def first_damage(table: pa.Table) -> _Damage | None:
 
 
 def _iter_damage(threads: ThreadPoolExecutor, table: pa.Table) -> Iterator[_Damage]:
+    def first_bad_chunk(chunks: list[pa.Array]) -> int | None:
+        return next((i for i, chunk in enumerate(chunks) if problem(chunk) is not None), None)
+
     for name, column in zip(table.column_names, table.columns, strict=True):
-        chunks = [_storage(chunk) for chunk in column.chunks]
+        chunks = [chunk.storage if isinstance(chunk, pa.ExtensionArray) else chunk for chunk in column.chunks]
         groups = [chunks[i : i + _CHUNKS_AT_A_TIME] for i in range(0, len(chunks), _CHUNKS_AT_A_TIME)]
-        for group, bad in enumerate(threads.map(_first_bad_chunk, groups)):
+        for group, bad in enumerate(threads.map(first_bad_chunk, groups)):
             if bad is not None:
                 i = group * _CHUNKS_AT_A_TIME + bad
                 row = _first_bad_row(chunks[i])
                 reason = problem(chunks[i].slice(row, 1)) or problem(chunks[i]) or ""
                 yield _Damage(sum(map(len, chunks[:i])) + row, name, reason)
-
-
-def _first_bad_chunk(chunks: list[pa.Array]) -> int | None:
-    return next((i for i, chunk in enumerate(chunks) if problem(chunk) is not None), None)
 
 
 def problem(values: pa.Array) -> str | None:
@@ -245,10 +266,6 @@ def _first_bad_row(values: pa.Array) -> int:
         else:
             unsound = middle
     return sound
-
-
-def _storage(values: pa.Array) -> pa.Array:
-    return values.storage if isinstance(values, pa.ExtensionArray) else values
 
 
 @dataclass
@@ -296,7 +313,7 @@ class JsonRows(datasets.ArrowBasedBuilder):
             for place, row in json_rows(file):
                 for name in strings:
                     if not isinstance(row.get(name), str | None):
-                        raise RowError(file, place, f"{name!r} is not a string but {repr(row[name])[:60]}")
+                        raise RowError.of(file, place, f"{name!r} is not a string but {repr(row[name])[:60]}")
                 rows.append(row)
                 if len(rows) == _ROWS_AT_A_TIME:
                     yield key, self._table(rows, schema)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +20,20 @@ from nemo_opd.alignment import (
     LocatedTokens,
     Pieces,
     RenderedChat,
+    TokenAligner,
     fingerprint,
     locate_tokens,
     pieces_of,
 )
 from nemo_opd.config.data import LearnedTurns
+from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.record import Conversation
 from nemo_opd.data.samples import Tokens, require_ids
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
+_Encoder = TypeVar("_Encoder", "Encoder", "ChatEncoder")
 _VERSION = 3
 """Increment when the same text is encoded differently."""
 _CHARACTERS_A_TOKEN = 8
@@ -230,6 +233,19 @@ class ChatEncoder:
         mask = chat.assistant_mask.copy()
         mask[:1] = False
         return Tokens(chat.ids, mask, np.where(chat.is_content, self.lengths[chat.ids], np.int32(0)))
+
+
+@dataclass(frozen=True)
+class CrossTokenizer(Generic[_Encoder]):
+    """A teacher with its own tokenizer."""
+
+    encoder: _Encoder
+    aligner: TokenAligner
+    equal_history: EqualHistory = "text"
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return (*self.encoder.identity, self.aligner.fingerprint, self.equal_history)
 
 
 def encode_beginning(student: Encoder, teachers: Sequence[Encoder], text: str, length: int) -> list[Encoding]:

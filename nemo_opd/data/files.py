@@ -1,42 +1,32 @@
-"""Files of a source: their paths, columns and unpacked copies, and errors of reading and writing them.
+"""Files of a source: their paths and columns, and errors of reading and writing them.
 
-Columns are read from headers before any conversion and without PyTorch. Compressed files are unpacked once into the
-cache folder, within bounds.
+Columns are read from headers or first rows, before any conversion and without PyTorch.
 """
 
-import bz2
 import errno
 import fcntl
 import glob
-import gzip
-import hashlib
 import logging
-import lzma
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import IO, Any, get_args
+from typing import get_args
 
 import pyarrow as pa
 import pyarrow.parquet
 
 from nemo_opd.config.data import HubDataset, Source
+from nemo_opd.data.columns import require_columns
 from nemo_opd.data.layout import Layout
-from nemo_opd.data.lines import RowError, column_types, first_value, json_rows
-from nemo_opd.data.record import MESSAGES, parsed
+from nemo_opd.data.lines import RowError, column_types, json_rows
 from nemo_opd.demo import DEMO_PREFIX, corpus, is_demo, questions
 from nemo_opd.demo.corpus import Split
 from nemo_opd.errors import DataError, OPDError, StorageError
-from nemo_opd.files import FULL, MAX_EXPANSION, UNSUSPICIOUS, error_number, refusal, umask_mode
-from nemo_opd.paths import cache_dir
+from nemo_opd.files import FULL, error_number, refusal
 
 _ARROW_FILE_MAGIC = b"ARROW1"
-_PLAIN_JSON = frozenset({".jsonl", ".json", ".ndjson"})
 _FIRST_ROWS = 1000
 """Rows of a JSON file that its columns are inferred from."""
 
@@ -45,16 +35,6 @@ _WRITE_ERRORS = FULL | {errno.EROFS, errno.EFBIG}
 WAIT_S = 2 * 3600.0
 """Seconds to wait for another process: long enough to convert 1.4 TB at 0.2 GB/s."""
 _POLL_S = 0.5
-SPARE = 1 << 30
-"""Bytes of the disk to leave free."""
-
-_BLOCK_BYTES = 1 << 20
-"""Bytes unpacked at a time."""
-_PART = ".part"
-"""Suffix of an unfinished copy."""
-_ABANDONED_S = 3600.0
-"""Seconds without a change after which an unfinished copy belongs to a killed run."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -63,17 +43,9 @@ def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
 
     Accepts everything that `load_documents` accepts. Raises DataError, naming the key and the value.
     """
-    require_source(source, key=key)
-    for kind, value in source.given.items():
-        if isinstance(value, HubDataset):
-            continue
-        named = f"{key}.{kind}"
-        for path in resolve_files(value, key=named):
-            with reading(named, path):
-                schema = _SCHEMAS[kind](path) if kind in _SCHEMAS else None
-            if schema is not None:
-                layout.require_columns(plain(schema), f"{named}={summarize(path)}")
-                _require_json(kind, path, layout, f"{named}={summarize(path)}")
+    for name, schema in _schemas(source, key):
+        if schema is not None:
+            require_columns(layout, schema, name)
 
 
 def first_schema(source: Source, *, key: str) -> tuple[str, pa.Schema | None]:
@@ -81,30 +53,21 @@ def first_schema(source: Source, *, key: str) -> tuple[str, pa.Schema | None]:
 
     Raises DataError for a source that is not set, or a file that cannot be read.
     """
+    return next(_schemas(source, key))
+
+
+def _schemas(source: Source, key: str) -> Iterator[tuple[str, pa.Schema | None]]:
+    """Yield the name of each file in messages, and its columns; None if only the loader can tell them."""
     require_source(source, key=key)
     ((kind, value),) = source.given.items()
     named = f"{key}.{kind}"
-    if isinstance(value, HubDataset) or kind not in _SCHEMAS:
-        return named, None
-    path = resolve_files(value, key=named)[0]
-    with reading(named, path):
-        schema = _SCHEMAS[kind](path)
-    return f"{named}={summarize(path)}", None if schema is None else plain(schema)
-
-
-def _require_json(kind: str, path: Path, layout: Layout, source: str) -> None:
-    """Raise DataError if the first conversation is a string but not a JSON list, as in a column of texts."""
-    for name, ours in layout.columns.items():
-        value = first_value(kind, path, name) if ours == MESSAGES else None
-        if not isinstance(value, str):
-            continue
-        with suppress(DataError):
-            if isinstance(parsed(value), list):
-                continue
-        raise DataError(
-            f"{source}: column {name!r} holds no conversations; its first row is {value[:60]!r}…, not a list of "
-            "objects or its JSON text; set data.messages_key to such a column, or leave it out to read texts"
-        )
+    if isinstance(value, HubDataset):
+        yield named, None
+        return
+    for path in resolve_files(value, key=named):
+        with reading(named, path):
+            schema = _SCHEMAS[kind](path) if kind in _SCHEMAS else None
+        yield f"{named}={summarize(path)}", None if schema is None else plain(schema)
 
 
 def require_source(source: Source, *, key: str) -> None:
@@ -163,12 +126,8 @@ def arrow_schema(path: Path) -> pa.Schema:
         return pa.ipc.open_file(file).schema if is_ipc_file(path) else pa.ipc.open_stream(file).schema
 
 
-def _parquet_schema(path: Path) -> pa.Schema:
-    return pa.parquet.read_schema(path)
-
-
 def json_schema(path: Path) -> pa.Schema | None:
-    """Return the schema of an uncompressed file's first rows, or None if the file is empty or one of them is malformed.
+    """Return the schema of a file's first rows, or None if the file is empty or cannot be read so far.
 
     The loader reads all rows and reports malformed lines, and values that are not strings in a column of strings.
     """
@@ -180,10 +139,6 @@ def json_schema(path: Path) -> pa.Schema | None:
     return pa.schema(types.items()) if types else None
 
 
-def _jsonl_schema(path: Path) -> pa.Schema | None:
-    return json_schema(path) if path.suffix in _PLAIN_JSON else None
-
-
 def _text_schema(path: Path) -> pa.Schema:
     with path.open("rb"):
         return pa.schema([("text", pa.string())])
@@ -191,8 +146,8 @@ def _text_schema(path: Path) -> pa.Schema:
 
 _SCHEMAS: dict[str, Callable[[Path], pa.Schema | None]] = {
     "arrow_files": arrow_schema,
-    "parquet_files": _parquet_schema,
-    "jsonl_files": _jsonl_schema,
+    "parquet_files": pa.parquet.read_schema,
+    "jsonl_files": json_schema,
     "text_files": _text_schema,
 }
 """Functions that read a file's columns, keyed by format. For a file without a function, or if it returns None, only the
@@ -218,84 +173,6 @@ def is_ipc_file(path: Path) -> bool:
 
 def is_encoded(dtype: pa.DataType) -> bool:
     return pa.types.is_dictionary(dtype) or pa.types.is_string_view(dtype)
-
-
-def uncompressed(path: Path, source: str) -> Path:
-    """Return the file itself, or its unpacked copy if it is compressed with gzip, zstd, bzip2 or xz.
-
-    source: the file's name in messages. Raises DataError if the file unpacks to an unreasonable size or to more than
-    the disk holds, StorageError if the copy cannot be written, and the unpacker's error if the file is damaged.
-    """
-    opener = _opener(path)
-    if opener is None:
-        return path
-    status = path.stat()
-    identity = f"{path} {status.st_size} {status.st_mtime_ns}"
-    folder = cache_dir("unpacked")
-    target = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.jsonl"
-    if not target.exists():
-        _remove_abandoned(folder)
-        limit = max(UNSUSPICIOUS, MAX_EXPANSION * status.st_size)
-        with writing(folder, "NEMO_OPD_CACHE"), NamedTemporaryFile(dir=folder, suffix=_PART, delete=False) as unpacked:
-            try:
-                with opener(path) as packed:
-                    _copy(packed, unpacked, limit, source)
-                unpacked.flush()
-                os.fsync(unpacked.fileno())
-                os.chmod(unpacked.name, umask_mode())
-                # Caches of derived data are keyed by this time, so it must not depend on when the copy was made.
-                os.utime(unpacked.name, ns=(status.st_mtime_ns, status.st_mtime_ns))
-                Path(unpacked.name).rename(target)
-            finally:
-                Path(unpacked.name).unlink(missing_ok=True)
-    return target
-
-
-def _zstd(path: Path) -> IO[bytes]:
-    return pa.input_stream(str(path), compression="zstd")
-
-
-_Opener = Callable[[Path], AbstractContextManager[Any]]
-_OPENERS: dict[bytes, _Opener] = {
-    b"\x1f\x8b": gzip.GzipFile,
-    b"\x28\xb5\x2f\xfd": _zstd,
-    b"BZh": bz2.BZ2File,
-    b"\xfd7zXZ\x00": lzma.LZMAFile,
-}
-"""Openers keyed by a file's first bytes; its name does not matter."""
-
-
-def _opener(path: Path) -> _Opener | None:
-    with path.open("rb") as file:
-        start = file.read(max(map(len, _OPENERS)))
-    return next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
-
-
-def _copy(packed: IO[bytes], unpacked: IO[bytes], limit: int, source: str) -> None:
-    folder = cache_dir()
-    free = shutil.disk_usage(folder).free - SPARE
-    size = 0
-    while block := packed.read(_BLOCK_BYTES):
-        size += len(block)
-        if size > limit:
-            raise DataError(
-                f"{source} unpacks to more than {limit / 1e9:.1f} GB, {MAX_EXPANSION} times its size, as no text "
-                "does; unpack it yourself if you trust it"
-            )
-        if size > free:
-            raise DataError(
-                f"{source} unpacks to more than the {max(free, 0) / 1e9:.1f} GB that {folder} may take; set "
-                "$NEMO_OPD_CACHE to a folder with more room, or unpack the file yourself"
-            )
-        unpacked.write(block)
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove unfinished copies of killed runs. A copy that is still being unpacked changes all the time."""
-    for part in folder.glob(f"*{_PART}"):
-        with suppress(OSError):
-            if time.time() - part.stat().st_mtime > _ABANDONED_S:
-                part.unlink()
 
 
 @contextmanager
@@ -339,15 +216,11 @@ def writing(folder: Path, variable: str) -> Iterator[None]:
     except OPDError:
         raise
     except Exception as error:
-        number = error_number(error)
-        if number is None or not (number in _WRITE_ERRORS or _names_file_below(error, folder)):
+        number, name = error_number(error), getattr(error, "filename", None)
+        is_below = isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
+        if number is None or not (number in _WRITE_ERRORS or is_below):
             raise
         raise StorageError(refusal(folder, number, instead=elsewhere(variable))) from error
-
-
-def _names_file_below(error: Exception, folder: Path) -> bool:
-    name = getattr(error, "filename", None)
-    return isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
 
 
 def elsewhere(variable: str) -> str:

@@ -1,14 +1,13 @@
-"""Layouts: which columns hold the documents, and which types they must have."""
+"""Layouts: the columns that settings name, and their uses. `data.columns` checks them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from nemo_opd.config.data import Data
-from nemo_opd.config.reward import FunctionReward, Reward, RewardBase
-from nemo_opd.data.columns import described, is_list_of_objects, is_string, readings
+from nemo_opd.config.reward import FunctionReward, Reward
 from nemo_opd.data.record import (
     ANSWER,
     COMPLETION,
@@ -17,379 +16,133 @@ from nemo_opd.data.record import (
     MESSAGES,
     PROMPT,
     RESPONSE,
-    ROW,
     TEACHER,
     TEXT,
     TOOLS,
 )
 from nemo_opd.errors import DataError
 
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
+Use = Literal["text", "messages", "turn", "teacher", "domain", "prompt", "field", "answer", "response"]
+"""Use of a column, which determines its types. turn: one side of a prompt and its completion, texts or messages.
+prompt, field: a teacher's whole prompt, or a value in it.
+"""
 
-    from nemo_opd.data.lines import Origin
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column that a setting names."""
+
+    setting: str
+    name: str
+    """The user's name."""
+    ours: str
+    """Our name."""
+    use: Use
+    is_required: bool = False
+    """Whether it may have no nulls."""
 
 
-class Layout(Protocol):
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The columns to read. Several settings may name one column."""
+
+    named: tuple[Column, ...]
+    teachers: tuple[str, ...] = ()
+    """Teachers that a column may name, if one is for the routed aggregation."""
+    whole_rows: bool = False
+    """Whether to read all other columns, too."""
+
     @property
-    def columns(self) -> Mapping[str, str]:
-        """The user's name of a column → ours."""
-        ...
+    def columns(self) -> dict[str, str]:
+        """The user's name of a column → ours, by the first setting that names it."""
+        columns: dict[str, str] = {}
+        for column in self.named:
+            columns.setdefault(column.name, column.ours)
+        return columns
 
-    def require_columns(self, schema: pa.Schema, source: str) -> None:
-        """Raise DataError if a column is missing or has a wrong type."""
+    def with_prompts(
+        self, answer_key: str | None = None, response_key: str | None = None, *, reward: str = "reward"
+    ) -> Layout:
+        """Add a verifiable reward's answers and the responses, if their columns are named.
 
-    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        """Raise DataError if there is nothing to learn from."""
+        reward: section of the settings that contains `answer_key`. Raises DataError if one column has two uses.
+        """
+        named = list(self.named)
+        for setting, name, ours in (
+            (f"{reward}.answer_key", answer_key, ANSWER),
+            ("data.response_key", response_key, RESPONSE),
+        ):
+            if name is None:
+                continue
+            if used := next((column.ours for column in named if column.name == name), None):
+                raise DataError(f"{setting}={name}: that column already holds the prompts' {used}; name another")
+            named.append(Column(setting, name, ours, "answer" if ours == ANSWER else "response"))
+        return replace(self, named=tuple(named))
+
+    def with_routes(self, key: str, teachers: tuple[str, ...]) -> Layout:
+        """Add a column that names the teacher of each document."""
+        column = Column("aggregation.key", key, TEACHER, "teacher", is_required=True)
+        return replace(self, named=(*self.named, column), teachers=teachers)
+
+    def with_fields(self, named: Sequence[tuple[str, str]]) -> Layout:
+        """Add the columns that contexts and rewards read. named: pairs of a column and a setting that names it."""
+        columns = self.columns
+        fields = (
+            Column(
+                setting,
+                name,
+                columns.get(name, FIELD + name),
+                "prompt" if setting.endswith(".key") else "field",
+                is_required=True,
+            )
+            for name, setting in named
+        )
+        return replace(self, named=(*self.named, *fields))
+
+    def with_domains(self, key: str) -> Layout:
+        """Add a column with the documents' domains."""
+        return replace(self, named=(*self.named, Column("data.domain_key", key, DOMAIN, "domain")))
+
+    def for_reward(self, reward: Reward | None) -> Layout:
+        """Read entire rows if the reward may read any column."""
+        reads_rows = reward is not None and any(isinstance(part, FunctionReward) for part in reward.parts)
+        return replace(self, whole_rows=reads_rows)
+
+
+def text_layout(text_key: str, section: str = "data") -> Layout:
+    """Return the layout of documents that are strings. section: section of the settings that contains `text_key`."""
+    return Layout((Column(f"{section}.text_key", text_key, TEXT, "text", is_required=True),))
+
+
+def chat_layout(
+    messages_key: str | None,
+    tools_key: str | None,
+    section: str = "data",
+    prompt_key: Sequence[str] = (),
+    completion_key: str | None = None,
+) -> Layout:
+    """Return the layout of conversations: lists of messages, or prompts with completions, and optional lists of tools.
+
+    Messages and tools may be JSON text. section: section of the settings that contains all keys.
+    """
+    named: list[tuple[str, str | None, str, Use]] = [
+        ("messages_key", messages_key, MESSAGES, "messages"),
+        *(("prompt_key", name, f"{PROMPT}{i}", "turn") for i, name in enumerate(prompt_key)),
+        ("completion_key", completion_key, COMPLETION, "turn"),
+        ("tools_key", tools_key, TOOLS, "messages"),
+    ]
+    required = (MESSAGES, f"{PROMPT}0", COMPLETION)
+    return Layout(
+        tuple(
+            Column(f"{section}.{key}", name, ours, use, is_required=ours in required)
+            for key, name, ours, use in named
+            if name is not None
+        )
+    )
 
 
 def layout_of(data: Data) -> Layout:
+    """Return the layout of a run's documents."""
     if not data.is_chat:
-        return TextLayout(data.text_key)
-    return ChatLayout(data.messages_key, data.tools_key, prompt_key=data.prompt_key, completion_key=data.completion_key)
-
-
-def columns_in(layout: Layout, schemas: Sequence[pa.Schema]) -> Mapping[str, str]:
-    """Return the columns to read, as the user's name → ours.
-
-    A RowLayout adds each column that all schemas have with the same type.
-    """
-    layout_columns = layout.columns
-    if not isinstance(layout, RowLayout):
-        return layout_columns
-    first, *other_schemas = schemas
-    extra = [
-        field
-        for field in first
-        if field.name not in layout_columns
-        and first.names.count(field.name) == 1
-        and _is_known(field)
-        and all(field.name in schema.names and schema.field(field.name).type == field.type for schema in other_schemas)
-    ]
-    return {**layout_columns, **{field.name: ROW + field.name for field in extra}}
-
-
-@dataclass(frozen=True, slots=True)
-class TextLayout:
-    """A layout whose documents are strings."""
-
-    text_key: str
-    section: str = "data"
-    """Section of the settings that contains `text_key`."""
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        return {self.text_key: TEXT}
-
-    def require_columns(self, schema: pa.Schema, source: str) -> None:
-        setting = f"{self.section}.text_key"
-        dtype = _type_of(schema, self.text_key, setting, source)
-        if not is_string(dtype):
-            raise DataError(
-                f"{source}: column {self.text_key!r} is of type {_type_name(dtype)}, not string; set {setting} to a "
-                "column of strings"
-            )
-
-    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        import pyarrow.compute as pc
-
-        column = _column_without_nulls(documents, TEXT, source, origin)
-        if not any(pc.any(pc.greater(pc.binary_length(chunk), 0)).as_py() for chunk in column.chunks):
-            raise DataError(
-                f"{source}: all {len(documents)} documents are empty; check {self.section}.text_key and the source"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class ChatLayout:
-    """A layout whose documents are lists of messages, or prompts with completions, with an optional list of tools.
-
-    Messages and tools in one column may be JSON text.
-    """
-
-    messages_key: str | None
-    """None if `prompt_key` names columns."""
-    tools_key: str | None
-    section: str = "data"
-    """Section of the settings that contains all keys."""
-    prompt_key: tuple[str, ...] = ()
-    completion_key: str | None = None
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        return {name: ours for _, name, ours in self._named}
-
-    @property
-    def _named(self) -> list[tuple[str, str, str]]:
-        """Setting, user's name and our name of each column."""
-        named = [
-            ("messages_key", self.messages_key, MESSAGES),
-            *(("prompt_key", name, f"{PROMPT}{i}") for i, name in enumerate(self.prompt_key)),
-            ("completion_key", self.completion_key, COMPLETION),
-            ("tools_key", self.tools_key, TOOLS),
-        ]
-        return [(setting, name, ours) for setting, name, ours in named if name is not None]
-
-    def require_columns(self, schema: pa.Schema, source: str) -> None:
-        for key, name, ours in self._named:
-            setting = f"{self.section}.{key}"
-            dtype = _type_of(schema, name, setting, source)
-            if not is_string(dtype) and not is_list_of_objects(dtype):
-                text = "its JSON text" if ours in (MESSAGES, TOOLS) else "a text"
-                raise DataError(
-                    f"{source}: column {name!r} is of type {_type_name(dtype)}, not a list of objects or {text}; set "
-                    f"{setting} to such a column"
-                )
-
-    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        for _, name, ours in self._named:
-            if ours in (MESSAGES, f"{PROMPT}0", COMPLETION):
-                _column_without_nulls(documents, ours, source, origin, name=None if ours == MESSAGES else repr(name))
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedLayout:
-    """Another layout's documents, plus a column that names the teacher of each."""
-
-    documents: Layout
-    key: str
-    teachers: tuple[str, ...]
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        return {**self.documents.columns, self.key: TEACHER}
-
-    def require_columns(self, schema: pa.Schema, source: str) -> None:
-        self.documents.require_columns(schema, source)
-        if self.key not in schema.names:
-            raise DataError(
-                f"{source} has no column {self.key!r}, in which aggregation.type=routed looks up each row's teacher; "
-                f"add it, set aggregation.key to one of its columns ({', '.join(schema.names)}), or use another "
-                "aggregation"
-            )
-        dtype = schema.field(self.key).type
-        if not is_string(dtype):
-            raise DataError(
-                f"{source}: column {self.key!r} is of type {_type_name(dtype)}, not string; set aggregation.key to a "
-                "column with the names of teachers"
-            )
-
-    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        """Raise DataError if there is nothing to learn from, or a row names an unknown teacher."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        self.documents.require_content(documents, source, origin)
-        names = _column_without_nulls(documents, TEACHER, source, origin)
-        is_unknown = pc.invert(pc.is_in(names, value_set=pa.array(self.teachers, names.type)))
-        row = pc.index(is_unknown, True).as_py()
-        if row >= 0:
-            raise DataError(
-                f"{source}: {origin(row)} has {self.key}={names[row].as_py()!r}, which is "
-                f"not a teacher of this run; the teachers are {', '.join(self.teachers)}; correct the rows or the "
-                "names under teachers"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class DomainLayout:
-    """Another layout's documents, plus a column with their domains."""
-
-    documents: Layout
-    key: str
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        return {self.key: DOMAIN, **self.documents.columns}
-
-    def require_columns(self, schema: pa.Schema, source: str) -> None:
-        import pyarrow as pa
-
-        self.documents.require_columns(schema, source)
-        dtype = _type_of(schema, self.key, "data.domain_key", source)
-        if not is_string(dtype) and not pa.types.is_integer(dtype):
-            raise DataError(
-                f"{source}: column {self.key!r} is of type {_type_name(dtype)}; set data.domain_key to a column of "
-                "names"
-            )
-
-    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        self.documents.require_content(documents, source, origin)
-
-
-@dataclass(frozen=True, slots=True)
-class ContextLayout:
-    """Another layout's documents, plus the fields that contexts name."""
-
-    documents: Layout
-    named: tuple[tuple[str, str], ...]
-    """Pairs of the user's column name and a setting that names it; several settings may name one column."""
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        document_columns = self.documents.columns
-        return {**document_columns, **{name: FIELD + name for name, _ in self.named if name not in document_columns}}
-
-    def require_columns(self, schema: pa.Schema, source: str) -> None:
-        self.documents.require_columns(schema, source)
-        for name, setting in self.named:
-            if name not in schema.names:
-                raise DataError(
-                    f"{source} has no column {name!r}, which {setting} names; write one of its columns there: "
-                    f"{', '.join(schema.names)}"
-                )
-            dtype = _type_of(schema, name, setting, source)
-            if not (is_string(dtype) or (is_list_of_objects if setting.endswith(".key") else _is_printable)(dtype)):
-                kinds = "texts or messages" if setting.endswith(".key") else "texts, lists of texts or numbers"
-                raise DataError(
-                    f"{source}: column {name!r} is of type {_type_name(dtype)}, which {setting} cannot write; name "
-                    f"one of {kinds}"
-                )
-
-    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        """Raise DataError if there is nothing to learn from, or a row lacks a field."""
-        self.documents.require_content(documents, source, origin)
-        for name in dict.fromkeys(name for name, _ in self.named):
-            _column_without_nulls(documents, self.columns[name], source, origin, name=repr(name))
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLayout:
-    """Another layout's prompts, plus a verifiable reward's answers and the responses, if their columns are named."""
-
-    documents: Layout
-    answer_key: str | None = None
-    """None if no reward reads an answer."""
-    response_key: str | None = None
-    reward: str = "reward"
-    """Section of the settings that contains `answer_key`."""
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        """The user's name of a column → ours. Raises DataError if one column has two uses."""
-        columns = dict(self.documents.columns)
-        for setting, name, ours in self._extra_columns:
-            if name in columns:
-                raise DataError(
-                    f"{setting}={name}: that column already holds the prompts' {columns[name]}; name another"
-                )
-            columns[name] = ours
-        return columns
-
-    @property
-    def _extra_columns(self) -> list[tuple[str, str, str]]:
-        """Setting, user's name and our name of each column beyond the prompts."""
-        named = (
-            (f"{self.reward}.answer_key", self.answer_key, ANSWER),
-            ("data.response_key", self.response_key, RESPONSE),
-        )
-        return [(setting, name, ours) for setting, name, ours in named if name is not None]
-
-    def require_columns(self, schema: pa.Schema, source: str) -> None:
-        self.documents.require_columns(schema, source)
-        for setting, name, ours in self._extra_columns:
-            dtype = _type_of(schema, name, setting, source)
-            if not (is_string(dtype) or (ours == ANSWER and _is_answer(dtype))):
-                kinds = "strings, numbers or lists of strings" if ours == ANSWER else "strings"
-                raise DataError(
-                    f"{source}: column {name!r} is of type {_type_name(dtype)}; set {setting} to a column of {kinds}"
-                )
-
-    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        self.documents.require_content(documents, source, origin)
-
-
-@dataclass(frozen=True, slots=True)
-class RowLayout:
-    """Another layout's documents, plus all other columns of their rows."""
-
-    documents: Layout
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        return self.documents.columns
-
-    def require_columns(self, schema: pa.Schema, source: str) -> None:
-        self.documents.require_columns(schema, source)
-
-    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        self.documents.require_content(documents, source, origin)
-
-
-def with_columns(
-    layout: Layout, named: Sequence[tuple[str, str]], reward: Reward | None, domain_key: str | None = None
-) -> Layout:
-    """Add the columns that settings name to a layout, and entire rows if the reward may read any column."""
-    layout = ContextLayout(layout, tuple(named)) if named else layout
-    layout = layout if domain_key is None else DomainLayout(layout, domain_key)
-    return RowLayout(layout) if _reads_rows(reward) else layout
-
-
-def _reads_rows(reward: RewardBase | None) -> bool:
-    """Return whether a reward may read any column of a row."""
-    return reward is not None and any(isinstance(part, FunctionReward) for part in reward.parts)
-
-
-def _type_of(schema: pa.Schema, name: str, setting: str, source: str) -> pa.DataType:
-    """Return a column's type. Raises DataError if the column is missing or occurs more than once."""
-    if name not in schema.names:
-        columns = ", ".join(schema.names) or "none"
-        advice = "".join(f", or write {described(reading)}" for reading in readings(schema))
-        raise DataError(f"{source} has no column {name!r}; set {setting} to one of its columns: {columns}{advice}")
-    if (count := schema.names.count(name)) > 1:
-        raise DataError(f"{source} has {count} columns {name!r}; write the file with one, or set {setting} to another")
-    return schema.field(name).type
-
-
-def _type_name(dtype: pa.DataType) -> str:
-    """Return the name of a column's type for messages."""
-    import pyarrow as pa
-
-    return "JSON (objects, or values of several types)" if isinstance(dtype, pa.JsonType) else str(dtype)
-
-
-def _column_without_nulls(
-    documents: datasets.Dataset, column: str, source: str, origin: Origin, name: str | None = None
-) -> pa.ChunkedArray:
-    """Return a column, called `name` in messages. Raises DataError if it is empty or has a null."""
-    import pyarrow.compute as pc
-
-    if not len(documents):
-        raise DataError(f"{source}: no documents; the source has no rows")
-    values = documents.data.column(column)
-    if values.null_count:
-        first = pc.index(pc.is_null(values), True).as_py()
-        raise DataError(
-            f"{source}: {values.null_count} of {len(documents)} documents have no {name or column} (null), the first "
-            f"in {origin(first)}; leave those rows out"
-        )
-    return values
-
-
-def _is_printable(dtype: pa.DataType) -> bool:
-    """Return whether a template can print values of this type, which is not a string."""
-    import pyarrow as pa
-
-    return pa.types.is_boolean(dtype) or _is_answer(dtype)
-
-
-def _is_answer(dtype: pa.DataType) -> bool:
-    """Return whether a type, which is not a string, is a number or a list of strings."""
-    import pyarrow as pa
-
-    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
-        return is_string(dtype.value_type)
-    return pa.types.is_integer(dtype) or pa.types.is_floating(dtype)
-
-
-def _is_known(field: pa.Field) -> bool:
-    """Return whether `datasets` has a type for a column."""
-    import datasets
-    import pyarrow as pa
-
-    try:
-        datasets.Features.from_arrow_schema(pa.schema([field]))
-    except Exception:  # `datasets` raises various errors for unknown types
-        return False
-    return True
+        return text_layout(data.text_key)
+    return chat_layout(data.messages_key, data.tools_key, "data", data.prompt_key, data.completion_key)

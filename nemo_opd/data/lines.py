@@ -1,23 +1,26 @@
 """Rows of JSONL, JSON and text files: parsing within parsers' limits, types of columns, and places for messages."""
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from nemo_opd.errors import DataError
+from nemo_opd.files import MAX_EXPANSION, UNSUSPICIOUS
 
 _MAX_LINE = 2**31 - 1
 """Limit in bytes, as Arrow's parser counts them."""
 _MAX_DEPTH = 500
 """Limit of nested lists and objects. Parsers recurse: some kill the process at tens of thousands."""
-_START = 4096
-"""Bytes read to find a file's first character."""
 _BOM = b"\xef\xbb\xbf"
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
@@ -44,11 +47,12 @@ Origin = Callable[[int], str]
 
 
 class RowError(DataError):
-    """A row of a JSON file that cannot be read."""
+    """A file, or a row of it, that cannot be read. The message begins with the file's name."""
 
-    def __init__(self, file: Path, place: str, reason: str) -> None:
-        super().__init__(f"{place} is malformed: {reason}; write one JSON object a line, in UTF-8")
-        self.file = file
+    @classmethod
+    def of(cls, file: Path, place: str, reason: object) -> Self:
+        """Return the error for a malformed row."""
+        return cls(f"{str(file)!r}: {place} is malformed: {reason}; write one JSON object a line, in UTF-8")
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -56,26 +60,22 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Raises RowError.
     """
-    place = "line 1"
+    place, is_first, lines = "line 1", True, numbered(path)
     try:
-        if _is_json_list(path):
-            for i, element in enumerate(_parsed(path.read_bytes()), start=1):
-                place = f"element {i}"
-                yield place, _require_object(element)
-            return
-        for number, line in numbered(path):
-            place = f"line {number}"
-            if line.strip():
-                yield place, _require_object(_parsed(line))
+        for number, line in lines:
+            if not line.removeprefix(_BOM).strip():
+                continue
+            if is_first and line.removeprefix(_BOM).lstrip().startswith(b"["):
+                for i, element in enumerate(_parsed(b"".join((line, *(rest for _, rest in lines)))), start=1):
+                    place = f"element {i}"
+                    yield place, _require_object(element)
+                return
+            place, is_first = f"line {number}", False
+            yield place, _require_object(_parsed(line))
+    except RowError:
+        raise
     except ValueError as error:
-        raise RowError(path, place, str(error)) from error
-
-
-def _is_json_list(path: Path) -> bool:
-    """Return whether a file is one JSON list instead of one object per line."""
-    with path.open("rb") as file:
-        start = file.read(_START).removeprefix(_BOM).lstrip()
-    return start.startswith(b"[")
+        raise RowError.of(path, place, error) from error
 
 
 def _parsed(text: bytes) -> Any:
@@ -139,12 +139,44 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_without_repetition)
 
 
 def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file with their numbers, from 1. A line longer than a parser takes comes in pieces."""
+    """Yield the lines of a file, unpacked if it is compressed, with their numbers, from 1.
+
+    A line longer than a parser takes comes in pieces. Raises RowError for a damaged file, and for one that unpacks to
+    an unreasonable size.
+    """
+    limit, size = max(UNSUSPICIOUS, MAX_EXPANSION * path.stat().st_size), 0
+    try:
+        with _opened(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(min(_MAX_LINE, limit) + 1), b""), start=1):
+                size += len(line)
+                if size > limit:
+                    raise RowError(
+                        f"{str(path)!r} unpacks to more than {limit / 1e9:.1f} GB, {MAX_EXPANSION} times its size, as "
+                        "no text does; unpack it yourself if you trust it"
+                    )
+                yield number, line
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowInvalid) as error:
+        raise RowError(
+            f"{str(path)!r} cannot be read: {type(error).__name__}: {error}; check that it is complete and of this "
+            "format"
+        ) from error
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Open a file, unpacked if it is compressed with gzip, zstd, bzip2 or xz; its name does not matter."""
     with path.open("rb") as file:
-        number = 0
-        while line := file.readline(_MAX_LINE + 1):
-            number += 1
-            yield number, line
+        start = file.read(max(map(len, _OPENERS)))
+    opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
+    return path.open("rb") if opener is None else opener(path)
+
+
+_OPENERS: dict[bytes, Callable[[Path], Any]] = {
+    b"\x1f\x8b": gzip.GzipFile,
+    b"\x28\xb5\x2f\xfd": lambda path: io.BufferedReader(pa.input_stream(str(path), compression="zstd")),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+}
+"""Openers keyed by a compressed file's first bytes."""
 
 
 def column_types(
@@ -184,41 +216,6 @@ def _column_type(kinds: set[str], strings_among_others: pa.DataType) -> pa.DataT
     return _COLUMN_TYPES.get(frozenset(kinds), strings_among_others if "string" in kinds else _AS_JSON)
 
 
-def first_value(kind: str, path: Path, column: str) -> Any:
-    """Return the first row's value of a column, or None if it cannot be read, which the loader reports."""
-    try:
-        return _FIRST_VALUE_READERS[kind](path, column)
-    except (RowError, pa.ArrowException, OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):
-        return None
-
-
-def _from_arrow(path: Path, column: str) -> Any:
-    with pa.memory_map(str(path)) as file:
-        try:
-            batch = pa.ipc.open_file(file).get_batch(0)
-        except pa.ArrowInvalid:
-            batch = pa.ipc.open_stream(file).read_next_batch()
-        value = batch.column(column).slice(0, 1)
-        value.validate(full=True)
-        return value.to_pylist()[0]
-
-
-def _from_parquet(path: Path, column: str) -> Any:
-    with pq.ParquetFile(path) as file:
-        return next(file.iter_batches(1, columns=[column])).column(0).to_pylist()[0]
-
-
-def _from_jsonl(path: Path, column: str) -> Any:
-    return next(json_rows(path))[1][column]
-
-
-_FIRST_VALUE_READERS: dict[str, Callable[[Path, str], Any]] = {
-    "arrow_files": _from_arrow,
-    "parquet_files": _from_parquet,
-    "jsonl_files": _from_jsonl,
-}
-
-
 def of_source(index: int) -> str:
     """Describe a row of a source without files."""
     return f"row {index} (counted from 0)"
@@ -238,24 +235,16 @@ def of_rows(files: Sequence[Path], counts: Sequence[int]) -> Origin:
     return place
 
 
-def of_lines(files: Sequence[Path], plain: Sequence[Path]) -> Origin:
-    """Return a function that names a row's file and line, counted from 1. plain: uncompressed copy of each file.
-
-    It reads the files only when it is called.
-    """
+def of_lines(files: Sequence[Path]) -> Origin:
+    """Return a function that names a row's file and line, counted from 1. It reads the files only when it is called."""
 
     def place(index: int) -> str:
         remaining = index
-        for file, readable in zip(files, plain, strict=True):
-            places = (place for place, _ in json_rows(readable)) if _is_json_list(readable) else _line_places(readable)
-            for name in places:
+        for file in files:
+            for name, _ in json_rows(file):
                 if not remaining:
                     return f"row {index} (counted from 0 over all files: {name} of {str(file)!r})"
                 remaining -= 1
         return of_source(index)
 
     return place
-
-
-def _line_places(path: Path) -> Iterator[str]:
-    return (f"line {number}" for number, line in numbered(path) if line.strip())

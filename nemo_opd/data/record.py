@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,18 +149,16 @@ class Columns(Protocol):
 def read_documents(columns: Columns, indices: list[int]) -> Sequence[Document]:
     """Read the documents of these rows. Raises DataError for a conversation that is malformed JSON."""
     rows = read_rows(columns, indices)
-    contents = _read_contents(rows, len(indices))
+    contents: Sequence[_Content] = rows.get(TEXT, [])
+    if TEXT not in rows:
+        tools = rows.get(TOOLS, [None] * len(indices))
+        conversations = zip(rows[MESSAGES], tools, fields_of(rows, len(indices)), strict=True)
+        contents = [
+            Conversation(parsed(messages), parsed(offered), fields) for messages, offered, fields in conversations
+        ]
     if TEACHER not in rows:
         return contents
     return [Routed(content, teacher) for content, teacher in zip(contents, rows[TEACHER], strict=True)]
-
-
-def _read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[_Content]:
-    if TEXT in rows:
-        return rows[TEXT]
-    tools = rows.get(TOOLS, [None] * number)
-    conversations = zip(rows[MESSAGES], tools, fields_of(rows, number), strict=True)
-    return [Conversation(parsed(messages), parsed(offered), fields) for messages, offered, fields in conversations]
 
 
 def read_rows(columns: Columns, indices: list[int]) -> dict[str, list[Any]]:
@@ -193,24 +191,15 @@ def holds_conversations(columns: Iterable[str]) -> bool:
 
 
 def _read_columns(columns: Columns, indices: list[int]) -> dict[str, list[Any]]:
-    if isinstance(columns, _Dataset) and _has_objects(columns.data.schema):
-        table = columns.with_format("arrow")[indices]
+    dataset: Any = columns
+    if hasattr(columns, "with_format") and _has_objects(dataset.data.schema):
+        table = dataset.with_format("arrow")[indices]
         return {
             name: [_arrow_value(value, column.type, has_added_nulls=_is_document(name)) for value in column.to_pylist()]
             for name, column in zip(table.column_names, table.columns, strict=True)
         }
     rows = columns[indices]
     return {name: [_without_nulls(v) for v in rows[name]] if _is_document(name) else rows[name] for name in rows}
-
-
-@runtime_checkable
-class _Dataset(Protocol):
-    """A Hugging Face dataset."""
-
-    @property
-    def data(self) -> Any: ...
-
-    def with_format(self, type: str, /) -> Any: ...
 
 
 def _has_objects(schema: pa.Schema) -> bool:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from nemo_opd.alignment import ChatTokens, TokenAligner, align_chat, pieces_of
 from nemo_opd.alignment.chat_template import message_texts, plain_messages
 from nemo_opd.config.teacher import EqualHistory
-from nemo_opd.data.chat import CrossTokenizerChat
 from nemo_opd.data.context import Content, PrivilegedPrompt, align_after, prompt_text, shifted, verbatim
+from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer
 from nemo_opd.data.record import (
     ANSWER,
     MESSAGES,
@@ -76,7 +76,7 @@ class CrossTokenizerText:
         return cls(tokenizer, TextContinuation(tokenizer), lengths, max_length, aligner, equal_history)
 
 
-CrossTokenizerReader = CrossTokenizerText | CrossTokenizerChat
+CrossTokenizerReader = CrossTokenizerText | CrossTokenizer[ChatEncoder]
 _RolloutReader = SameTokenizer | CrossTokenizerReader
 
 
@@ -106,7 +106,9 @@ def _teacher_sample(
     if isinstance(teacher, SameTokenizer):
         return teacher.sample(student)
     if isinstance(teacher, CrossTokenizerText):
-        return _text_sample(rollout, student, teacher)
+        tokens, _ = _continue_text(rollout, teacher, text_of(rollout.prompt))
+        alignment = teacher.aligner.align(student.ids, tokens.ids)
+        return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
     try:
         if isinstance(teacher, PrivilegedPrompt):
             return _context_sample(rollout, student, teacher)
@@ -141,13 +143,6 @@ def _continue_text(rollout: Rollout, teacher: CrossTokenizerText, text: str) -> 
     return Tokens(ids, (positions >= continued.start) & (positions > 0), teacher.lengths[ids]), continued
 
 
-def _text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText) -> TeacherSample:
-    """Make the sample of a text."""
-    tokens, _ = _continue_text(rollout, teacher, text_of(rollout.prompt))
-    alignment = teacher.aligner.align(student.ids, tokens.ids)
-    return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
-
-
 def _text_context_sample(
     rollout: Rollout, student: Tokens, reader: CrossTokenizerText, teacher: PrivilegedPrompt[_RolloutReader], text: str
 ) -> TeacherSample:
@@ -173,7 +168,7 @@ def _byte_starts(num_bytes: NDArray[np.int32], overhang: str) -> NDArray[np.int6
     return len(overhang.encode()) + np.cumsum(num_bytes, dtype=np.int64) - num_bytes
 
 
-def _chat_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerChat) -> TeacherSample:
+def _chat_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizer[ChatEncoder]) -> TeacherSample:
     """Make the sample of a conversation in the teacher's template, compared with the student's turn by turn."""
     chat = _score_sampled_turns(_teacher_tokens(rollout, teacher, rollout.messages), rollout, rollout.turn_messages)
     alignment = align_chat(teacher.aligner, _sampled_tokens(rollout), chat)
@@ -184,7 +179,7 @@ def _chat_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerChat)
 def _chat_context_sample(
     rollout: Rollout,
     student: Tokens,
-    reader: CrossTokenizerChat,
+    reader: CrossTokenizer[ChatEncoder],
     teacher: PrivilegedPrompt[_RolloutReader],
     prompt: Sequence[Message],
 ) -> TeacherSample:
@@ -199,7 +194,7 @@ def _chat_context_sample(
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, reader.equal_history))
 
 
-def _teacher_tokens(rollout: Rollout, teacher: CrossTokenizerChat, messages: Sequence[Message]) -> ChatTokens:
+def _teacher_tokens(rollout: Rollout, teacher: CrossTokenizer[ChatEncoder], messages: Sequence[Message]) -> ChatTokens:
     return teacher.encoder(Conversation(list(messages), list(rollout.prompt.tools or ()) or None))
 
 
@@ -253,8 +248,10 @@ def read_prompts(columns: Columns, indices: Sequence[int], names: Mapping[str, s
     contents = rows[TEXT] if TEXT in rows else rows[MESSAGES]
     tools = rows.get(TOOLS, nothing)
     prompts = [
-        _text_prompt(*row) if TEXT in rows else _chat_prompt(*row)
-        for row in zip(indices, contents, tools, answers, responses, strict=True)
+        Prompt(index, content, answer=written(answer), response=response)
+        if TEXT in rows
+        else _chat_prompt(index, content, offered, answer)
+        for index, content, offered, answer, response in zip(indices, contents, tools, answers, responses, strict=True)
     ]
     fields = fields_of(rows, len(indices))
     if f"{PROMPT}0" in rows:
@@ -270,11 +267,7 @@ def read_prompts(columns: Columns, indices: Sequence[int], names: Mapping[str, s
     ]
 
 
-def _text_prompt(index: int, text: str, _: None, answer: object, response: str | None) -> Prompt:
-    return Prompt(index, text, answer=written(answer), response=response)
-
-
-def _chat_prompt(index: int, messages: Any, tools: Any, answer: object, _: str | None) -> Prompt:
+def _chat_prompt(index: int, messages: Any, tools: Any, answer: object) -> Prompt:
     try:
         plain = plain_messages(parsed(messages))
         tools = parsed(tools) or None

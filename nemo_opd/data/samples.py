@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
+_Result_co = TypeVar("_Result_co", covariant=True)
 _ALLOWED_HISTORY: dict[EqualHistory, int] = {"none": HISTORY_CHANGED, "text": HISTORY_REWRITTEN, "bytes": HISTORY_SAME}
 """Largest difference allowed between the contents that two sides have read before a compared chunk."""
 
@@ -114,15 +115,6 @@ class Sample:
     """Index of the only teacher that the sample is for; None for all."""
 
 
-class Aligner(Protocol):
-    """nemo_opd.alignment.TokenAligner, or anything with its methods."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def align(self, student_ids: NDArray[np.int32], teacher_ids: NDArray[np.int32]) -> Alignment: ...
-
-
 @dataclass(frozen=True)
 class SameTokenizer:
     """A teacher that reads the student's ids, except those that it lacks."""
@@ -145,24 +137,20 @@ class SameTokenizer:
         return TeacherSample(Tokens(ids, student.loss_mask & ~is_lacking, student.num_bytes), None)
 
 
-class SampleMaker(Protocol):
+class Maker(Protocol[_Result_co]):
     """A maker of samples from documents. Picklable, so that loader workers can hold one."""
 
     @property
     def identity(self) -> str:
-        """All settings that determine the sample of a document."""
+        """All settings that determine the result for a document."""
         ...
 
-    def __call__(self, document: Document, /) -> Sample: ...
+    def __call__(self, document: Document, /) -> _Result_co: ...
 
 
-class WindowMaker(Protocol):
-    """A maker of a document's windows: one if all models can read the document at once. Picklable."""
-
-    @property
-    def identity(self) -> str: ...
-
-    def __call__(self, document: Document, /) -> tuple[Sample, ...]: ...
+SampleMaker = Maker[Sample]
+WindowMaker = Maker[tuple[Sample, ...]]
+"""A maker of a document's windows: one if all models can read the document at once."""
 
 
 class HasIdentity(Protocol):

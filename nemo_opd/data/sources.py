@@ -25,10 +25,13 @@ from nemo_opd.config.base import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.config.secrets import leaves
 from nemo_opd.data.chat import require_conversations
+from nemo_opd.data.columns import require_columns, require_content
 from nemo_opd.data.convert import (
     Read,
+    columns_in,
     convert,
     first_damage,
+    is_known,
     read_jsonl,
     require_intact,
     require_rows,
@@ -46,7 +49,7 @@ from nemo_opd.data.files import (
     summarize,
     writing,
 )
-from nemo_opd.data.layout import Layout, columns_in
+from nemo_opd.data.layout import Layout
 from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
 from nemo_opd.data.record import OTHER, TEXT, Columns, holds_conversations, is_field
 from nemo_opd.errors import DataError
@@ -81,7 +84,7 @@ def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Data
     else:
         named = f"{key}={summarize(value)}"
         documents, origin = READERS[kind](resolve_files(value, key=key), layout, key)
-    layout.require_content(documents, named, origin)
+    require_content(layout, documents, named, origin)
     if holds_conversations(documents.column_names):
         require_conversations(documents, named, origin)
     if isinstance(source, ValidationSource) and source.max_samples is not None:
@@ -113,7 +116,7 @@ def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
     source = f"{key}={summarize(path)}"
     with reading(key, path):
         schema = arrow_schema(path)
-    layout.require_columns(plain(schema), source)
+    require_columns(layout, plain(schema), source)
     columns = list(layout.columns)
     with reading(key, path), pa.memory_map(str(path)) as file:
         is_file = is_ipc_file(path)
@@ -126,7 +129,7 @@ def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
         origin = of_rows([path], [len(table)])
         # To run before anything reads it: an offset out of range would kill the process.
         check = partial(require_intact, table.select(columns), source, origin)
-        unknown = [field.name for field in schema if field.name not in columns and not _is_known(field)]
+        unknown = [field.name for field in schema if field.name not in columns and not is_known(field)]
         if is_file or any(is_encoded(schema.field(name).type) for name in columns):
             if unknown:
                 raise DataError(
@@ -134,28 +137,15 @@ def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
                     "leave them out, or write the table in Arrow's stream format, with plain text"
                 )
             # A process that receives a dataset can only map streams with types that `datasets` knows.
-            dataset = convert("arrow", [path], columns, source, origin, check, features=_features_of(schema, layout))
+            text = plain(schema)
+            fields = [text.field(field.name) if field.name in columns else field for field in schema]
+            features = datasets.Features.from_arrow_schema(pa.schema(fields))
+            dataset = convert("arrow", [path], columns, source, origin, check, features=features)
         else:
             check()
             mapped = datasets.table.MemoryMappedTable.from_file(str(path))
             dataset = datasets.Dataset(mapped.drop(unknown))
     return selected(dataset, layout, key, path)
-
-
-def _is_known(field: pa.Field) -> bool:
-    """Return whether `datasets` knows the type. It does not know maps, unions and UUIDs."""
-    try:
-        datasets.Features.from_arrow_schema(pa.schema([field]))
-    except ValueError:
-        return False
-    return True
-
-
-def _features_of(schema: pa.Schema, layout: Layout) -> datasets.Features:
-    """Return the features for a schema, with the layout's columns as plain text."""
-    text = plain(schema)
-    fields = [text.field(field.name) if field.name in layout.columns else field for field in schema]
-    return datasets.Features.from_arrow_schema(pa.schema(fields))
 
 
 def _warn_without_end(path: Path, key: str) -> None:
@@ -172,7 +162,7 @@ def _read_parquet(paths: list[Path], layout: Layout, key: str) -> Read:
         with reading(key, path):
             metadata = pq.read_metadata(path)
             schemas.append(metadata.schema.to_arrow_schema())
-        layout.require_columns(plain(schemas[-1]), f"{key}={summarize(path)}")
+        require_columns(layout, plain(schemas[-1]), f"{key}={summarize(path)}")
         counts.append(metadata.num_rows)
     filled = [path for path, count in zip(paths, counts, strict=True) if count]
     require_rows(filled, key, paths)

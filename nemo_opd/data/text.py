@@ -11,11 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.alignment.chat import locate_tokens
-from nemo_opd.config.teacher import EqualHistory
-from nemo_opd.data.encoders import Encoder, Encoding, encode_beginning
+from nemo_opd.data.encoders import CrossTokenizer, Encoder, Encoding, encode_beginning
 from nemo_opd.data.record import Document, Prompt
 from nemo_opd.data.samples import (
-    Aligner,
     SameTokenizer,
     Sample,
     TeacherSample,
@@ -32,24 +30,11 @@ Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class CrossTokenizer:
-    """A teacher with its own tokenizer."""
-
-    encoder: Encoder
-    aligner: Aligner
-    equal_history: EqualHistory = "text"
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        return (*self.encoder.identity, self.aligner.fingerprint, self.equal_history)
-
-
-@dataclass(frozen=True)
 class TextSampleMaker:
     """A maker of samples from texts."""
 
     student: Encoder
-    teachers: tuple[SameTokenizer | CrossTokenizer, ...]
+    teachers: tuple[SameTokenizer | CrossTokenizer[Encoder], ...]
 
     @property
     def identity(self) -> str:
@@ -70,7 +55,7 @@ class TextSampleMaker:
         return self.sample(cut.tokens(), encodings, is_cut=len(cut.ids) < len(student.ids))
 
     @property
-    def crossing(self) -> list[CrossTokenizer]:
+    def crossing(self) -> list[CrossTokenizer[Encoder]]:
         """Teachers with another tokenizer than the student."""
         return [teacher for teacher in self.teachers if isinstance(teacher, CrossTokenizer)]
 
@@ -88,7 +73,9 @@ class TextSampleMaker:
         )
 
 
-def _teacher_sample(encoding: Encoding, student: Tokens, is_cut: bool, teacher: CrossTokenizer) -> TeacherSample:
+def _teacher_sample(
+    encoding: Encoding, student: Tokens, is_cut: bool, teacher: CrossTokenizer[Encoder]
+) -> TeacherSample:
     """Make a teacher's sample. encoding: the text of the student's tokens.
 
     The student's byte counts do not apply: the teacher's tokenizer may rewrite the text differently.
@@ -167,7 +154,11 @@ class TextContinuation:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._lead = _leading_special_tokens(tokenizer)
+        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+        tokens = tokenizer("a")["input_ids"]
+        count = next(i for i in range(len(tokens) + 1) if tokens[i : i + len(bare)] == bare)
+        self._lead = np.array(tokens[:count], np.int32)
+        """Tokens that the tokenizer puts before a text by default."""
 
     def __call__(self, prompt: str, response: str, *, is_ended: bool) -> Continued:
         """Return all tokens and, if `is_ended`, the tokenizer's end-of-sequence token, if it has one.
@@ -187,14 +178,6 @@ class TextContinuation:
         lead = self._lead[:0] if spells_lead else self._lead
         ids = np.concatenate([lead, tokens.ids, end])
         return Continued(ids, len(lead) + start, eos is not None, text[len(prompt) : stop])
-
-
-def _leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> Ids:
-    """Return the tokens that the tokenizer puts before a text by default."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    tokens = tokenizer("a")["input_ids"]
-    count = next(i for i in range(len(tokens) + 1) if tokens[i : i + len(bare)] == bare)
-    return np.array(tokens[:count], np.int32)
 
 
 def text_of(prompt: Prompt) -> str:

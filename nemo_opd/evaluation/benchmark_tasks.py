@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -210,13 +210,12 @@ def as_lm_eval_runs() -> Iterator[None]:
     np.random.seed(_NUMPY_SEED)
     try:
         # A process forked from this multi-threaded one may hang.
-        with patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"}), patch("lm_eval.api.task.tqdm", _without_bar):
+        with (
+            patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"}),
+            patch("lm_eval.api.task.tqdm", lambda items, **_: items),
+        ):
             yield
     finally:
         log.setLevel(level)
         random.setstate(random_state)
         np.random.set_state(numpy_state)
-
-
-def _without_bar(items: Iterable[Any], **_: Any) -> Iterable[Any]:
-    return items

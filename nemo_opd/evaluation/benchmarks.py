@@ -63,20 +63,17 @@ class LanguageModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self._special(self.tokenizer.eos_token_id)
+        if self.tokenizer.eos_token_id is None:
+            raise DataError(
+                f"the tokenizer {self.tokenizer.name_or_path} has no bos or eos token, which a benchmark needs before "
+                "a text without context; use a tokenizer that has one"
+            )
+        return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
-
-    def _special(self, token: int | None) -> int:
-        if token is None:
-            raise DataError(
-                f"the tokenizer {self.tokenizer.name_or_path} has no bos or eos token, which a benchmark needs before "
-                "a text without context; use a tokenizer that has one"
-            )
-        return int(token)
 
     @property
     def tokenizer_name(self) -> str:
@@ -240,7 +237,8 @@ def _result(benchmark: Benchmark, results: Mapping[str, Any], confidence: float)
                 values[prefix + metric] = by_question
                 estimates[prefix + metric] = mean_with_interval(tuple(by_question.values()), confidence)
             else:
-                estimates[prefix + metric] = _normal_interval(value, scores[name].get(_error_key(key)), confidence)
+                error = scores[name].get(key.replace(",", "_stderr,", 1))
+                estimates[prefix + metric] = _normal_interval(value, error, confidence)
             if is_higher_better.get(key.split(",")[0]) is False:
                 lower.append(prefix + metric)
     num_questions = sum(len({sample["doc_id"] for sample in task_samples}) for task_samples in samples.values())
@@ -254,11 +252,6 @@ def _metrics(scores: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
         for key, value in scores.items()
         if "," in key and "_stderr," not in key and isinstance(value, int | float)
     }
-
-
-def _error_key(key: str) -> str:
-    metric, _, filter_name = key.partition(",")
-    return f"{metric}_stderr,{filter_name}"
 
 
 def _tasks_of(name: str, results: Mapping[str, Any]) -> Iterator[str]:

@@ -9,13 +9,7 @@ from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import EvaluationConfig, Questions, QuestionSet, QuestionSets, QuestionSource
 from nemo_opd.config.reward import Reward, calls_users_code
 from nemo_opd.data.files import require_suitable
-from nemo_opd.data.layout import (
-    ChatLayout,
-    Layout,
-    PromptLayout,
-    TextLayout,
-    with_columns,
-)
+from nemo_opd.data.layout import Layout, chat_layout, text_layout
 from nemo_opd.data.record import Prompt, written
 from nemo_opd.demo import is_demo
 from nemo_opd.errors import ConfigError, run_all
@@ -84,11 +78,11 @@ class ResolvedSet:
     def layout(self) -> Layout:
         """The columns of questions, and the columns that rewards and prompts read."""
         section = self.key if isinstance(self.settings, QuestionSet) else "data"
-        layout: Layout = TextLayout(self.text_key, section)
+        layout = text_layout(self.text_key, section)
         if self.is_chat:
-            layout = ChatLayout(self.messages_key, self.tools_key, section, self.prompt_key)
-        layout = PromptLayout(layout, self.reward.answer_column, reward=self.reward_key)
-        return with_columns(layout, self.columns, self.reward)
+            layout = chat_layout(self.messages_key, self.tools_key, section, self.prompt_key)
+        layout = layout.with_prompts(self.reward.answer_column, reward=self.reward_key)
+        return layout.with_fields(self.columns).for_reward(self.reward)
 
 
 def resolved_sets(

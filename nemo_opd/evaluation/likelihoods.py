@@ -15,9 +15,9 @@ from nemo_opd.aggregation import TokenScore, nats_by_score
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.config.evaluation import QuestionSets
 from nemo_opd.data.collate import collate
-from nemo_opd.data.encoders import Encoder
+from nemo_opd.data.encoders import CrossTokenizer, Encoder
 from nemo_opd.data.samples import Sample
-from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
+from nemo_opd.data.text import TextSampleMaker, TextWindowMaker
 from nemo_opd.distributed.transfer import to_device
 from nemo_opd.errors import DataError
 from nemo_opd.logits.rows import LogitRows

@@ -226,10 +226,15 @@ def _values(
 ) -> dict[str, tuple[float, ...]]:
     """Return the value of each question, keyed by estimate in display order."""
     values: dict[str, list[float]] = {}
+    correct = [[_is_correct(answer, settings) for answer in question.sampled] for question in questions]
     for k in settings.k:
-        values[f"pass@{k}"] = [_pass(question, settings, k) for question in questions]
+        values[f"pass@{k}"] = [pass_at_k(sum(is_correct), settings.n, k) for is_correct in correct]
     for k in (k for k in settings.k if has_votes and k > 1):  # maj@1 is pass@1
-        values[f"maj@{k}"] = [_majority(question, settings, k) for question in questions]
+        values[f"maj@{k}"] = [
+            # A single seed would draw the same subsets for every question, so that their errors would add up.
+            maj_at_k([answer.vote for answer in question.sampled], is_correct, k, seed=question.prompt.index)
+            for question, is_correct in zip(questions, correct, strict=True)
+        ]
     values[f"mean@{settings.n}"] = [fmean(answer.reward for answer in question.sampled) for question in questions]
     greedy = [float(_is_correct(question.greedy, settings)) for question in questions if question.greedy is not None]
     if greedy:
@@ -241,31 +246,13 @@ def _is_correct(answer: Answer, settings: Questions) -> bool:
     return answer.reward >= settings.correct_reward
 
 
-def _pass(question: AnsweredQuestion, settings: Questions, k: int) -> float:
-    return pass_at_k(sum(_is_correct(answer, settings) for answer in question.sampled), settings.n, k)
-
-
-def _majority(question: AnsweredQuestion, settings: Questions, k: int) -> float:
-    votes = [answer.vote for answer in question.sampled]
-    correct = [_is_correct(answer, settings) for answer in question.sampled]
-    # A single seed would draw the same subsets for every question, so that their errors would add up.
-    return maj_at_k(votes, correct, k, seed=question.prompt.index)
-
-
 def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str | None = None) -> list[ShownAnswer]:
     """Return one answer to each of the first `limit` questions: the greedy one if there is one, else the first sample.
 
     teacher: name of the teacher that answered, or None for the student.
     """
     return [
-        _convert(
-            question,
-            question.greedy or question.sampled[0],
-            step,
-            result.name,
-            teacher,
-            is_greedy=question.greedy is not None,
-        )
+        _convert(question, question.greedy or question.sampled[0], step, result.name, teacher)
         for question in result.questions[:limit]
     ]
 
@@ -273,20 +260,19 @@ def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str 
 def all_answers(result: EvaluationResult) -> Iterator[ShownAnswer]:
     """Yield all answers, question by question, with step 0."""
     for question in result.questions:
-        if question.greedy is not None:
-            yield _convert(question, question.greedy, 0, result.name, is_greedy=True)
-        for answer in question.sampled:
-            yield _convert(question, answer, 0, result.name, is_greedy=False)
+        for answer in (question.greedy, *question.sampled):
+            if answer is not None:
+                yield _convert(question, answer, 0, result.name)
 
 
 def _convert(
-    question: AnsweredQuestion, answer: Answer, step: int, name: str, teacher: str | None = None, *, is_greedy: bool
+    question: AnsweredQuestion, answer: Answer, step: int, name: str, teacher: str | None = None
 ) -> ShownAnswer:
     rollout, content = answer.rollout, question.prompt.content
     return ShownAnswer(
         step=step,
         question=question.prompt.index,
-        kind="greedy" if is_greedy else "sampled",
+        kind="greedy" if answer is question.greedy else "sampled",
         sample=rollout.sample,
         prompt=content if isinstance(content, str) else _conversation(content),
         answer=question.prompt.answer,

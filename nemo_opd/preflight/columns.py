@@ -1,7 +1,7 @@
 """The columns that a run reads of its data."""
 
 from nemo_opd.config.run import RunConfig
-from nemo_opd.data.layout import Layout, PromptLayout, RoutedLayout, TextLayout, with_columns
+from nemo_opd.data.layout import Layout, text_layout
 from nemo_opd.data.layout import layout_of as data_layout
 from nemo_opd.data.record import TEXT
 
@@ -11,17 +11,18 @@ def layout_of(config: RunConfig, *, is_validation: bool = False) -> Layout:
 
     is_validation: also include the domain column.
     """
-    layout: Layout = data_layout(config.data)
+    layout = data_layout(config.data)
     if is_validation and config.data.is_chat and not config.data.has_chat_validation:
-        layout = TextLayout(config.data.validation.text_key or TEXT, "data.validation")
+        layout = text_layout(config.data.validation.text_key or TEXT, "data.validation")
     reward = config.reward if config.rollout is not None else None
     if config.rollout is not None:
-        layout = PromptLayout(layout, reward.answer_column if reward else None, config.data.response_key)
+        layout = layout.with_prompts(reward.answer_column if reward else None, config.data.response_key)
     if config.routing is not None:
-        layout = RoutedLayout(layout, config.routing.key, config.active_names)
+        layout = layout.with_routes(config.routing.key, config.active_names)
     fields = [] if reward is None else [(name, f"reward.{setting}") for name, setting in reward.named_columns.items()]
+    layout = layout.with_fields([*fields, *_context_fields(config)]).for_reward(reward)
     domain_key = config.data.domain_key if is_validation else None
-    return with_columns(layout, [*fields, *_context_fields(config)], reward, domain_key)
+    return layout if domain_key is None else layout.with_domains(domain_key)
 
 
 def domain_column(config: RunConfig) -> str | None:

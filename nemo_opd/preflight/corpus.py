@@ -15,9 +15,9 @@ from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.cache import CachedSampleMaker, CachedWindowMaker
-from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
+from nemo_opd.data.chat import ChatSampleMaker
 from nemo_opd.data.context import Context, PrivilegedPrompt
-from nemo_opd.data.encoders import ChatEncoder, Encoder
+from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer, Encoder
 from nemo_opd.data.loader import Domains, TrainLoader, domains_of, made_of_all, validation_batches
 from nemo_opd.data.order import BatchOrder, PackedOrder, State, lengths_of
 from nemo_opd.data.record import (
@@ -34,7 +34,7 @@ from nemo_opd.data.record import (
 )
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import HasIdentity, SameTokenizer, Sample, SampleMaker, WindowMaker
-from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
+from nemo_opd.data.text import TextSampleMaker, TextWindowMaker
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.preflight.columns import domain_column, has_contrast, layout_of
 from nemo_opd.preflight.model_info import ModelInfo
@@ -237,7 +237,7 @@ def _text_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence
             reads_special=data.special_tokens == "read",
         )
 
-    def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizer:
+    def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizer[Encoder]:
         teacher_encoder = encoder(teacher, teacher.longest_text(settings))
         return CrossTokenizer(teacher_encoder, _aligner(settings, student, teacher), settings.equal_history)
 
@@ -245,7 +245,7 @@ def _text_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence
 
 
 def _chat_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> ChatSampleMaker:
-    def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizerChat:
+    def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizer[ChatEncoder]:
         return _chat_reader(settings, student, teacher, config.data.learned_turns)
 
     encoder = _chat_encoder(config.student, student, config.train.max_length, config.data.learned_turns)
@@ -297,9 +297,9 @@ def _chat_encoder(settings: Model, info: ModelInfo, max_length: int, turns: Lear
 
 def _chat_reader(
     settings: CrossTokenizerTeacher, student: ModelInfo, teacher: ModelInfo, turns: LearnedTurns = "all"
-) -> CrossTokenizerChat:
+) -> CrossTokenizer[ChatEncoder]:
     encoder = _chat_encoder(settings, teacher, teacher.longest_text(settings), turns)
-    return CrossTokenizerChat(encoder, _aligner(settings, student, teacher), settings.equal_history)
+    return CrossTokenizer(encoder, _aligner(settings, student, teacher), settings.equal_history)
 
 
 def _aligner(settings: CrossTokenizerTeacher, student: ModelInfo, teacher: ModelInfo) -> TokenAligner:
@@ -329,7 +329,7 @@ class _RoutedSampleMaker:
     def __call__(self, document: Document) -> Sample:
         """Make the sample. Raises whatever `make` raises."""
         assert isinstance(document, Routed)
-        # `RoutedLayout` has rejected data with unknown teachers.
+        # `require_content` has rejected data with unknown teachers.
         return replace(self._make(document.content), route=self._teachers.index(document.teacher))
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nemo_opd.alignment.pieces import HOLE, Pieces, fingerprint, name_of, pieces_of
-from nemo_opd.alignment.roles import RoleOverrides, roles_of
+from nemo_opd.alignment.pieces import HOLE, fingerprint, name_of, pieces_of
+from nemo_opd.alignment.token_roles import RoleOverrides, roles_of
 from nemo_opd.errors import ProjectionError
 from nemo_opd.paths import cache_dir
 from nemo_opd.projection.embedding import EmbeddingSource, embedding_pass
@@ -175,7 +175,14 @@ def audit(
     """
     matrix = build_projection(student_tokenizer, teacher_tokenizer) if matrix is None else matrix
     student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
-    _check_matrix(matrix, student, teacher)
+    sizes = (matrix.student_vocab_size, matrix.teacher_vocab_size)
+    if sizes != (student.vocab_size, teacher.vocab_size):
+        raise ProjectionError(
+            f"the projection is {sizes[0]} × {sizes[1]}, but the tokenizers have {student.vocab_size} and "
+            f"{teacher.vocab_size} ids; build the projection of this pair"
+        )
+    if not matrix.row_lengths.any():
+        raise ProjectionError("the projection has no entries, so nothing could be distilled through it")
     contents = student.as_list()
     lengths = matrix.row_lengths
     exists = student.origin != HOLE
@@ -183,6 +190,20 @@ def audit(
 
     def coverage(ids: list[int]) -> Coverage:
         return Coverage(len(ids), int(matrix.exact[ids].sum()), int((lengths[ids] > 0).sum()))
+
+    teacher_contents, numeral_ids = set(teacher.as_list()), defaultdict[bytes, list[int]](list)
+    for token_id, piece in enumerate(contents):
+        if piece.isdigit():
+            numeral_ids[piece].append(token_id)
+
+    def numerals(num_digits: int) -> Coverage:
+        spellings = [b"%0*d" % (num_digits, value) for value in range(10**num_digits)]
+        rows = [numeral_ids[numeral] for numeral in spellings if numeral in numeral_ids]
+        return Coverage(
+            total=sum(numeral in numeral_ids or numeral in teacher_contents for numeral in spellings),
+            exact=sum(bool(matrix.exact[row].any()) for row in rows),
+            spelled=sum(bool((matrix.indices[row, 0] >= 0).any()) for row in rows),
+        )
 
     return Audit(
         student_name=name_of(student_tokenizer),
@@ -192,44 +213,12 @@ def audit(
         overlap=float(matrix.exact.sum() / num_ids),
         one_to_one=float(matrix.exact.sum() / exists.sum()),
         rows_by_pieces=tuple(np.bincount(lengths[exists], minlength=matrix.top_k + 1).tolist()),
-        digits=_digits(matrix, contents, set(teacher.as_list())),
+        digits=(numerals(1), numerals(2), numerals(3)),
         whitespace=coverage([i for i, piece in enumerate(contents) if piece.isspace()]),
         cjk=coverage([i for i, piece in enumerate(contents) if CJK.search(piece.decode("utf-8", "ignore"))]),
         partial_utf8=coverage([i for i, piece in enumerate(contents) if is_partial_utf8(piece)]),
         special=coverage(np.flatnonzero(student.is_special).tolist()),
         text=coverage(np.flatnonzero(student.lengths > 0).tolist()),
-    )
-
-
-def _check_matrix(matrix: ProjectionMatrix, student: Pieces, teacher: Pieces) -> None:
-    sizes = (matrix.student_vocab_size, matrix.teacher_vocab_size)
-    if sizes != (student.vocab_size, teacher.vocab_size):
-        raise ProjectionError(
-            f"the projection is {sizes[0]} × {sizes[1]}, but the tokenizers have {student.vocab_size} and "
-            f"{teacher.vocab_size} ids; build the projection of this pair"
-        )
-    if not matrix.row_lengths.any():
-        raise ProjectionError("the projection has no entries, so nothing could be distilled through it")
-
-
-def _digits(
-    matrix: ProjectionMatrix, contents: list[bytes], teacher: set[bytes]
-) -> tuple[Coverage, Coverage, Coverage]:
-    ids: dict[bytes, list[int]] = {}
-    for token_id, piece in enumerate(contents):
-        if piece.isdigit() and len(piece) <= 3:
-            ids.setdefault(piece, []).append(token_id)
-    one, two, three = (_numerals(matrix, ids, teacher, num_digits) for num_digits in (1, 2, 3))
-    return one, two, three
-
-
-def _numerals(matrix: ProjectionMatrix, ids: dict[bytes, list[int]], teacher: set[bytes], num_digits: int) -> Coverage:
-    numerals = [b"%0*d" % (num_digits, value) for value in range(10**num_digits)]
-    rows = [ids[numeral] for numeral in numerals if numeral in ids]
-    return Coverage(
-        total=sum(numeral in ids or numeral in teacher for numeral in numerals),
-        exact=sum(bool(matrix.exact[row].any()) for row in rows),
-        spelled=sum(bool((matrix.indices[row, 0] >= 0).any()) for row in rows),
     )
 
 
@@ -249,7 +238,21 @@ def fit_warnings(audit: Audit, loss: str) -> list[str]:
     """
     warnings = []
     if loss in _PAIR_LOSSES:
-        warnings += [*_numerals_warning(audit, loss), *_partners_warning(audit, loss)]
+        uncovered = [
+            f"{coverage.exact:,} of {coverage.total:,} numerals of {length} digit{'s' if length > 1 else ''}"
+            for length, coverage in enumerate(audit.digits, start=1)
+            if coverage.rate < _NUMERALS_COVERED
+        ]
+        if uncovered:
+            warnings.append(
+                f"{loss} compares exact pairs, but only {' and '.join(uncovered)} have one, so little arithmetic is "
+                "distilled; p_kl reads the rows that spell the other numerals"
+            )
+        if audit.overlap < _FEW_SHARED or audit.one_to_one < _FEW_EXACT:
+            warnings.append(
+                f"{loss} compares exact pairs, but only {audit.one_to_one:.0%} of the student's tokens have one "
+                f"(overlap {audit.overlap:.3f}), so little is distilled; p_kl reaches the other tokens"
+            )
     without = audit.text.total - audit.text.spelled
     if loss in _ROW_LOSSES and without > _MUCH_WITHOUT_ROW * audit.text.total:
         warnings.append(
@@ -257,24 +260,3 @@ def fit_warnings(audit: Audit, loss: str) -> list[str]:
             "teaches nothing about them; add the multi-token pass to the projection"
         )
     return warnings
-
-
-def _numerals_warning(audit: Audit, loss: str) -> Iterator[str]:
-    uncovered = [
-        f"{coverage.exact:,} of {coverage.total:,} numerals of {length} digit{'s' if length > 1 else ''}"
-        for length, coverage in enumerate(audit.digits, start=1)
-        if coverage.rate < _NUMERALS_COVERED
-    ]
-    if uncovered:
-        yield (
-            f"{loss} compares exact pairs, but only {' and '.join(uncovered)} have one, so little arithmetic is "
-            "distilled; p_kl reads the rows that spell the other numerals"
-        )
-
-
-def _partners_warning(audit: Audit, loss: str) -> Iterator[str]:
-    if audit.overlap < _FEW_SHARED or audit.one_to_one < _FEW_EXACT:
-        yield (
-            f"{loss} compares exact pairs, but only {audit.one_to_one:.0%} of the student's tokens have one (overlap "
-            f"{audit.overlap:.3f}), so little is distilled; p_kl reaches the other tokens"
-        )

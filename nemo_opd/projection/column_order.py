@@ -11,13 +11,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_opd.projection.io import PIECE_ARRAYS
 from nemo_opd.projection.matrix import ProjectionMatrix
-
-_PIECES = {
-    "teacher_spellings": "teacher_spelling_ends",
-    "teacher_prefix_pieces": "teacher_prefix_ends",
-    "teacher_bytes": "teacher_byte_ends",
-}
 
 
 def order_by_student(matrix: ProjectionMatrix, vocab_size: int) -> NDArray[np.int64]:
@@ -49,8 +44,8 @@ def with_columns(matrix: ProjectionMatrix, order: NDArray[np.int64]) -> Projecti
     }
     if (byte_order := matrix.teacher_byte_order) is not None:
         maps["teacher_byte_order"] = np.concatenate([column[byte_order[:, :1]], byte_order[order, 1:]], axis=1)
-    for name, ends_name in _PIECES.items():
-        if (ends := getattr(matrix, ends_name)) is not None:
+    for name, ends_name in PIECE_ARRAYS.items():
+        if name.startswith("teacher") and (ends := getattr(matrix, ends_name)) is not None:
             lengths = np.diff(ends, prepend=0)[order]
             maps[ends_name] = lengths.cumsum()
             place = np.arange(lengths.sum()) + np.repeat(ends[order] - maps[ends_name], lengths)

@@ -74,7 +74,9 @@ def add_embeddings(
 def embedding_pass(
     matrix: ProjectionMatrix, pair: TokenizerPair, embeddings: EmbeddingSource, progress: Progress | None
 ) -> ProjectionMatrix:
-    _check_settings(embeddings)
+    for name in ("weight", "temperature", "width"):
+        if not 0 < (value := getattr(embeddings, name)) < float("inf"):
+            raise ProjectionError(f"the embedding {name} is {value}; give a finite number above 0")
     student_VD = _valid_embeddings("student", embeddings.student, pair.student.pieces.vocab_size)
     teacher_WE = _valid_embeddings("teacher", embeddings.teacher, pair.teacher.pieces.vocab_size)
     rows = np.flatnonzero(pair.student.is_text & ~matrix.exact)
@@ -194,12 +196,6 @@ def _anchors(matrix: ProjectionMatrix, pair: TokenizerPair) -> NDArray[np.int64]
     """Return the exact pairs of text tokens, [N, 2]: models use special tokens differently."""
     shared = matrix.shared_pairs.astype(np.int64)
     return shared[pair.student.is_text[shared[:, 0]] & pair.teacher.is_text[shared[:, 1]]]
-
-
-def _check_settings(settings: EmbeddingSource) -> None:
-    for name, value in (("weight", settings.weight), ("temperature", settings.temperature), ("width", settings.width)):
-        if not 0 < value < float("inf"):
-            raise ProjectionError(f"the embedding {name} is {value}; give a finite number above 0")
 
 
 def _valid_embeddings(side: str, embeddings: Tensor, vocab_size: int) -> Tensor:

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.alignment.pieces import Pieces, name_of, pieces_of
-from nemo_opd.alignment.roles import RoleOverrides, SpecialTokens, pair_special_tokens
+from nemo_opd.alignment.roles import SpecialTokens, pair_special_tokens
 from nemo_opd.alignment.spelling import TEXT
+from nemo_opd.alignment.token_roles import RoleOverrides
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection.io import BuilderOptions, Roles, frozen_roles
 from nemo_opd.projection.matrix import ProjectionMatrix

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from nemo_opd.alignment.roles import RoleOverrides
+from nemo_opd.alignment.token_roles import RoleOverrides
 from nemo_opd.errors import ProjectionError, StorageError
 from nemo_opd.files import write_atomically
 
@@ -24,7 +24,7 @@ _LARGEST_VOCABULARY = 2**31 - 1
 """Limit of int32 ids."""
 _BUILD_AGAIN = "build it again with nemo-opd projection build"
 _REQUIRED_ARRAYS = ("indices", "weights", "exact")
-_PIECE_ARRAYS = {
+PIECE_ARRAYS = {
     "teacher_spellings": "teacher_spelling_ends",
     "teacher_prefix_pieces": "teacher_prefix_ends",
     "student_bytes": "student_byte_ends",
@@ -39,8 +39,8 @@ _ARRAY_NAMES = (
     "student_shared_spelling",
     "teacher_shared_spelling",
     "teacher_byte_order",
-    *_PIECE_ARRAYS.keys(),
-    *_PIECE_ARRAYS.values(),
+    *PIECE_ARRAYS.keys(),
+    *PIECE_ARRAYS.values(),
 )
 _SIZES = ("student_vocab_size", "teacher_vocab_size", "row_width")
 _NAMES = ("student_fingerprint", "teacher_fingerprint", "student_name", "teacher_name")
@@ -108,7 +108,7 @@ def write(path: str | PathLike[str], content: Mapping[str, Any]) -> None:
     num_rows, row_width = content["indices"].shape
     metadata = {"format": _FORMAT, "version": VERSION, "options": content["options"].to_json()}
     metadata |= {"arrays": " ".join(arrays)}
-    metadata |= {name: str(len(arrays[name])) for name in _PIECE_ARRAYS if name in arrays}
+    metadata |= {name: str(len(arrays[name])) for name in PIECE_ARRAYS if name in arrays}
     metadata |= zip(_SIZES, map(str, (num_rows, content["teacher_vocab_size"], row_width)), strict=True)
     metadata |= {name: content[name] for name in _NAMES}
     try:
@@ -126,7 +126,10 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             _check_header(metadata)
-            forms = {name: _form(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 — not a mapping
+            forms: dict[str, _Form] = {}
+            for name in file.keys():  # noqa: SIM118 — not a mapping
+                array = file.get_slice(name)
+                forms[name] = array.get_dtype(), tuple(array.get_shape())
             _compare(_expected_forms(metadata), forms)
             arrays = {name: file.get_tensor(name) for name in forms}
             return arrays | {
@@ -161,10 +164,6 @@ def _size(metadata: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _form(array: object) -> _Form:
-    return array.get_dtype(), tuple(array.get_shape())  # type: ignore[attr-defined]
-
-
 def _expected_forms(metadata: Mapping[str, str]) -> dict[str, _Form]:
     """Return the forms of the arrays that the header lists."""
     num_rows, num_columns, row_width = (_size(metadata, name) for name in _SIZES)
@@ -180,7 +179,7 @@ def _expected_forms(metadata: Mapping[str, str]) -> dict[str, _Form]:
         "teacher_byte_order": ("I32", (num_columns, 3)),
     }
     listed = metadata["arrays"].split()
-    for name, ends in _PIECE_ARRAYS.items():
+    for name, ends in PIECE_ARRAYS.items():
         if name in listed:
             num_tokens = num_rows if name == "student_bytes" else num_columns
             forms |= {name: ("I32", (_size(metadata, name),)), ends: ("I32", (num_tokens,))}

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_opd.alignment.pieces import name_of, pieces_of
-from nemo_opd.alignment.roles import RoleOverrides
+from nemo_opd.alignment.token_roles import RoleOverrides
 from nemo_opd.errors import ProjectionError
 from nemo_opd.files import require_uncompressed
 from nemo_opd.projection.exact import exact_map
@@ -83,7 +83,16 @@ def bind(
     """
     exact = exact_map(student_tokenizer, teacher_tokenizer, roles=roles)
     rows, columns = exact.student_vocab_size, exact.teacher_vocab_size
-    _check_sizes(matrix, rows, columns)
+    used = np.flatnonzero(matrix.row_lengths)
+    if len(used) and used[-1] >= rows:
+        raise ProjectionError(
+            f"row {used[-1]} has entries, but the student's tokenizer has {rows} ids; name the tokenizers of this pair"
+        )
+    if matrix.teacher_vocab_size > columns:
+        raise ProjectionError(
+            f"an entry leads to teacher id {matrix.teacher_vocab_size - 1}, but the teacher's tokenizer has {columns} "
+            "ids; name the tokenizers of this pair"
+        )
     indices = np.full((rows, matrix.top_k), -1, np.int32)
     weights = np.zeros((rows, matrix.top_k), np.float32)
     num_copied = min(rows, matrix.student_vocab_size)
@@ -125,19 +134,6 @@ def load(
 IMPORTERS[".pt"] = IMPORTERS[".pth"] = load
 
 
-def _check_sizes(matrix: ProjectionMatrix, rows: int, columns: int) -> None:
-    used = np.flatnonzero(matrix.row_lengths)
-    if len(used) and used[-1] >= rows:
-        raise ProjectionError(
-            f"row {used[-1]} has entries, but the student's tokenizer has {rows} ids; name the tokenizers of this pair"
-        )
-    if matrix.teacher_vocab_size > columns:
-        raise ProjectionError(
-            f"an entry leads to teacher id {matrix.teacher_vocab_size - 1}, but the teacher's tokenizer has {columns} "
-            "ids; name the tokenizers of this pair"
-        )
-
-
 def _check_related(
     indices: NDArray[np.int32], student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -165,15 +161,11 @@ def _load(path: str | PathLike[str]) -> object:
                 f"{path} names code to run while it is loaded ({code[1]}), which a projection never needs, and was not "
                 f"loaded; if you trust it, save it as tensors and plain dicts, {_BUILD}"
             ) from None
+        first_sentence = str(error).strip().partition("\n")[0].partition(". ")[0]  # torch's messages are long
+        reason = ": ".join(filter(None, (type(error).__name__, first_sentence)))
         raise ProjectionError(
-            f"{path} is damaged or not a file of torch.save ({_reason(error)}); copy it again, {_BUILD}"
+            f"{path} is damaged or not a file of torch.save ({reason}); copy it again, {_BUILD}"
         ) from None
-
-
-def _reason(error: Exception) -> str:
-    """Return the first sentence of an error; torch's messages are long."""
-    text = str(error).strip().partition("\n")[0].partition(". ")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _content(content: object) -> _Content:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from rich.text import Text
 
 from nemo_opd.alignment.pieces import BYTE_FALLBACK, Pieces, pieces_of
 from nemo_opd.alignment.roles import RolePair
-from nemo_opd.errors import ProjectionError
+from nemo_opd.errors import ProjectionError, StorageError
+from nemo_opd.files import write_atomically
 from nemo_opd.projection.build import CJK, Audit, Coverage, is_partial_utf8
 from nemo_opd.projection.matrix import ProjectionMatrix
 
@@ -171,17 +171,12 @@ def audit_table(audit: Audit) -> Table:
     table.add_row("overlap", f"{audit.overlap:.3f}", "shared tokens / smaller vocabulary")
     table.add_row("one to one", f"{audit.one_to_one:.3f}", "student tokens with an exact partner")
     for length, rows in enumerate(audit.rows_by_pieces):
-        table.add_row(f"rows of {length}", f"{rows:,}", _rows_meaning(length))
+        meaning = f"… with {length} teacher tokens" if length > 1 else "… with one teacher token"
+        table.add_row(f"rows of {length}", f"{rows:,}", meaning if length else "student tokens without a row")
     for name, coverage in _coverages(audit).items():
         meaning = f"{coverage.exact:,} of {coverage.total:,} exact, {coverage.spelled:,} with a row"
         table.add_row(name, f"{coverage.rate:.3f}" if coverage.total else "–", meaning)
     return table
-
-
-def _rows_meaning(length: int) -> str:
-    if length == 0:
-        return "student tokens without a row"
-    return "… with one teacher token" if length == 1 else f"… with {length} teacher tokens"
 
 
 def _coverages(audit: Audit) -> Mapping[str, Coverage]:
@@ -235,15 +230,10 @@ def plot_samples(samples: Sequence[_Sample], path: str | PathLike[str], title: s
     """
     image = io.BytesIO()
     heat_map(samples, title).savefig(image, dpi=150, format="png", bbox_inches="tight", pad_inches=0.15)
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(image.getvalue())
-        temporary.replace(target)
-    except OSError as error:
-        raise ProjectionError(f"cannot write the heat map to {target}: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        write_atomically(Path(path), image.getvalue())
+    except StorageError as error:
+        raise ProjectionError(f"cannot write the heat map to {path}: {error.__cause__}") from error
 
 
 def heat_map(samples: Sequence[_Sample], title: str = "") -> Figure:
@@ -317,14 +307,8 @@ def label(token: str) -> str:
     """Write a token of `shown_token` in the font's characters: white-space runs are counted, others escaped."""
     if token[:1] in "'\"":
         token = token[1:-1]
-    return _shorten("".join(c if _has_glyph(c) else _escape(c) for c in counted_runs(token)))
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
-
-
-def _shorten(text: str) -> str:
+    shown = (c if _has_glyph(c) else c.encode("unicode_escape").decode() for c in counted_runs(token))
+    text = "".join(shown)
     return text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL // 2]}…{text[-(_MAX_LABEL // 2 - 1) :]}"
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from nemo_opd.alignment.pieces import BYTE_FALLBACK, CHARACTER_OF_BYTE, META_SPACE, Pieces, rust_tokenizer
-from nemo_opd.alignment.roles import RoleOverrides
+from nemo_opd.alignment.token_roles import RoleOverrides
 from nemo_opd.projection.exact import Side, TokenizerPair, natural_order, pair_of
 from nemo_opd.projection.matrix import Entries, ProjectionMatrix, check_width, with_entries
 

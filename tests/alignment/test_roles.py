@@ -13,8 +13,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_opd.alignment import pieces_of
-from nemo_opd.alignment.roles import RolePair, SpecialTokens, pair_special_tokens, paired_roles, role_table, roles_of
-from nemo_opd.alignment.token_roles import is_reserved
+from nemo_opd.alignment.roles import RolePair, SpecialTokens, pair_special_tokens, paired_roles
+from nemo_opd.alignment.token_roles import is_reserved, role_table, roles_of
 from nemo_opd.errors import AlignmentError
 from tests.tokenizers_fixture import REAL, byte_level, ranks, real_tokenizer, rebuilt, sentencepiece
 

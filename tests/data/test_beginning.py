@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.data import text as text_module
-from nemo_opd.data.encoders import Encoder, Encoding, encode_beginning
+from nemo_opd.data.encoders import CrossTokenizer, Encoder, Encoding, encode_beginning
 from nemo_opd.data.samples import Sample
-from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
+from nemo_opd.data.text import TextSampleMaker
 from tests.tokenizers_fixture import REAL, byte_level, real_tokenizer, sentencepiece, unigram
 
 pytestmark = pytest.mark.tokenizers

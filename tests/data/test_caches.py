@@ -2,9 +2,7 @@
 
 import errno
 import fcntl
-import gzip
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,9 @@ from nemo_opd import files
 from nemo_opd.config.data import HubDataset, Source
 from nemo_opd.data import convert
 from nemo_opd.data import files as source_files
-from nemo_opd.data.layout import TextLayout
+from nemo_opd.data.layout import text_layout
 from nemo_opd.data.sources import load_documents
-from nemo_opd.errors import ConfigError, StorageError
-from nemo_opd.paths import cache_dir
+from nemo_opd.errors import StorageError
 from tests.data.test_sources import KINDS, Write, table, write_parquet
 from tests.full_disk import largest_file
 
@@ -43,12 +40,6 @@ def lines(tmp_path: Path) -> Source:
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Source:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES))
-    return Source(jsonl_files=str(tmp_path / "a.jsonl.gz"))
-
-
-@pytest.fixture
 def small_files() -> Iterator[None]:
     """No file may have more than 4 kB, which is refused as a full disk is."""
     with largest_file(4096):
@@ -56,7 +47,7 @@ def small_files() -> Iterator[None]:
 
 
 def load(source: Source) -> datasets.Dataset:
-    return load_documents(source, TextLayout("text"), key="data.train")
+    return load_documents(source, text_layout("text"), key="data.train")
 
 
 def test_conversions_that_cannot_be_kept(
@@ -83,32 +74,6 @@ def test_a_disk_without_a_byte(lines: Source, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(files, "free_bytes", lambda path: 0)
     with pytest.raises(StorageError, match=r"no room for the converted data .* or set \$HF_DATASETS_CACHE to another"):
         load(lines)
-
-
-def test_unpacked_files_that_cannot_be_kept(packed: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "taken").touch()
-    monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "taken"))
-    with pytest.raises(ConfigError, match=r"^the cache folder .*taken/unpacked cannot be created .*; set \$NEMO_OPD"):
-        load(packed)
-
-
-def test_a_full_disk_under_unpacked_files(packed: Source, small_files: None) -> None:
-    expected = r"/unpacked could not be written \(File too large\); .* or set \$NEMO_OPD_CACHE to another folder"
-    with pytest.raises(StorageError, match=expected):
-        load(packed)
-    assert not list(cache_dir("unpacked").iterdir())
-
-
-def test_an_unpacked_copy_has_its_name_when_it_is_on_the_disk(packed: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: after a power cut a copy could be short, and was trusted for ever."""
-
-    def refuse(handle: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(StorageError, match=r"/unpacked could not be written \(No space left on device; "):
-        load(packed)
-    assert not list(cache_dir("unpacked").iterdir())
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])

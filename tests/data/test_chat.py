@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nemo_opd.alignment import TokenAligner, pieces_of
-from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
-from nemo_opd.data.encoders import ChatEncoder
+from nemo_opd.data.chat import ChatSampleMaker
+from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer
 from nemo_opd.data.record import Conversation
 from nemo_opd.data.samples import SameTokenizer, Sample, Tokens
 from nemo_opd.errors import DataError
@@ -37,7 +37,7 @@ def tokenizers() -> tuple[Any, Any]:
 
 def make(tokenizers: tuple[Any, Any], student_length: int = 999, teacher_length: int = 999) -> Sample:
     student, teacher = tokenizers
-    cross = CrossTokenizerChat(ChatEncoder.of(teacher, teacher_length, {}), TokenAligner(student, teacher))
+    cross = CrossTokenizer(ChatEncoder.of(teacher, teacher_length, {}), TokenAligner(student, teacher))
     return ChatSampleMaker(ChatEncoder.of(student, student_length, {}), (cross, SameTokenizer()))(CONVERSATION)
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from nemo_opd.alignment import LocatedTokens, RenderedChat, TokenAligner, locate_tokens
 from nemo_opd.data import chat as chat_module
 from nemo_opd.data import encoders
-from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
-from nemo_opd.data.encoders import ChatEncoder
+from nemo_opd.data.chat import ChatSampleMaker
+from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer
 from nemo_opd.data.record import Conversation
 from nemo_opd.data.samples import Sample
 from tests.alignment.chat_fixture import assistant, call, small_chat, tool, user
@@ -56,7 +56,7 @@ def aligner(student: str, teacher: str) -> TokenAligner:
 
 
 def maker(student: str, teachers: Sequence[str], length: int) -> ChatSampleMaker:
-    readers = tuple(CrossTokenizerChat(encoder(name), aligner(student, name)) for name in teachers)
+    readers = tuple(CrossTokenizer(encoder(name), aligner(student, name)) for name in teachers)
     return ChatSampleMaker(replace(encoder(student), max_length=length), readers)
 
 

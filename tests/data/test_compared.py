@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.alignment import Pieces, TokenAligner, pieces_of
-from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
+from nemo_opd.data.chat import ChatSampleMaker
 from nemo_opd.data.collate import collate, compared
-from nemo_opd.data.encoders import ChatEncoder, Encoder
+from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer, Encoder
 from nemo_opd.data.record import Conversation
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, usable_chunks
-from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
+from nemo_opd.data.text import TextSampleMaker
 from tests.alignment.chat_fixture import small_chat
 from tests.tokenizers_fixture import DIGITS_ONE_BY_ONE, byte_level, corpus_texts, real_tokenizer, sentencepiece
 
@@ -63,7 +63,7 @@ def text_maker(
 
 def chat_maker(student: Any, teachers: tuple[Any, ...], length: int = 10**6) -> ChatSampleMaker:
     readers = tuple(
-        CrossTokenizerChat(replace(chat_encoder(teacher), max_length=length), aligner(student, teacher))
+        CrossTokenizer(replace(chat_encoder(teacher), max_length=length), aligner(student, teacher))
         for teacher in teachers
     )
     return ChatSampleMaker(replace(chat_encoder(student), max_length=length), (*readers, SameTokenizer()))

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.config.context import Context as ContextSettings
 from nemo_opd.config.context import field_names
-from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
+from nemo_opd.data.chat import ChatSampleMaker
 from nemo_opd.data.collate import collate, compared
 from nemo_opd.data.context import LEAST, Context, PrivilegedPrompt, leakage
-from nemo_opd.data.encoders import ChatEncoder
+from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer
 from nemo_opd.data.record import FIELD, OTHER, Conversation, Prompt, Rollout
 from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, decoded, encoded
@@ -141,7 +141,7 @@ def test_turns_behind_another_conversation() -> None:
     rollout = told(conversation(student, f"I ask. {CALL}", "It is 42."), "six sevens are 42")
     context = {"template": "{prompt} ({hint})", "system_prompt": "You know {hint}."}
     teacher = with_template(TEACHER, ROLES)
-    crossing = CrossTokenizerChat(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, teacher))
+    crossing = CrossTokenizer(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, teacher))
     teachers = of_chats(student, SameTokenizer(), **context), of_chats(teacher, crossing, **context)
     sample = RolloutSampleMaker(pieces_of(student).lengths, teachers)(rollout)
     asked = [{"role": "system", "content": "You know six sevens are 42."}, *rollout.prompt.content]
@@ -174,7 +174,7 @@ FIELDS = {FIELD + "hint": "a dog that sleeps", OTHER + FIELD + "hint": "東京"}
 
 def chat_made(length: int = 999, talk: list[dict[str, str]] = TALK, **context: Any) -> tuple[Any, Any, Sample]:
     student, teacher = talking("tagged"), with_template(TEACHER, ROLES)
-    crossing = CrossTokenizerChat(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, TEACHER))
+    crossing = CrossTokenizer(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, TEACHER))
     readers = of_chats(student, SameTokenizer(), **context), of_chats(teacher, crossing, **context)
     maker = ChatSampleMaker(ChatEncoder.of(student, length, {}), readers)
     return student, teacher, maker(Conversation(talk, None, FIELDS))
@@ -236,7 +236,7 @@ def test_of_a_conversation_without_a_response_nothing_is_learned() -> None:
 def test_real_templates(names: tuple[str, str]) -> None:
     """Templates that write thinking blocks or dates. The teacher with the same tokenizer has its own variables."""
     student, teacher = map(real_tokenizer, names)
-    crossing = CrossTokenizerChat(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, teacher))
+    crossing = CrossTokenizer(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, teacher))
     context = {"template": "{prompt}\n{hint}", "system_prompt": "Say {hint}."}
     readers = of_chats(student, SameTokenizer(), **context), of_chats(teacher, crossing, **context)
     sample = ChatSampleMaker(ChatEncoder.of(student, 999, {}), readers)(Conversation(TALK, None, FIELDS))

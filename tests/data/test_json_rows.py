@@ -1,6 +1,7 @@
 """JSON rows as datasets: what comes back is what was written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from nemo_opd.config.data import Source
 from nemo_opd.data.cache import _key_of
 from nemo_opd.data.files import require_suitable
-from nemo_opd.data.layout import ChatLayout, PromptLayout, RowLayout, TextLayout
+from nemo_opd.data.layout import chat_layout, text_layout
 from nemo_opd.data.lines import column_types
 from nemo_opd.data.record import Conversation, read_documents, read_rows
 from nemo_opd.data.rollouts import read_prompts
@@ -20,7 +21,7 @@ from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
 
 LARGE = 12345678901234567890123
-CHAT = ChatLayout("messages", "tools")
+CHAT = chat_layout("messages", "tools")
 ARGUMENTS: list[dict[str, Any]] = [
     {"unit": None, "city": "Bern"},
     {"city": "Ulm", "unit": "K"},
@@ -72,7 +73,7 @@ def test_values_of_conversations_stay(tmp_path: Path, kind: str) -> None:
     read = read_documents(documents, [3, 2, 1, 0])
     assert read == [Conversation(chat, [TOOL]) for chat in reversed(chats)]
     assert [json.dumps(each.messages) for each in read] == list(map(json.dumps, reversed(chats)))  # type: ignore[union-attr]
-    prompts = read_prompts(load_documents(source, PromptLayout(CHAT), key="data.train"), [2, 0], {"chat": "messages"})
+    prompts = read_prompts(load_documents(source, CHAT.with_prompts(), key="data.train"), [2, 0], {"chat": "messages"})
     assert [prompt.tools for prompt in prompts] == [[TOOL]] * 2
     assert prompts[0].row["chat"] == chats[2]
 
@@ -80,7 +81,7 @@ def test_values_of_conversations_stay(tmp_path: Path, kind: str) -> None:
 def test_nulls_that_arrow_adds_go(tmp_path: Path) -> None:
     """Bug: the student learns to write keys of other rows' calls."""
     chats = [conversation({"city": "Bern"}), conversation({"unit": "K"})]
-    documents = load_documents(parquet(tmp_path, pa.table({"messages": chats})), ChatLayout("messages", None), key="k")
+    documents = load_documents(parquet(tmp_path, pa.table({"messages": chats})), chat_layout("messages", None), key="k")
     calls = [document.messages[1]["tool_calls"][0] for document in read_documents(documents, [0, 1])]  # type: ignore[union-attr]
     assert [call["function"]["arguments"] for call in calls] == [{"city": "Bern"}, {"unit": "K"}]
 
@@ -99,7 +100,7 @@ def test_nulls_that_arrow_adds_go(tmp_path: Path) -> None:
 def test_answers_stay(tmp_path: Path, answers: list[Any], written: list[str | None]) -> None:
     """Bug: dates refused as of another type, and large integers rounded."""
     source = jsonl(tmp_path, [{"text": "q", "answer": answer} for answer in answers])
-    layout = PromptLayout(TextLayout("text"), "answer")
+    layout = text_layout("text").with_prompts("answer")
     require_suitable(source, layout, key="data.train")
     documents = load_documents(source, layout, key="data.train")
     assert [prompt.answer for prompt in read_prompts(documents, range(len(answers)))] == written
@@ -111,7 +112,7 @@ def test_whole_rows_have_what_was_written(tmp_path: Path) -> None:
         {"text": "a", "tests": {"x": LARGE, "none": None}, "day": "2024-01-01", "n": 1, "ok": True},
         {"text": "b", "tests": [1, "a"], "day": "2024-01-02", "n": 2, "late": "z"},
     ]
-    documents = load_documents(jsonl(tmp_path, rows), RowLayout(TextLayout("text")), key="data.train")
+    documents = load_documents(jsonl(tmp_path, rows), replace(text_layout("text"), whole_rows=True), key="data.train")
     first, second = (prompt.row for prompt in read_prompts(documents, [0, 1], {"text": "text"}))
     assert first == {**rows[0], "late": None}
     assert second == {**rows[1], "ok": None}
@@ -140,12 +141,12 @@ def test_a_file_that_is_one_json_list(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": "b"}, {"text": 1}], indent=1))
     source = Source(jsonl_files=str(tmp_path / "a.json"))
     with pytest.raises(DataError, match=r"a\.json': element 3 is malformed: 'text' is not a string but 1"):
-        load_documents(source, TextLayout("text"), key="data.train")
+        load_documents(source, text_layout("text"), key="data.train")
     (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": None}], indent=1))
     with pytest.raises(DataError, match=r"the first in row 1 \(counted from 0 over all files: element 2 of "):
-        load_documents(source, TextLayout("text"), key="data.train")
+        load_documents(source, text_layout("text"), key="data.train")
     (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=1))
-    assert load_documents(source, TextLayout("text"), key="data.train")["text"][:] == ["a", "b"]
+    assert load_documents(source, text_layout("text"), key="data.train")["text"][:] == ["a", "b"]
 
 
 def test_documents_of_another_order_of_keys_are_other_documents() -> None:

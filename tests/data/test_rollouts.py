@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.config.rollout import CalculatorEnvironment
-from nemo_opd.data.chat import CrossTokenizerChat
-from nemo_opd.data.encoders import ChatEncoder
+from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import SameTokenizer, Sample, Tokens
@@ -153,7 +152,7 @@ def conversation(tokenizer: Any, *turns: str, finish_reason: Any = "stop") -> Ro
 
 
 def chat_maker(student: Any, teacher: Any) -> RolloutSampleMaker:
-    cross = CrossTokenizerChat(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, teacher))
+    cross = CrossTokenizer(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, teacher))
     return RolloutSampleMaker(pieces_of(student).lengths, (cross,))
 
 

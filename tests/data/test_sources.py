@@ -17,7 +17,7 @@ from huggingface_hub import HfApi
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.data.convert import Read, convert, selected
 from nemo_opd.data.files import require_suitable
-from nemo_opd.data.layout import ChatLayout, TextLayout
+from nemo_opd.data.layout import Layout, chat_layout, text_layout
 from nemo_opd.data.lines import of_rows
 from nemo_opd.data.record import Conversation, read_documents
 from nemo_opd.data.sources import READERS, load_documents
@@ -74,12 +74,12 @@ Write = Callable[[Path, pa.Table], None]
 
 
 def load(source: Source, text_key: str = "text") -> list[str]:
-    return load_documents(source, TextLayout(text_key), key="data.train")["text"][:]
+    return load_documents(source, text_layout(text_key), key="data.train")["text"][:]
 
 
 def refusal(source: Source, text_key: str = "text") -> str:
     with pytest.raises(DataError) as caught:
-        load_documents(source, TextLayout(text_key), key="data.train")
+        load_documents(source, text_layout(text_key), key="data.train")
     return str(caught.value)
 
 
@@ -100,7 +100,7 @@ def test_path_list_and_glob(folder: Path, kind: str, write: Write, suffix: str) 
 @pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
 def test_only_the_text_column_is_kept_under_one_name(folder: Path, kind: str, write: Write, suffix: str) -> None:
     write(folder / f"a{suffix}", table(TEXTS, "content"))
-    documents = load_documents(Source(**{kind: str(folder / f"a{suffix}")}), TextLayout("content"), key="data.train")
+    documents = load_documents(Source(**{kind: str(folder / f"a{suffix}")}), text_layout("content"), key="data.train")
     assert documents.column_names == ["text"]
     assert documents[[2, 0]] == {"text": ["三", "one"]}
 
@@ -112,7 +112,7 @@ def test_a_pickled_copy_maps_the_file_instead_of_carrying_it(
     """Workers get the dataset by pickle: 1 MB of text must not travel with it, also after max_samples."""
     write(folder / f"a{suffix}", table([f"{i:01000d}" for i in range(1_000)]))
     source = ValidationSource(**{kind: str(folder / f"a{suffix}")}, max_samples=900)
-    pickled = pickle.dumps(load_documents(source, TextLayout("text"), key="data.validation"))
+    pickled = pickle.dumps(load_documents(source, text_layout("text"), key="data.validation"))
     assert len(pickled) < 20_000
     assert pickle.loads(pickled)[899]["text"] == f"{899:01000d}"
 
@@ -130,7 +130,7 @@ def test_a_stream_may_have_other_columns_of_any_type(folder: Path) -> None:
         assert load(Source(arrow_files=(str(folder / f"{name}.arrow"),))) == texts
     write_stream(folder / "all.arrow", pa.table({"text": texts, **others}))
     paths = tuple(str(folder / f"{name}.arrow") for name in ("map", "uuid", "all"))
-    documents = load_documents(Source(arrow_files=paths), TextLayout("text"), key="data.train")
+    documents = load_documents(Source(arrow_files=paths), text_layout("text"), key="data.train")
     assert pickle.loads(pickle.dumps(documents))["text"][:] == texts * 3
     write_file(folder / "file.arrow", pa.table({"text": texts, "map": others["map"]}))
     assert "columns 'map'" in refusal(Source(arrow_files=(str(folder / "file.arrow"),)))
@@ -228,7 +228,7 @@ def test_hub_reads_a_local_folder(tmp_path: Path) -> None:
 def test_demo_documents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path))
     source = ValidationSource(arrow_files="demo:validation", max_samples=3)
-    assert len(load_documents(source, TextLayout("text"), key="data.validation")) == 3
+    assert len(load_documents(source, text_layout("text"), key="data.validation")) == 3
     assert "use demo:train, demo:validation, demo:arithmetic_train or" in refusal(Source(arrow_files="demo:test"))
     assert "put 'demo:train' under arrow_files" in refusal(Source(jsonl_files="demo:train"))
 
@@ -377,9 +377,9 @@ def test_conversations(folder: Path, kind: str, write: Write, suffix: str, as_js
     else:
         write(folder / f"a{suffix}", pa.table({**columns, "n": [0, 1]}))
     source = Source(**{kind: str(folder / f"a{suffix}")})
-    documents = load_documents(source, ChatLayout("chat", "fns"), key="data.train")
+    documents = load_documents(source, chat_layout("chat", "fns"), key="data.train")
     assert read_documents(documents, [1, 0]) == [Conversation(CHATS[1], TOOLS[1]), Conversation(CHATS[0], TOOLS[0])]
-    alone = load_documents(source, ChatLayout("chat", None), key="data.train")
+    alone = load_documents(source, chat_layout("chat", None), key="data.train")
     assert read_documents(alone, [0]) == [Conversation(CHATS[0])]
 
 
@@ -388,21 +388,21 @@ def test_conversations(folder: Path, kind: str, write: Write, suffix: str, as_js
     [
         (
             {"text": ["x"]},
-            ChatLayout("chat", None),
+            chat_layout("chat", None),
             "has no column 'chat'; set data.messages_key to one of its",
         ),
-        ({"chat": CHATS[:1]}, ChatLayout("chat", "fns"), "has no column 'fns'; set data.tools_key to one of its"),
-        ({"chat": [1]}, ChatLayout("chat", None), "is of type int64, not a list of objects or its JSON text"),
-        ({"chat": [["a"]]}, ChatLayout("chat", None), "not a list of objects or its JSON text; set data.messages"),
+        ({"chat": CHATS[:1]}, chat_layout("chat", "fns"), "has no column 'fns'; set data.tools_key to one of its"),
+        ({"chat": [1]}, chat_layout("chat", None), "is of type int64, not a list of objects or its JSON text"),
+        ({"chat": [["a"]]}, chat_layout("chat", None), "not a list of objects or its JSON text; set data.messages"),
         (
             {"chat": [None, CHATS[0]]},
-            ChatLayout("chat", None),
+            chat_layout("chat", None),
             "1 of 2 documents have no messages (null), the first",
         ),
     ],
 )
 def test_columns_that_hold_no_conversations(
-    folder: Path, columns: dict[str, list[object]], layout: ChatLayout, message: str
+    folder: Path, columns: dict[str, list[object]], layout: Layout, message: str
 ) -> None:
     pq.write_table(pa.table(columns), folder / "a.parquet")
     source = Source(parquet_files=str(folder / "a.parquet"))
@@ -414,7 +414,7 @@ def test_columns_that_hold_no_conversations(
 def test_a_format_needs_a_reader_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a new format that the checks before the loader refuse with a KeyError."""
 
-    def read(paths: list[Path], layout: TextLayout, key: str) -> Read:
+    def read(paths: list[Path], layout: Layout, key: str) -> Read:
         origin = of_rows(paths, [1])
         return selected(convert("csv", paths, list(layout.columns), key, origin), layout, key, *paths), origin
 
@@ -422,5 +422,5 @@ def test_a_format_needs_a_reader_alone(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "a.csv").write_text("body\nOnce\n")
     source = SimpleNamespace(given={"csv_files": (str(tmp_path / "a.csv"),)})
 
-    require_suitable(source, TextLayout("body"), key="data.train")
-    assert load_documents(source, TextLayout("body"), key="data.train")["text"][:] == ["Once"]
+    require_suitable(source, text_layout("body"), key="data.train")
+    assert load_documents(source, text_layout("body"), key="data.train")["text"][:] == ["Once"]

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.alignment import TokenAligner, pieces_of
-from nemo_opd.data.encoders import Encoder
+from nemo_opd.data.encoders import CrossTokenizer, Encoder
 from nemo_opd.data.samples import SameTokenizer, Sample, decoded, encoded
-from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
+from nemo_opd.data.text import TextSampleMaker, TextWindowMaker
 from tests.data.conftest import MakeTokenizer, byte_bpe
 from tests.data.test_cache import arrays
 from tests.tokenizers_fixture import corpus_texts, real_tokenizer

@@ -135,7 +135,7 @@ def test_the_picture_is_whole_or_not_there(matrix: ProjectionMatrix, tmp_path: P
     assert matplotlib.image.imread(tmp_path / "map.png").std() > 0
     assert [file.name for file in tmp_path.iterdir()] == ["map.png"]
     with pytest.raises(ProjectionError, match=r"cannot write the heat map to .*nothing"):
-        plot_samples([], tmp_path / "nothing" / "map.png")
+        plot_samples([], tmp_path / "map.png" / "nothing.png")
 
 
 def test_an_empty_sample_still_draws(tmp_path: Path) -> None:
