@@ -1,16 +1,14 @@
 """Evaluation on questions with checkable answers."""
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
-from nemo_opd.config.base import Frozen, Settings
+from nemo_opd.config.base import Excludes, FilePath, Frozen, OneOrMore, Settings
 from nemo_opd.config.cluster import EvaluationCluster
-from nemo_opd.config.context import Context, field_names
-from nemo_opd.config.data import PromptColumns, ValidationSource, require_one_naming
+from nemo_opd.config.context import Context, Template
+from nemo_opd.config.data import PromptColumns, ValidationSource
 from nemo_opd.config.model import Parallelism
 from nemo_opd.config.reward import Reward, is_paid_by_environment
 from nemo_opd.config.rollout import Environment, HFRollout, RolloutBase, Rollouts
@@ -41,7 +39,7 @@ class Questions(Settings):
     """Sample from this many of the likeliest tokens, or from all if null."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Maximum tokens in one turn of the student; by default `rollout.max_new_tokens`, or 256 without rollouts."""
-    stop: tuple[str, ...] = ()
+    stop: OneOrMore[str] = ()
     r"""Texts that end an answer and are not part of it, such as `["\n\nQuestion:"]`. Not with an environment."""
     level_key: str | None = None
     """The column with a question's difficulty or kind, by which the report also shows accuracy."""
@@ -49,11 +47,6 @@ class Questions(Settings):
     """Smallest reward of a correct answer, for pass@k, maj@k and greedy; mean@n averages the rewards."""
     confidence: float = Field(0.95, gt=0, lt=1)
     """Confidence level of the intervals."""
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def one_stop_is_a_list_of_one(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("k", mode="before")
     @classmethod
@@ -71,7 +64,7 @@ class Questions(Settings):
 class SetSource(ValidationSource):
     """Source of the questions of a set, and their columns."""
 
-    text_key: str | None = None
+    text_key: Annotated[str | None, Excludes("messages_key"), Excludes("prompt_key"), Excludes("tools_key")] = None
     """The column with a question as a text to continue; by default `data.text_key`."""
     messages_key: str | None = None
     """The column with a question as a conversation; by default `data.messages_key`, unless `text_key` is set."""
@@ -79,16 +72,6 @@ class SetSource(ValidationSource):
     """Columns with a question as a user's message; by default `data.prompt_key`, unless another column is named."""
     tools_key: str | None = None
     """The column with the tools that a conversation may call."""
-
-    @model_validator(mode="after")
-    def a_question_is_one_of_both(self) -> Self:
-        if self.text_key is not None and (self.messages_key or self.tools_key or self.prompt_key):
-            raise ValueError(
-                f"text_key={self.text_key} is for texts, messages_key, prompt_key and tools_key for conversations; "
-                "write one kind"
-            )
-        require_one_naming(self.messages_key, self.prompt_key)
-        return self
 
 
 class QuestionSet(Questions):
@@ -98,19 +81,12 @@ class QuestionSet(Questions):
     """Questions."""
     reward: Reward | None = None
     """Reward of an answer; by default the reward of all sets."""
-    prompt: str | None = None
+    prompt: Template | None = None
     """Text that replaces the question or, in a conversation, the user's last message. `{prompt}` stands for the
     replaced text, other names in braces for columns, as in `{prompt}\\n\\nPut the answer in \\\\boxed{{}}.`
     """
-    system_prompt: str | None = None
+    system_prompt: Template | None = None
     """System message that replaces the conversation's; may name columns as `prompt` does."""
-
-    @field_validator("prompt", "system_prompt")
-    @classmethod
-    def templates_can_be_read(cls, value: str | None) -> str | None:
-        if value is not None:
-            field_names(value)
-        return value
 
     @property
     def context(self) -> Context | None:
@@ -141,9 +117,12 @@ class Benchmark(Settings):
         return self.name or re.sub(r"[^A-Za-z0-9_.-]", "_", self.task) + shots
 
 
-def _allow_names(schema: dict[str, Any]) -> None:
-    """Also allow names as benchmarks in a JSON schema."""
-    schema["items"] = {"anyOf": [schema["items"], {"type": "string"}]}
+def _with_task(value: object) -> object:
+    return {"task": value} if isinstance(value, str) else value
+
+
+NamedBenchmark = Annotated[Benchmark, BeforeValidator(_with_task, json_schema_input_type=Benchmark | str)]
+"""A benchmark, or the name of its task."""
 
 
 class QuestionSets(Questions):
@@ -151,7 +130,7 @@ class QuestionSets(Questions):
 
     sets: Frozen[str, QuestionSet] = Field(default_factory=dict)
     """Sets by name, each with data, reward, prompt and sampling; metrics are `eval/<name>/<measure>`."""
-    benchmarks: tuple[Benchmark, ...] = Field((), json_schema_extra=_allow_names)
+    benchmarks: OneOrMore[NamedBenchmark] = ()
     """Tasks of lm-eval, such as `[{task: mmlu, shots: 5, limit: 500}, gsm8k]`; needs the extra `eval`."""
     benchmark_length: int = Field(4096, ge=2)
     """Maximum tokens of a benchmark's question with its answer, at most the model's positions; longer ones are cut from
@@ -188,32 +167,18 @@ class QuestionSets(Questions):
         }
         return {**values, "sets": merged}
 
-    @field_validator("benchmarks", mode="before")
-    @classmethod
-    def a_name_is_a_benchmark(cls, values: Any) -> Any:
-        if isinstance(values, str):
-            values = (values,)
-        if not isinstance(values, list | tuple):
-            return values
-        return tuple({"task": value} if isinstance(value, str) else value for value in values)
-
     @model_validator(mode="after")
-    def names_are_unique(self) -> Self:
+    def names_are_those_of_one_metric(self) -> Self:
+        for name in self.sets:
+            if not re.fullmatch(_NAME_PATTERN, name) or name in _MEASURES:
+                raise ValueError(
+                    f"sets: {name!r} cannot name a set in metrics (eval/<name>/<measure>); use letters, digits, `_`, "
+                    f"`.` and `-`, and none of {', '.join(_MEASURES)}"
+                )
         names = [*self.sets, *(benchmark.label for benchmark in self.benchmarks)]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"{twice[0]!r} names two sets or benchmarks; give one of them another name")
         return self
-
-    @field_validator("sets")
-    @classmethod
-    def names_are_no_measures(cls, sets: Mapping[str, QuestionSet]) -> Mapping[str, QuestionSet]:
-        for name in sets:
-            if not re.fullmatch(_NAME_PATTERN, name) or name in _MEASURES:
-                raise ValueError(
-                    f"{name!r} cannot name a set in metrics (eval/<name>/<measure>); use letters, digits, `_`, `.` and "
-                    f"`-`, and none of {', '.join(_MEASURES)}"
-                )
-        return sets
 
     def require_no_stops(self, prefix: str) -> None:
         """Raise ValueError if a set has stop texts.
@@ -262,11 +227,6 @@ class QuestionSource(ValidationSource):
     tools_key: str | None = None
     """The column with the tools that a conversation may call; with `messages_key`."""
 
-    @model_validator(mode="after")
-    def conversations_are_named_once(self) -> Self:
-        require_one_naming(self.messages_key, self.prompt_key)
-        return self
-
 
 class EvaluationConfig(QuestionSets):
     """Evaluation of an existing model: all settings of `nemo-opd evaluate`."""
@@ -305,35 +265,21 @@ class EvaluationConfig(QuestionSets):
     """Maximum tokens of a question, or null for no limit. Longer ones are skipped with a warning."""
     seed: int = Field(0, ge=0)
     """Seed of sampling."""
-    output_dir: Path | None = None
+    output_dir: FilePath | None = None
     """Folder of results.json and samples.jsonl; by default `outputs/evaluation/<time>`."""
-
-    @field_validator("output_dir", mode="before")
-    @classmethod
-    def output_dir_is_not_empty(cls, value: object) -> object:
-        if value == "":  # an unset shell variable, which would put the files into the current directory
-            raise ValueError("it is empty; name a directory, or leave the key out for outputs/evaluation/<time>")
-        return value
 
     @field_serializer("rollout")
     def written_as_it_is_read(self, rollout: Rollouts) -> dict[str, Any]:
         return rollout.model_dump(mode="json", exclude=set(RolloutBase.model_fields))
 
     @model_validator(mode="after")
-    def sampling_is_told_once(self) -> Self:
+    def the_engine_has_no_other_settings(self) -> Self:
         for key in (*RolloutBase.model_fields, "sleep"):
             if key in self.rollout.model_fields_set:
                 way_out = f"write {key}=…" if key in type(self).model_fields else "leave it out"
                 raise ValueError(f"rollout.{key} is for training, and has no effect on an evaluation; {way_out}")
-        return self
-
-    @model_validator(mode="after")
-    def ranks_are_of_a_model_in_workers(self) -> Self:
-        for key, is_changed in (
-            ("parallelism", self.parallelism != Parallelism()),
-            ("cluster", self.cluster != EvaluationCluster()),
-        ):
-            if not isinstance(self.rollout, HFRollout) and is_changed:
+        for key, default in (("parallelism", Parallelism()), ("cluster", EvaluationCluster())):
+            if not isinstance(self.rollout, HFRollout) and getattr(self, key) != default:
                 raise ValueError(
                     f"{key}: with rollout.type={self.rollout.type} a server with its own ranks answers; leave {key} "
                     "out, or write rollout=hf"

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import YEAR_S, Frozen, MayChange, Settings
+from nemo_opd.config.base import YEAR_S, FilePath, Frozen, MayChange, Settings
 
 
 class LastTurn(Settings):
@@ -63,7 +62,7 @@ class Json(Settings):
     """A value of the last JSON object or list, if it matches a JSON schema."""
 
     type: Literal["json"] = "json"
-    schema_file: Path | None = None
+    schema_file: FilePath | None = None
     """A file with the JSON schema; by default any JSON matches."""
     key: str | None = None
     """Path of the value, such as `answer` or `steps.0.result`; by default all of it, as JSON with sorted keys."""

@@ -1,12 +1,11 @@
 """Sampling from the student (methods.md §10), environments, and alarms about the samples."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import YEAR_S, Frozen, MayChange, Settings
-from nemo_opd.config.teacher import whole_url
+from nemo_opd.config.base import YEAR_S, FilePath, Frozen, MayChange, Needs, Settings
+from nemo_opd.config.teacher import Address
 
 _ADDRESS_OPTIONS = (
     *("--host", "--port", "--uds", "--config", "--api-key", "--admin-api-key"),
@@ -35,9 +34,9 @@ class RolloutBase(Settings):
     """Share of each batch's prompts that the student continues itself (the λ of GKD); other prompts use the dataset's
     continuation.
     """
-    staleness: int = Field(0, ge=0)
+    staleness: Annotated[int, Needs("type", ("server",))] = Field(0, ge=0)
     """Maximum optimizer steps that the sampling weights may lag behind the student's."""
-    overlap: bool = False
+    overlap: Annotated[bool, Needs("type", ("server",))] = False
     """Sample the next batch while the student learns from the current one; needs staleness of at least 1 and
     type=server.
     """
@@ -50,16 +49,6 @@ class HFRollout(RolloutBase):
     batch_size: MayChange[int] = Field(64, ge=1)
     """Sequences that a rank samples at a time."""
 
-    @model_validator(mode="after")
-    def weights_are_the_students(self) -> Self:
-        for key, value in (("overlap", self.overlap), ("staleness", self.staleness)):
-            if value:
-                raise ValueError(
-                    f"{key}={value}: type=hf samples in the student's own processes, with its current weights; leave "
-                    f"{key} out, or use rollout=server"
-                )
-        return self
-
 
 class ServerRollout(RolloutBase):
     """An OpenAI-compatible server in a separate process that returns token ids and log-probabilities."""
@@ -67,7 +56,7 @@ class ServerRollout(RolloutBase):
     type: Literal["server"] = "server"
     program: Literal["vllm", "sglang"] = "vllm"
     """Program of the server, started here or already running at `url`."""
-    url: MayChange[str | None] = None
+    url: MayChange[Address | None] = None
     """Address of a running server (docs/on_policy.md has its options); by default one is started on this machine and
     stopped with the run.
     """
@@ -99,15 +88,10 @@ class ServerRollout(RolloutBase):
     """Number of times that a failed or unusable request is repeated."""
     concurrency: MayChange[int] = Field(256, ge=1)
     """Maximum requests in flight."""
-    weights_folder: MayChange[Path | None] = None
+    weights_folder: MayChange[FilePath | None] = None
     """Folder, visible to server and student, in which the student is written for the server, in a subfolder that only
     this user can read; by default the run's directory. A vLLM started here loads only its first weights from it.
     """
-
-    @field_validator("url")
-    @classmethod
-    def url_is_whole(cls, url: str | None) -> str | None:
-        return url if url is None else whole_url(url)
 
     @field_validator("options")
     @classmethod
