@@ -180,17 +180,33 @@ class QuestionSets(Questions):
             raise ValueError(f"{twice[0]!r} names two sets or benchmarks; give one of them another name")
         return self
 
-    def require_no_stops(self, prefix: str) -> None:
-        """Raise ValueError if a set has stop texts.
+    def check_answers(self, prefix: str, reward: Reward | None, environment: Environment | None) -> None:
+        """Raise ValueError for a set whose answers have no reward, or that does not suit the environment.
 
-        prefix: prefix of the settings' keys.
+        prefix: prefix of the settings' keys. reward: reward of sets without their own.
         """
         for name, questions in self.all_sets.items():
-            if questions.stop:
-                key = f"{prefix}sets.{name}.stop" if name else f"{prefix}stop"
+            key = f"{prefix}sets.{name}" if name else prefix.removesuffix(".")
+            inner = f"{key}." if key else ""
+            own_reward = questions.reward if isinstance(questions, QuestionSet) else None
+            if own_reward is None and reward is None:
+                reward_key = f"{inner}reward" if name else "reward"
                 raise ValueError(
-                    f"{key}={list(questions.stop)}: an environment answers whole turns, which the model ends itself; "
-                    f"leave {key} or environment out"
+                    f"{key or 'reward'}: answers are scored by the reward; set {reward_key}, such as reward=numeric"
+                )
+            if environment is None:
+                if own_reward is not None and is_paid_by_environment(own_reward):
+                    raise ValueError(f"{inner}reward: there is no environment that gives it; name another type")
+                continue
+            if questions.stop:
+                raise ValueError(
+                    f"{inner}stop={list(questions.stop)}: an environment answers whole turns, which the model ends "
+                    f"itself; leave {inner}stop or environment out"
+                )
+            if isinstance(questions.data, SetSource) and questions.data.text_key is not None:
+                raise ValueError(
+                    f"{inner}data.text_key={questions.data.text_key}: an environment needs conversations; name their "
+                    "column as messages_key"
                 )
 
     @property
@@ -287,21 +303,12 @@ class EvaluationConfig(QuestionSets):
         return self
 
     @model_validator(mode="after")
-    def turns_need_conversations(self) -> Self:
+    def answers_can_be_scored(self) -> Self:
         is_chat = self.data.messages_key is not None or self.data.prompt_key
         if not is_chat and (self.environment is not None or self.data.tools_key is not None):
             key = "environment" if self.environment is not None else "data.tools_key"
             raise ValueError(f"{key} is for conversations; name their column as data.messages_key")
-        if self.environment is not None:
-            self.require_no_stops("")
         if self.environment is None and self.reward is not None and is_paid_by_environment(self.reward):
             raise ValueError("reward.type=environment: there is no environment; set environment, or another reward")
-        return self
-
-    @model_validator(mode="after")
-    def answers_have_a_reward(self) -> Self:
-        for name, questions in self.all_sets.items():
-            if self.reward is None and not (isinstance(questions, QuestionSet) and questions.reward):
-                key = f"sets.{name}.reward" if name else "reward"
-                raise ValueError(f"{key}: answers are scored by the reward; set {key}, such as reward=numeric")
+        self.check_answers("", self.reward, self.environment)
         return self

@@ -125,11 +125,6 @@ class TeacherBase(Model):
         return self.weights != "frozen"
 
     @property
-    def has_model(self) -> bool:
-        """Whether a model of this teacher is loaded."""
-        return self.is_computed and not self.is_student
-
-    @property
     def is_computed(self) -> bool:
         """Whether the run computes this teacher's output, instead of reading a cache or querying a server."""
         return self.cache is None and self.served is None
