@@ -45,12 +45,12 @@ class Settings(BaseModel):
     @model_validator(mode="after")
     def every_value_has_an_effect(self) -> Self:
         for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            for rule in (item for item in field.metadata if isinstance(item, Needs | Excludes)):
-                # null turns a setting off, so no request is ignored.
-                is_request = value is not None and value != field.default
-                if is_request and (reason := rule.broken_by(name, self)):
-                    raise ValueError(f"{name}={written(value)} has no effect {reason}")
+            rules = [item for item in field.metadata if isinstance(item, Needs | Excludes)]
+            # null turns a setting off, so no request is ignored.
+            if not rules or (value := getattr(self, name)) in (None, field.get_default(call_default_factory=True)):
+                continue
+            if reason := next(filter(None, (rule.broken_by(name, self) for rule in rules)), None):
+                raise ValueError(f"{name}={written(value)} has no effect {reason}")
         return self
 
 

@@ -9,9 +9,9 @@ from nemo_opd.config.base import Excludes, FilePath, Frozen, OneOrMore, Settings
 from nemo_opd.config.cluster import EvaluationCluster
 from nemo_opd.config.context import Context, Template
 from nemo_opd.config.data import PromptColumns, ValidationSource
-from nemo_opd.config.model import Parallelism
+from nemo_opd.config.model import ModelSource, Parallelism
 from nemo_opd.config.reward import Reward, is_paid_by_environment
-from nemo_opd.config.rollout import Environment, HFRollout, RolloutBase, Rollouts
+from nemo_opd.config.rollout import Environment, HFRollout, RolloutBase, Rollouts, TokenSampling
 
 DEFAULT_NEW_TOKENS = 256
 """Maximum tokens of an answer if no setting gives them."""
@@ -20,7 +20,7 @@ _NAME_PATTERN = r"^[A-Za-z0-9_.-]+$"
 """Pattern of the names of sets and benchmarks."""
 
 
-class Questions(Settings):
+class Questions(TokenSampling):
     """Sampling and scoring of answers."""
 
     data: ValidationSource = Field(default_factory=ValidationSource)
@@ -31,12 +31,6 @@ class Questions(Settings):
     """Values of k for pass@k and maj@k, at most n."""
     greedy: bool = True
     """Also decode one greedy answer per question."""
-    temperature: float = Field(1.0, gt=0)
-    """Divisor of the logits before a token is sampled."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that together have this probability; 1: from all tokens."""
-    top_k: int | None = Field(None, ge=1)
-    """Sample from this many of the likeliest tokens, or from all if null."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Maximum tokens in one turn of the student; by default `rollout.max_new_tokens`, or 256 without rollouts."""
     stop: OneOrMore[str] = ()
@@ -186,26 +180,25 @@ class QuestionSets(Questions):
         prefix: prefix of the settings' keys. reward: reward of sets without their own.
         """
         for name, questions in self.all_sets.items():
-            key = f"{prefix}sets.{name}" if name else prefix.removesuffix(".")
-            inner = f"{key}." if key else ""
+            section = f"{prefix}sets.{name}." if name else prefix
             own_reward = questions.reward if isinstance(questions, QuestionSet) else None
             if own_reward is None and reward is None:
-                reward_key = f"{inner}reward" if name else "reward"
+                key = f"{section}reward" if name else "reward"
                 raise ValueError(
-                    f"{key or 'reward'}: answers are scored by the reward; set {reward_key}, such as reward=numeric"
+                    f"{section[:-1] or key}: answers are scored by the reward; set {key}, such as reward=numeric"
                 )
             if environment is None:
                 if own_reward is not None and is_paid_by_environment(own_reward):
-                    raise ValueError(f"{inner}reward: there is no environment that gives it; name another type")
+                    raise ValueError(f"{section}reward: there is no environment that gives it; name another type")
                 continue
             if questions.stop:
                 raise ValueError(
-                    f"{inner}stop={list(questions.stop)}: an environment answers whole turns, which the model ends "
-                    f"itself; leave {inner}stop or environment out"
+                    f"{section}stop={list(questions.stop)}: an environment answers whole turns, which the model ends "
+                    f"itself; leave {section}stop or environment out"
                 )
             if isinstance(questions.data, SetSource) and questions.data.text_key is not None:
                 raise ValueError(
-                    f"{inner}data.text_key={questions.data.text_key}: an environment needs conversations; name their "
+                    f"{section}data.text_key={questions.data.text_key}: an environment needs conversations; name their "
                     "column as messages_key"
                 )
 
@@ -244,21 +237,13 @@ class QuestionSource(ValidationSource):
     """The column with the tools that a conversation may call; with `messages_key`."""
 
 
-class EvaluationConfig(QuestionSets):
+class EvaluationConfig(ModelSource, QuestionSets):
     """Evaluation of an existing model: all settings of `nemo-opd evaluate`."""
 
     model: str
     """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or
     `demo:arithmetic_student`.
     """
-    tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; by default the model's."""
-    chat_template: str | None = None
-    """The chat template if the tokenizer has none or another one is needed: a file (Jinja), the folder of a model whose
-    template to take, or `plain`, a simple template for base models.
-    """
-    chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
-    """Arguments of the template besides the conversation, such as `enable_thinking: false`."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the model with rollout.type=hf. auto: bfloat16 on GPU, float32 on CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

@@ -45,8 +45,8 @@ class Parallelism(Settings):
         return self
 
 
-class Model(Settings):
-    """Settings that student and teachers share."""
+class ModelSource(Settings):
+    """A model with its tokenizer and chat template."""
 
     model: str | None = None
     """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or `demo:student`."""
@@ -58,6 +58,11 @@ class Model(Settings):
     """
     chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
     """Arguments of the template besides the conversation, such as `enable_thinking: false`."""
+
+
+class Model(ModelSource):
+    """Settings that student and teachers share."""
+
     parallelism: MayChange[Parallelism] = Field(default_factory=Parallelism)
     """Parallel layout of the model."""
     attn_implementation: MayChange[Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] | None] = None

@@ -223,17 +223,13 @@ _OneReward = Annotated[_Single, Field(discriminator="type")]
 
 class _CompoundReward(RewardBase):
     @model_validator(mode="after")
-    def answers_are_in_one_column(self) -> Self:
+    def parts_score_one_answer_together(self) -> Self:
         keys = sorted({part.answer_key for part in self.parts if part.answer_key is not None})
         if len(keys) > 1:
             raise ValueError(
                 f"its parts compare with the columns {' and '.join(keys)}, but a prompt has one answer; give all parts "
                 "the same answer_key"
             )
-        return self
-
-    @model_validator(mode="after")
-    def the_whole_weighs_rollouts(self) -> Self:
         if any(part.weighting_beta is not None for part in self.parts):
             raise ValueError("weighting_beta of a part has no effect; write it next to type, for the whole reward")
         return self

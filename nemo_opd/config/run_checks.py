@@ -13,7 +13,6 @@ from nemo_opd.config.context import Context
 from nemo_opd.config.loss import ChunkTerm, DivergenceTerm, TCADTerm
 from nemo_opd.config.model import Parallelism
 from nemo_opd.config.objective import Objective
-from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run_fields import RunFields
 from nemo_opd.config.teacher import SameTokenizerTeacher
 
@@ -145,9 +144,6 @@ def _ignored_sampling(config: RunFields) -> _Ignored:
         for name in type(config.health).model_fields:
             yield f"health.{name}", "it watches the student's samples; add rollout=hf, or leave it out"
         yield "logging.rollouts.every", "the student samples nothing; add rollout=hf, or leave it out"
-    if isinstance(config.rollout, ServerRollout) and config.rollout.url is not None:
-        for name in ("command", "options", "environment", "memory_share", "gpus"):
-            yield f"rollout.{name}", "rollout.url names a server that runs already; leave one of the two out"
     if config.reward is not None and not config.active_teachers:
         yield "reward.weighting_beta", "it weighs distillation, and loss.kd_weight=0; raise it, or leave this out"
     if config.evaluation is not None and not config.evaluation.data.given:

@@ -34,7 +34,7 @@ def off_policy(**sections: Any) -> dict[str, Any]:
         (changed("health.patience", 2), r"health\.patience=2 has no effect"),
         (
             on_policy(rollout={"type": "server", "url": "http://x", "options": ["--a"]}),
-            r"rollout\.options=\[--a\] has no effect: rollout\.url names a server",
+            r"rollout\.options=\[--a\] has no effect with url=http://x; leave one of the two out",
         ),
         (
             on_policy(
@@ -46,6 +46,7 @@ def off_policy(**sections: Any) -> dict[str, Any]:
             on_policy(reward={"type": "exact"}, evaluation={"teacher_batch_size": 2}),
             r"evaluation\.teacher_batch_size=2 has no effect: no teacher is asked",
         ),
+        (changed("cluster", {"launcher": "local", "num_nodes": 2}), r"cluster\.num_nodes=2 .* launcher=local; write"),
         (changed("cluster.prefetch", 3), r"cluster\.prefetch=3 has no effect: teachers take turns"),
         (
             on_policy(cluster={"placement": "separate", "prefetch": 3}),

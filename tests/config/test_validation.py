@@ -128,6 +128,7 @@ def test_a_key_of_the_other_loss_is_unknown() -> None:
         ("run.name", "a/b", "run.name='a/b': must match pattern"),
         ("run.name", 2024, "run.name=2024: must be a valid string; to make text of it, write run.name=\"'2024'\""),
         ("run.resume", "yes", "run.resume='yes': must be 'auto' or 'never'"),
+        ("run.baseline", "", "run.baseline: it is empty"),
         ("run.output_dir", "", "run.output_dir: it is empty; write a value, or leave the key out"),
         ("cluster.device", "tpu", "cluster.device='tpu': must be 'auto', 'cuda' or 'cpu'"),
         ("cluster.cpu_ranks", 0, "cluster.cpu_ranks=0: must be greater than or equal to 1"),
