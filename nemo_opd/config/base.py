@@ -229,16 +229,13 @@ def _explain(
 
 
 def _placed(reason: str, key: str, value: object, text: str, inner: Sequence[str]) -> str:
-    """Combine the key with a reason from our own validators: `key=value …`, `key.inner=…` or `key: …`.
+    """Combine the key with a reason from our own validators: `key.inner=…`, `key=value: …`, or `key: …` if the reason
+    names the value.
 
     text: the value as shown. inner: keys of the section, if the key is a section's.
     """
     if not key:
         return reason
-    if value in ([], ()):
-        return f"{key}=[]: {reason}"
-    if not isinstance(value, Mapping | Sequence | bool) and reason.startswith(f"{value} "):
-        return f"{key}={reason}"
     if (name := re.match(r"(\w+)[\w.]*(=|: )", reason)) and name[1] in inner:
         return f"{key}.{reason}"
     is_named = not isinstance(value, str | int | float) or is_blank(value) or str(value) in reason

@@ -162,7 +162,7 @@ class QuestionSets(Questions):
         return {**values, "sets": merged}
 
     @model_validator(mode="after")
-    def names_are_those_of_one_metric(self) -> Self:
+    def names_can_be_in_metrics(self) -> Self:
         for name in self.sets:
             if not re.fullmatch(_NAME_PATTERN, name) or name in _MEASURES:
                 raise ValueError(
@@ -274,7 +274,7 @@ class EvaluationConfig(ModelSource, QuestionSets):
         return rollout.model_dump(mode="json", exclude=set(RolloutBase.model_fields))
 
     @model_validator(mode="after")
-    def the_engine_has_no_other_settings(self) -> Self:
+    def rollout_only_names_the_engine(self) -> Self:
         for key in (*RolloutBase.model_fields, "sleep"):
             if key in self.rollout.model_fields_set:
                 way_out = f"write {key}=…" if key in type(self).model_fields else "leave it out"

@@ -123,7 +123,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def weights_mean_something(self) -> Self:
+    def weights_of_teachers_have_an_effect(self) -> Self:
         """Reject weights of teachers that are selected, or compared by a softmax, if such a weight changes nothing."""
         picks_one = isinstance(self.aggregation, SelectTeacher | Routed)
         if isinstance(self.aggregation, AveragedLogits) or not (picks_one or self.aggregation.score is not None):
@@ -189,7 +189,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def settings_go_together(self) -> Self:
+    def settings_have_an_effect(self) -> Self:
         check_contexts(self)
         check_effects(self)
         check_chosen_metrics(self)

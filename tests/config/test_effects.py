@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nemo_opd.config.base import Excludes, Needs, Settings
 from nemo_opd.config.validation import from_dict
 from tests.config.settings import HF, SAME, VALID, changed, message_of, on_policy
 
@@ -104,3 +105,13 @@ def test_what_has_an_effect_is_taken() -> None:
     for data in (asked, on_policy(health={"patience": 2}), changed("loss", {"type": "p_kl", "vocab_topk": 5})):
         config = from_dict(data)
         assert from_dict(config.model_dump(mode="json")) == config
+
+
+def test_rules_name_settings_of_their_section() -> None:
+    """Bug: a rule about a setting that was renamed."""
+    models = [Settings]
+    for model in models:
+        models += model.__subclasses__()
+        rules = [rule for field in model.model_fields.values() for rule in field.metadata]
+        named = {rule.field for rule in rules if isinstance(rule, Needs | Excludes)}
+        assert model.__subclasses__() or named <= model.model_fields.keys(), model
