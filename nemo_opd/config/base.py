@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Never, Self, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -117,6 +117,14 @@ def _path_is_not_empty(value: object) -> object:
 
 FilePath = Annotated[Path, BeforeValidator(_path_is_not_empty)]
 """Type of a file or folder."""
+NAME, _USERS_CODE = r"^[A-Za-z0-9_.-]+$", r"^[\w.]+:\w+$"
+"""Patterns."""
+Name = Annotated[str, Field(pattern=NAME)]
+"""Type of a name in metrics and folders."""
+UsersCode = Annotated[str, Field(pattern=_USERS_CODE)]
+"""Type of a function or class of the user, `package.module:name`."""
+_FORMS = {NAME: "letters, digits, `_`, `.` and `-`", _USERS_CODE: "package.module:name"}
+"""Descriptions of patterns."""
 
 
 class _FrozenDict(dict[_K, _V]):
@@ -247,6 +255,8 @@ def _reason_of(problem: ErrorDetails) -> str:
     reason = problem["msg"].removeprefix("Value error, ")
     reason = re.sub("^(Input|String) should", "must", reason)
     reason = reason.partition(", unable to parse")[0]
+    if problem["type"] == "string_pattern_mismatch" and (form := _FORMS.get(problem["ctx"]["pattern"])):
+        return f"must be {form}"
     if problem["type"] in ("bool_type", "bool_parsing"):
         return "must be true or false"
     if problem["type"] == "literal_error":

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
-from nemo_opd.config.base import Excludes, FilePath, Frozen, OneOrMore, Settings
+from nemo_opd.config.base import NAME, Excludes, FilePath, Frozen, Name, OneOrMore, Settings
 from nemo_opd.config.cluster import EvaluationCluster
 from nemo_opd.config.context import Context, Template
 from nemo_opd.config.data import PromptColumns, ValidationSource
@@ -16,8 +16,6 @@ from nemo_opd.config.rollout import Environment, HFRollout, RolloutBase, Rollout
 DEFAULT_NEW_TOKENS = 256
 """Maximum tokens of an answer if no setting gives them."""
 _MEASURES = ("greedy", "response_length", "truncation_rate", "failed_rewards")
-_NAME_PATTERN = r"^[A-Za-z0-9_.-]+$"
-"""Pattern of the names of sets and benchmarks."""
 
 
 class Questions(TokenSampling):
@@ -95,7 +93,7 @@ class Benchmark(Settings):
 
     task: str
     """Name of a task or group, of lm-eval or from `task_folder`."""
-    name: str | None = Field(None, pattern=_NAME_PATTERN)
+    name: Name | None = None
     """Name in metrics, `eval/<name>/<metric>`; by default the task's, with `_5shot` if `shots` is 5."""
     shots: int | None = Field(None, ge=0)
     """Solved examples before each question; by default the task's number."""
@@ -164,7 +162,7 @@ class QuestionSets(Questions):
     @model_validator(mode="after")
     def names_can_be_in_metrics(self) -> Self:
         for name in self.sets:
-            if not re.fullmatch(_NAME_PATTERN, name) or name in _MEASURES:
+            if not re.fullmatch(NAME, name) or name in _MEASURES:
                 raise ValueError(
                     f"sets: {name!r} cannot name a set in metrics (eval/<name>/<measure>); use letters, digits, `_`, "
                     f"`.` and `-`, and none of {', '.join(_MEASURES)}"

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from nemo_opd.config.base import Excludes, Needs, Settings
+from nemo_opd.config.base import Excludes, Needs, Settings, UsersCode
 
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"]
 _Truncated = Needs("support", ("teacher_topk", "student_topk", "union"))
@@ -338,7 +338,7 @@ class FunctionTerm(NormalizedTerm):
 
     type: Literal["function"] = "function"
     take: ClassVar[str] = "for a formula of your own"
-    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    function: UsersCode
     """`package.module:function`, called with rows of student and teacher logits; it returns one loss per row."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import YEAR_S, FilePath, Frozen, MayChange, Settings
+from nemo_opd.config.base import YEAR_S, FilePath, Frozen, MayChange, Settings, UsersCode
 
 
 class LastTurn(Settings):
@@ -203,7 +203,7 @@ class FunctionReward(SingleReward):
     """
 
     type: Literal["function"] = "function"
-    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    function: UsersCode
     """`package.module:function`."""
     call_timeout_s: MayChange[float] = Field(300, gt=0, le=YEAR_S)
     """Seconds for one rollout; a function that takes longer ends the run."""

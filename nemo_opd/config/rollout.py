@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import YEAR_S, Excludes, FilePath, Frozen, MayChange, Needs, Settings
+from nemo_opd.config.base import YEAR_S, Excludes, FilePath, Frozen, MayChange, Needs, Settings, UsersCode
 from nemo_opd.config.teacher import Address
 
 _ADDRESS_OPTIONS = (
@@ -183,7 +183,7 @@ class FunctionEnvironment(EnvironmentBase):
     """Your own Environment (nemo_opd.rollout.environment), `package.module:Class`, created for each rollout."""
 
     type: Literal["function"] = "function"
-    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    function: UsersCode
     """`package.module:Class`."""
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from nemo_opd.config.base import FilePath, MayChange, Needs, OneOrMore, Settings
+from nemo_opd.config.base import FilePath, MayChange, Name, Needs, OneOrMore, Settings, UsersCode
 from nemo_opd.config.cluster import Cluster, Handoff, HiddenStatesHandoff
 from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import DEFAULT_NEW_TOKENS, Evaluation
@@ -137,7 +137,7 @@ class PushToHub(Settings):
 class Run(Settings):
     """Name, directory and start of a run."""
 
-    name: MayChange[str] = Field("run", pattern=r"^[A-Za-z0-9_.-]+$")
+    name: MayChange[Name] = "run"
     """Name of the run in the report and in wandb, and of its folder in `outputs`."""
     output_dir: MayChange[FilePath | None] = None
     """Directory of the run, used as it is; by default `outputs/<name>/<time>`."""
@@ -158,7 +158,7 @@ class Run(Settings):
     """Off-policy: export and push the student even if validation finds it worse than before training."""
     push_to_hub: MayChange[PushToHub | None] = None
     """Upload the model to the Hugging Face Hub at the end."""
-    callbacks: MayChange[OneOrMore[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]]] = ()
+    callbacks: MayChange[OneOrMore[UsersCode]] = ()
     """Your code in the loop, each `package.module:Class` or `package.module:function`; docs/command.md lists what they
     receive.
     """

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from nemo_opd.config.base import Frozen, MayChange, Needs, OneOrMore, Settings
+from nemo_opd.config.base import Frozen, MayChange, Name, Needs, OneOrMore, Settings
 from nemo_opd.config.context import Context
 from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
 from nemo_opd.config.model import Model, Student
@@ -81,7 +81,7 @@ class TeacherBase(Model):
     """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or `demo:teacher_same`; not
     set if `weights` are the student's.
     """
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    name: Name
     """Short unique name, used in metrics."""
     weight: float = Field(1.0, ge=0)
     """Weight in the sum or mean over teachers; no effect if each text has one teacher."""

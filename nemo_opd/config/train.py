@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from nemo_opd.config.base import MayChange, Needs, Settings
+from nemo_opd.config.base import MayChange, Needs, Settings, UsersCode
 
 
 class ChosenMetric(Settings):
@@ -169,7 +169,7 @@ class ClassOptimizer(OptimizerBase):
     """Any class derived from torch.optim.Optimizer."""
 
     type: Literal["class"] = "class"
-    name: str = Field(pattern=r"^[\w.]+:\w+$")
+    name: UsersCode
     """`package.module:Class`, called with the trained parameters, `lr` and `arguments`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class, such as `{momentum: 0.9}`."""
