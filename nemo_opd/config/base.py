@@ -246,7 +246,7 @@ def _placed(reason: str, key: str, value: object, text: str, inner: Sequence[str
         return reason
     if (name := re.match(r"(\w+)[\w.]*(=|: )", reason)) and name[1] in inner:
         return f"{key}.{reason}"
-    is_named = not isinstance(value, str | int | float) or is_blank(value) or str(value) in reason
+    is_named = not isinstance(value, str | int | float) or is_blank(value) or repr(value)[:50] in reason
     return f"{key}: {reason}" if is_named else f"{key}={text}: {reason}"
 
 
