@@ -166,26 +166,25 @@ def _check(options: Namespace, console: Console) -> int:
     has_gpu = torch.cuda.is_available()
     report = Report.begin(shlex.join(sys.argv), options.output)
     with ending_on_signals(), _scratch(options.models) as (models, scratch), _clocks(options.output):
-        waiting = plan(models, scratch, has_gpu=has_gpu)
-        while waiting:
-            parts = [part for part in waiting.pop(0) if part.name in (*options.only, sanitized().name)]
-            try:
-                for name, output in _run(parts, scratch, report, end_s):
-                    if name == "kernels" and "CUDA error" in output and shutil.which("compute-sanitizer"):
-                        waiting.insert(0, [sanitized()])
-            except KeyboardInterrupt as interrupt:
-                interrupt.add_note(f"results of finished parts are in {options.output / _FILE}")
-                raise
+        try:
+            for group in plan(models, scratch, has_gpu=has_gpu):
+                outputs = _run([part for part in group if part.name in options.only], scratch, report, end_s)
+                if "CUDA error" in outputs.get("kernels", "") and shutil.which("compute-sanitizer"):
+                    _run([sanitized()], scratch, report, end_s)
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(f"results of finished parts are in {options.output / _FILE}")
+            raise
     print(report.markdown())
     return int(any(part.outcome.startswith("FAILED") for part in report.parts.values()))
 
 
-def _run(parts: list[Part], scratch: Path, report: Report, end_s: float) -> Iterator[tuple[str, str]]:
-    """Run parts at the same time, add their results, and yield each part's name and output as it ends.
+def _run(parts: list[Part], scratch: Path, report: Report, end_s: float) -> dict[str, str]:
+    """Run parts at the same time, add each result as its part ends, and return the outputs.
 
     end_s: end of the check on the monotonic clock.
     """
     running: dict[str, tuple[Part, subprocess.Popen[bytes], float]] = {}
+    outputs: dict[str, str] = {}
     try:
         for part in parts:
             begun = time.monotonic()
@@ -208,14 +207,14 @@ def _run(parts: list[Part], scratch: Path, report: Report, end_s: float) -> Iter
                 del running[name]
                 late = f"FAILED: stopped at its limit of {limit_s:.0f} s"
                 outcome = late if status is None else f"FAILED: exit status {status}" if status else _PASSED
-                output = (scratch / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+                output = outputs[name] = (scratch / f"{name}.log").read_text(encoding="utf-8", errors="replace")
                 report.add(name, read_output(outcome, now - begun, output), output)
                 _print_result(name, report.parts[name], output)
-                yield name, output
             time.sleep(0.1)
     finally:
         for name in running:
             end_processes(name)
+    return outputs
 
 
 def _start(part: Part, log: Path) -> subprocess.Popen[bytes]:

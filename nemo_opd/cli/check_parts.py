@@ -139,16 +139,10 @@ def _products_of(sizes: tuple[int, int, int], has_gpu: bool) -> dict[str, Callab
         "gradient of hidden states": lambda: gradient @ head,
     }
     if has_gpu:  # torch.mm has out_dtype only on CUDA
-        fp32 = torch.float32
-        sums = torch.zeros(columns, width, device=device)
-        aligned = torch.empty(rows, -(-columns // 64) * 64, device=device)[:, :columns]
-        wide = torch.zeros(rows, aligned.stride(0), device=device, dtype=torch.bfloat16)[:, :columns]
+        fp32, sums = torch.float32, torch.zeros(columns, width, device=device)
+        logits = torch.empty(rows, -(-columns // 64) * 64, device=device)[:, :columns]
         products |= {
-            "logits, fp32, leading columns and rest": lambda: product(hidden, head.t(), aligned),
-            "gradient of hidden states, rows 64 numbers apart": lambda: wide @ head,
-            "gradient of hidden states, leading columns and rest": lambda: product(wide, head),
-            "logits, fp32": lambda: torch.mm(hidden, head.t(), out_dtype=fp32),
-            "logits, fp32, rows 64 numbers apart": lambda: torch.mm(hidden, head.t(), out_dtype=fp32, out=aligned),
+            "logits, fp32": lambda: product(hidden, head.t(), logits),
             "gradient of head, added in fp32": lambda: torch.addmm(
                 sums, gradient.t(), hidden, out_dtype=fp32, out=sums
             ),

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_opd.paths import CHECKOUT
 
-_MFU_FLOOR = "0.3"
-_LARGE = ("--student", "llama_1b", "--same-teacher", "llama_3b", "--teacher", "qwen_4b", "--length", "2048")
-_TINY = ("--student", "llama_tiny", "--same-teacher", "llama_tiny", "--teacher", "qwen_tiny", "--length", "32")
-_GOLD = ("--student", "llama_1b", "--teacher", "qwen_4b", "--length", "512")
-_TINY_GOLD = ("--student", "llama_tiny", "--teacher", "qwen_tiny", "--length", "32", "--gold-limit", "400")
+_LARGE = "--student llama_1b --same-teacher llama_3b --teacher qwen_4b --length 2048"
+_LARGE_BATCH = "--rows 16 --micro 4 --rounds 4 --mfu-floor 0.3"
+_TINY = "--student llama_tiny --same-teacher llama_tiny --teacher qwen_tiny --length 32"
+_GOLD = "--student llama_1b --teacher qwen_4b --length 512"
+"""Texts of 512 tokens, as the time of TRL's trainer grows with the square of their length."""
+_TINY_GOLD = "--student llama_tiny --teacher qwen_tiny --length 32 --gold-limit 400"
+_GOLD_BATCH = "--rows 8 --rounds 3 --warmup 1 --require-gold"
 _SLOWER = 5
 """Factor of the limits without a GPU: such a machine has few cores too, and all parts mostly import."""
+_PARTS = (sys.executable, "-m", "nemo_opd.cli.check_parts")
 _RUNS = "tests/training"
 """Tests of whole runs, which take as long as all other tests together."""
 
@@ -43,28 +45,30 @@ def plan(models: Path, scratch: Path, *, has_gpu: bool) -> list[list[Part]]:
 
     models: folder of the models of the measured steps. scratch: folder for other files.
     """
+    folders = ("--models", str(models), "--output", str(scratch))
+    local = ("--set", "cluster.launcher=local")
+    sizes = f"{_LARGE} {_LARGE_BATCH}" if has_gpu else _TINY
+    step = (*_script("step.py", f"{sizes} --loss p_kl --without-gold"), *folders)
+    gold = (*_script("step.py", f"{_GOLD if has_gpu else _TINY_GOLD} {_GOLD_BATCH}"), *folders, *local)
     positions = "--positions 2048 8192 --budgets 4 2 1 --device cuda" if has_gpu else "--positions 16 --divisor 64"
+    losses = (*_script("losses_floor.py", positions), "--output", str(scratch))
     parts = [
-        [Part("machine", 75, (sys.executable, "-m", "nemo_opd.cli.check_parts", "machine"))],
-        [Part("models", 100, _step(models, scratch, "--write-only", has_gpu=has_gpu)), _kernels(has_gpu, "check")],
-        [Part("step", 110, _step(models, scratch, "--set", "cluster.launcher=local", has_gpu=has_gpu))],
+        [Part("machine", 75, (*_PARTS, "machine"))],
+        [
+            Part("models", 100, (*step, "--write-only")),
+            Part("kernels", 100, _script("losses_kernels.py", "check"), is_interpreted=not has_gpu),
+        ],
+        [Part("step", 110, (*step, *local))],
         [
             Part("tests", 150, _pytest(4, "loadfile", without=_RUNS)),
-            Part("demos", 240, (sys.executable, "-m", "nemo_opd.cli.check_parts", "demos", str(scratch / "demos"))),
+            Part("demos", 240, (*_PARTS, "demos", str(scratch / "demos"))),
         ],
-        [_kernels(has_gpu, "time")] if has_gpu else [],
-        [Part("losses", 60, _script("losses_floor.py", *positions.split(), "--output", str(scratch)))],
-        [Part("ray-step", 120, _step(models, scratch, has_gpu=has_gpu))],
-        [Part("plain-step", 75, _script("step_plain.py", str(models)))],
-        [Part("gold", 90, _gold(models, scratch, has_gpu=has_gpu), package="trl")],
-        [
-            Part(
-                "liger",
-                60,
-                _script("losses_liger.py", *([] if has_gpu else ["--divisor", "64"])),
-                package="liger-kernel",
-            )
-        ],
+        [Part("kernel-times", 60, _script("losses_kernels.py", "time"))] if has_gpu else [],
+        [Part("losses", 60, losses)],
+        [Part("ray-step", 120, step)],
+        [Part("plain-step", 75, (*_script("step_plain.py"), str(models)))],
+        [Part("gold", 90, gold, package="trl")],
+        [Part("liger", 60, _script("losses_liger.py", "" if has_gpu else "--divisor 64"), package="liger-kernel")],
         [Part("runs", 240, _pytest(5, "worksteal", only=_RUNS))],
     ]
     factor = 1 if has_gpu else _SLOWER
@@ -73,42 +77,20 @@ def plan(models: Path, scratch: Path, *, has_gpu: bool) -> list[list[Part]]:
 
 def sanitized() -> Part:
     """Return the kernels under compute-sanitizer, which names the failing kernel and address."""
-    return Part(
-        "sanitizer", 80, ("compute-sanitizer", "--tool", "memcheck", *_script("losses_kernels.py", "check", "--small"))
-    )
+    kernels = _script("losses_kernels.py", "check --small")
+    return Part("sanitizer", 80, ("compute-sanitizer", "--tool", "memcheck", *kernels))
 
 
-def _script(name: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, f"benchmarks/{name}", *arguments)
-
-
-def _kernels(has_gpu: bool, mode: str) -> Part:
-    name, limit_s = {"check": ("kernels", 100), "time": ("kernel-times", 60)}[mode]
-    return Part(name, limit_s, _script("losses_kernels.py", mode), is_interpreted=not has_gpu)
-
-
-def _step(models: Path, scratch: Path, *more: str, has_gpu: bool) -> tuple[str, ...]:
-    sizes = ("--rows", "16", "--micro", "4", "--rounds", "4", "--mfu-floor", _MFU_FLOOR) if has_gpu else ()
-    shared = ("--loss", "p_kl", "--without-gold", "--models", str(models), "--output", str(scratch))
-    return _script("step.py", *(_LARGE if has_gpu else _TINY), *sizes, *shared, *more)
-
-
-def _gold(models: Path, scratch: Path, *, has_gpu: bool) -> tuple[str, ...]:
-    """Return the command for a step of TRL's GOLD trainer beside ours, on texts of 512 tokens: its time grows with the
-    square of their length. Both trainers hold their memory at the same time.
-    """
-    pair = _GOLD if has_gpu else _TINY_GOLD
-    counts = ("--rows", "8", "--rounds", "3", "--warmup", "1", "--require-gold")
-    shared = ("--models", str(models), "--output", str(scratch), "--set", "cluster.launcher=local")
-    return _script("step.py", *pair, *counts, *shared)
+def _script(name: str, arguments: str = "") -> tuple[str, ...]:
+    return (sys.executable, f"benchmarks/{name}", *arguments.split())
 
 
 def _pytest(workers: int, dist: str, *, only: str = "tests", without: str | None = None) -> tuple[str, ...]:
     """Return the command for the tests marked `gpu`. The project's settings have -q, so -vv prints a line per test."""
-    files: Sequence[str] = () if CHECKOUT is None else gpu_test_files(CHECKOUT)
-    files = [file for file in files if file.startswith(only) and (without is None or not file.startswith(without))]
-    options = ("-m", "gpu", "-vv", "-n", str(workers), "--dist", dist, "--tb=short", "-p", "no:cacheprovider")
-    return (sys.executable, "-m", "pytest", *options, *files)
+    files = () if CHECKOUT is None else gpu_test_files(CHECKOUT)
+    chosen = [file for file in files if file.startswith(only) and (without is None or not file.startswith(without))]
+    options = f"-m gpu -vv -n {workers} --dist {dist} --tb=short -p no:cacheprovider"
+    return (sys.executable, "-m", "pytest", *options.split(), *chosen)
 
 
 def gpu_test_files(root: Path) -> list[str]:

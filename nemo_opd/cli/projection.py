@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nemo_opd.cli.command import Command, print_plain
 from nemo_opd.config.base import models_in
 from nemo_opd.config.loss import LossTerm
 from nemo_opd.errors import ProjectionError
+from nemo_opd.files import write_obstacle
+from nemo_opd.logging.activity import busy
+from nemo_opd.progress import working
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -99,26 +101,15 @@ def _embeddings(*, required: bool) -> _Adder:
     )
 
 
-class _Steps(Progress):
-    """A progress line for each step, with a bar if the step counts."""
-
-    def begin(self, name: str) -> Callable[[int, int], None]:
-        """End the previous step and begin one. The returned function is called with (done, total)."""
-        self.end()
-        task = self.add_task(name, total=None)
-        return lambda done, total: self.update(task, completed=done, total=total)
-
-    def end(self) -> None:
-        if self.tasks and self.tasks[-1].total is None:
-            self.update(self.tasks[-1].id, completed=1, total=1)
-
-
 @contextmanager
-def _steps(console: Console) -> Iterator[_Steps]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with _Steps(*columns, console=console) as progress:
-        yield progress
-        progress.end()
+def _counting(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Show work whose progress is reported by calling the returned function with (done, total)."""
+    with busy(name), working(name, unit="tokens") as work:
+
+        def report(done: int, total: int) -> None:
+            work.done, work.total = done, total
+
+        yield report
 
 
 def _check_output(path: Path) -> None:
@@ -127,9 +118,8 @@ def _check_output(path: Path) -> None:
         raise ProjectionError(f"--output {path}: a projection is a {_SUFFIX} file; give it that suffix")
     if path.is_dir():
         raise ProjectionError(f"--output {path}: it is a folder; name a file in it")
-    blocking = next((parent for parent in path.absolute().parents if parent.exists()), None)
-    if blocking is not None and not blocking.is_dir():
-        raise ProjectionError(f"--output {path}: {blocking} is a file, so it cannot be a folder; name another path")
+    if (obstacle := write_obstacle(path.parent)) is not None:
+        raise ProjectionError(f"--output {path}: {obstacle}; name another path")
 
 
 def _written(build: Callable[[Namespace, Console], ProjectionMatrix]) -> Callable[[Namespace, Console], None]:
@@ -198,7 +188,8 @@ def _read_source(arguments: Namespace) -> EmbeddingSource:
     from nemo_opd.models.stored_weights import input_embeddings
     from nemo_opd.projection import EmbeddingSource
 
-    student, teacher = (input_embeddings(model, key="--embeddings") for model in arguments.embeddings)
+    with busy("reading embeddings"):
+        student, teacher = (input_embeddings(model, key="--embeddings") for model in arguments.embeddings)
     options = {name: value for name, value in vars(arguments).items() if name in ("weight", "temperature", "width")}
     return EmbeddingSource(student, teacher, device="cuda" if torch.cuda.is_available() else "cpu", **options)
 
@@ -209,16 +200,12 @@ def _build(arguments: Namespace, console: Console) -> ProjectionMatrix:
     from nemo_opd.projection.report import audit_table
 
     pair = _load_pair(arguments.student, arguments.teacher)
-    with _steps(console) as progress:
-        source = None
-        if arguments.embeddings:
-            progress.begin("reading embeddings")
-            source = _read_source(arguments)
-        counter = progress.begin("building")
+    source = _read_source(arguments) if arguments.embeddings else None
+    with _counting("building") as counter:
         matrix = build_projection(
             *pair, arguments.top_k, counter, reverse=arguments.reverse, embeddings=source, roles=roles
         )
-        progress.begin("auditing")
+    with busy("auditing"):
         figures = audit(*pair, matrix)
     console.print(audit_table(figures))
     return matrix
@@ -354,12 +341,9 @@ def _convert(arguments: Namespace, console: Console) -> ProjectionMatrix:
         print_plain(console, "no --student and --teacher: no row is marked as exact, and no run can use the file")
         return matrix
     pair = _load_pair(arguments.student, arguments.teacher)
-    with _steps(console) as progress:
-        progress.begin("comparing bytes")
-        matrix = nemo_rl.bind(matrix, *pair, roles=roles)
-        progress.begin("finding prefixes")
-        matrix = _add_prefixes(matrix, pair)
-        progress.begin("auditing")
+    with busy("comparing bytes"):
+        matrix = _add_prefixes(nemo_rl.bind(matrix, *pair, roles=roles), pair)
+    with busy("auditing"):
         figures = audit(*pair, matrix)
     console.print(audit_table(figures))
     return matrix
@@ -405,8 +389,7 @@ def _exact_map(arguments: Namespace, console: Console) -> ProjectionMatrix:
     from nemo_opd.projection import exact_map
 
     pair = _load_pair(arguments.student, arguments.teacher)
-    with _steps(console) as progress:
-        progress.begin("pairing tokens")
+    with busy("pairing tokens"):
         return exact_map(*pair, roles=roles)
 
 
@@ -432,8 +415,7 @@ def _multi_token(arguments: Namespace, console: Console) -> ProjectionMatrix:
     from nemo_opd.projection import add_multi_token
 
     matrix, pair = _load_file(arguments)
-    with _steps(console) as progress:
-        counter = progress.begin("spelling tokens")
+    with _counting("spelling tokens") as counter:
         return add_multi_token(matrix, *pair, width=arguments.width, reverse=arguments.reverse, progress=counter)
 
 
@@ -468,20 +450,10 @@ def _embedding(arguments: Namespace, console: Console) -> ProjectionMatrix:
     from nemo_opd.projection import add_embeddings
 
     matrix, pair = _load_file(arguments)
-    with _steps(console) as progress:
-        progress.begin("reading embeddings")
-        source = _read_source(arguments)
-        return add_embeddings(
-            matrix,
-            *pair,
-            source.student,
-            source.teacher,
-            weight=source.weight,
-            temperature=source.temperature,
-            width=source.width,
-            device=source.device,
-            progress=progress.begin("finding near tokens"),
-        )
+    source = _read_source(arguments)
+    settings = {name: getattr(source, name) for name in ("weight", "temperature", "width", "device")}
+    with _counting("finding near tokens") as counter:
+        return add_embeddings(matrix, *pair, source.student, source.teacher, **settings, progress=counter)
 
 
 EMBEDDING = Command(
@@ -513,9 +485,7 @@ example:
 def _sort_and_cut(arguments: Namespace, console: Console) -> ProjectionMatrix:
     from nemo_opd.projection import ProjectionMatrix, sort_and_cut
 
-    with _steps(console) as progress:
-        progress.begin("cutting rows")
-        return sort_and_cut(ProjectionMatrix.load(arguments.file), arguments.top_k)
+    return sort_and_cut(ProjectionMatrix.load(arguments.file), arguments.top_k)
 
 
 SORT_AND_CUT = Command(
@@ -539,8 +509,7 @@ example:
 
 def _byte_prefix(arguments: Namespace, console: Console) -> ProjectionMatrix:
     matrix, pair = _load_file(arguments)
-    with _steps(console) as progress:
-        progress.begin("finding prefixes")
+    with busy("finding prefixes"):
         matrix = _add_prefixes(matrix, pair)
     maps = (matrix.byte_prefix, matrix.student_shared_prefix, matrix.teacher_shared_prefix)
     phi, student, teacher = (f"{int((ids >= 0).sum()):,} of {len(ids):,}" for ids in maps if ids is not None)

@@ -6,6 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation import inputs as evaluation_inputs
 from nemo_opd.logging.terminal import loading
 from nemo_opd.paths import configs_dir
-from nemo_opd.preflight.inputs import check_inputs, with_documents_columns
-from nemo_opd.training.finished import Finished, finished_before
+from nemo_opd.preflight.inputs import with_documents_columns
+from nemo_opd.training.entry import run
+from nemo_opd.training.finished import Finished
 from nemo_opd.training.interrupt import interruptible, was_requested
 
 _ALL_OUTPUT = Namespace(json=False, quiet=False)
@@ -72,7 +74,7 @@ def main(
     """
     ended: list[Finished] = []
 
-    def run(config: S) -> None:
+    def note_end(config: S) -> None:
         if (finished := task(config)) is not None:
             ended.append(finished)
 
@@ -83,7 +85,7 @@ def main(
         output_of(output) as print_json,
     ):
         run_with_hydra(
-            run,
+            note_end,
             model,
             config_dir=config_dir,
             config_name=config_name,
@@ -132,28 +134,6 @@ def _announce_demo(recipe: str) -> None:
         )
 
 
-def _distil(config: RunConfig) -> Finished | None:
-    check_inputs(config, on_policy=False)
-    if (finished := finished_before(config)) is not None:
-        return finished
-    # Imported after the checks: PyTorch takes seconds.
-    with loading("PyTorch"):
-        from nemo_opd.training.off_policy import distil
-
-    return distil(config)
-
-
-def _distil_on_policy(config: RunConfig) -> Finished | None:
-    check_inputs(config, on_policy=True)
-    if (finished := finished_before(config)) is not None:
-        return finished
-    # Imported after the checks: PyTorch takes seconds.
-    with loading("PyTorch"):
-        from nemo_opd.training.on_policy import distil
-
-    return distil(config)
-
-
 def _evaluate(config: EvaluationConfig) -> Finished | None:
     evaluation_inputs.check_inputs(config)
     # Imported after the checks: PyTorch takes seconds.
@@ -176,6 +156,6 @@ def evaluation_recipe(arguments: Sequence[str]) -> str:
     return "evaluation" if names_questions else "evaluation_demo"
 
 
-DISTIL = SettingsCommand(RunConfig, lambda _: "off_policy_demo", _distil)
-DISTIL_ON_POLICY = SettingsCommand(RunConfig, lambda _: "on_policy_demo", _distil_on_policy)
+DISTIL = SettingsCommand(RunConfig, lambda _: "off_policy_demo", partial(run, on_policy=False))
+DISTIL_ON_POLICY = SettingsCommand(RunConfig, lambda _: "on_policy_demo", partial(run, on_policy=True))
 EVALUATE = SettingsCommand(EvaluationConfig, evaluation_recipe, _evaluate)

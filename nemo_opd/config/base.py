@@ -4,10 +4,11 @@ import difflib
 import json
 import re
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Never, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Never, Self, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -41,9 +42,89 @@ class Settings(BaseModel):
             raise ValueError("an element is empty; write a value, or leave the element out")
         return value
 
+    @model_validator(mode="after")
+    def every_value_has_an_effect(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            rules = [item for item in field.metadata if isinstance(item, Needs | Excludes)]
+            # null turns a setting off, so no request is ignored.
+            if not rules or (value := getattr(self, name)) in (None, field.get_default(call_default_factory=True)):
+                continue
+            if reason := next(filter(None, (rule.broken_by(name, self) for rule in rules)), None):
+                raise ValueError(f"{name}={written(value)} has no effect {reason}")
+        return self
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Annotation of a field that has an effect only with some values of another field of the same settings."""
+
+    field: str
+    values: tuple[object, ...] = ()
+    """Values of the other field; if empty, any but null."""
+
+    def broken_by(self, name: str, settings: Settings) -> str | None:
+        """Return why the field `name` has no effect in these settings, and the way out; None if it has one."""
+        value = getattr(settings, self.field)
+        if value in self.values or (not self.values and value not in (None, ())):
+            return None
+        if not self.values:
+            return f"without {self.field}; set {self.field}, or leave {name} out"
+        *leading, last = map(written, self.values)
+        choice = f"{', '.join(leading)} or {last}" if leading else last
+        return f"with {self.field}={written(value)}; write {self.field}={choice}, or leave {name} out"
+
+
+@dataclass(frozen=True)
+class Excludes:
+    """Annotation of a field that has no effect if another field of the same settings is set."""
+
+    field: str
+
+    def broken_by(self, name: str, settings: Settings) -> str | None:
+        """Return why the field `name` has no effect in these settings, and the way out; None if it has one."""
+        value = getattr(settings, self.field)
+        return None if value in (None, ()) else f"with {self.field}={written(value)}; leave one of the two out"
+
+
+def written(value: object) -> str:
+    """Return a value as it is written on the command line."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(written, value))}]"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
 
 def is_blank(value: object) -> bool:
     return isinstance(value, str) and not value.strip()
+
+
+def _one_is_a_list_of_one(value: object) -> object:
+    if value == "":
+        raise ValueError(_EMPTY)
+    return () if value is None else (value,) if isinstance(value, str) else value
+
+
+OneOrMore = Annotated[tuple[_T, ...], BeforeValidator(_one_is_a_list_of_one)]
+"""Type of a list of texts that a single text can stand for, and null for an empty one."""
+
+
+def _path_is_not_empty(value: object) -> object:
+    if is_blank(value):  # `Path` would read it as the current directory
+        raise ValueError(_EMPTY)
+    return value
+
+
+FilePath = Annotated[Path, BeforeValidator(_path_is_not_empty)]
+"""Type of a file or folder."""
+NAME, _USERS_CODE = r"^[A-Za-z0-9_.-]+$", r"^[\w.]+:\w+$"
+"""Patterns."""
+Name = Annotated[str, Field(pattern=NAME)]
+"""Type of a name in metrics and folders."""
+UsersCode = Annotated[str, Field(pattern=_USERS_CODE)]
+"""Type of a function or class of the user, `package.module:name`."""
+_FORMS = {NAME: "letters, digits, `_`, `.` and `-`", _USERS_CODE: "package.module:name"}
+"""Descriptions of patterns."""
 
 
 class _FrozenDict(dict[_K, _V]):
@@ -149,23 +230,24 @@ def _explain(
         keys = ", ".join(_keys_at(path, data, model))
         return f"{key}={text}: a group of keys, not one value; set {key}.KEY of {keys}"
     if kind == "value_error":
-        return _placed(reason, key, value)
+        return _placed(reason, key, value, text, _keys_at(path, data, model))
     if kind == "string_type" and len(problems) == 1 and isinstance(value, int | float):
         reason += f"; to make text of it, write {key}=\"'{value}'\""
     return f"{key}={text}: {reason[0].lower()}{reason[1:]}"
 
 
-def _placed(reason: str, key: str, value: object) -> str:
-    """Combine the key with a reason from our own validators: `key=value …`, `key.inner=…` or `key: …`."""
+def _placed(reason: str, key: str, value: object, text: str, inner: Sequence[str]) -> str:
+    """Combine the key with a reason from our own validators: `key.inner=…`, `key=value: …`, or `key: …` if the reason
+    names the value.
+
+    text: the value as shown. inner: keys of the section, if the key is a section's.
+    """
     if not key:
         return reason
-    if value in ([], ()):
-        return f"{key}=[]: {reason}"
-    if not isinstance(value, Mapping | Sequence | bool) and reason.startswith(f"{value} "):
-        return f"{key}={reason}"
-    if isinstance(value, Mapping) and reason.partition("=")[0] in value:
+    if (name := re.match(r"(\w+)[\w.]*(=|: )", reason)) and name[1] in inner:
         return f"{key}.{reason}"
-    return f"{key}: {reason}"
+    is_named = not isinstance(value, str | int | float) or is_blank(value) or repr(value)[:50] in reason
+    return f"{key}: {reason}" if is_named else f"{key}={text}: {reason}"
 
 
 def _reason_of(problem: ErrorDetails) -> str:
@@ -173,6 +255,8 @@ def _reason_of(problem: ErrorDetails) -> str:
     reason = problem["msg"].removeprefix("Value error, ")
     reason = re.sub("^(Input|String) should", "must", reason)
     reason = reason.partition(", unable to parse")[0]
+    if problem["type"] == "string_pattern_mismatch" and (form := _FORMS.get(problem["ctx"]["pattern"])):
+        return f"must be {form}"
     if problem["type"] in ("bool_type", "bool_parsing"):
         return "must be true or false"
     if problem["type"] == "literal_error":

@@ -1,10 +1,13 @@
 """Machines, devices and processes, and the handoff of the teachers' outputs to the student."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from nemo_opd.config.base import MayChange, Settings
+from nemo_opd.config.base import MayChange, Needs, Settings
+
+_Ray = Needs("launcher", ("ray",))
+_Ranks = Annotated[int, Field(ge=1)]
 
 
 class Cluster(Settings):
@@ -16,17 +19,17 @@ class Cluster(Settings):
     """ray: a process for each rank. local: no Ray; the ranks are this process alone, or the processes that torchrun
     started. The option `cluster=local` is a file with `device: auto`, and does not change this key.
     """
-    num_nodes: int = Field(1, ge=1)
+    num_nodes: Annotated[int, _Ray] = Field(1, ge=1)
     """Number of nodes. More than one needs a running Ray cluster, named by `address`."""
     gpus_per_node: int | None = Field(None, ge=1)
     """GPUs used on each node; by default all."""
     cpu_ranks: int = Field(1, ge=1)
     """On CPU, the ranks of the student and of each teacher, over all nodes."""
-    placement: Literal["colocated", "separate"] = "colocated"
+    placement: Annotated[Literal["colocated", "separate"], _Ray] = "colocated"
     """colocated: student and teachers take turns on the same devices. separate: every teacher has its own devices and
     can read the next batch while the student trains.
     """
-    teacher_ranks: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    teacher_ranks: Annotated[_Ranks | tuple[_Ranks, ...] | None, Needs("placement", ("separate",))] = None
     """placement=separate: the ranks of each teacher over all nodes, one number for all teachers or a list in their
     order. On GPUs the student gets the remaining GPUs; by default the GPUs of a node are shared equally. On CPU these
     processes are added to the student's; by default `cpu_ranks`.
@@ -35,37 +38,12 @@ class Cluster(Settings):
     """placement=separate, off-policy: batches that the teachers read ahead of the student, each with memory for its
     output.
     """
-    address: str | None = None
+    address: Annotated[str | None, _Ray] = None
     """A running Ray cluster (`auto`, `host:port`); by default a local one is started and stopped."""
     timeout_s: float = Field(1800, gt=0)
     """Longest wait, in seconds, for any process or collective. It covers loading the largest models from a slow disk; a
     process that dies ends the run at once.
     """
-
-    @model_validator(mode="after")
-    def several_groups_of_processes_need_ray(self) -> Self:
-        reasons = {
-            f"num_nodes={self.num_nodes}": self.num_nodes > 1 and "processes on several nodes",
-            f"address={self.address}": self.address is not None and "a Ray cluster",
-            "placement=separate": self.placement == "separate" and "separate processes for the teachers",
-        }
-        for setting, needed in reasons.items():
-            if self.launcher == "local" and needed:
-                raise ValueError(
-                    f"{setting}: that needs {needed}, and with cluster.launcher=local student and teachers share their "
-                    "processes on this machine; write cluster.launcher=ray, or leave "
-                    f"cluster.{setting.partition('=')[0]} out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def teacher_ranks_need_devices_of_their_own(self) -> Self:
-        if self.teacher_ranks is not None and self.placement == "colocated":
-            raise ValueError(
-                f"teacher_ranks={self.teacher_ranks}: with cluster.placement=colocated every teacher has a "
-                "rank on each of the student's devices; write cluster.placement=separate, or leave the key out"
-            )
-        return self
 
 
 class EvaluationCluster(Settings):
@@ -75,21 +53,16 @@ class EvaluationCluster(Settings):
     """local: no Ray; this process is the only rank, or the ranks are those that torchrun started on this machine. ray:
     a process for each rank.
     """
-    num_nodes: int = Field(1, ge=1)
+    num_nodes: Annotated[int, _Ray] = Field(1, ge=1)
     """Number of nodes. More than one needs launcher=ray and a running Ray cluster, named by `address`."""
     gpus_per_node: int | None = Field(None, ge=1)
     """GPUs used on each node; by default all with Ray, and one per process without."""
     cpu_ranks: int = Field(1, ge=1)
     """On CPU, the total ranks over all nodes."""
-    address: str | None = None
+    address: Annotated[str | None, _Ray] = None
     """launcher=ray: a running Ray cluster (`auto`, `host:port`); by default a local one is started and stopped."""
     timeout_s: float = Field(1800, gt=0)
     """Longest wait, in seconds, for any process: loading its model, answering questions."""
-
-    @model_validator(mode="after")
-    def settings_are_those_of_a_run(self) -> Self:
-        self.on("auto")
-        return self
 
     def on(self, device: Literal["auto", "cuda", "cpu"]) -> Cluster:
         """Return these settings as a run's cluster."""

@@ -4,23 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from nemo_opd.config.base import MayChange, Settings, is_blank
+from nemo_opd.config.base import Excludes, MayChange, Needs, OneOrMore, Settings
 from nemo_opd.errors import ConfigError
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 LearnedTurns = Literal["all", "last", "marked"]
-
-
-def require_one_naming(messages_key: str | None, prompt_key: Sequence[str]) -> None:
-    """Raise ValueError if both keys are set."""
-    if prompt_key and messages_key is not None:
-        raise ValueError(
-            f"prompt_key={', '.join(prompt_key)} and messages_key={messages_key} both name conversations; write one of "
-            "them"
-        )
 
 
 class HubDataset(Settings):
@@ -36,14 +27,8 @@ class HubDataset(Settings):
     """Split, or part of one such as `train[:10%]`."""
 
 
-def _one_path_is_a_list_of_one(value: object) -> object:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) and not is_blank(value) else value
-
-
-Files = Annotated[tuple[str, ...], BeforeValidator(_one_path_is_a_list_of_one)]
-PromptColumns = Annotated[tuple[str, ...], BeforeValidator(_one_path_is_a_list_of_one)]
+Files = OneOrMore[str]
+PromptColumns = Annotated[OneOrMore[str], Excludes("messages_key")]
 
 
 class Source(Settings):
@@ -144,7 +129,7 @@ class Data(Settings):
     """Instead of `messages_key`: the column with a prompt, which is the user's message or a list of messages. The texts
     of several columns, such as [instruction, input], are joined by an empty line.
     """
-    completion_key: str | None = None
+    completion_key: Annotated[str | None, Needs("prompt_key")] = None
     """With `prompt_key`: the column with the answer, which is the assistant's message or a list of messages."""
     tools_key: str | None = None
     """The column with the tools that a conversation may call, as a list or as JSON."""
@@ -180,21 +165,6 @@ class Data(Settings):
     """Tokenize and align each document once, and keep the result in `$NEMO_OPD_CACHE`."""
 
     @model_validator(mode="after")
-    def tools_belong_to_messages(self) -> "Data":
-        if self.tools_key is not None and not self.is_chat:
-            raise ValueError(f"tools_key={self.tools_key} without messages_key; set data.messages_key, or drop it")
-        return self
-
-    @model_validator(mode="after")
-    def conversations_are_named_once(self) -> "Data":
-        require_one_naming(self.messages_key, self.prompt_key)
-        if self.completion_key is not None and not self.prompt_key:
-            raise ValueError(
-                f"completion_key={self.completion_key} without prompt_key; set data.prompt_key to the column of prompts"
-            )
-        return self
-
-    @model_validator(mode="after")
     def domains_are_of_validation(self) -> "Data":
         if self.domain_key is None or (self.validation.given and not self.validation.text_files):
             return self
@@ -205,7 +175,9 @@ class Data(Settings):
         )
 
     @model_validator(mode="after")
-    def conversations_are_no_text_files(self) -> "Data":
+    def conversations_have_columns(self) -> "Data":
+        if self.tools_key is not None and not self.is_chat:
+            raise ValueError(f"tools_key={self.tools_key} without messages_key; set data.messages_key, or drop it")
         if self.is_chat and self.train.text_files:
             setting, column = self.document_columns[0]
             raise ValueError(

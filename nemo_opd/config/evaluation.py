@@ -1,28 +1,24 @@
 """Evaluation on questions with checkable answers."""
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
-from nemo_opd.config.base import Frozen, Settings
+from nemo_opd.config.base import NAME, Excludes, FilePath, Frozen, Name, OneOrMore, Settings
 from nemo_opd.config.cluster import EvaluationCluster
-from nemo_opd.config.context import Context, field_names
-from nemo_opd.config.data import PromptColumns, ValidationSource, require_one_naming
-from nemo_opd.config.model import Parallelism
+from nemo_opd.config.context import Context, Template
+from nemo_opd.config.data import PromptColumns, ValidationSource
+from nemo_opd.config.model import ModelSource, Parallelism
 from nemo_opd.config.reward import Reward, is_paid_by_environment
-from nemo_opd.config.rollout import Environment, HFRollout, RolloutBase, Rollouts
+from nemo_opd.config.rollout import Environment, HFRollout, RolloutBase, Rollouts, TokenSampling
 
 DEFAULT_NEW_TOKENS = 256
 """Maximum tokens of an answer if no setting gives them."""
 _MEASURES = ("greedy", "response_length", "truncation_rate", "failed_rewards")
-_NAME_PATTERN = r"^[A-Za-z0-9_.-]+$"
-"""Pattern of the names of sets and benchmarks."""
 
 
-class Questions(Settings):
+class Questions(TokenSampling):
     """Sampling and scoring of answers."""
 
     data: ValidationSource = Field(default_factory=ValidationSource)
@@ -33,15 +29,9 @@ class Questions(Settings):
     """Values of k for pass@k and maj@k, at most n."""
     greedy: bool = True
     """Also decode one greedy answer per question."""
-    temperature: float = Field(1.0, gt=0)
-    """Divisor of the logits before a token is sampled."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that together have this probability; 1: from all tokens."""
-    top_k: int | None = Field(None, ge=1)
-    """Sample from this many of the likeliest tokens, or from all if null."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Maximum tokens in one turn of the student; by default `rollout.max_new_tokens`, or 256 without rollouts."""
-    stop: tuple[str, ...] = ()
+    stop: OneOrMore[str] = ()
     r"""Texts that end an answer and are not part of it, such as `["\n\nQuestion:"]`. Not with an environment."""
     level_key: str | None = None
     """The column with a question's difficulty or kind, by which the report also shows accuracy."""
@@ -49,11 +39,6 @@ class Questions(Settings):
     """Smallest reward of a correct answer, for pass@k, maj@k and greedy; mean@n averages the rewards."""
     confidence: float = Field(0.95, gt=0, lt=1)
     """Confidence level of the intervals."""
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def one_stop_is_a_list_of_one(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("k", mode="before")
     @classmethod
@@ -71,7 +56,7 @@ class Questions(Settings):
 class SetSource(ValidationSource):
     """Source of the questions of a set, and their columns."""
 
-    text_key: str | None = None
+    text_key: Annotated[str | None, Excludes("messages_key"), Excludes("prompt_key"), Excludes("tools_key")] = None
     """The column with a question as a text to continue; by default `data.text_key`."""
     messages_key: str | None = None
     """The column with a question as a conversation; by default `data.messages_key`, unless `text_key` is set."""
@@ -79,16 +64,6 @@ class SetSource(ValidationSource):
     """Columns with a question as a user's message; by default `data.prompt_key`, unless another column is named."""
     tools_key: str | None = None
     """The column with the tools that a conversation may call."""
-
-    @model_validator(mode="after")
-    def a_question_is_one_of_both(self) -> Self:
-        if self.text_key is not None and (self.messages_key or self.tools_key or self.prompt_key):
-            raise ValueError(
-                f"text_key={self.text_key} is for texts, messages_key, prompt_key and tools_key for conversations; "
-                "write one kind"
-            )
-        require_one_naming(self.messages_key, self.prompt_key)
-        return self
 
 
 class QuestionSet(Questions):
@@ -98,19 +73,12 @@ class QuestionSet(Questions):
     """Questions."""
     reward: Reward | None = None
     """Reward of an answer; by default the reward of all sets."""
-    prompt: str | None = None
+    prompt: Template | None = None
     """Text that replaces the question or, in a conversation, the user's last message. `{prompt}` stands for the
     replaced text, other names in braces for columns, as in `{prompt}\\n\\nPut the answer in \\\\boxed{{}}.`
     """
-    system_prompt: str | None = None
+    system_prompt: Template | None = None
     """System message that replaces the conversation's; may name columns as `prompt` does."""
-
-    @field_validator("prompt", "system_prompt")
-    @classmethod
-    def templates_can_be_read(cls, value: str | None) -> str | None:
-        if value is not None:
-            field_names(value)
-        return value
 
     @property
     def context(self) -> Context | None:
@@ -125,7 +93,7 @@ class Benchmark(Settings):
 
     task: str
     """Name of a task or group, of lm-eval or from `task_folder`."""
-    name: str | None = Field(None, pattern=_NAME_PATTERN)
+    name: Name | None = None
     """Name in metrics, `eval/<name>/<metric>`; by default the task's, with `_5shot` if `shots` is 5."""
     shots: int | None = Field(None, ge=0)
     """Solved examples before each question; by default the task's number."""
@@ -141,9 +109,12 @@ class Benchmark(Settings):
         return self.name or re.sub(r"[^A-Za-z0-9_.-]", "_", self.task) + shots
 
 
-def _allow_names(schema: dict[str, Any]) -> None:
-    """Also allow names as benchmarks in a JSON schema."""
-    schema["items"] = {"anyOf": [schema["items"], {"type": "string"}]}
+def _with_task(value: object) -> object:
+    return {"task": value} if isinstance(value, str) else value
+
+
+NamedBenchmark = Annotated[Benchmark, BeforeValidator(_with_task, json_schema_input_type=Benchmark | str)]
+"""A benchmark, or the name of its task."""
 
 
 class QuestionSets(Questions):
@@ -151,7 +122,7 @@ class QuestionSets(Questions):
 
     sets: Frozen[str, QuestionSet] = Field(default_factory=dict)
     """Sets by name, each with data, reward, prompt and sampling; metrics are `eval/<name>/<measure>`."""
-    benchmarks: tuple[Benchmark, ...] = Field((), json_schema_extra=_allow_names)
+    benchmarks: OneOrMore[NamedBenchmark] = ()
     """Tasks of lm-eval, such as `[{task: mmlu, shots: 5, limit: 500}, gsm8k]`; needs the extra `eval`."""
     benchmark_length: int = Field(4096, ge=2)
     """Maximum tokens of a benchmark's question with its answer, at most the model's positions; longer ones are cut from
@@ -188,44 +159,45 @@ class QuestionSets(Questions):
         }
         return {**values, "sets": merged}
 
-    @field_validator("benchmarks", mode="before")
-    @classmethod
-    def a_name_is_a_benchmark(cls, values: Any) -> Any:
-        if isinstance(values, str):
-            values = (values,)
-        if not isinstance(values, list | tuple):
-            return values
-        return tuple({"task": value} if isinstance(value, str) else value for value in values)
-
     @model_validator(mode="after")
-    def names_are_unique(self) -> Self:
+    def names_can_be_in_metrics(self) -> Self:
+        for name in self.sets:
+            if not re.fullmatch(NAME, name) or name in _MEASURES:
+                raise ValueError(
+                    f"sets: {name!r} cannot name a set in metrics (eval/<name>/<measure>); use letters, digits, `_`, "
+                    f"`.` and `-`, and none of {', '.join(_MEASURES)}"
+                )
         names = [*self.sets, *(benchmark.label for benchmark in self.benchmarks)]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"{twice[0]!r} names two sets or benchmarks; give one of them another name")
         return self
 
-    @field_validator("sets")
-    @classmethod
-    def names_are_no_measures(cls, sets: Mapping[str, QuestionSet]) -> Mapping[str, QuestionSet]:
-        for name in sets:
-            if not re.fullmatch(_NAME_PATTERN, name) or name in _MEASURES:
-                raise ValueError(
-                    f"{name!r} cannot name a set in metrics (eval/<name>/<measure>); use letters, digits, `_`, `.` and "
-                    f"`-`, and none of {', '.join(_MEASURES)}"
-                )
-        return sets
+    def check_answers(self, prefix: str, reward: Reward | None, environment: Environment | None) -> None:
+        """Raise ValueError for a set whose answers have no reward, or that does not suit the environment.
 
-    def require_no_stops(self, prefix: str) -> None:
-        """Raise ValueError if a set has stop texts.
-
-        prefix: prefix of the settings' keys.
+        prefix: prefix of the settings' keys. reward: reward of sets without their own.
         """
         for name, questions in self.all_sets.items():
-            if questions.stop:
-                key = f"{prefix}sets.{name}.stop" if name else f"{prefix}stop"
+            section = f"{prefix}sets.{name}." if name else prefix
+            own_reward = questions.reward if isinstance(questions, QuestionSet) else None
+            if own_reward is None and reward is None:
+                key = f"{section}reward" if name else "reward"
                 raise ValueError(
-                    f"{key}={list(questions.stop)}: an environment answers whole turns, which the model ends itself; "
-                    f"leave {key} or environment out"
+                    f"{section[:-1] or key}: answers are scored by the reward; set {key}, such as reward=numeric"
+                )
+            if environment is None:
+                if own_reward is not None and is_paid_by_environment(own_reward):
+                    raise ValueError(f"{section}reward: there is no environment that gives it; name another type")
+                continue
+            if questions.stop:
+                raise ValueError(
+                    f"{section}stop={list(questions.stop)}: an environment answers whole turns, which the model ends "
+                    f"itself; leave {section}stop or environment out"
+                )
+            if isinstance(questions.data, SetSource) and questions.data.text_key is not None:
+                raise ValueError(
+                    f"{section}data.text_key={questions.data.text_key}: an environment needs conversations; name their "
+                    "column as messages_key"
                 )
 
     @property
@@ -262,27 +234,14 @@ class QuestionSource(ValidationSource):
     tools_key: str | None = None
     """The column with the tools that a conversation may call; with `messages_key`."""
 
-    @model_validator(mode="after")
-    def conversations_are_named_once(self) -> Self:
-        require_one_naming(self.messages_key, self.prompt_key)
-        return self
 
-
-class EvaluationConfig(QuestionSets):
+class EvaluationConfig(ModelSource, QuestionSets):
     """Evaluation of an existing model: all settings of `nemo-opd evaluate`."""
 
     model: str
     """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or
     `demo:arithmetic_student`.
     """
-    tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; by default the model's."""
-    chat_template: str | None = None
-    """The chat template if the tokenizer has none or another one is needed: a file (Jinja), the folder of a model whose
-    template to take, or `plain`, a simple template for base models.
-    """
-    chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
-    """Arguments of the template besides the conversation, such as `enable_thinking: false`."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the model with rollout.type=hf. auto: bfloat16 on GPU, float32 on CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -305,35 +264,21 @@ class EvaluationConfig(QuestionSets):
     """Maximum tokens of a question, or null for no limit. Longer ones are skipped with a warning."""
     seed: int = Field(0, ge=0)
     """Seed of sampling."""
-    output_dir: Path | None = None
+    output_dir: FilePath | None = None
     """Folder of results.json and samples.jsonl; by default `outputs/evaluation/<time>`."""
-
-    @field_validator("output_dir", mode="before")
-    @classmethod
-    def output_dir_is_not_empty(cls, value: object) -> object:
-        if value == "":  # an unset shell variable, which would put the files into the current directory
-            raise ValueError("it is empty; name a directory, or leave the key out for outputs/evaluation/<time>")
-        return value
 
     @field_serializer("rollout")
     def written_as_it_is_read(self, rollout: Rollouts) -> dict[str, Any]:
         return rollout.model_dump(mode="json", exclude=set(RolloutBase.model_fields))
 
     @model_validator(mode="after")
-    def sampling_is_told_once(self) -> Self:
+    def rollout_only_names_the_engine(self) -> Self:
         for key in (*RolloutBase.model_fields, "sleep"):
             if key in self.rollout.model_fields_set:
                 way_out = f"write {key}=…" if key in type(self).model_fields else "leave it out"
                 raise ValueError(f"rollout.{key} is for training, and has no effect on an evaluation; {way_out}")
-        return self
-
-    @model_validator(mode="after")
-    def ranks_are_of_a_model_in_workers(self) -> Self:
-        for key, is_changed in (
-            ("parallelism", self.parallelism != Parallelism()),
-            ("cluster", self.cluster != EvaluationCluster()),
-        ):
-            if not isinstance(self.rollout, HFRollout) and is_changed:
+        for key, default in (("parallelism", Parallelism()), ("cluster", EvaluationCluster())):
+            if not isinstance(self.rollout, HFRollout) and getattr(self, key) != default:
                 raise ValueError(
                     f"{key}: with rollout.type={self.rollout.type} a server with its own ranks answers; leave {key} "
                     "out, or write rollout=hf"
@@ -341,21 +286,12 @@ class EvaluationConfig(QuestionSets):
         return self
 
     @model_validator(mode="after")
-    def turns_need_conversations(self) -> Self:
+    def answers_can_be_scored(self) -> Self:
         is_chat = self.data.messages_key is not None or self.data.prompt_key
         if not is_chat and (self.environment is not None or self.data.tools_key is not None):
             key = "environment" if self.environment is not None else "data.tools_key"
             raise ValueError(f"{key} is for conversations; name their column as data.messages_key")
-        if self.environment is not None:
-            self.require_no_stops("")
         if self.environment is None and self.reward is not None and is_paid_by_environment(self.reward):
             raise ValueError("reward.type=environment: there is no environment; set environment, or another reward")
-        return self
-
-    @model_validator(mode="after")
-    def answers_have_a_reward(self) -> Self:
-        for name, questions in self.all_sets.items():
-            if self.reward is None and not (isinstance(questions, QuestionSet) and questions.reward):
-                key = f"sets.{name}.reward" if name else "reward"
-                raise ValueError(f"{key}: answers are scored by the reward; set {key}, such as reward=numeric")
+        self.check_answers("", self.reward, self.environment)
         return self

@@ -1,14 +1,15 @@
 """Loss terms: how the student is compared with a teacher."""
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, model_validator
 
-from nemo_opd.config.base import Settings
-
-_Value = TypeVar("_Value")
+from nemo_opd.config.base import Excludes, Needs, Settings, UsersCode
 
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"]
+_Truncated = Needs("support", ("teacher_topk", "student_topk", "union"))
+_Clipped = Needs("update", ("policy_gradient",))
+_FreeOfPreset = Excludes("compat")
 
 
 class ImportanceSettings(Settings):
@@ -25,24 +26,14 @@ class ImportanceSettings(Settings):
     importance_veto: float | None = Field(None, gt=0, lt=1)
     """Drop sequences with a token below this weight, or none if null."""
 
-    @field_validator("importance_level")
-    @classmethod
-    def weights_of_sequences_need_a_cap(cls, level: str, info: ValidationInfo) -> str:
-        if level == "sequence" and "importance_cap" in info.data and info.data["importance_cap"] is None:
+    @model_validator(mode="after")
+    def weights_of_sequences_need_a_cap(self) -> Self:
+        if self.importance_level == "sequence" and self.importance_cap is None:
             raise ValueError(
-                "sequence without importance_cap: a product over hundreds of tokens has no bound; give "
-                "importance_cap, such as 2, or leave importance_level out"
+                "importance_level=sequence without importance_cap: a product over hundreds of tokens has no bound; "
+                "give importance_cap, such as 2, or leave importance_level out"
             )
-        return level
-
-
-def _require_effect(
-    has_effect: bool, value: _Value, info: ValidationInfo, settings: type[Settings], reason: str
-) -> _Value:
-    """Return the value. Raises ValueError, with `reason`, if the value has no effect and is not the default."""
-    if not has_effect and value != settings.model_fields[str(info.field_name)].default:
-        raise ValueError(f"{value} has no effect with {reason}, or leave {info.field_name} out")
-    return value
+        return self
 
 
 class DivergenceTerm(Settings):
@@ -52,20 +43,12 @@ class DivergenceTerm(Settings):
     """forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: between them; mixed: their weighted
     sum; tvd: half the L1 distance (methods.md §3.1).
     """
-    beta: float = Field(0.5, ge=0, le=1)
+    beta: Annotated[float, Needs("divergence", ("jsd",))] = Field(0.5, ge=0, le=1)
     """jsd: 0 is forward KL, 1 is reverse KL."""
-    mixed_weight: float = Field(0.5, ge=0, le=1)
+    mixed_weight: Annotated[float, Needs("divergence", ("mixed",))] = Field(0.5, ge=0, le=1)
     """mixed: weight of forward KL."""
     temperature: float = Field(1.0, gt=0)
     """Temperature of both sides; the term is multiplied by its square."""
-
-    @field_validator("beta", "mixed_weight")
-    @classmethod
-    def weights_of_a_divergence_need_it(cls, weight: float, info: ValidationInfo) -> float:
-        required = {"beta": "jsd", "mixed_weight": "mixed"}[str(info.field_name)]
-        divergence = info.data.get("divergence", required)
-        reason = f"divergence={divergence}; write divergence={required}"
-        return _require_effect(divergence == required, weight, info, cls, reason)
 
 
 class NormalizedTerm(Settings):
@@ -84,46 +67,25 @@ class SameVocabTerm(DivergenceTerm):
     take: ClassVar[str] = "for a teacher with the student's tokenizer"
     support: Literal["full", "teacher_topk", "student_topk", "union"] = "full"
     """Compared tokens: all, one side's `top_k` most likely, or the union of both sides' (methods.md §3.3)."""
-    top_k: int | None = Field(None, ge=1)
+    top_k: Annotated[int | None, _Truncated] = Field(None, ge=1)
     """Tokens per side, for a support other than full."""
-    normalization: Literal["full", "support", "rest"] = "rest"
+    normalization: Annotated[Literal["full", "support", "rest"], _Truncated] = "rest"
     """Treatment of tokens outside the support. rest: they share one cell; support: both sides are renormalised without
     them; full: they are dropped from the sum.
     """
 
-    @field_validator("normalization")
-    @classmethod
-    def normalization_needs_a_truncated_support(cls, normalization: str, info: ValidationInfo) -> str:
-        is_truncated = info.data.get("support") != "full"
-        return _require_effect(is_truncated, normalization, info, cls, "support=full; choose another support")
-
-    @field_validator("normalization")
-    @classmethod
-    def one_token_is_not_renormalised(cls, normalization: str, info: ValidationInfo) -> str:
-        if normalization == "support" and info.data.get("top_k") == 1 and info.data.get("support") != "union":
+    @model_validator(mode="after")
+    def the_support_has_tokens_to_compare(self) -> Self:
+        if self.support != "full" and self.top_k is None:
             raise ValueError(
-                "support with top_k=1: one renormalised token has probability 1 on both sides, so the loss is "
-                "constant; raise top_k, or write normalization=rest"
+                f"top_k: required with support={self.support}; give the number of tokens per side, such as 256"
             )
-        return normalization
-
-    @field_validator("top_k")
-    @classmethod
-    def truncated_support_needs_top_k(cls, top_k: int | None, info: ValidationInfo) -> int | None:
-        if top_k is None and info.data.get("support", "full") != "full":
-            support = info.data["support"]
-            raise ValueError(f"required with support={support}; give the number of tokens per side, such as 256")
-        return top_k
-
-    @field_validator("top_k")
-    @classmethod
-    def top_k_needs_a_truncated_support(cls, top_k: int | None, info: ValidationInfo) -> int | None:
-        if top_k is not None and info.data.get("support") == "full":
+        if self.normalization == "support" and self.top_k == 1 and self.support != "union":
             raise ValueError(
-                f"{top_k} has no effect with support=full; choose support=teacher_topk, student_topk or union, "
-                "or leave top_k out"
+                "normalization=support with top_k=1: one renormalised token has probability 1 on both sides, so the "
+                "loss is constant; raise top_k, or write normalization=rest"
             )
-        return top_k
+        return self
 
 
 class ChunkTerm(DivergenceTerm, NormalizedTerm):
@@ -133,14 +95,6 @@ class ChunkTerm(DivergenceTerm, NormalizedTerm):
     """Weight of an additional `alm` term, for chunks with several tokens on a side."""
 
 
-def _fixed_by_compat(value: object, info: ValidationInfo) -> object:
-    """Return the value. Raises ValueError for a setting that the preset `compat` fixes."""
-    compat = info.data.get("compat")
-    if compat is not None and value is not None:
-        raise ValueError(f"fixed by compat={compat}; leave {info.field_name} out, or compat")
-    return value
-
-
 class PKLTerm(ChunkTerm):
     """Student projected onto the teacher's vocabulary at each chunk's first position (methods.md §5.3)."""
 
@@ -148,26 +102,23 @@ class PKLTerm(ChunkTerm):
     take: ClassVar[str] = "for another tokenizer; byte_prefix if texts are scarce"
     compat: Literal["nemo_rl"] | None = None
     """Reproduce the loss of this system, for parity."""
-    merge: Literal["first", "mean"] | None = None
+    merge: Annotated[Literal["first", "mean"] | None, _FreeOfPreset] = None
     """Compared positions of a chunk: the first (default), or for parity the mean over all."""
-    coverage_coef: float | None = Field(None, ge=0)
+    coverage_coef: Annotated[float | None, _FreeOfPreset] = Field(None, ge=0)
     """Weight of −log of the student's mass on covered teacher columns; 1 by default."""
     vocab_topk: int | None = Field(None, ge=1)
     """Number of covered columns with their own cells, by largest teacher logit; other columns share one cell. By
     default each has its own.
     """
 
-    _preset = field_validator("merge", "coverage_coef")(_fixed_by_compat)
-
-    @field_validator("vocab_topk")
-    @classmethod
-    def one_column_is_not_renormalised(cls, vocab_topk: int | None, info: ValidationInfo) -> int | None:
-        if vocab_topk == 1 and info.data.get("compat") == "nemo_rl":
+    @model_validator(mode="after")
+    def one_column_is_not_renormalised(self) -> Self:
+        if self.vocab_topk == 1 and self.compat == "nemo_rl":
             raise ValueError(
-                "1 with compat=nemo_rl: one renormalised column has probability 1 on both sides, so the loss is "
-                "constant; raise vocab_topk, or leave compat out, which compares the other columns as one cell"
+                "vocab_topk=1 with compat=nemo_rl: one renormalised column has probability 1 on both sides, so the "
+                "loss is constant; raise vocab_topk, or leave compat out, which compares the other columns as one cell"
             )
-        return vocab_topk
+        return self
 
 
 class PairedTerm(ChunkTerm):
@@ -175,7 +126,7 @@ class PairedTerm(ChunkTerm):
 
     compat: Literal["nemo_rl", "trl"] | None = None
     """Reproduce the loss of this system, for parity."""
-    merge: Literal["first", "mean", "observed"] | None = None
+    merge: Annotated[Literal["first", "mean", "observed"] | None, _FreeOfPreset] = None
     """Compared positions of a chunk: the first; for parity the mean over all, or the first times the probabilities of
     the chunk's later tokens (observed).
     """
@@ -186,19 +137,19 @@ class PairedTerm(ChunkTerm):
     uncommon_topk: int | None = Field(None, ge=1)
     """Number of unmatched tokens compared per side, the likeliest; 8192 by default."""
 
-    _preset = field_validator("merge")(_fixed_by_compat)
-
-    @field_validator("uncommon_weight")
-    @classmethod
-    def one_of_the_weights_is_above_0(cls, uncommon_weight: float | None, info: ValidationInfo) -> float | None:
-        if uncommon_weight == info.data.get("common_weight") == info.data.get("continuation_weight") == 0:
-            raise ValueError("0 with common_weight=0: nothing is compared, so the loss is constant; raise one of them")
-        return uncommon_weight
-
-    @field_validator("uncommon_topk")
-    @classmethod
-    def uncommon_topk_needs_a_weight(cls, top_k: int | None, info: ValidationInfo) -> int | None:
-        return _require_effect(info.data.get("uncommon_weight") != 0, top_k, info, cls, "uncommon_weight=0; raise it")
+    @model_validator(mode="after")
+    def something_is_compared(self) -> Self:
+        if self.uncommon_weight == 0 and self.uncommon_topk is not None:
+            raise ValueError(
+                f"uncommon_topk={self.uncommon_topk} has no effect with uncommon_weight=0; raise it, or leave "
+                "uncommon_topk out"
+            )
+        if self.uncommon_weight == self.common_weight == self.continuation_weight == 0:
+            raise ValueError(
+                "uncommon_weight=0 with common_weight=0: nothing is compared, so the loss is constant; raise one of "
+                "them"
+            )
+        return self
 
 
 class GoldTerm(PairedTerm):
@@ -225,15 +176,14 @@ class StrictTerm(ChunkTerm):
     normalization: Literal["support", "rest"] = "support"
     """support: renormalise on the pairs; rest: add one cell for all other tokens."""
 
-    @field_validator("normalization")
-    @classmethod
-    def one_pair_is_not_renormalised(cls, normalization: str, info: ValidationInfo) -> str:
-        if normalization == "support" and info.data.get("top_k") == 1:
+    @model_validator(mode="after")
+    def one_pair_is_not_renormalised(self) -> Self:
+        if self.normalization == "support" and self.top_k == 1:
             raise ValueError(
-                "support with top_k=1: one renormalised pair has probability 1 on both sides, so the loss is "
-                "constant; raise top_k, or write normalization=rest"
+                "normalization=support with top_k=1: one renormalised pair has probability 1 on both sides, so the "
+                "loss is constant; raise top_k, or write normalization=rest"
             )
-        return normalization
+        return self
 
 
 class SharedPrefixTerm(ChunkTerm):
@@ -254,7 +204,7 @@ class BytePrefixTerm(ChunkTerm):
     take: ClassVar[str] = "if texts are scarce and few chunks are 1:n"
     positions: Literal["starts", "all"] = "starts"
     """starts: each chunk's first position; all: also student tokens that begin inside a teacher token."""
-    ends: Literal["drop", "cover", "rest"] = "drop"
+    ends: Annotated[Literal["drop", "cover", "rest"], Needs("positions", ("all",))] = "drop"
     """positions=all: teacher tokens that would have ended at a position inside the realised token. drop: leave them out
     (forward_kl on a dataset's texts only); cover: nearly exact, for any divergence and samples; rest: the rest cell, as
     in BPM, which is biased.
@@ -264,33 +214,21 @@ class BytePrefixTerm(ChunkTerm):
     longest student token first.
     """
 
-    @field_validator("positions")
-    @classmethod
-    def continuation_is_of_starts(cls, positions: str, info: ValidationInfo) -> str:
-        weight = info.data.get("continuation_weight", 0)
-        if positions == "all" and weight:
+    @model_validator(mode="after")
+    def positions_inside_have_exact_targets(self) -> Self:
+        if self.positions != "all":
+            return self
+        if self.continuation_weight:
             raise ValueError(
-                f"all with continuation_weight={weight}: positions after a chunk's first are already compared; leave "
-                "continuation_weight out, or write positions=starts"
+                f"positions=all with continuation_weight={self.continuation_weight:g}: positions after a chunk's first "
+                "are already compared; leave continuation_weight out, or write positions=starts"
             )
-        return positions
-
-    @field_validator("ends")
-    @classmethod
-    def ends_need_positions_inside(cls, ends: str, info: ValidationInfo) -> str:
-        is_inside = info.data.get("positions") == "all"
-        return _require_effect(is_inside, ends, info, cls, "positions=starts; write positions=all")
-
-    @field_validator("ends")
-    @classmethod
-    def dropped_ends_need_forward_kl(cls, ends: str, info: ValidationInfo) -> str:
-        divergence = info.data.get("divergence")
-        if info.data.get("positions") == "all" and ends == "drop" and divergence not in (None, "forward_kl"):
+        if self.ends == "drop" and self.divergence != "forward_kl":
             raise ValueError(
-                f"drop with divergence={divergence}: these targets are exact only in the mean over texts, so the "
-                "divergence must be linear in them; write ends=cover, or divergence=forward_kl"
+                f"ends=drop with divergence={self.divergence}: these targets are exact only in the mean over texts, so "
+                "the divergence must be linear in them; write ends=cover, or divergence=forward_kl"
             )
-        return ends
+        return self
 
 
 class ESCDTerm(DivergenceTerm, NormalizedTerm):
@@ -323,15 +261,14 @@ class TCADTerm(DivergenceTerm):
     weights. At 1 a rollout with twice the teacher's likelihood per token counts twice.
     """
 
-    @field_validator("coverage_coef")
-    @classmethod
-    def one_token_needs_its_coverage(cls, coverage_coef: float, info: ValidationInfo) -> float:
-        if coverage_coef == 0 and info.data.get("support_size") == 1 and info.data.get("support") == "interleaved":
+    @model_validator(mode="after")
+    def one_token_needs_its_coverage(self) -> Self:
+        if self.coverage_coef == 0 and self.support_size == 1 and self.support == "interleaved":
             raise ValueError(
-                "0 with support_size=1: one renormalised token has probability 1 on both sides, so the loss is "
-                "constant; raise support_size or coverage_coef"
+                "coverage_coef=0 with support_size=1: one renormalised token has probability 1 on both sides, so the "
+                "loss is constant; raise support_size or coverage_coef"
             )
-        return coverage_coef
+        return self
 
 
 class SampledKLTerm(NormalizedTerm, ImportanceSettings):
@@ -345,44 +282,33 @@ class SampledKLTerm(NormalizedTerm, ImportanceSettings):
     """policy_gradient: the negative estimate is the advantage in a clipped policy gradient; direct: differentiate the
     estimate, times its importance weight (docs/losses.md).
     """
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_low: Annotated[float, _Clipped] = Field(0.2, ge=0, lt=1)
     """policy_gradient: clip the ratio to the model that sampled, at temperature 1, below at 1 − clip_low."""
-    clip_high: float = Field(0.2, ge=0)
+    clip_high: Annotated[float, _Clipped] = Field(0.2, ge=0)
     """policy_gradient: clip the ratio above at 1 + clip_high."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: Annotated[float | None, _Clipped] = Field(None, gt=1)
     """policy_gradient: upper bound of the ratio for negative advantages, or null for no bound."""
-    shares: Literal["chunk", "equal", "logprobs"] = "chunk"
+    shares: Annotated[Literal["chunk", "equal", "logprobs"], _Clipped] = "chunk"
     """policy_gradient across tokenizers: chunk: a chunk is one action; otherwise each of its tokens is one, with an
     equal share of the chunk's advantage or a share in proportion to its log-probability.
     """
-    advantage_clamp: float | None = Field(None, gt=0)
+    advantage_clamp: Annotated[float | None, _Clipped] = Field(None, gt=0)
     """policy_gradient: bound of each action's advantage, positive or negative, or null for no bound."""
 
-    @field_validator("clip_low", "clip_high", "dual_clip", "shares", "advantage_clamp")
-    @classmethod
-    def advantages_need_a_policy_gradient(cls, value: _Value, info: ValidationInfo) -> _Value:
-        is_clipped = info.data.get("update") != "direct"
-        return _require_effect(is_clipped, value, info, cls, "update=direct; write update=policy_gradient")
-
-    @field_validator("update")
-    @classmethod
-    def differentiated_estimate_has_a_gradient(cls, update: str, info: ValidationInfo) -> str:
-        if update == "direct" and info.data.get("estimator") == "k1":
+    @model_validator(mode="after")
+    def a_differentiated_estimate_has_a_gradient(self) -> Self:
+        if self.update == "direct" and self.estimator == "k1":
             raise ValueError(
-                "direct with estimator=k1 has no gradient in expectation; choose update=policy_gradient, or "
+                "update=direct with estimator=k1 has no gradient in expectation; choose update=policy_gradient, or "
                 "estimator=k2 or k3"
             )
-        return update
-
-    @field_validator("update")
-    @classmethod
-    def weights_of_sequences_are_of_policy_gradients(cls, update: str, info: ValidationInfo) -> str:
-        if update == "direct" and info.data.get("importance_level") == "sequence":
+        if self.update == "direct" and self.importance_level == "sequence":
             raise ValueError(
-                "direct with importance_level=sequence: direct differentiates each token's estimate, but sequence "
-                "weights are for policy gradients; choose update=policy_gradient, or leave importance_level out"
+                "update=direct with importance_level=sequence: direct differentiates each token's estimate, but "
+                "sequence weights are for policy gradients; choose update=policy_gradient, or leave importance_level "
+                "out"
             )
-        return update
+        return self
 
 
 class ALMTerm(NormalizedTerm):
@@ -412,7 +338,7 @@ class FunctionTerm(NormalizedTerm):
 
     type: Literal["function"] = "function"
     take: ClassVar[str] = "for a formula of your own"
-    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    function: UsersCode
     """`package.module:function`, called with rows of student and teacher logits; it returns one loss per row."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""

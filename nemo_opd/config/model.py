@@ -45,8 +45,8 @@ class Parallelism(Settings):
         return self
 
 
-class Model(Settings):
-    """Settings that student and teachers share."""
+class ModelSource(Settings):
+    """A model with its tokenizer and chat template."""
 
     model: str | None = None
     """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or `demo:student`."""
@@ -58,6 +58,11 @@ class Model(Settings):
     """
     chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
     """Arguments of the template besides the conversation, such as `enable_thinking: false`."""
+
+
+class Model(ModelSource):
+    """Settings that student and teachers share."""
+
     parallelism: MayChange[Parallelism] = Field(default_factory=Parallelism)
     """Parallel layout of the model."""
     attn_implementation: MayChange[Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] | None] = None
@@ -72,27 +77,18 @@ class Model(Settings):
     """
 
     @model_validator(mode="after")
-    def attn_implementation_needs_cp_1(self) -> Self:
-        cp = self.parallelism.cp
+    def layers_suit_the_layout(self) -> Self:
+        cp, tp = self.parallelism.cp, self.parallelism.tp
         if self.attn_implementation is not None and cp > 1:
             raise ValueError(
                 f"attn_implementation={self.attn_implementation} with parallelism.cp={cp}: context-parallel ranks use "
                 "ring attention; leave attn_implementation out, or set parallelism.cp=1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def compile_needs_tp_1(self) -> Self:
-        tp = self.parallelism.tp
         if self.compile and tp > 1:
             raise ValueError(
                 f"compile=true with parallelism.tp={tp}: torch.compile fails on tensor-parallel layers for sequences "
                 "of any length; set compile=false or parallelism.tp=1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def fused_layers_need_no_compile(self) -> Self:
         if self.fused_layers is True and self.compile:
             raise ValueError(
                 "fused_layers=true with compile=true: the compiler fuses these operations itself; leave one of them out"
@@ -171,28 +167,18 @@ class Student(Model):
         return {"type": "adamw", **optimizer} if isinstance(optimizer, Mapping) else optimizer
 
     @model_validator(mode="after")
-    def muon_needs_tp_1(self) -> "Student":
-        tp = self.parallelism.tp
+    def training_suits_the_layout(self) -> Self:
+        cp, tp = self.parallelism.cp, self.parallelism.tp
         if self.optimizer.type == "muon" and tp > 1:
             raise ValueError(
                 f"optimizer.type=muon with parallelism.tp={tp}: it orthogonalizes whole matrices, and tensor-parallel "
                 "ranks have parts of them; set optimizer.type=adamw or parallelism.tp=1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def lora_needs_cp_1(self) -> "Student":
-        cp = self.parallelism.cp
         if self.lora is not None and cp > 1:
             raise ValueError(
                 f"lora with parallelism.cp={cp}: adapters are not tested with context parallelism; set "
                 "student.parallelism.cp=1, with activation_checkpointing=true for long sequences, or student.lora=null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def lora_needs_tp_1(self) -> "Student":
-        tp = self.parallelism.tp
         if self.lora is not None and tp > 1:
             raise ValueError(
                 f"lora with parallelism.tp={tp}: tensor parallelism does not shard adapters; set "

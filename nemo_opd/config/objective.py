@@ -2,9 +2,9 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
-from nemo_opd.config.base import Settings
+from nemo_opd.config.base import Needs, Settings
 from nemo_opd.config.loss import (
     ALMTerm,
     BytePrefixTerm,
@@ -24,6 +24,8 @@ from nemo_opd.config.loss import (
     ULDTerm,
 )
 
+_Dynamic = Needs("scaling", ("dynamic",))
+
 
 class Objective(Settings):
     """kd_weight · KD + ce_weight · CE (methods.md §7.3)."""
@@ -36,9 +38,9 @@ class Objective(Settings):
     """
     scaling: Literal["fixed", "dynamic"] = "fixed"
     """dynamic: also scale KD by EMA(CE)/EMA(KD), over previous steps that had both."""
-    scaling_decay: float = Field(0.99, gt=0, lt=1)
+    scaling_decay: Annotated[float, _Dynamic] = Field(0.99, gt=0, lt=1)
     """dynamic: decay of the moving averages."""
-    scaling_cap: float = Field(100.0, gt=0, allow_inf_nan=False)
+    scaling_cap: Annotated[float, _Dynamic] = Field(100.0, gt=0, allow_inf_nan=False)
     """dynamic: largest scale, so that noise is not amplified when KD is almost 0."""
 
 
@@ -155,20 +157,10 @@ class WeightedSum(AggregationBase):
     """static: each teacher's weight. Otherwise softmax_i(alpha · score_i + log weight_i) in each sequence (methods.md
     §6.1).
     """
-    alpha: float = Field(1.0, gt=0)
+    alpha: Annotated[float, Needs("weights", ("bits_per_byte", "entropy", "max_probability"))] = Field(1.0, gt=0)
     """Sharpness of weights that are not static."""
     vocabulary_scaling: bool = False
     """Multiply each weight by log W_i / log min_j W_j, for vocabularies of size W."""
-
-    @field_validator("alpha")
-    @classmethod
-    def alpha_needs_scores(cls, alpha: float, info: ValidationInfo) -> float:
-        if info.data.get("weights") == "static" and alpha != cls.model_fields["alpha"].default:
-            raise ValueError(
-                f"{alpha:g} has no effect with weights=static; choose weights=bits_per_byte, entropy or "
-                "max_probability, or leave alpha out"
-            )
-        return alpha
 
     @property
     def score(self) -> Score | None:

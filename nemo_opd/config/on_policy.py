@@ -23,45 +23,18 @@ def check_off_policy(config: RunFields) -> None:
                 "samples none; add rollout=hf, or use loss=same_vocab"
             )
 
-    _check_sets(config)
+    if config.evaluation is not None:
+        config.evaluation.check_answers("evaluation.", config.reward, config.environment)
     _check_new_tokens(config)
 
 
 def check_on_policy(config: RunFields) -> None:
     rollout = config.rollout
     assert rollout is not None
-    _check_batch(config, rollout)
-    _check_lengths(config, rollout)
-    _check_responses(config, rollout)
-    _check_environment(config)
-    _check_reward(config)
+    _check_rollouts(config, rollout)
+    _check_rewards(config)
     _check_rollout_weights(config)
-    _check_group(config, rollout)
-    _check_behaviour(config, rollout)
-    _check_scaling(config, rollout)
-    _check_ends(config)
-
-
-def _check_sets(config: RunFields) -> None:
-    """Check that every set of questions has a reward, and conversations if there is an environment."""
-    evaluation = config.evaluation
-    if evaluation is None:
-        return
-    if config.environment is not None:
-        evaluation.require_no_stops("evaluation.")
-    for name in evaluation.all_sets:
-        reward = evaluation.sets[name].reward if name else None
-        if (reward or config.reward) is None:
-            key = f"evaluation.sets.{name}.reward" if name else "reward"
-            section = f"evaluation.sets.{name}" if name else "evaluation"
-            raise ValueError(f"{section}: answers are scored by the reward; set {key}, such as reward=numeric")
-        if reward is not None and config.environment is None and is_paid_by_environment(reward):
-            raise ValueError(f"evaluation.sets.{name}.reward: there is no environment that gives it; name another type")
-        if name and config.environment is not None and evaluation.sets[name].data.text_key is not None:
-            raise ValueError(
-                f"evaluation.sets.{name}.data.text_key={evaluation.sets[name].data.text_key}: an environment needs "
-                "conversations; name their column as messages_key"
-            )
+    _check_losses(config, rollout)
 
 
 def _check_new_tokens(config: RunFields) -> None:
@@ -79,16 +52,14 @@ def _check_new_tokens(config: RunFields) -> None:
             )
 
 
-def _check_batch(config: RunFields, rollout: Rollouts) -> None:
-    size, n = config.train.global_batch_size, rollout.n
+def _check_rollouts(config: RunFields, rollout: Rollouts) -> None:
+    """Check that rollouts fill batches and fit into sequences, and that the data have the responses that are needed."""
+    data, size, n = config.data, config.train.global_batch_size, rollout.n
     if size % n:
         raise ValueError(
             f"train.global_batch_size={size} counts rollouts, so it must be a multiple of rollout.n={n}; write "
             f"train.global_batch_size={-(-size // n) * n}"
         )
-
-
-def _check_lengths(config: RunFields, rollout: Rollouts) -> None:
     longest, new = config.train.max_length, rollout.max_new_tokens
     if new >= longest:
         raise ValueError(
@@ -100,10 +71,6 @@ def _check_lengths(config: RunFields, rollout: Rollouts) -> None:
             f"rollout.max_prompt_length={prompt} leaves no room for a response in train.max_length={longest}; lower "
             "rollout.max_prompt_length or raise train.max_length"
         )
-
-
-def _check_responses(config: RunFields, rollout: Rollouts) -> None:
-    data = config.data
     if data.response_key is not None and data.is_chat:
         raise ValueError(
             f"data.response_key={data.response_key}: with data.messages_key the response is the assistant's last "
@@ -114,14 +81,11 @@ def _check_responses(config: RunFields, rollout: Rollouts) -> None:
             f"rollout.on_policy_share={rollout.on_policy_share:g} takes some responses from the data; name their "
             "column as data.response_key"
         )
-
-
-def _check_environment(config: RunFields) -> None:
     if config.environment is not None and not config.data.is_chat:
         raise ValueError("environment: turns need conversations; name their column as data.messages_key")
 
 
-def _check_reward(config: RunFields) -> None:
+def _check_rewards(config: RunFields) -> None:
     reward = config.reward
     if reward is not None and config.environment is None and is_paid_by_environment(reward):
         raise ValueError("reward.type=environment: there is no environment; set environment, or another reward")
@@ -137,7 +101,8 @@ def _check_reward(config: RunFields) -> None:
         )
     if reward is None and isinstance(config.loss, GRPOLoss):
         raise ValueError("loss.type=grpo learns from rewards; set reward, such as reward=numeric")
-    _check_sets(config)
+    if config.evaluation is not None:
+        config.evaluation.check_answers("evaluation.", reward, config.environment)
 
 
 def _check_rollout_weights(config: RunFields) -> None:
@@ -160,7 +125,8 @@ def _check_rollout_weights(config: RunFields) -> None:
             )
 
 
-def _check_group(config: RunFields, rollout: Rollouts) -> None:
+def _check_losses(config: RunFields, rollout: Rollouts) -> None:
+    """Check that losses get what they compare: several rollouts, sampling probabilities, exact targets."""
     if isinstance(config.loss, GRPOLoss) and config.logging.gradients_every is not None:
         raise ValueError(
             "logging.gradients_every compares KD with CE, and loss.type=grpo has a third gradient; write "
@@ -168,35 +134,22 @@ def _check_group(config: RunFields, rollout: Rollouts) -> None:
         )
     if isinstance(config.loss, GRPOLoss) and rollout.n == 1:
         raise ValueError("rollout.n=1: loss.type=grpo compares the rollouts of a prompt; write rollout.n=4 or more")
-
-
-def _check_behaviour(config: RunFields, rollout: Rollouts) -> None:
-    """Check that the engine returns the sampling probability of a token if the loss needs it."""
+    terms = [config.term(i) for i in range(len(config.active_teachers))]
     has_cuts = rollout.top_p < 1 or rollout.top_k is not None
-    if not (has_cuts and isinstance(rollout, ServerRollout) and rollout.program == "sglang"):
-        return
-    key = f"rollout.top_p={rollout.top_p:g}" if rollout.top_p < 1 else f"rollout.top_k={rollout.top_k}"
-    terms = map(config.term, range(len(config.active_teachers)))
-    if isinstance(config.loss, GRPOLoss) or any(isinstance(term, SampledKLTerm) for term in terms):
+    needs_probabilities = isinstance(config.loss, GRPOLoss) or any(isinstance(term, SampledKLTerm) for term in terms)
+    if needs_probabilities and has_cuts and isinstance(rollout, ServerRollout) and rollout.program == "sglang":
+        key = f"rollout.top_p={rollout.top_p:g}" if rollout.top_p < 1 else f"rollout.top_k={rollout.top_k}"
         raise ValueError(
             f"{key}: the loss weighs tokens by the probability with which they were sampled, and "
             "rollout.program=sglang does not return it after top-k and top-p; leave them out, or use "
             "rollout.program=vllm or rollout=hf"
         )
-
-
-def _check_scaling(config: RunFields, rollout: Rollouts) -> None:
     if config.loss.scaling == "dynamic" and rollout.on_policy_share == 1:
         raise ValueError(
             "loss.scaling=dynamic scales KD by CE, which is computed on sequences of the dataset, and "
             "rollout.on_policy_share=1 uses none; write loss.scaling=fixed, or lower rollout.on_policy_share"
         )
-
-
-def _check_ends(config: RunFields) -> None:
-    """Reject targets that are right only on average over the dataset's texts."""
-    for i in range(len(config.active_teachers)):
-        term = config.term(i)
+    for i, term in enumerate(terms):
         if isinstance(term, BytePrefixTerm) and term.positions == "all" and term.ends == "drop":
             raise ValueError(
                 f"{_term_key(config, i)}.ends=drop: its targets are exact on average over texts from the teacher's "

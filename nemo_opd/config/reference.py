@@ -265,12 +265,6 @@ def schemas(config_dir: Path) -> dict[str, str]:
     return {name: json.dumps(content, indent=1, ensure_ascii=False) + "\n" for name, content in contents.items()}
 
 
-def _write_schemas(config_dir: Path) -> None:
-    """Write the schemas as files."""
-    for name, content in schemas(config_dir).items():
-        write_atomically(config_dir / SCHEMA_FOLDER / name, content.encode())
-
-
 def _recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
     """Return the schema of a recipe: a model's settings, all optional as groups may set them, and the `defaults`."""
     schema = _partial(model.model_json_schema(ref_template="#/definitions/{model}"))
@@ -489,5 +483,6 @@ def _in_one_line(text: str) -> str:
 
 
 if __name__ == "__main__":
-    _write_schemas(configs_dir())
+    for file, content in schemas(configs_dir()).items():
+        write_atomically(configs_dir() / SCHEMA_FOLDER / file, content.encode())
     print(page(), end="")

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import YEAR_S, Frozen, MayChange, Settings
+from nemo_opd.config.base import YEAR_S, FilePath, Frozen, MayChange, Settings, UsersCode
 
 
 class LastTurn(Settings):
@@ -63,7 +62,7 @@ class Json(Settings):
     """A value of the last JSON object or list, if it matches a JSON schema."""
 
     type: Literal["json"] = "json"
-    schema_file: Path | None = None
+    schema_file: FilePath | None = None
     """A file with the JSON schema; by default any JSON matches."""
     key: str | None = None
     """Path of the value, such as `answer` or `steps.0.result`; by default all of it, as JSON with sorted keys."""
@@ -204,7 +203,7 @@ class FunctionReward(SingleReward):
     """
 
     type: Literal["function"] = "function"
-    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    function: UsersCode
     """`package.module:function`."""
     call_timeout_s: MayChange[float] = Field(300, gt=0, le=YEAR_S)
     """Seconds for one rollout; a function that takes longer ends the run."""
@@ -224,17 +223,13 @@ _OneReward = Annotated[_Single, Field(discriminator="type")]
 
 class _CompoundReward(RewardBase):
     @model_validator(mode="after")
-    def answers_are_in_one_column(self) -> Self:
+    def parts_score_one_answer_together(self) -> Self:
         keys = sorted({part.answer_key for part in self.parts if part.answer_key is not None})
         if len(keys) > 1:
             raise ValueError(
                 f"its parts compare with the columns {' and '.join(keys)}, but a prompt has one answer; give all parts "
                 "the same answer_key"
             )
-        return self
-
-    @model_validator(mode="after")
-    def the_whole_weighs_rollouts(self) -> Self:
         if any(part.weighting_beta is not None for part in self.parts):
             raise ValueError("weighting_beta of a part has no effect; write it next to type, for the whole reward")
         return self

@@ -1,20 +1,35 @@
 """Sampling from the student (methods.md §10), environments, and alarms about the samples."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import YEAR_S, Frozen, MayChange, Settings
-from nemo_opd.config.teacher import whole_url
+from nemo_opd.config.base import YEAR_S, Excludes, FilePath, Frozen, MayChange, Needs, Settings, UsersCode
+from nemo_opd.config.teacher import Address
 
 _ADDRESS_OPTIONS = (
     *("--host", "--port", "--uds", "--config", "--api-key", "--admin-api-key"),
     *("--dist-init-addr", "--data-parallel-address", "--grpc-port"),
 )
 
+_Started = Excludes("url")
+"""For a server that the run starts."""
+_Sampled = Needs("type", ("server",))
+"""For samples of a server, as the student's own processes sample with its current weights."""
 
-class RolloutBase(Settings):
+
+class TokenSampling(Settings):
+    """Distribution from which tokens are sampled."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Divisor of the logits before a token is sampled."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that together have this probability; 1: from all tokens."""
+    top_k: int | None = Field(None, ge=1)
+    """Sample from this many of the likeliest tokens, or from all if null."""
+
+
+class RolloutBase(TokenSampling):
     """Settings that all engines share."""
 
     n: int = Field(4, ge=1)
@@ -25,19 +40,13 @@ class RolloutBase(Settings):
     """Maximum tokens of a prompt; longer prompts are dropped and counted. By default `train.max_length` minus
     `max_new_tokens`.
     """
-    temperature: float = Field(1.0, gt=0)
-    """Divisor of the logits before a token is sampled."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that together have this probability; 1: from all tokens."""
-    top_k: int | None = Field(None, ge=1)
-    """Sample from this many of the likeliest tokens, or from all if null."""
     on_policy_share: float = Field(1.0, ge=0, le=1)
     """Share of each batch's prompts that the student continues itself (the λ of GKD); other prompts use the dataset's
     continuation.
     """
-    staleness: int = Field(0, ge=0)
+    staleness: Annotated[int, _Sampled] = Field(0, ge=0)
     """Maximum optimizer steps that the sampling weights may lag behind the student's."""
-    overlap: bool = False
+    overlap: Annotated[bool, _Sampled] = False
     """Sample the next batch while the student learns from the current one; needs staleness of at least 1 and
     type=server.
     """
@@ -50,16 +59,6 @@ class HFRollout(RolloutBase):
     batch_size: MayChange[int] = Field(64, ge=1)
     """Sequences that a rank samples at a time."""
 
-    @model_validator(mode="after")
-    def weights_are_the_students(self) -> Self:
-        for key, value in (("overlap", self.overlap), ("staleness", self.staleness)):
-            if value:
-                raise ValueError(
-                    f"{key}={value}: type=hf samples in the student's own processes, with its current weights; leave "
-                    f"{key} out, or use rollout=server"
-                )
-        return self
-
 
 class ServerRollout(RolloutBase):
     """An OpenAI-compatible server in a separate process that returns token ids and log-probabilities."""
@@ -67,19 +66,19 @@ class ServerRollout(RolloutBase):
     type: Literal["server"] = "server"
     program: Literal["vllm", "sglang"] = "vllm"
     """Program of the server, started here or already running at `url`."""
-    url: MayChange[str | None] = None
+    url: MayChange[Address | None] = None
     """Address of a running server (docs/on_policy.md has its options); by default one is started on this machine and
     stopped with the run.
     """
-    command: MayChange[tuple[str, ...] | None] = Field(None, min_length=1)
+    command: Annotated[MayChange[tuple[str, ...] | None], _Started] = Field(None, min_length=1)
     """Command that starts the server, without model and address, such as [.venv-vllm/bin/vllm, serve]; by default the
     program's own. vLLM's must accept --uds.
     """
-    options: MayChange[tuple[str, ...]] = ()
+    options: Annotated[MayChange[tuple[str, ...]], _Started] = ()
     """More arguments of that command, except address, key and configuration file, which the run chooses."""
-    environment: MayChange[Frozen[str, str]] = Field(default_factory=dict)
+    environment: Annotated[MayChange[Frozen[str, str]], _Started] = Field(default_factory=dict)
     """More environment variables of the server, such as CUDA_VISIBLE_DEVICES."""
-    gpus: MayChange[int | None] = Field(None, ge=1)
+    gpus: Annotated[MayChange[int | None], _Started] = Field(None, ge=1)
     """GPUs reserved for a server started here, with tensor parallelism: the last ones of this machine. By default it
     shares the training's GPUs.
     """
@@ -87,7 +86,7 @@ class ServerRollout(RolloutBase):
     """Whether a vLLM started here releases its GPU memory while teachers and student compute. auto: if it shares the
     training's GPUs, unless overlap=true.
     """
-    memory_share: MayChange[float | None] = Field(None, gt=0, le=1)
+    memory_share: Annotated[MayChange[float | None], _Started] = Field(None, gt=0, le=1)
     """Share of each GPU's (or, on CPUs, the machine's) memory that a server started here uses. By default 0.9 on its
     own GPUs; on the training's GPUs the memory left by the estimate, at least 0.3; on CPUs 0.3.
     """
@@ -99,15 +98,10 @@ class ServerRollout(RolloutBase):
     """Number of times that a failed or unusable request is repeated."""
     concurrency: MayChange[int] = Field(256, ge=1)
     """Maximum requests in flight."""
-    weights_folder: MayChange[Path | None] = None
+    weights_folder: MayChange[FilePath | None] = None
     """Folder, visible to server and student, in which the student is written for the server, in a subfolder that only
     this user can read; by default the run's directory. A vLLM started here loads only its first weights from it.
     """
-
-    @field_validator("url")
-    @classmethod
-    def url_is_whole(cls, url: str | None) -> str | None:
-        return url if url is None else whole_url(url)
 
     @field_validator("options")
     @classmethod
@@ -189,7 +183,7 @@ class FunctionEnvironment(EnvironmentBase):
     """Your own Environment (nemo_opd.rollout.environment), `package.module:Class`, created for each rollout."""
 
     type: Literal["function"] = "function"
-    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    function: UsersCode
     """`package.module:Class`."""
 
 

@@ -2,13 +2,13 @@
 
 from typing import Self
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
 from nemo_opd.config.objective import AveragedLogits, GRPOLoss, Routed, SelectTeacher, WeightedSum
 from nemo_opd.config.on_policy import check_off_policy, check_on_policy
 from nemo_opd.config.run_checks import check_chosen_metrics, check_contexts, check_effects
 from nemo_opd.config.run_fields import ONE_VOCABULARY_TERMS, RunFields
-from nemo_opd.config.teacher import CrossTokenizerTeacher, OwnIdsTeacher, Teacher
+from nemo_opd.config.teacher import CrossTokenizerTeacher, OwnIdsTeacher
 
 _LEARNING = ("p_kl", "h_kl")
 """Losses with a gradient for the weights of a projection."""
@@ -17,18 +17,13 @@ _LEARNING = ("p_kl", "h_kl")
 class RunConfig(RunFields):
     """All settings of a run, as in its resolved config.yaml."""
 
-    @field_validator("teachers")
-    @classmethod
-    def there_is_a_teacher(cls, teachers: tuple[Teacher, ...]) -> tuple[Teacher, ...]:
-        if not teachers:
-            raise ValueError(
-                "the list is empty; name at least one teacher, such as teachers=GROUP. To learn only from the texts or "
-                "the rewards, keep the teachers and write loss.kd_weight=0: none is loaded then"
-            )
-        return teachers
-
     @model_validator(mode="after")
-    def teacher_names_are_unique(self) -> Self:
+    def teachers_can_be_told_apart(self) -> Self:
+        if not self.teachers:
+            raise ValueError(
+                "teachers=[]: the list is empty; name at least one teacher, such as teachers=GROUP. To learn only from "
+                "the texts or the rewards, keep the teachers and write loss.kd_weight=0: none is loaded then"
+            )
         names = [teacher.name for teacher in self.teachers]
         for name in names:
             if names.count(name) > 1:
@@ -38,27 +33,28 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def cached_teachers_know_texts_beforehand(self) -> Self:
+    def teachers_can_answer(self) -> Self:
+        are_asked = self.evaluation is not None and self.evaluation.teachers
         for i, teacher in enumerate(self.active_teachers):
             if teacher.cache is not None and self.rollout is not None:
                 raise ValueError(
                     f"teachers.{i}.cache={teacher.cache}: a cached teacher ({teacher.name}) has answers only for "
                     "stored texts, and the student samples new ones; name a model, or leave rollout out"
                 )
+            if are_asked and not teacher.is_computed:
+                raise ValueError(
+                    f"evaluation.teachers=true: {teacher.name} is cached or served, which gives only "
+                    "log-probabilities; write evaluation.teachers=false"
+                )
+            if are_asked and teacher.offload == "layers":
+                raise ValueError(
+                    f"teachers.{i}.offload=layers: with evaluation.teachers=true all layers of {teacher.name} would be "
+                    "loaded for every token of an answer; write evaluation.teachers=false, or another offload"
+                )
         return self
 
     @model_validator(mode="after")
-    def teachers_without_a_model_answer_no_questions(self) -> Self:
-        names = (teacher.name for teacher in self.active_teachers if not teacher.is_computed)
-        if self.evaluation is not None and self.evaluation.teachers and (name := next(names, None)):
-            raise ValueError(
-                f"evaluation.teachers=true: {name} is cached or served, which gives only log-probabilities; write "
-                "evaluation.teachers=false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def cross_tokenizer_teachers_need_a_cross_tokenizer_loss(self) -> Self:
+    def losses_suit_their_teachers(self) -> Self:
         for i, teacher in enumerate(self.active_teachers):
             term = teacher.loss or self.loss
             if isinstance(teacher, CrossTokenizerTeacher) and isinstance(term, (*ONE_VOCABULARY_TERMS, GRPOLoss)):
@@ -68,11 +64,6 @@ class RunConfig(RunFields):
                     f"cross_tokenizer; use loss=p_kl, write teachers.{i}.loss.type=p_kl, or type: same_tokenizer if it "
                     "has the student's tokenizer"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def learned_projections_have_a_loss_that_reads_weights(self) -> Self:
-        for i, teacher in enumerate(self.active_teachers):
             if isinstance(teacher, OwnIdsTeacher) and teacher.projection_lr and self.term(i).type not in _LEARNING:
                 raise ValueError(
                     f"teachers.{i}.projection_lr={teacher.projection_lr:g}: loss.type={self.term(i).type} does not "
@@ -88,10 +79,14 @@ class RunConfig(RunFields):
                 "every teacher's weight is 0, so all would be loaded and nothing learned from them; raise one, or "
                 "write loss.kd_weight=0 to train without teachers"
             )
-        if self.loss.ce_weight > 0 or isinstance(self.loss, GRPOLoss):
-            return self
-        if self.loss.kd_weight == 0:
+        if self.loss.kd_weight == self.loss.ce_weight == 0 and not isinstance(self.loss, GRPOLoss):
             raise ValueError("loss.kd_weight and loss.ce_weight are both 0, so there is nothing to learn; raise one")
+        for key in ("kd_weight", "ce_weight"):
+            if self.logging.gradients_every is not None and getattr(self.loss, key) == 0:
+                raise ValueError(
+                    f"logging.gradients_every={self.logging.gradients_every} compares the KD gradient with the CE "
+                    f"gradient, but loss.{key}=0; raise it, or write logging.gradients_every=null"
+                )
         return self
 
     @model_validator(mode="after")
@@ -112,20 +107,15 @@ class RunConfig(RunFields):
         return "aggregation.vocabulary_scaling=true" if aggregation.vocabulary_scaling else None
 
     @model_validator(mode="after")
-    def averaged_logits_need_one_tokenizer(self) -> Self:
-        for i, teacher in enumerate(self.teachers):
-            if isinstance(self.aggregation, AveragedLogits) and teacher.type == "cross_tokenizer":
+    def averaged_teachers_are_alike(self) -> Self:
+        for i, teacher in enumerate(self.teachers if isinstance(self.aggregation, AveragedLogits) else ()):
+            if teacher.type == "cross_tokenizer":
                 raise ValueError(
                     "aggregation.type=averaged_logits averages the columns of one vocabulary, but "
                     f"teachers.{i} ({teacher.name}) is of type cross_tokenizer; use aggregation=weighted_sum, or "
                     "remove that teacher"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def averaged_logits_have_one_loss(self) -> Self:
-        for i, teacher in enumerate(self.teachers):
-            if isinstance(self.aggregation, AveragedLogits) and teacher.loss is not None:
+            if teacher.loss is not None:
                 raise ValueError(
                     f"teachers.{i}.loss.type={teacher.loss.type}: aggregation.type=averaged_logits compares with all "
                     "teachers at once, so a teacher cannot have its own loss; set it under loss"
@@ -133,27 +123,19 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def compared_teachers_have_a_weight(self) -> Self:
-        """Refuse teachers with weight 0 that would be selected, or get a share of a softmax, and teach nothing."""
-        if isinstance(self.aggregation, AveragedLogits) or self._needs_several_teachers() is None:
+    def weights_of_teachers_have_an_effect(self) -> Self:
+        """Reject weights of teachers that are selected, or compared by a softmax, if such a weight changes nothing."""
+        picks_one = isinstance(self.aggregation, SelectTeacher | Routed)
+        if isinstance(self.aggregation, AveragedLogits) or not (picks_one or self.aggregation.score is not None):
             return self
+        first = self.teachers[0]
         for i, teacher in enumerate(self.teachers):
-            if teacher.weight == 0 and (self._picks_one_teacher or self.aggregation.score is not None):
+            if teacher.weight == 0:
                 raise ValueError(
                     f"teachers.{i}.weight=0: {self._needs_several_teachers()} would give texts to {teacher.name}, and "
                     "nothing would be learned from it; remove it, or give it a weight"
                 )
-        return self
-
-    @property
-    def _picks_one_teacher(self) -> bool:
-        return isinstance(self.aggregation, SelectTeacher | Routed)
-
-    @model_validator(mode="after")
-    def picked_teachers_weigh_the_same(self) -> Self:
-        first = self.teachers[0]
-        for i, teacher in enumerate(self.teachers):
-            if self._picks_one_teacher and teacher.weight != first.weight:
+            if picks_one and teacher.weight != first.weight:
                 raise ValueError(
                     f"teachers.{i}.weight={teacher.weight:g}: with aggregation.type={self.aggregation.type} a text has "
                     f"one teacher, whose weight has no effect, so it cannot differ from teachers.0.weight="
@@ -170,16 +152,6 @@ class RunConfig(RunFields):
                 f"{teachers[0].weights}) and runs in the student's processes, so none needs separate devices; write "
                 "cluster.placement=colocated"
             )
-        return self
-
-    @model_validator(mode="after")
-    def streamed_teachers_answer_no_questions(self) -> Self:
-        for i, teacher in enumerate(self.active_teachers):
-            if teacher.offload == "layers" and self.evaluation is not None and self.evaluation.teachers:
-                raise ValueError(
-                    f"teachers.{i}.offload=layers: with evaluation.teachers=true all layers of {teacher.name} would be "
-                    "loaded for every token of an answer; write evaluation.teachers=false, or another offload"
-                )
         return self
 
     @model_validator(mode="after")
@@ -201,16 +173,6 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def compared_gradients_are_both_there(self) -> Self:
-        for key in ("kd_weight", "ce_weight"):
-            if self.logging.gradients_every is not None and getattr(self.loss, key) == 0:
-                raise ValueError(
-                    f"logging.gradients_every={self.logging.gradients_every} compares the KD gradient with the CE "
-                    f"gradient, but loss.{key}=0; raise it, or write logging.gradients_every=null"
-                )
-        return self
-
-    @model_validator(mode="after")
     def pushed_best_is_kept(self) -> Self:
         push = self.run.push_to_hub
         if push is not None and push.model == "best" and self.train.keep_best is None:
@@ -227,16 +189,8 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def contexts_have_prompts_and_fields(self) -> Self:
-        check_contexts(self)
-        return self
-
-    @model_validator(mode="after")
     def settings_have_an_effect(self) -> Self:
+        check_contexts(self)
         check_effects(self)
-        return self
-
-    @model_validator(mode="after")
-    def chosen_metrics_are_measured(self) -> Self:
         check_chosen_metrics(self)
         return self

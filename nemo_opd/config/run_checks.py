@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from nemo_opd.config.base import written
 from nemo_opd.config.context import Context
 from nemo_opd.config.loss import ChunkTerm, DivergenceTerm, TCADTerm
 from nemo_opd.config.model import Parallelism
 from nemo_opd.config.objective import Objective
-from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run_fields import RunFields
 from nemo_opd.config.teacher import SameTokenizerTeacher
 
@@ -37,8 +37,7 @@ def check_effects(config: RunFields) -> None:
         # null turns a setting off, so no request is ignored.
         if value is None or value == default:
             continue
-        text = str(value).lower() if isinstance(value, bool) else value
-        raise ValueError(f"{key}={text} has no effect: {reason}")
+        raise ValueError(f"{key}={written(value)} has no effect: {reason}")
 
 
 def _value_and_default(config: RunFields, key: str) -> tuple[Any, Any]:
@@ -66,14 +65,10 @@ def _ignored_baseline(config: RunFields) -> _Ignored:
 
 
 def _ignored_teachers(config: RunFields) -> _Ignored:
-    """Yield settings that self-teachers take from the student, and settings that only self-teachers have."""
+    """Yield settings that self-teachers take from the student."""
     for i, teacher in enumerate(config.teachers):
         key = f"teachers.{i}"
-        if teacher.weights != "ema":
-            yield f"{key}.ema_decay", f"{key}.weights={teacher.weights}; write {key}.weights=ema, or leave it out"
-        if teacher.weights != "student":
-            yield f"{key}.adapters", f"{key}.weights={teacher.weights}; write {key}.weights=student, or leave it out"
-        elif config.student.lora is None:
+        if config.student.lora is None:
             yield f"{key}.adapters", "the student has none; set student.lora, or leave it out"
         if teacher.weights == "student":
             yield f"{key}.offload", "the weights are the student's; set student.offload, or leave it out"
@@ -140,10 +135,7 @@ def _ignored_steps(config: RunFields) -> _Ignored:
         yield "train.micro_batch_size", f"train.micro_batch_tokens sets the number of tokens; {way_out}"
     if config.run.output_dir is None:
         yield "run.resume", "a run without run.output_dir has a new directory each time; name the first run's"
-    if config.loss.scaling == "fixed":
-        for name in ("scaling_decay", "scaling_cap"):
-            yield f"loss.{name}", "loss.scaling=fixed; write loss.scaling=dynamic, or leave it out"
-    elif not (config.loss.ce_weight and config.loss.kd_weight):
+    if not (config.loss.ce_weight and config.loss.kd_weight):
         yield "loss.scaling", "it balances KD with CE, and one of loss.kd_weight and loss.ce_weight is 0; raise it"
 
 
@@ -152,12 +144,6 @@ def _ignored_sampling(config: RunFields) -> _Ignored:
         for name in type(config.health).model_fields:
             yield f"health.{name}", "it watches the student's samples; add rollout=hf, or leave it out"
         yield "logging.rollouts.every", "the student samples nothing; add rollout=hf, or leave it out"
-    if config.logging.rollouts.every is None:
-        for name in ("file_mb", "keep_files"):
-            yield f"logging.rollouts.{name}", "no rollouts are written; set logging.rollouts.every, or leave it out"
-    if isinstance(config.rollout, ServerRollout) and config.rollout.url is not None:
-        for name in ("command", "options", "environment", "memory_share", "gpus"):
-            yield f"rollout.{name}", "rollout.url names a server that runs already; leave one of the two out"
     if config.reward is not None and not config.active_teachers:
         yield "reward.weighting_beta", "it weighs distillation, and loss.kd_weight=0; raise it, or leave this out"
     if config.evaluation is not None and not config.evaluation.data.given:

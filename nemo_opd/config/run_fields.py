@@ -1,11 +1,10 @@
 """Keys of a run, with the sections `run` and `logging`."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from nemo_opd.config.base import MayChange, Settings
+from nemo_opd.config.base import FilePath, MayChange, Name, Needs, OneOrMore, Settings, UsersCode
 from nemo_opd.config.cluster import Cluster, Handoff, HiddenStatesHandoff
 from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import DEFAULT_NEW_TOKENS, Evaluation
@@ -59,9 +58,9 @@ class RolloutFiles(Settings):
 
     every: int | None = Field(None, ge=1)
     """Steps between batches whose rollouts are written, or null to write none."""
-    file_mb: float = Field(100, gt=0)
+    file_mb: Annotated[float, Needs("every")] = Field(100, gt=0)
     """Size in megabytes at which a file is full and a new one is started."""
-    keep_files: int = Field(10, ge=1)
+    keep_files: Annotated[int, Needs("every")] = Field(10, ge=1)
     """Full files to keep; older ones are removed."""
 
 
@@ -138,9 +137,9 @@ class PushToHub(Settings):
 class Run(Settings):
     """Name, directory and start of a run."""
 
-    name: MayChange[str] = Field("run", pattern=r"^[A-Za-z0-9_.-]+$")
+    name: MayChange[Name] = "run"
     """Name of the run in the report and in wandb, and of its folder in `outputs`."""
-    output_dir: MayChange[Path | None] = None
+    output_dir: MayChange[FilePath | None] = None
     """Directory of the run, used as it is; by default `outputs/<name>/<time>`."""
     seed: int = Field(0, ge=0, le=LARGEST_SEED)
     """Seed of data order, sampling, new adapters and dropout."""
@@ -150,7 +149,7 @@ class Run(Settings):
     """
     dry_run: MayChange[bool] = False
     """Run all checks, print the plan and stop."""
-    baseline: MayChange[bool | Path] = False
+    baseline: MayChange[bool | FilePath] = False
     """Comparison with the same run without teachers, for the verdict on whether they helped. true: off-policy, first
     train as many steps on the same texts in the same order by cross-entropy alone, in the run's folder `baseline`. A
     folder: the directory of such a run, already finished.
@@ -159,22 +158,10 @@ class Run(Settings):
     """Off-policy: export and push the student even if validation finds it worse than before training."""
     push_to_hub: MayChange[PushToHub | None] = None
     """Upload the model to the Hugging Face Hub at the end."""
-    callbacks: MayChange[tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...]] = ()
+    callbacks: MayChange[OneOrMore[UsersCode]] = ()
     """Your code in the loop, each `package.module:Class` or `package.module:function`; docs/command.md lists what they
     receive.
     """
-
-    @field_validator("callbacks", mode="before")
-    @classmethod
-    def one_callback_is_a_list_of_one(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("output_dir", mode="before")
-    @classmethod
-    def output_dir_is_not_empty(cls, value: object) -> object:
-        if value == "":  # an unset shell variable, which would put the run into the current directory
-            raise ValueError("it is empty; name a directory, or leave the key out for outputs/<name>/<time>")
-        return value
 
 
 class RunFields(Settings):

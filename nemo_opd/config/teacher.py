@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from nemo_opd.config.base import Frozen, MayChange, Settings
+from nemo_opd.config.base import Frozen, MayChange, Name, Needs, OneOrMore, Settings
 from nemo_opd.config.context import Context
 from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
 from nemo_opd.config.model import Model, Student
@@ -23,10 +23,25 @@ _OF_WEIGHTS = (
 _OF_A_MODEL = ("model", "tokenizer", "chat_template", "chat_template_kwargs", *_OF_WEIGHTS)
 
 
+def _is_address(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an invalid port
+        is_whole = False
+    if not is_whole:
+        raise ValueError("it is not an address of a server; write one such as http://localhost:8000")
+    return url
+
+
+Address = Annotated[str, AfterValidator(_is_address)]
+"""Address of a server."""
+
+
 class Endpoint(Settings):
     """Servers of one model. Each can score any text."""
 
-    urls: MayChange[tuple[str, ...]] = Field(min_length=1)
+    urls: MayChange[OneOrMore[Address]] = Field(min_length=1)
     """Addresses of running servers, without /v1. A server that fails gets no requests until it answers again."""
     program: Literal["vllm", "sglang", "openai"] = "vllm"
     """Program of the servers. openai: completions with echo=true and logprobs, with tokens as token_id:NUMBER (vLLM's
@@ -45,19 +60,10 @@ class Endpoint(Settings):
     concurrency: MayChange[int] = Field(32, ge=1)
     """A rank's requests in flight, over all addresses."""
 
-    @field_validator("urls", mode="before")
-    @classmethod
-    def one_address_is_a_list_of_one(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
     @field_validator("urls")
     @classmethod
-    def urls_are_whole_and_different(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+    def urls_differ_and_have_no_path_of_requests(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for i, url in enumerate(urls):
-            try:
-                whole_url(url)
-            except ValueError as error:
-                raise ValueError(f"element {i}, {url!r}: {error}") from error
             if urlsplit(url).path.strip("/").split("/")[-1] == "v1":
                 raise ValueError(f"element {i}, {url!r}: the path of each request is added to it; leave /v1 out")
             if url in urls[:i]:
@@ -75,7 +81,7 @@ class TeacherBase(Model):
     """A Hugging Face folder, a folder with an adapter (PEFT), a hub name (`NAME@REVISION`), or `demo:teacher_same`; not
     set if `weights` are the student's.
     """
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    name: Name
     """Short unique name, used in metrics."""
     weight: float = Field(1.0, ge=0)
     """Weight in the sum or mean over teachers; no effect if each text has one teacher."""
@@ -83,9 +89,9 @@ class TeacherBase(Model):
     """Source of the weights. frozen: `model`. student: the student's current weights. ema: their exponential moving
     average.
     """
-    ema_decay: float = Field(0.99, ge=0, lt=1)
+    ema_decay: Annotated[float, Needs("weights", ("ema",))] = Field(0.99, ge=0, lt=1)
     """weights=ema: the average becomes decay · average + (1 − decay) · student at each update of the student."""
-    adapters: bool = True
+    adapters: Annotated[bool, Needs("weights", ("student",))] = True
     """weights=student with student.lora: use the student's adapters; false: only its base model."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the weights and of the forward pass. auto: bfloat16 on GPU, float32 on CPU."""
@@ -101,7 +107,7 @@ class TeacherBase(Model):
     """Folder with the teacher's stored output (nemo-opd cache build), read instead of a forward pass. Usually written
     as type: cached, which detects the tokenizer.
     """
-    on_missing: MayChange[Literal["stop", "ask"]] = "stop"
+    on_missing: Annotated[MayChange[Literal["stop", "ask"]], Needs("cache")] = "stop"
     """Texts that the cache does not contain, or contains differently. stop: end the run and name the text. ask: before
     the first step, ask the model that the cache was built from, and add its answers to the cache.
     """
@@ -117,11 +123,6 @@ class TeacherBase(Model):
     def is_student(self) -> bool:
         """Whether the teacher runs in the student's processes, with the student's weights or their average."""
         return self.weights != "frozen"
-
-    @property
-    def has_model(self) -> bool:
-        """Whether a model of this teacher is loaded."""
-        return self.is_computed and not self.is_student
 
     @property
     def is_computed(self) -> bool:
@@ -171,30 +172,16 @@ class TeacherBase(Model):
         if self.served is not None and (self.cache is not None or self.is_student):
             name = f"cache={self.cache}" if self.cache is not None else f"weights={self.weights}"
             raise ValueError(f"{name}: the servers in served answer for this teacher; leave one of the two out")
-        return self
-
-    @model_validator(mode="after")
-    def cached_answers_are_of_frozen_weights(self) -> Self:
         if self.cache is not None and self.is_student:
             raise ValueError(
                 f"weights={self.weights}: the answers in cache={self.cache} are a frozen teacher's; leave it out, or "
                 "leave cache out for a teacher that is computed in the run"
             )
-        return self
-
-    @model_validator(mode="after")
-    def cached_answers_follow_one_prompt(self) -> Self:
         if self.cache is not None and self.context is not None and self.context.gap_every is not None:
             raise ValueError(
                 f"context.gap_every={self.context.gap_every}: cache={self.cache} has answers with the context, and the "
                 "gap also needs answers without it; leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def caches_miss_texts(self) -> Self:
-        if self.cache is None and self.on_missing != "stop":
-            raise ValueError(f"on_missing={self.on_missing} needs a cache; name one in cache, or leave it out")
         return self
 
 
@@ -211,7 +198,7 @@ class OwnIdsTeacher(TeacherBase):
 
     projection: str = "auto"
     """A projection file, or auto: built once for the pair and cached."""
-    top_k: int = Field(4, ge=1)
+    top_k: Annotated[int, Needs("projection", ("auto",))] = Field(4, ge=1)
     """projection=auto: entries kept per row."""
     projection_lr: float | None = Field(None, gt=0)
     """Peak learning rate of the projection's weights, trained on the student's schedule, or null to fix them. For
@@ -231,15 +218,6 @@ class OwnIdsTeacher(TeacherBase):
     """
     loss: LossTerm | None = None
     """This teacher's own loss term instead of the one that `loss` gives it."""
-
-    @model_validator(mode="after")
-    def top_k_needs_a_projection_to_build(self) -> Self:
-        if self.projection != "auto" and self.top_k != type(self).model_fields["top_k"].default:
-            raise ValueError(
-                f"top_k={self.top_k} has no effect with projection={self.projection}, which has its own top_k; write "
-                "projection=auto, or leave top_k out"
-            )
-        return self
 
     @property
     def roles_by_token(self) -> dict[str, tuple[str, ...]]:
@@ -310,18 +288,6 @@ Teacher = Annotated[
 ]
 UnresolvedTeacher = AutoTeacher | CachedTeacher | ServedTeacher
 """Teachers whose tokenizers tell whether they become same_tokenizer or cross_tokenizer."""
-
-
-def whole_url(url: str) -> str:
-    """Return a server's address. Raises ValueError if it is not one."""
-    try:
-        parts = urlsplit(url)
-        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # an invalid port
-        is_whole = False
-    if not is_whole:
-        raise ValueError("it is not an address of a server; write one such as http://localhost:8000")
-    return url
 
 
 def first_changed(teacher: TeacherBase, names: Iterable[str]) -> str | None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from nemo_opd.config.base import MayChange, Settings
+from nemo_opd.config.base import MayChange, Needs, Settings, UsersCode
 
 
 class ChosenMetric(Settings):
@@ -169,7 +169,7 @@ class ClassOptimizer(OptimizerBase):
     """Any class derived from torch.optim.Optimizer."""
 
     type: Literal["class"] = "class"
-    name: str = Field(pattern=r"^[\w.]+:\w+$")
+    name: UsersCode
     """`package.module:Class`, called with the trained parameters, `lr` and `arguments`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class, such as `{momentum: 0.9}`."""
@@ -187,14 +187,5 @@ class Scheduler(Settings):
     """Shape after the warm-up, over the remaining steps of `train.max_steps`."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear increase from zero; by default none, as in TRL and transformers."""
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    min_lr_ratio: Annotated[float, Needs("type", ("cosine",))] = Field(0.0, ge=0, le=1)
     """Final learning rate as a share of the peak (cosine only)."""
-
-    @model_validator(mode="after")
-    def min_lr_ratio_needs_cosine(self) -> "Scheduler":
-        if self.min_lr_ratio and self.type != "cosine":
-            raise ValueError(
-                f"min_lr_ratio={self.min_lr_ratio:g} has no effect with type={self.type}; write type=cosine, or leave "
-                "min_lr_ratio out"
-            )
-        return self

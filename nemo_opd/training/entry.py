@@ -10,6 +10,7 @@ from nemo_opd.config.load import compose
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.validation import from_dict
 from nemo_opd.errors import ConfigError
+from nemo_opd.logging.activity import loading
 from nemo_opd.paths import keep_compiled_code_private
 from nemo_opd.preflight.inputs import check_inputs, with_documents_columns
 from nemo_opd.progress import quiet_libraries
@@ -28,24 +29,29 @@ def distil(config: Settings, overrides: Sequence[str] = (), *, callbacks: Sequen
 
     Raises an OPDError if the settings are wrong or the run fails.
     """
-    settings = _validated(config, overrides)
-    check_inputs(settings, on_policy=False)
-    if (finished := finished_before(settings)) is not None:
-        return finished
-    from nemo_opd.training import off_policy  # a slow import, after the settings are validated
-
-    return _of_driver(off_policy.distil(settings, callbacks))
+    return _of_driver(run(_validated(config, overrides), callbacks, on_policy=False))
 
 
 def distil_on_policy(config: Settings, overrides: Sequence[str] = (), *, callbacks: Sequence[Any] = ()) -> Finished:
     """Distil on the student's own samples, like `nemo-opd distil-on-policy`. Arguments and result: see `distil`."""
-    settings = _validated(config, overrides)
-    check_inputs(settings, on_policy=True)
-    if (finished := finished_before(settings)) is not None:
-        return finished
-    from nemo_opd.training import on_policy
+    return _of_driver(run(_validated(config, overrides), callbacks, on_policy=True))
 
-    return _of_driver(on_policy.distil(settings, callbacks))
+
+def run(config: RunConfig, callbacks: Sequence[Any] = (), *, on_policy: bool) -> Finished | None:
+    """Check the inputs, then distil, unless the run has finished already.
+
+    Returns None on ranks other than the driver. Raises an OPDError if an input is wrong or the run fails.
+    """
+    check_inputs(config, on_policy=on_policy)
+    if (finished := finished_before(config)) is not None:
+        return finished
+    # Imported after the checks: PyTorch takes seconds.
+    with loading("PyTorch"):
+        if on_policy:
+            from nemo_opd.training.on_policy import distil as task
+        else:
+            from nemo_opd.training.off_policy import distil as task
+    return task(config, callbacks)
 
 
 def _validated(config: Settings, overrides: Sequence[str]) -> RunConfig:

@@ -90,8 +90,7 @@ def test_workers_share_the_tests_of_a_file_when_asked_to(tmp_path: Path) -> None
 def run_parts(tmp_path: Path) -> Callable[..., Report]:
     def run(*parts: Part, within_s: float = 60.0) -> Report:
         report = Report(tmp_path, FACTS)
-        for _ in check._run(list(parts), tmp_path, report, time.monotonic() + within_s):
-            pass
+        check._run(list(parts), tmp_path, report, time.monotonic() + within_s)
         return report
 
     return run

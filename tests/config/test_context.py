@@ -39,11 +39,11 @@ def test_a_template_is_filled_as_python_does() -> None:
     [
         (told({"template": "{{x}} hello"}), "teachers.0.context.template: '{{x}} hello' names nothing, so the teacher"),
         (told({}), "teachers.0.context: it does not say what the teacher reads; set template, key or system_prompt"),
-        (told(HINT | {"key": "own"}), "key=own gives the teacher's whole prompt, and so does template"),
+        (told(HINT | {"key": "own"}), "key=own has no effect with template={prompt} {hint}; leave one of the two out"),
         (told({"template": "{hint"}), "write {{ and }} for braces that are text"),
         (told({"template": "{}"}), "{} in '{}' is not a field's name; write the name alone, as {solution}"),
         (told({"template": "{hint:>9}"}), "is not a field's name"),
-        (told(HINT | {"contrast": True}), "contrast=true measures the privilege gap with another record's context"),
+        (told(HINT | {"contrast": True}), "contrast=true has no effect without gap_every; set gap_every"),
         (
             told({"template": "Think. {prompt}", "gap_every": 1, "contrast": True}),
             "contrast=true: the context names no field of the record, so it is the same for another record",

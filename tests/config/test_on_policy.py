@@ -46,7 +46,7 @@ def test_teachers_do_not_read_what_is_not_sampled_yet() -> None:
         ({"rollout": HF | {"max_new_tokens": 4096}}, "rollout.max_new_tokens=4096 leaves no room for a prompt in"),
         ({"rollout": HF | {"max_prompt_length": 4096}}, "rollout.max_prompt_length=4096 leaves no room for a response"),
         ({"rollout": HF | {"on_policy_share": 0.5}}, "rollout.on_policy_share=0.5 takes some responses from"),
-        ({"rollout": HF | {"staleness": 1}}, "rollout.staleness=1: type=hf samples in the student's own processes"),
+        ({"rollout": HF | {"staleness": 1}}, "rollout.staleness=1 has no effect with type=hf; write type=server"),
         ({"rollout": {"type": "server", "overlap": True}}, "rollout.overlap=true samples with weights one step old"),
         (
             {"data": {"messages_key": "messages", "response_key": "response"}},
@@ -108,7 +108,7 @@ def test_teachers_do_not_read_what_is_not_sampled_yet() -> None:
         ),
         (
             {"loss": {"type": "grpo", "importance_level": "sequence"}, "reward": NUMERIC},
-            "loss.importance_level: sequence without importance_cap: a product over hundreds of tokens has no bound",
+            "loss.importance_level=sequence without importance_cap: a product over hundreds of tokens has no bound",
         ),
         (
             {
@@ -120,7 +120,7 @@ def test_teachers_do_not_read_what_is_not_sampled_yet() -> None:
                     "importance_cap": 2.0,
                 }
             },
-            "loss.update: direct with importance_level=sequence: direct differentiates each token's estimate",
+            "loss.update=direct with importance_level=sequence: direct differentiates each token's estimate",
         ),
         ({"loss": {"type": "sampled_kl", "importance_veto": 1.0}}, "loss.importance_veto=1.0: must be less than 1"),
         ({"loss": {"type": "same_vocab", "importance_cap": 2.0}}, "loss.importance_cap"),

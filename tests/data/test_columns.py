@@ -160,7 +160,7 @@ def test_keys_that_exclude_each_other() -> None:
     """Bug: a setting that has no effect."""
     for keys, words in (
         ({"completion_key": "c"}, "without prompt_key"),
-        ({"prompt_key": "p", "messages_key": "m"}, "both name conversations"),
+        ({"prompt_key": "p", "messages_key": "m"}, "leave one of the two out"),
     ):
         with pytest.raises(ConfigError, match=words):
             validated(keys, Data)

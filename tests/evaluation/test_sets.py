@@ -61,7 +61,7 @@ def test_stop_texts_are_of_one_turn() -> None:
 
 @pytest.mark.parametrize("stop", ["", ["a", ""]])
 def test_an_empty_stop_text_is_refused(stop: str | list[str]) -> None:
-    with pytest.raises(ValueError, match="an element is empty"):
+    with pytest.raises(ValueError, match="is empty; write a value"):
         Evaluation(stop=stop)
 
 
