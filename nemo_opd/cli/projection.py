@@ -17,7 +17,7 @@ from nemo_opd.config.base import models_in
 from nemo_opd.config.loss import LossTerm
 from nemo_opd.errors import ProjectionError
 from nemo_opd.files import write_obstacle
-from nemo_opd.logging.activity import busy
+from nemo_opd.logging.terminal import busy
 from nemo_opd.progress import working
 
 if TYPE_CHECKING:

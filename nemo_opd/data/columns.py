@@ -45,7 +45,7 @@ def readings(schema: pa.Schema) -> list[Reading]:
 
 def prompt_readings(schema: pa.Schema) -> list[Reading]:
     """Return the ways in which a column of prompts without answers holds them: texts to continue, or messages."""
-    strings = {field.name for field in schema if is_string(field.type)}
+    strings = {field.name for field in schema if _is_string(field.type)}
     for first, *more in _PROMPTS:
         if first in strings:
             return [{"text_key": first}, {"prompt_key": (first, *(name for name in more if name in strings))}]

@@ -10,7 +10,7 @@ from nemo_opd.config.load import compose
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.validation import from_dict
 from nemo_opd.errors import ConfigError
-from nemo_opd.logging.activity import loading
+from nemo_opd.logging.terminal import loading
 from nemo_opd.paths import keep_compiled_code_private
 from nemo_opd.preflight.inputs import check_inputs, with_documents_columns
 from nemo_opd.progress import quiet_libraries
