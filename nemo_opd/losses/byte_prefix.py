@@ -21,7 +21,7 @@ from nemo_opd.losses.merge import chunk_loss
 from nemo_opd.losses.position_targets import position_loss
 from nemo_opd.losses.prefixes import ADD_MAPS, Chains, MovedMass, PrefixRanges, first_pieces
 from nemo_opd.losses.sparse_projection import project, pull_back
-from nemo_opd.losses.support import require_temperature_1, split
+from nemo_opd.losses.support import split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -62,10 +62,7 @@ def byte_prefix(
 
     Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without the maps.
     """
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
-    require_temperature_1(inputs.teacher, temperature)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     compare = Divergence(divergence, beta, mixed_weight)
     if positions == "all":
         if continuation_weight:

@@ -29,7 +29,7 @@ from nemo_opd.losses.arguments import (
 )
 from nemo_opd.losses.cross_entropy import surprise
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.support import require_whole
+from nemo_opd.losses.support import require_temperature_1
 
 if TYPE_CHECKING:
     from nemo_opd.losses.learned_projection import LearnedProjection
@@ -122,17 +122,15 @@ class ChunkInputs:
         student_vocab_size: int | None = None,
         teacher_vocab_size: int | None = None,
         chunk_size: int | None = None,
-        takes_truncated: bool = False,
     ) -> ChunkInputs:
         """Check a loss's arguments, mostly `ChunkArguments`.
 
-        Raises ConfigError for shapes or sizes that do not fit, a temperature not above 0, or a truncated teacher unless
-        `takes_truncated`.
+        Raises ConfigError for shapes or sizes that do not fit, a temperature not above 0, or a truncated teacher at
+        another temperature than 1.
         """
         check_temperature(temperature)
         student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
-        if not takes_truncated:
-            require_whole(teacher, "loss.type", "this loss needs the whole distribution")
+        require_temperature_1(teacher, temperature)
         check_positions(student.shape, student_ids=student_ids, student_chunk_id=student_chunk_id)
         check_positions(teacher.shape, teacher_ids=teacher_ids, teacher_chunk_id=teacher_chunk_id)
         check_same_length(student_logits=student_ids, teacher_logits=teacher_ids)

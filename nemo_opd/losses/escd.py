@@ -18,7 +18,7 @@ from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.completions import CompletionUnits
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.prefixes import ADD_MAPS
-from nemo_opd.losses.support import require_temperature_1, split
+from nemo_opd.losses.support import split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -52,10 +52,7 @@ def escd(
     """
     if not completion_weight >= 0:
         raise ConfigError(f"completion_weight={completion_weight} would unlearn completions; give 0 or more")
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
-    require_temperature_1(inputs.teacher, temperature)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     terms = [_root_term(inputs, projection, Divergence(divergence, beta, mixed_weight))]
     if completion_weight:
         units = CompletionUnits.of(inputs, projection, shared["student_chunk_id"])

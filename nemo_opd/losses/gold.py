@@ -26,7 +26,6 @@ from nemo_opd.losses.support import (
     log_rest,
     of_likeliest,
     partial_divergence,
-    require_temperature_1,
     split,
     with_rest,
     with_tail_cell,
@@ -70,9 +69,7 @@ def gold(
     of the teacher's vocabulary, and no factor τ². Raises ConfigError for shapes, sizes, weights or names that do not
     fit, ProjectionError for a projection without exact pairs.
     """
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     return _paired_loss(
         inputs,
         TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, inputs.device),
@@ -107,9 +104,7 @@ def h_kl(
     §2.8). Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection
     without such pairs, or if no learned row is in a pair.
     """
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     learned = projection if isinstance(projection, LearnedProjection) else None
     matrix = projection.start if isinstance(projection, LearnedProjection) else projection
     pairs = TokenPairs.relaxed(matrix, inputs.student_size, inputs.teacher_size, inputs.device)
@@ -130,7 +125,6 @@ def _paired_loss(
     shares: LearnedShares | None = None,
 ) -> PlannedLoss:
     """Plan `gold` on any pairs. shares: learned shares of some pairs' student tokens."""
-    require_temperature_1(inputs.teacher, inputs.temperature)
     compare = options.comparison(divergence, pairs, shares)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:

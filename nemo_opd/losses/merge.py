@@ -128,6 +128,6 @@ def chunk_loss(
     terms, count = [term], len(inputs.units) if single_units is None else single_units
     if continuation_weight:
         longer = replace(inputs, units=inputs.units.where(inputs.units.have_several_tokens))
-        terms.append(likelihood_term(longer).times(continuation_weight))
+        terms.append(likelihood_term(longer, inputs.temperature).times(continuation_weight))
         count += 0 if single_units is None else len(longer.units)
     return inputs.planned(terms, count)

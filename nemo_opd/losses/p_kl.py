@@ -23,7 +23,7 @@ from nemo_opd.losses.fused import fused, log_sum_exp, softmax, taken_once
 from nemo_opd.losses.learned_projection import LearnedProjection
 from nemo_opd.losses.merge import Merge, chunk_loss
 from nemo_opd.losses.sparse_projection import SparseProjection, project, pull_back
-from nemo_opd.losses.support import partial_divergence, require_temperature_1, require_whole, split, with_tail_cell
+from nemo_opd.losses.support import partial_divergence, require_whole, split, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -69,10 +69,7 @@ def p_kl(
             "vocab_topk=1 with compat=nemo_rl: one renormalised column is 1 on both sides, and nothing is learned; "
             "give a larger number, or leave compat out"
         )
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
-    require_temperature_1(inputs.teacher, temperature)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     if vocab_topk is not None:
         require_whole(inputs.teacher, f"vocab_topk={vocab_topk}", "it chooses columns by all logits of a microbatch")
     compare = Divergence(divergence, beta, mixed_weight)

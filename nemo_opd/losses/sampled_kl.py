@@ -158,7 +158,7 @@ def sampled_chunk_kl(
     importance = Importance(importance_level, importance_cap, importance_veto)
     clip = Clip(clip_low, clip_high, dual_clip)
     estimate = _KLEstimate(estimator, update, clip, importance, shares, advantage_clamp)
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, takes_truncated=True, **shared)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, **shared)
     token_tensors = without_none(mask=mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
     check_positions(inputs.student.shape, **token_tensors)
     units = inputs.units

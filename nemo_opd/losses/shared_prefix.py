@@ -16,7 +16,6 @@ from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.merge import chunk_loss
 from nemo_opd.losses.prefixes import check_pieces
-from nemo_opd.losses.support import require_temperature_1
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -45,10 +44,7 @@ def shared_prefix(
     continuation_weight: factor of the `alm` term of chunks with several tokens on a side. Raises ConfigError for
     shapes, sizes or names that do not fit, ProjectionError for a projection without the maps.
     """
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
-    require_temperature_1(inputs.teacher, temperature)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     compare = Divergence(divergence, beta, mixed_weight)
     sizes = inputs.student_size, inputs.teacher_size
     maps = _maps(projection, pieces)

@@ -20,7 +20,7 @@ from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, fir
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.merge import chunk_loss
 from nemo_opd.losses.sparse_projection import TokenPairs
-from nemo_opd.losses.support import Columns, joined, require_temperature_1, split, with_tail_cell
+from nemo_opd.losses.support import Columns, joined, split, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -52,10 +52,7 @@ def strict(
     for a projection without exact pairs.
     """
     _check(top_k, normalization)
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
-    require_temperature_1(inputs.teacher, temperature)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     is_compared = _are_realised_pairs(inputs.units, inputs.student_ids, inputs.teacher_ids, projection)
     single_inputs = replace(inputs, units=inputs.units.where(is_compared))
     vocabulary = _SharedVocabulary.of(projection, inputs, top_k, normalization)

@@ -13,7 +13,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.arguments import check_compat
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.merge import Merge
-from nemo_opd.losses.support import of_likeliest, require_temperature_1
+from nemo_opd.losses.support import of_likeliest
 
 
 @Loss
@@ -32,8 +32,7 @@ def uld(
     Raises ConfigError for shapes or sizes that do not fit.
     """
     check_compat(compat, ("trl",))
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, takes_truncated=True, **shared)
-    require_temperature_1(inputs.teacher, temperature)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, **shared)
     ranks = max(inputs.student_size, inputs.teacher_size)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
