@@ -93,7 +93,7 @@ def byte_prefix(
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size) + 2 * cells.num_cells,
         positions=(chains.positions.offsets, _LIVE_COPIES * inputs.teacher_size),
-        compare_onto=None if inputs.is_truncated else unit_loss_onto,
+        compare_onto=unit_loss_onto,
         further_aheads=[chains.ahead],
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)

@@ -158,7 +158,7 @@ def common_cells_term(
         inputs,
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size),
-        compare_onto=None if inputs.is_truncated else unit_loss_onto,
+        compare_onto=unit_loss_onto,
         on_cells=on_cells,
     )
 

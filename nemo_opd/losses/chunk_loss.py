@@ -234,11 +234,13 @@ def first_position_term(
     """Build the term τ² · Σ compare over units, at the rows that predict chunks' first tokens (methods.md §5, §7.1).
 
     cells_per_unit: fp32 numbers per unit at the memory peak of a block, with both sides' logits; positions: numbers of
-    additional positions, see `unit_cells`. compare_onto: `compare` in closed form; on_cells: `compare` for kernels.
-    further_aheads: readers of additional rows that `compare` uses, in unit order.
+    additional positions, see `unit_cells`. compare_onto: `compare` in closed form; on_cells: `compare` for kernels;
+    both are for whole teachers only. further_aheads: readers of additional rows that `compare` uses, in unit order.
     """
     temperature, units = inputs.temperature, inputs.units
     ahead = inputs.teacher_ahead(units.teacher_rows)
+    if inputs.is_truncated:
+        compare_onto = on_cells = None
 
     def loss_of(student: Tensor, part: slice) -> Tensor:
         return compare(over(student, temperature), over(ahead.of(part).to(inputs.dtype), temperature), part)

@@ -59,8 +59,6 @@ class Merge:
         For merged positions `compare` takes log-probabilities [u, V] and [u, W or X] with sums of at most 1.
         """
         if self.kind == "first":
-            if inputs.is_truncated:  # Only `compare` handles a truncated teacher.
-                compare_onto = on_cells = None
             return first_position_term(
                 inputs, compare, cells_per_unit=cells_per_unit, compare_onto=compare_onto, on_cells=on_cells
             )

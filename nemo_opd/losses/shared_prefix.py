@@ -49,8 +49,7 @@ def shared_prefix(
     sizes = inputs.student_size, inputs.teacher_size
     maps = _maps(projection, pieces)
     cells = CommonCells.of(*maps, *sizes, inputs.device)
-
-    on_cells = None if inputs.is_truncated else OnCells(compare, lambda: common_cells(*maps, *sizes, inputs.device))
+    on_cells = OnCells(compare, lambda: common_cells(*maps, *sizes, inputs.device))
     term = common_cells_term(inputs, cells, compare, on_cells)
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 

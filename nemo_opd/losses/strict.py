@@ -69,7 +69,7 @@ def strict(
         sizes = inputs.student_size, inputs.teacher_size
         return pairs_and_rest(projection, *sizes, inputs.device, has_rest=vocabulary.has_rest)
 
-    has_closed_form = vocabulary.top_k is None and not inputs.is_truncated
+    has_closed_form = vocabulary.top_k is None
     term = first_position_term(
         single_inputs,
         unit_loss,
