@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 from torch import Tensor
 
-from nemo_opd.errors import ConfigError, ProjectionError
+from nemo_opd.errors import ConfigError, ProjectionError, check_choice
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import GradientSink, UnitRows
@@ -64,6 +64,7 @@ def byte_prefix(
     """
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     compare = Divergence(divergence, beta, mixed_weight)
+    check_choice("positions", positions, ("starts", "all"))
     if positions == "all":
         if continuation_weight:
             raise ConfigError(
@@ -71,9 +72,10 @@ def byte_prefix(
                 "chunk's first; leave it out, or choose positions=starts"
             )
         return position_loss(inputs, projection, compare, ends, pieces)
-    if positions != "starts":
-        raise ConfigError(f"positions={positions!r} is unknown; choose from starts, all")
-    cells = _reached_cells(projection, inputs, pieces)
+    first = projection.byte_prefix if pieces == "longest_prefix" else first_pieces(projection, pieces)
+    if first is None:
+        raise ProjectionError(f"byte_prefix needs the map of that name, {ADD_MAPS}")
+    cells = CommonCells.of_prefixes(first, inputs.student_size, inputs.teacher_size, inputs.device)
     chains = Chains.of(inputs, PrefixRanges.of(projection, inputs.teacher_size, inputs.device))
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
@@ -97,13 +99,6 @@ def byte_prefix(
         further_aheads=[chains.ahead],
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
-
-
-def _reached_cells(projection: ProjectionMatrix, inputs: ChunkInputs, pieces: str) -> CommonCells:
-    teacher_to_student = projection.byte_prefix if pieces == "longest_prefix" else first_pieces(projection, pieces)
-    if teacher_to_student is None:
-        raise ProjectionError(f"byte_prefix needs the map of that name, {ADD_MAPS}")
-    return CommonCells.of_prefixes(teacher_to_student, inputs.student_size, inputs.teacher_size, inputs.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,18 +53,14 @@ def escd(
     if not completion_weight >= 0:
         raise ConfigError(f"completion_weight={completion_weight} would unlearn completions; give 0 or more")
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
-    terms = [_root_term(inputs, projection, Divergence(divergence, beta, mixed_weight))]
+    if projection.byte_prefix is None:
+        raise ProjectionError(f"escd needs the map byte_prefix, {ADD_MAPS}")
+    cells = CommonCells.of_prefixes(projection.byte_prefix, inputs.student_size, inputs.teacher_size, inputs.device)
+    terms = [common_cells_term(inputs, cells, Divergence(divergence, beta, mixed_weight))]
     if completion_weight:
         units = CompletionUnits.of(inputs, projection, shared["student_chunk_id"])
         terms.append(_completion_term(inputs, units).times(completion_weight * temperature**2))
     return inputs.planned(terms)
-
-
-def _root_term(inputs: ChunkInputs, projection: ProjectionMatrix, compare: Divergence) -> Term:
-    if projection.byte_prefix is None:
-        raise ProjectionError(f"escd needs the map byte_prefix, {ADD_MAPS}")
-    cells = CommonCells.of_prefixes(projection.byte_prefix, inputs.student_size, inputs.teacher_size, inputs.device)
-    return common_cells_term(inputs, cells, compare)
 
 
 def _completion_term(inputs: ChunkInputs, completions: CompletionUnits) -> Term:

@@ -220,11 +220,14 @@ class _PairedDivergence:
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
         log_p = _Split.of(student, self.pairs.student, self.pairs.student_rest, self.shares)
         log_q = _Split.of(teacher, self.pairs.teacher, self.pairs.teacher_rest)
-        common = self.common_weight * self._common(log_q, log_p)
+        if self.is_distribution:
+            common = self.divergence(*with_rest(log_q.paired, log_p.paired, log_q.rest, log_p.rest))
+        else:
+            common = partial_divergence(self.divergence, log_q.paired, log_p.paired)
         if not self.uncommon_weight:
-            return common
+            return self.common_weight * common
         tails = (side.largest(self.num_ranks) for side in (log_q, log_p))
-        return common + self.uncommon_weight * _by_rank(*tails).abs().sum(-1)
+        return self.common_weight * common + self.uncommon_weight * _by_rank(*tails).abs().sum(-1)
 
     def truncated(self, student: Tensor, log_q: Tensor, rest_q: Tensor, ranked: Tensor) -> Tensor:
         """Compare log-probabilities [U, V] with a truncated teacher's log_q [U, W] and rest_q [U, 1] → [U].
@@ -266,11 +269,6 @@ class _PairedDivergence:
         slopes = sign.new_zeros(len(p), student.of_block.shape[1]).scatter_(1, columns, sign)
         common = add_comparison_of_pairs(student, teacher, *arguments, (slopes, self.uncommon_weight))
         return self.common_weight * common + self.uncommon_weight * difference.abs().sum(-1)
-
-    def _common(self, log_q: _Split, log_p: _Split) -> Tensor:
-        if not self.is_distribution:
-            return partial_divergence(self.divergence, log_q.paired, log_p.paired)
-        return self.divergence(*with_rest(log_q.paired, log_p.paired, log_q.rest, log_p.rest))
 
 
 def _cells_per_unit(inputs: ChunkInputs, compare: _PairedDivergence) -> int:

@@ -8,14 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nemo_opd.errors import ProjectionError
+from nemo_opd.errors import ProjectionError, check_choice
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.cells import CommonCells, common_cells, common_cells_term
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.merge import chunk_loss
-from nemo_opd.losses.prefixes import check_pieces
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -59,11 +58,12 @@ def _maps(projection: ProjectionMatrix, pieces: str) -> tuple[NDArray[np.int32],
 
     Raises ConfigError for unknown pieces, ProjectionError for a projection without the maps.
     """
-    check_pieces(pieces)
-    student_cells, teacher_cells = {
+    maps = {
         "spelling": (projection.student_shared_spelling, projection.teacher_shared_spelling),
         "longest_prefix": (projection.student_shared_prefix, projection.teacher_shared_prefix),
-    }[pieces]
+    }
+    check_choice("pieces", pieces, maps)
+    student_cells, teacher_cells = maps[pieces]
     if student_cells is None or teacher_cells is None:
         raise ProjectionError(
             f"shared_prefix with pieces={pieces} needs its shared-prefix maps, which this projection lacks; add them "

@@ -44,7 +44,9 @@ def uld(
         return (_ranked(student, ranks) - _ranked(teacher, ranks)).abs().sum(-1)
 
     merge = Merge("first" if compat is None else "observed")
-    term = merge.term(inputs, unit_loss, cells_per_unit=_cells_per_unit(inputs, ranks))
+    # An int64 of a sort counts as two numbers.
+    cells = 8 * inputs.student_size + 6 * inputs.teacher_size + 4 * ranks
+    term = merge.term(inputs, unit_loss, cells_per_unit=cells)
     if compat == "trl":  # TRL does not scale by τ².
         term = term.times(temperature**-2)
     return inputs.planned([term])
@@ -71,8 +73,3 @@ def _ranked(log_p: Tensor, ranks: int) -> Tensor:
     """Sort probabilities in descending order and pad with 0: log-probabilities [U, X] → [U, ranks]."""
     probabilities = log_p.exp().sort(-1, descending=True).values
     return F.pad(probabilities, (0, ranks - log_p.shape[-1]))
-
-
-def _cells_per_unit(inputs: ChunkInputs, ranks: int) -> int:
-    """Count fp32 numbers per unit at the memory peak of a block; an int64 of a sort counts as two."""
-    return 8 * inputs.student_size + 6 * inputs.teacher_size + 4 * ranks
