@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from torch.autograd.function import once_differentiable
 from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.term import GradientSink, UnitRows
 from nemo_opd.losses.fused import fused
-from nemo_opd.projection import ProjectionMatrix
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -29,14 +31,17 @@ _RELAXED_WEIGHT = 0.6
 
 
 def cached_while_alive(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Cache a function of arrays or matrices, compared by identity, and of hashable values, while the former live."""
+    """Cache a function of arrays and matrices, compared by identity, and of numbers, names, devices and dtypes.
+
+    A result is dropped with the first of its arrays or matrices.
+    """
     results: dict[tuple[object, ...], _Result] = {}
 
     @wraps(function)
     def cached(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         assert not kwargs, "arguments are compared by position"
-        owners = [value for value in args if isinstance(value, np.ndarray | ProjectionMatrix)]
-        key = tuple(id(value) if isinstance(value, np.ndarray | ProjectionMatrix) else value for value in args)
+        owners = [value for value in args if not isinstance(value, int | str | torch.device | torch.dtype)]
+        key = tuple(value if isinstance(value, int | str | torch.device | torch.dtype) else id(value) for value in args)
         if key not in results:
             results[key] = function(*args, **kwargs)
             for owner in owners:  # An id may be reused once its owner is gone.
