@@ -105,15 +105,23 @@ _Scores = Sequence[SequenceScores]
 """Scores of the batch rows, one entry per teacher."""
 
 
+def _equal_factors(settings: AggregationBase, weights: Sequence[float], vocab_sizes: Sequence[int]) -> list[float]:
+    return [1.0] * len(weights)
+
+
+def _unchanged(settings: AggregationBase, batch: Batch, scores: _Scores, priors: Sequence[float]) -> Batch:
+    return batch
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """The functions of an aggregation; each takes the settings as its first argument."""
 
-    factors: Callable[[Any, Sequence[float], Sequence[int]], list[float]] = lambda _, weights, __: [1.0] * len(weights)
-    """Function from the teachers' weights and vocabulary sizes to the factors of their losses, by default 1."""
-    apply_weights: Callable[[Any, Batch, _Scores, Sequence[float]], Batch] = lambda _, batch, __, ___: batch
+    factors: Callable[[Any, Sequence[float], Sequence[int]], list[float]] = _equal_factors
+    """Function from the teachers' weights and vocabulary sizes to the factors of their losses."""
+    apply_weights: Callable[[Any, Batch, _Scores, Sequence[float]], Batch] = _unchanged
     """Function from the global batch, the scores that the settings request and the teachers' configured weights to the
-    batch with sequence weights, or with empty rows for teachers that were not selected. By default the same batch.
+    batch with sequence weights, or with empty rows for teachers that were not selected.
     """
     counts_together: bool = False
     """Each text has one teacher, and units of all teachers count alike."""
