@@ -144,7 +144,8 @@ def build(
             raise ConfigError(f"loss.type={term.type} needs the projection of the teacher's tokenizer; give the matrix")
         plan = partial(plan, projection=projection)
     if isinstance(term, StrictTerm):
-        units = partial(strict_units, projection=projection, has_continuation=term.continuation_weight > 0)
+        strict_settings: dict[str, Any] = {"projection": projection, "has_continuation": term.continuation_weight > 0}
+        units = partial(strict_units, **strict_settings)
         compared, covered = partial(_strict_starts, units), partial(_in_strict_chunks, units)
     if isinstance(term, BytePrefixTerm) and term.positions == "all":
         piece_settings: dict[str, Any] = {"projection": projection, "pieces": term.pieces}
