@@ -45,7 +45,7 @@ def of_pairs(cells: CellMap) -> int:
 
 def of_lists(lists: EntryLists) -> int:
     begins = lists.begins.numpy()
-    number = np.repeat(np.arange(lists.num_lists), np.diff(begins))
+    number = np.repeat(np.arange(len(begins) - 1), np.diff(begins))
     place = np.arange(len(number)) - begins[number]
     is_short = number < lists.num_short
     tile, entries = (np.where(is_short, *sizes) for sizes in zip(launch.SHORT_TILE, launch.LONG_TILE, strict=True))

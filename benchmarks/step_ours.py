@@ -119,7 +119,7 @@ class Ours:
                 tuple(batch.student.lengths.tolist()),
                 tuple(tuple(teacher.tokens.lengths.tolist()) for teacher in batch.teachers),
                 tuple(
-                    round(sum(part.num_units(batch) for part in parts if part.teacher == i))
+                    round(sum(part.loss.num_units(*part.rows(batch)) for part in parts if part.teacher == i))
                     + self._chain_rows(batch, i)
                     for i in range(len(batch.teachers))
                 ),

@@ -97,6 +97,12 @@ class WorkerError(ClusterError):
         return f"{self.group} rank {self.rank} failed: {self.error}"
 
 
+def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
+    """Raise ConfigError unless the value is one of the choices."""
+    if value not in choices:
+        raise ConfigError(f"{key}={value!r} is unknown; choose from {', '.join(choices)}")
+
+
 def first_problem(error: ValidationError) -> str:
     """Return the first wrong key, the reason and the value."""
     problem = error.errors(include_url=False)[0]

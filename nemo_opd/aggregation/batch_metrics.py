@@ -22,14 +22,14 @@ def coverage_metrics(objective: TrainingObjective, batch: Batch, names: Sequence
     metrics: dict[str, Metric] = {}
     for part in objective.parts:
         rows, is_scored = batch.teachers[part.teacher], batch.student.loss_mask
-        covered = part.num_covered(batch)
+        covered = part.loss.num_covered(*part.rows(batch))
         if objective.count_together:
             is_scored = is_scored & (rows.tokens.lengths > 0).unsqueeze(1)
         if total := int(is_scored.sum()):
             part_names = names if part.name is None else [part.name]
             metrics |= {f"kd_coverage/{name}": Mean(int(covered.sum()), total) for name in part_names}
             if rows.chunks is not None:
-                is_compared = part.positions(batch)
+                is_compared = part.loss.positions(*part.rows(batch))
                 kinds = position_kinds(rows.chunks, batch.student, rows.tokens)
                 metrics[f"kd_positions/{part.name}"] = Mean(int(is_compared.sum()), total)
                 metrics |= _by_kind(f"kd_positions/{part.name}", kinds, is_compared, is_scored)

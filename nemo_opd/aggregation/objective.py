@@ -22,9 +22,8 @@ from nemo_opd.logits.sources import AveragedLogits
 from nemo_opd.losses.arguments import count_label_tokens, label_mask, sampled_mask
 from nemo_opd.losses.build import TermLoss, build
 from nemo_opd.losses.cross_entropy import cross_entropy
-from nemo_opd.losses.image_mass import teacher_images, with_image_mass
 from nemo_opd.losses.learned_projection import LearnedProjection
-from nemo_opd.losses.metrics import plan_rollout_statistics
+from nemo_opd.losses.metrics import plan_rollout_statistics, teacher_images, with_image_mass
 from nemo_opd.losses.policy_gradient import grpo
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Batch, Mean, Metric, Normalizers, SampledRows, TeacherRows, TokenRows
@@ -68,23 +67,8 @@ class TeacherLoss:
     images: NDArray[np.bool_] | None = None
     """[W]: teacher tokens that the loss maps into the student's vocabulary; None if it uses no map."""
 
-    def num_units(self, batch: Batch) -> float:
-        """Count the units in the batch, each multiplied by the rollout weight of its sequence."""
-        return self.loss.num_units(*self._rows(batch))
-
-    def num_texts(self, batch: Batch) -> int:
-        """Count the texts that have a unit."""
-        return int((self.loss.units(*self._rows(batch)) > 0).sum())
-
-    def positions(self, batch: Batch) -> Tensor:
-        """Return the student tokens whose predictions are compared: bool [B, S]."""
-        return self.loss.positions(*self._rows(batch))
-
-    def num_covered(self, batch: Batch) -> Tensor:
-        """Count the student's scored tokens that are in a unit: int64 [B]."""
-        return self.loss.num_covered(*self._rows(batch))
-
-    def _rows(self, batch: Batch) -> tuple[TokenRows, TeacherRows, SampledRows | None]:
+    def rows(self, batch: Batch) -> tuple[TokenRows, TeacherRows, SampledRows | None]:
+        """Return the rows of a batch that the methods of `loss` take."""
         return self.student_side(batch), batch.teachers[self.teacher], batch.sampled
 
     def student_side(self, batch: Batch) -> TokenRows:
@@ -183,11 +167,13 @@ class TrainingObjective:
         return self._divisors(self._units(batch), self._texts(batch))
 
     def _units(self, batch: Batch) -> list[float]:
-        return [part.num_units(batch) for part in self.parts]
+        return [part.loss.num_units(*part.rows(batch)) for part in self.parts]
 
     def _texts(self, batch: Batch) -> list[float]:
-        """Count the texts of each part; zeros if the divisors do not need them."""
-        return [part.num_texts(batch) if self._has_several_kinds else 0 for part in self.parts]
+        """Count the texts of each part that have a unit; zeros if the divisors do not need them."""
+        if not self._has_several_kinds:
+            return [0] * len(self.parts)
+        return [int((part.loss.units(*part.rows(batch)) > 0).sum()) for part in self.parts]
 
     @property
     def _has_several_kinds(self) -> bool:
@@ -234,7 +220,9 @@ class TrainingObjective:
         """
         losses = []
         if "ce" in terms:
-            losses.append(self._cross_entropy(logits, batch, normalizers.ce))
+            ids, mask, size = batch.student.ids, label_mask(batch), self.vocab_size
+            ce = cross_entropy.plan(logits, ids, mask=mask, normalizer=normalizers.ce, vocab_size=size)
+            losses.append(ce.times(self.settings.ce_weight))
         if "kd" in terms:
             losses += [
                 part.plan(logits, teacher_logits, batch, divisor, normalizer).times(self.settings.kd_weight * kd_scale)
@@ -260,13 +248,7 @@ class TrainingObjective:
         self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch
     ) -> list[PlannedLoss]:
         """Plan `overlap/<teacher>` over the sampled rows, or over all rows of a batch without samples."""
-        overlaps = (part.plan_overlap(student_logits, teacher_logits, batch) for part in self.parts)
-        return [plan for plans in overlaps for plan in plans]
-
-    def _cross_entropy(self, logits: Tensor | LogitRows, batch: Batch, normalizer: float) -> PlannedLoss:
-        mask, size = label_mask(batch), self.vocab_size
-        ce = cross_entropy.plan(logits, batch.student.ids, mask=mask, normalizer=normalizer, vocab_size=size)
-        return ce.times(self.settings.ce_weight)
+        return [plan for part in self.parts for plan in part.plan_overlap(student_logits, teacher_logits, batch)]
 
     def _policy(
         self, logits: Tensor | LogitRows, batch: Batch, sampled: SampledRows, settings: GRPOLoss, normalizer: float

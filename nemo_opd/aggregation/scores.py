@@ -13,14 +13,13 @@ from torch import Tensor
 from nemo_opd.config.base import require_lines
 from nemo_opd.config.objective import Score
 from nemo_opd.distributed.transfer import compute_on_host
-from nemo_opd.logits.blocks import own_share, unit_parts
+from nemo_opd.logits.blocks import own_parts
 from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, SparseLogits, SparseRows, logit_rows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import check_positions, count_label_tokens, label_rows, next_tokens, own_columns
-from nemo_opd.losses.image_mass import STRIDE
-from nemo_opd.losses.metrics import plan_chunk_overlap, plan_overlap
+from nemo_opd.losses.metrics import STRIDE, plan_chunk_overlap, plan_overlap
 from nemo_opd.types import Mean, SampledRows, SequenceScores, TeacherRows, TokenRows
 
 if TYPE_CHECKING:
@@ -37,19 +36,11 @@ def _surprisal(log_p: Tensor, targets: Tensor) -> Tensor:
     return -log_p.gather(1, targets[:, None]).squeeze(1)
 
 
-def _entropy(log_p: Tensor, targets: Tensor) -> Tensor:
-    return torch.special.entr(log_p.exp()).sum(1)
-
-
-def _min_surprisal(log_p: Tensor, targets: Tensor) -> Tensor:
-    return -log_p.amax(1)
-
-
 NATS: dict[TokenScore, Callable[[Tensor, Tensor], Tensor]] = {
     "bits_per_byte": _surprisal,
     "log_probability": _surprisal,
-    "entropy": _entropy,
-    "max_probability": _min_surprisal,
+    "entropy": lambda log_p, targets: torch.special.entr(log_p.exp()).sum(1),
+    "max_probability": lambda log_p, targets: -log_p.amax(1),
 }
 """Log-probabilities [U, W] and tokens [U] → [U]."""
 _SPARSE_NATS: dict[TokenScore, Callable[[SparseRows], Tensor]] = {
@@ -64,12 +55,7 @@ require_lines(NATS, _SPARSE_NATS, "_SPARSE_NATS in nemo_opd/aggregation/scores.p
 
 
 def sequence_scores(
-    logits_BTW: Tensor | LogitRows,
-    tokens: TokenRows,
-    *,
-    score: TokenScore,
-    vocab_size: int,
-    chunk_size: int | None = None,
+    logits_BTW: Tensor | LogitRows, tokens: TokenRows, *, score: TokenScore, vocab_size: int
 ) -> SequenceScores:
     """Sum a teacher's bits and bytes of each sequence over the scored tokens that carry text (methods.md §6.1).
 
@@ -79,7 +65,7 @@ def sequence_scores(
     for shapes or sizes that do not fit.
     """
     counted = _counted(tokens, score)
-    nats = token_nats(logits_BTW, tokens, score=score, vocab_size=vocab_size, chunk_size=chunk_size)
+    nats = token_nats(logits_BTW, tokens, score=score, vocab_size=vocab_size)
     num_bytes = torch.where(counted, tokens.num_bytes, 0)[:, 1:].sum(1)
     return SequenceScores(nats.sum(1) / math.log(2), num_bytes.long(), count_label_tokens(counted))
 
@@ -91,17 +77,10 @@ def _counted(tokens: TokenRows, score: TokenScore) -> Tensor:
     return compute_on_host(lambda mask, num_bytes: [mask & (num_bytes > 0)], tokens.loss_mask, tokens.num_bytes)[0]
 
 
-def token_nats(
-    logits_BTW: Tensor | LogitRows,
-    tokens: TokenRows,
-    *,
-    score: TokenScore,
-    vocab_size: int,
-    chunk_size: int | None = None,
-) -> Tensor:
+def token_nats(logits_BTW: Tensor | LogitRows, tokens: TokenRows, *, score: TokenScore, vocab_size: int) -> Tensor:
     """Return the nats per token that `sequence_scores` sums, 0 for tokens it skips: float64 [B, T]."""
     counted = _counted(tokens, score)
-    return nats_by_score(logits_BTW, tokens, counted, [score], vocab_size=vocab_size, chunk_size=chunk_size)[0]
+    return nats_by_score(logits_BTW, tokens, counted, [score], vocab_size=vocab_size)[0]
 
 
 def nats_by_score(
@@ -111,7 +90,6 @@ def nats_by_score(
     scores: Sequence[TokenScore],
     *,
     vocab_size: int,
-    chunk_size: int | None = None,
 ) -> Tensor:
     """Compute several scores of the counted tokens in one pass, 0 elsewhere: nats, float64 [scores, B, T].
 
@@ -124,8 +102,7 @@ def nats_by_score(
     targets = next_tokens(tokens.ids, rows)
     # One element per token, so that sums do not depend on a device's order of additions.
     nats = torch.zeros(len(scores), tokens.ids.numel(), dtype=torch.float64, device=teacher.device)
-    parts = unit_parts(teacher, unit_cells(len(rows), _LIVE_COPIES * size), chunk_size)
-    for part in own_share(teacher, parts, slice(0, 0)):
+    for part in own_parts(teacher, unit_cells(len(rows), _LIVE_COPIES * size)):
         if isinstance(teacher, SparseLogits):
             sparse = teacher.known(rows[part])
             values = [_SPARSE_NATS[score](sparse) for score in scores]

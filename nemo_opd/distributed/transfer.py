@@ -59,6 +59,12 @@ def on_host(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.device.type == "cpu" else getattr(tensor, _KNOWN, None)
 
 
+def to_list(integers: Tensor) -> list[int]:
+    """Return the values of a tensor [X]. Waits for the device unless the host has them."""
+    host_integers = on_host(integers)
+    return list((integers if host_integers is None else host_integers).tolist())
+
+
 def compute_on_host(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
     """Compute a function whose results' sizes depend on values, such as `nonzero`.
 

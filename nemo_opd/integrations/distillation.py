@@ -25,7 +25,7 @@ from nemo_opd.distributed.transfer import to_device
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.logits.planned import compute_together
 from nemo_opd.logits.rows import logit_rows
-from nemo_opd.losses.metrics import plan_accuracy, plan_bits_per_byte, with_calibration_error
+from nemo_opd.losses.metrics import AccuracyRecorder, plan_bits_per_byte, with_calibration_error
 from nemo_opd.models.load import compute_dtype, load_model
 from nemo_opd.preflight.columns import layout_of
 from nemo_opd.preflight.corpus import build_sample_maker
@@ -161,8 +161,8 @@ class Distillation:
             )
             if for_validation:
                 tokens, size = to_device(batch.student, self.device), self.vocab_size
-                measures = (plan_bits_per_byte, plan_accuracy)
-                planned += [measure(student_logits, tokens, vocab_size=size) for measure in measures]
+                planned.append(plan_bits_per_byte(student_logits, tokens, vocab_size=size))
+                planned.append(AccuracyRecorder.of(student_logits, tokens, vocab_size=size).plan)
             return compute_together(planned)
 
     def _with_teacher_weights(self, batch: Batch, teacher_logits: Sequence[Tensor]) -> Batch:

@@ -56,10 +56,6 @@ class EntryLists:
     """fp32 [M], above 0."""
     num_short: int
 
-    @property
-    def num_lists(self) -> int:
-        return len(self.begins) - 1
-
 
 @dataclass(frozen=True, slots=True)
 class CellMap:
@@ -84,7 +80,7 @@ class CellMap:
 
     @property
     def num_cells(self) -> int:
-        return self.student_of_cell.num_lists
+        return len(self.student_of_cell.begins) - 1
 
 
 @dataclass(frozen=True, slots=True)

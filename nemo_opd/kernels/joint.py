@@ -67,7 +67,7 @@ def _add_losses(student: Tensor, parts: Sequence[Placed], total: Tensor, is_firs
         _Prepared.of(student, part, units, sums[_temperature(part), part.num_columns])
         for part, units in zip(parts, maps, strict=True)
     ]
-    if first_pass := [part for part in prepared if part.needs_grad_sum]:
+    if first_pass := [part for part in prepared if part.measure.kind != FORWARD_KL]:
         _launch_rows(student, first_pass, total, is_first, has_gradient=False)
     _launch_rows(student, prepared, total, is_first, has_gradient=True)
     return [part.losses for part in prepared]
@@ -136,10 +136,6 @@ class _Prepared:
     def measure(self) -> Measure:
         form = self.part.form
         return Measure(FORWARD_KL) if isinstance(form, NegLogProb) else form.measure
-
-    @property
-    def needs_grad_sum(self) -> bool:
-        return self.measure.kind != FORWARD_KL
 
     def num_bytes(self, *, has_gradient: bool) -> int:
         """Count the bytes read in addition to the student's rows. Cells with lists are read for gradients only."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import compute_on_host, on_host
+from nemo_opd.distributed.transfer import compute_on_host, to_list
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, width_of
@@ -32,7 +32,6 @@ costs about 50 ms a step.
 LONGEST = 4
 """Maximum length of a block that grows to find a row that no unit spans, in multiples of the rows within budget."""
 
-_Item = TypeVar("_Item")
 _Units = tuple[slice, slice | Tensor]
 """Units of a term, and the positions of their rows [r] in the block."""
 
@@ -75,38 +74,30 @@ def blocks(source: LogitRows, terms: Sequence[Term], in_kernels: Container[int] 
         for i, place in enumerate(places)
     ]
     index, processes = source.share
-    all_blocks = list(_all_blocks(source, rows, places, _Lengths.of(source, terms)))
+    at_end = tuple((slice(term.num_units, term.num_units), slice(0, 0)) for term in terms)
+    all_blocks = list(_all_blocks(source, rows, places, *_lengths(source, terms)))
     for first in range(0, len(all_blocks), processes):
         concurrent = all_blocks[first : first + processes]
-        local = concurrent[index] if index < len(concurrent) else Block(rows[:0], (_empty_step(terms),), overlaps=False)
+        local = concurrent[index] if index < len(concurrent) else Block(rows[:0], (at_end,), overlaps=False)
         source.begin([block.rows for block in concurrent] + [rows[:0]] * (processes - len(concurrent)))
         yield _matched(local, concurrent)
     source.begin(())
 
 
-def unit_parts(source: LogitRows, cells: Sequence[int], chunk_size: int | None = None) -> list[slice]:
-    """Cut units of one row each into consecutive slices.
+def own_parts(source: LogitRows, cells: Sequence[int]) -> list[slice]:
+    """Cut units of one row each into consecutive slices, and return the slices of this process.
 
-    By default a slice has as many units as fit the budget, at least the `least_rows` of a product, and at most
-    ⌈units / processes⌉. cells, chunk_size: as in `Term`. Raises ConfigError for a size below 1.
+    A slice has as many units as fit the budget, at least the `least_rows` of a product and at most ⌈units / processes⌉.
+    Each process of a share gets equally many slices, the last of which may be empty. cells: as in `Term`.
     """
-    num_units = len(cells) - 1
-    least = least_rows(source.device.type) if source.is_product and chunk_size is None else 1
-    most = num_units if chunk_size is not None else -(-num_units // source.share[1])
-    parts, start = [], 0
-    while start < num_units:
-        fitting = max(_end_of_part(source, cells, chunk_size, start), start + least)
-        stop = min(fitting, start + most, num_units)
-        parts.append(slice(start, stop))
-        start = stop
-    return parts
-
-
-def own_share(source: LogitRows, items: Sequence[_Item], empty: _Item) -> Iterator[_Item]:
-    """Yield this process's part of the items, padded with `empty` to the same length in each process of the share."""
-    index, processes = source.share
-    for first in range(0, len(items), processes):
-        yield items[first + index] if first + index < len(items) else empty
+    num_units, (index, processes) = len(cells) - 1, source.share
+    least, most = least_rows(source.device.type) if source.is_product else 1, -(-num_units // processes)
+    bounds = [0]
+    while bounds[-1] < num_units:
+        fitting = max(_end_of_part(source, cells, None, bounds[-1]), bounds[-1] + least)
+        bounds.append(min(fitting, bounds[-1] + most, num_units))
+    parts = [slice(start, stop) for start, stop in pairwise(bounds)]
+    return (parts + [slice(0, 0)] * (-len(parts) % processes))[index::processes]
 
 
 def block_bytes(device: str, memory: int | None = None) -> int:
@@ -163,24 +154,12 @@ def _end_of_part(source: LogitRows, cells: Sequence[int], chunk_size: int | None
     return max(fitting, start + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Lengths:
-    """Limits on the length of a block, in rows: its last step begins within them."""
-
-    usual: int
-    overlapping: int
-    """Limit while the units of its steps overlap."""
-
-    @staticmethod
-    def of(source: LogitRows, terms: Sequence[Term]) -> _Lengths:
-        if source.is_product:
-            usual = rows_at_once(source, terms)
-            return _Lengths(usual, LONGEST * usual)
-        return _Lengths(1, LONGEST * max(_budget(source) // (width_of(terms) * source.dtype.itemsize), 1))
-
-
-def _empty_step(terms: Sequence[Term]) -> Step:
-    return tuple((slice(term.num_units, term.num_units), slice(0, 0)) for term in terms)
+def _lengths(source: LogitRows, terms: Sequence[Term]) -> tuple[int, int]:
+    """Return within how many rows a block's last step begins, and within how many while units of its steps overlap."""
+    if source.is_product:
+        usual = rows_at_once(source, terms)
+        return usual, LONGEST * usual
+    return 1, LONGEST * max(_budget(source) // (width_of(terms) * source.dtype.itemsize), 1)
 
 
 def _matched(local: Block, concurrent: Sequence[Block]) -> Block:
@@ -190,26 +169,34 @@ def _matched(local: Block, concurrent: Sequence[Block]) -> Block:
     return Block(local.rows, local.steps + (empty,) * missing, any(block.overlaps for block in concurrent))
 
 
-def _all_blocks(source: LogitRows, rows: Tensor, places: Sequence[_Places], lengths: _Lengths) -> Iterator[Block]:
+def _all_blocks(
+    source: LogitRows, rows: Tensor, places: Sequence[_Places], usual: int, overlapping: int
+) -> Iterator[Block]:
     """Yield the blocks of all processes of a share; the rows are divided equally among them."""
     process_rows, begin, read_to = -(-len(rows) // source.share[1]), 0, 0
     cuts = _cuts_between_units(places, len(rows))
     while begin < len(rows):
         limit = min(begin + process_rows, len(rows))
         next_cut = cuts[bisect_left(cuts, limit)]
-        limit = next_cut if next_cut - limit <= lengths.overlapping else limit
+        limit = next_cut if next_cut - limit <= overlapping else limit
         while begin < limit:
-            steps, next_begin, end = _steps_from(source, places, cuts, begin, limit, lengths)
+            steps, next_begin, end = _steps_from(source, places, cuts, begin, limit, usual, overlapping)
             yield Block(rows[begin:end], tuple(steps), overlaps=begin < read_to)
             begin, read_to = next_begin, max(read_to, end)
 
 
 def _steps_from(
-    source: LogitRows, places: Sequence[_Places], cuts: Sequence[int], begin: int, limit: int, lengths: _Lengths
+    source: LogitRows,
+    places: Sequence[_Places],
+    cuts: Sequence[int],
+    begin: int,
+    limit: int,
+    usual: int,
+    overlapping: int,
 ) -> tuple[list[Step], int, int]:
     """Return the steps of the block that begins at a row, the first row of the next block, and the end of this one."""
     steps, start, covered = [], begin, begin
-    while start < min(limit, begin + (lengths.overlapping if start < covered else lengths.usual)):
+    while start < min(limit, begin + (overlapping if start < covered else usual)):
         end = min([limit, *(place.end_of_step(source, start) for place in places)])
         if (last_cut := cuts[bisect_right(cuts, end) - 1]) > start:
             end = last_cut
@@ -243,13 +230,7 @@ def _joined_rows(terms: Sequence[Term]) -> tuple[Tensor, list[_Places]]:
         return [rows, *(torch.searchsorted(rows, term_rows) for term_rows in rows_by_term)]
 
     rows, *indices = compute_on_host(join, *(term.rows for term in terms))
-    return rows, [_Places(term, len(rows), index, _to_list(index)) for term, index in zip(terms, indices, strict=True)]
-
-
-def _to_list(indices: Tensor) -> list[int]:
-    known_on_host = on_host(indices)
-    values: list[int] = (indices if known_on_host is None else known_on_host).tolist()
-    return values
+    return rows, [_Places(term, len(rows), index, to_list(index)) for term, index in zip(terms, indices, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

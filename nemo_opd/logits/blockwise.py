@@ -41,7 +41,7 @@ def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Se
     """
     _share_readings(terms)
     learned = [term.learned for term in terms if term.learned is not None]
-    if torch.is_grad_enabled() and (source.needs_gradient or learned):
+    if torch.is_grad_enabled() and (learned or any(leaf.requires_grad for leaf in source.leaves)):
         return BlockwiseSum(*_BlockwiseSum.apply(source, terms, coefficients, *source.leaves, *learned))
     with torch.no_grad():
         sums = _zeros(source, terms)
@@ -121,7 +121,8 @@ def _sums_and_gradients(
         for step in block.steps:
             for i, term_sums in block_gradient.add_step(coefficients, step, logits):
                 sums[i] += term_sums
-        gradients.add(block.rows, block_gradient.total(), onto=block.overlaps)
+        assert block_gradient.total is not None
+        gradients.add(block.rows, block_gradient.total, onto=block.overlaps)
     return sums, (*gradients.sums(), *learned.values())
 
 
@@ -150,7 +151,8 @@ class _BlockGradient:
         # Rounded immediately if nothing is added to it later.
         is_written_once = joint.are_all or (is_alone and self._is_direct(terms[0]))
         self._total_dtype = gradients.dtype if is_written_once else dtype
-        self._total: Tensor | None = None
+        self.total: Tensor | None = None
+        """[R, X]; None until something is added."""
 
     def add_step(self, coefficients: Sequence[float], step: Step, logits: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Add the gradient of Σ coefficient · term over a step's units, and yield each term's index and sums [2]."""
@@ -176,16 +178,18 @@ class _BlockGradient:
         sums, gradient, learned_gradient = term.sums_and_gradients(unit_logits, part, coefficient)
         if learned_gradient is not None:
             self._learned[i].add_(learned_gradient)
-        self._add(places, self._gradients.pull_back(unit_logits, gradient), is_first=is_first)
+        if self._gradients.pull_back is not None:
+            gradient = self._gradients.pull_back(unit_logits, gradient)
+        self._add(places, gradient, is_first=is_first)
         return sums
 
     def _is_direct(self, term: Term) -> bool:
         """Return whether the term's closed form adds its gradient to the total."""
-        return term.closed_form is not None and not self._gradients.pulls_back
+        return term.closed_form is not None and self._gradients.pull_back is None
 
     def _add(self, places: slice | Tensor, gradient: Tensor, *, is_first: bool) -> None:
         if self._is_one:
-            self._total = gradient
+            self.total = gradient
         elif isinstance(places, Tensor):
             self._columns(gradient).index_add_(0, places, gradient)
         elif is_first:
@@ -199,18 +203,14 @@ class _BlockGradient:
 
     def _full_total(self, device: torch.device) -> Tensor:
         """Return the total with all columns that `Gradients.add` takes; allocate it first if needed."""
-        if self._total is None:
+        if self.total is None:
             num_rows, width = self._shape
             columns = self._gradients.columns(width)
-            self._total = empty_rows(num_rows, columns, self._total_dtype, device)
+            self.total = empty_rows(num_rows, columns, self._total_dtype, device)
             num_written = columns if self._joint.are_all else width if self._first is not None else 0
             if num_written < columns:
-                self._total[:, num_written:] = 0
-        return self._total
-
-    def total(self) -> Tensor:
-        assert self._total is not None
-        return self._total
+                self.total[:, num_written:] = 0
+        return self.total
 
 
 def _first_covers(terms: Sequence[Term], block: Block) -> bool:
@@ -237,7 +237,7 @@ class _JointTerms:
 
     def __init__(self, source: LogitRows, terms: Sequence[Term], gradients: Gradients) -> None:
         self._terms = terms
-        are_used = launch.are_used(source.device, source.dtype) and not gradients.pulls_back
+        are_used = launch.are_used(source.device, source.dtype) and gradients.pull_back is None
         self._groups = _groups(terms) if are_used else []
         self.are_all = len(self._groups) == 1 and len(self._groups[0]) == len(terms)
         """One group holds all terms, so that each row of a block is computed once, in a single step."""

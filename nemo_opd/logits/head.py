@@ -104,7 +104,7 @@ class _HeadGradients(Gradients):
 
     def __init__(self, hidden: Tensor, head: Head) -> None:
         self._head, self._hidden = head, hidden.detach().flatten(0, 1)
-        self.pulls_back = head.soft_cap is not None or head.scale != 1
+        self.pull_back = None if head.soft_cap is None and head.scale == 1 else self._before_soft_cap
         self._shape = hidden.shape
         is_same_dtype = hidden.dtype == head.weight.dtype
         self._operand_dtype = hidden.dtype if is_same_dtype else _product_dtype(hidden.dtype, head.weight.dtype)
@@ -160,7 +160,7 @@ class _HeadGradients(Gradients):
         if self._weight_gradient is None:
             self._weight_gradient = total
 
-    def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
+    def _before_soft_cap(self, logits: Tensor, gradient: Tensor) -> Tensor:
         if self._head.soft_cap is not None:
             gradient = gradient * (1 - (logits / self._head.soft_cap).square())
         return gradient if self._head.scale == 1 else gradient * self._head.scale

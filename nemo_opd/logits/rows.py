@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,10 +67,6 @@ class TrainableRows(LogitRows):
     leaves: tuple[Tensor, ...]
     """Tensors that get the gradient."""
 
-    @property
-    def needs_gradient(self) -> bool:
-        return any(leaf.requires_grad for leaf in self.leaves)
-
     @abstractmethod
     def gradients(self) -> Gradients:
         """Return an accumulator of gradients that starts at zero."""
@@ -81,8 +77,10 @@ class Gradients(ABC):
 
     dtype: torch.dtype
     """Dtype that `add` may round its argument to."""
-    pulls_back: bool = False
-    """Whether `pull_back` changes anything."""
+    pull_back: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Function from logits [R, width] and their gradient to the gradient before soft-cap and scale, which `add` takes;
+    None if they are the same.
+    """
 
     def columns(self, width: int) -> int:
         """Return how many columns `add` takes without a copy for a gradient of `width` columns, padded with zeros."""
@@ -90,15 +88,11 @@ class Gradients(ABC):
 
     @abstractmethod
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
-        """Add the gradient of rows [R] with respect to the result of `pull_back`: [R, width], or [R, columns(width)].
+        """Add the gradient of rows [R], after `pull_back`: [R, width], or [R, columns(width)].
 
         onto: some of the rows were added to before, or are added by several processes of a share at once; the same in
         all processes.
         """
-
-    @abstractmethod
-    def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        """Convert the gradient of logits [R, width] to the gradient before soft-cap and scale, which `add` takes."""
 
     @abstractmethod
     def sums(self) -> tuple[Tensor | None, ...]:
@@ -174,9 +168,6 @@ class _TensorGradients(Gradients):
             columns.index_copy_(0, rows, gradient.to(self._sum.dtype))
             self._rows.narrow(1, width, self._rows.shape[1] - width).index_fill_(0, rows, 0)
         self._is_written.index_fill_(0, rows, True)
-
-    def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        return gradient
 
     def _zero_unwritten(self, rows: Tensor) -> None:
         if rows.device.type == "cpu":

@@ -126,16 +126,13 @@ class VocabParallelLogits(TrainableRows):
 class _VocabParallelGradients(Gradients):
     def __init__(self, source: VocabParallelLogits) -> None:
         self._source, self._local = source, source.local.gradients()
-        self.dtype, self.pulls_back = self._local.dtype, self._local.pulls_back
+        self.dtype, self.pull_back = self._local.dtype, self._local.pull_back
 
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         shards = self._source.shards
         all_rows, counts = self._source.all_ranks_rows(rows)
         gradient = gradient.to(self.dtype)
         self._local.add(all_rows, shards.to_columns(gradient, counts, shards.widths(gradient.shape[1])), onto=onto)
-
-    def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        return self._local.pull_back(logits, gradient)
 
     def sums(self) -> tuple[Tensor | None, ...]:
         sums = self._local.sums()
@@ -256,16 +253,13 @@ class PackedLogits(TrainableRows):
 class _PackedGradients(Gradients):
     def __init__(self, source_gradients: Gradients, places: Tensor) -> None:
         self._source_gradients, self._places = source_gradients, places
-        self.dtype, self.pulls_back = source_gradients.dtype, source_gradients.pulls_back
+        self.dtype, self.pull_back = source_gradients.dtype, source_gradients.pull_back
 
     def columns(self, width: int) -> int:
         return self._source_gradients.columns(width)
 
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         self._source_gradients.add(self._places[rows], gradient, onto=onto)
-
-    def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        return self._source_gradients.pull_back(logits, gradient)
 
     def sums(self) -> tuple[Tensor | None, ...]:
         return self._source_gradients.sums()

@@ -14,6 +14,7 @@ from nemo_opd.logits.blockwise import scaled
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, unit_cells
+from nemo_opd.losses.arguments import check_temperature
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, RealisedChunks
 from nemo_opd.losses.support import FAINT, without
 
@@ -37,43 +38,41 @@ def alm(
     under teacher and student. The minimum, at b = a, is τ times the entropy of a coin of bias a. Raises ConfigError for
     shapes or sizes that do not fit.
     """
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, takes_truncated=True, **shared)
-    return inputs.planned([likelihood_term(inputs)])
+    check_temperature(temperature)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, **shared)
+    return inputs.planned([likelihood_term(inputs, temperature)])
 
 
-def likelihood_term(inputs: ChunkInputs) -> Term:
-    """Build the term τ · Σ −[a log b + (1 − a) log(1 − b)] over the units."""
+def likelihood_term(inputs: ChunkInputs, temperature: float) -> Term:
+    """Build the term τ · Σ −[a log b + (1 − a) log(1 − b)] over the units, whose logits are not divided by τ."""
     units = inputs.units
     student = RealisedChunks.of(units.student_rows, units.student_lengths, inputs.student_ids)
     teacher = RealisedChunks.of(units.teacher_rows, units.teacher_lengths, inputs.teacher_ids)
-
     ahead = inputs.teacher_ahead(teacher.positions.rows, teacher.positions.offsets)
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
-        log_surprise_q = _log_surprise(teacher, ahead.of(part).to(inputs.dtype), part, inputs.temperature)
-        return _binary_cross_entropy(log_surprise_q, _log_surprise(student, logits, part, inputs.temperature))
+        log_surprise_q = _log_surprise(teacher, ahead.of(part).to(inputs.dtype), part, temperature)
+        return _BinaryCrossEntropy.apply(log_surprise_q.detach(), _log_surprise(student, logits, part, temperature))
 
     student_cells = (student.positions.offsets, _LIVE_COPIES * inputs.student_size)
     teacher_cells = (teacher.positions.offsets, _LIVE_COPIES * inputs.teacher_size)
     cells = unit_cells(len(units), 1, student_cells, teacher_cells)
     positions = student.positions
     term = inputs.term(positions.rows, loss_of, cells, positions.offsets, ahead=ahead)
-    return term.times(inputs.temperature)
+    return term.times(temperature)
 
 
 def _log_surprise(chunks: RealisedChunks, logits: Tensor, part: slice, temperature: float) -> Tensor:
     """Compute each unit's log(−log P^{1/τ}), [u], from the logits of its tokens, [R, X]."""
-    odds_against = _log_odds_against(logits, chunks.targets[chunks.positions.span(part)].unsqueeze(1))
+    odds_against = _LogOddsAgainst.apply(logits, chunks.targets[chunks.positions.span(part)].unsqueeze(1))
     return chunks.positions.log_sum_exp(log_surprise(odds_against), part).squeeze(1) - math.log(temperature)
 
 
-def _log_odds_against(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute log((1 − p)/p) of each row's target: logits [R, X] and int64 [R, 1] → [R, 1]."""
-    return _LogOddsAgainst.apply(logits, targets)
-
-
 class _LogOddsAgainst(torch.autograd.Function):
-    """Log-odds against targets. Saves the other columns' p and Σ p; the gradient for their logits is the ratio."""
+    """log((1 − p)/p) [R, 1] of targets, int64 [R, 1], from logits [R, X].
+
+    Saves the other columns' p and Σ p; the gradient for their logits is the ratio.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -113,16 +112,12 @@ def _split_odds(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor
     return other_p, mass, odds_against
 
 
-def _binary_cross_entropy(log_surprise_q: Tensor, log_surprise_p: Tensor) -> Tensor:
-    """Compute −[a log b + (1 − a) log(1 − b)] [U] from log(−log a) and log(−log b) [U]; no gradient for a.
-
-    In this form −log b and 1 − b do not underflow. The gradient is a closed form, exactly 0 at a = b.
-    """
-    return _BinaryCrossEntropy.apply(log_surprise_q.detach(), log_surprise_p)
-
-
 class _BinaryCrossEntropy(torch.autograd.Function):
-    """Closed form with x = −log b: value a x − (1 − a) log(1 − b), derivative by log x: x (a − b)/(1 − b)."""
+    """−[a log b + (1 − a) log(1 − b)] [U] from log(−log a) and log(−log b) [U]; no gradient for a.
+
+    In this form −log b and 1 − b do not underflow. With x = −log b the derivative by log x is x (a − b)/(1 − b), which
+    is exactly 0 at a = b.
+    """
 
     @staticmethod
     def forward(ctx: Any, log_surprise_q: Tensor, log_surprise_p: Tensor) -> Tensor:

@@ -32,27 +32,14 @@ def over(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1 else logits / temperature
 
 
-def check_same_length(**tensors: Tensor) -> None:
-    """Raise ConfigError if tensors [B, ...] have different numbers of sequences."""
-    lengths = {name: len(tensor) for name, tensor in tensors.items()}
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ConfigError(f"numbers of sequences differ ({listed}); row b must be the same text in all of them")
-
-
-def check_positions(logits_shape: Sequence[int], **tensors: Tensor) -> None:
+def check_positions(logits_shape: Sequence[int], **tensors: Tensor | None) -> None:
     """Raise ConfigError if a tensor is not [B, S] for logits of shape [B, S, V]."""
     for name, tensor in tensors.items():
-        if tuple(tensor.shape) != tuple(logits_shape[:2]):
+        if tensor is not None and tuple(tensor.shape) != tuple(logits_shape[:2]):
             raise ConfigError(
                 f"{name} has shape {list(tensor.shape)}, its logits {list(logits_shape)}; "
                 f"give one entry per position: {list(logits_shape[:2])}"
             )
-
-
-def without_none(**tensors: Tensor | None) -> dict[str, Tensor]:
-    """Drop arguments that are None."""
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def check_sequence_weights(weights: Tensor | None, num_sequences: int) -> None:
@@ -73,24 +60,6 @@ def own_columns(key: str, vocab_size: int | None, default: int, num_columns: int
             "give the size of the model's own vocabulary, or resize its head to the tokenizer"
         )
     return size
-
-
-def shared_columns(
-    student_columns: int, teacher_columns: int, student_vocab_size: int | None, teacher_vocab_size: int | None
-) -> int:
-    """Return the size of a vocabulary that both sides share, by default the width of the narrower head.
-
-    Raises ConfigError for two different sizes, or a size wider than a head.
-    """
-    if None not in (student_vocab_size, teacher_vocab_size) and student_vocab_size != teacher_vocab_size:
-        raise ConfigError(
-            f"student_vocab_size={student_vocab_size} and teacher_vocab_size={teacher_vocab_size} differ, "
-            "but this loss compares columns one to one; use a cross-tokenizer loss such as p_kl"
-        )
-    vocab_size = teacher_vocab_size if student_vocab_size is None else student_vocab_size
-    narrower = min(student_columns, teacher_columns)
-    own_columns("student_vocab_size", vocab_size, narrower, student_columns)
-    return own_columns("teacher_vocab_size", vocab_size, narrower, teacher_columns)
 
 
 _Value = TypeVar("_Value")
@@ -131,6 +100,11 @@ class ChunkUnits:
         return len(self.student_rows)
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The fields, to pass through `compute_on_host`."""
+        return self.student_rows, self.teacher_rows, self.student_lengths, self.teacher_lengths
+
+    @property
     def have_several_tokens(self) -> Tensor:
         """bool [U]: several tokens on at least one side."""
         return compute_on_host(lambda m, n: [(m > 1) | (n > 1)], self.student_lengths, self.teacher_lengths)[0]
@@ -142,8 +116,7 @@ class ChunkUnits:
             index = mask.nonzero().squeeze(1)
             return [field[index] for field in fields]
 
-        fields = (self.student_rows, self.teacher_rows, self.student_lengths, self.teacher_lengths)
-        return ChunkUnits(*compute_on_host(selected, mask, *fields))
+        return ChunkUnits(*compute_on_host(selected, mask, *self.tensors))
 
 
 def sampled_mask(mask: Tensor, sampled: SampledRows | None) -> Tensor:
@@ -158,9 +131,8 @@ def label_mask(batch: Batch) -> Tensor:
     mask = batch.student.loss_mask
     if batch.sampled is None:
         return mask
-    return compute_on_host(lambda mask, is_sampled: [mask & ~is_sampled.unsqueeze(1)], mask, batch.sampled.is_sampled)[
-        0
-    ]
+    is_sampled = batch.sampled.is_sampled
+    return compute_on_host(lambda mask, is_sampled: [mask & ~is_sampled.unsqueeze(1)], mask, is_sampled)[0]
 
 
 def count_label_tokens(mask: Tensor) -> Tensor:
@@ -173,7 +145,7 @@ def label_rows(mask: Tensor) -> Tensor:
 
     Computed through `compute_on_host`, like all units in this file.
     """
-    return compute_on_host(lambda mask: [_label_rows(mask)], mask)[0]
+    return compute_on_host(_label_rows, mask)[0]
 
 
 def next_tokens(values: Tensor, rows: Tensor) -> Tensor:
@@ -181,17 +153,10 @@ def next_tokens(values: Tensor, rows: Tensor) -> Tensor:
     return values.flatten().index_select(0, rows + 1)
 
 
-def _label_rows(mask: Tensor) -> Tensor:
+def _label_rows(mask: Tensor, sequence_weights: Tensor | None = None) -> list[Tensor]:
+    mask = mask if sequence_weights is None else mask * (sequence_weights != 0).unsqueeze(1)
     row, position = (mask[:, 1:] != 0).nonzero(as_tuple=True)
-    return row * mask.shape[1] + position
-
-
-def weighted_label_rows(mask: Tensor, sequence_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return `label_rows` of sequences with nonzero weight [B], and each row's weight [U] (None if all are 1)."""
-    if sequence_weights is None:
-        return label_rows(mask), None
-    (rows,) = compute_on_host(lambda mask, w: [_label_rows(mask * (w != 0).unsqueeze(1))], mask, sequence_weights)
-    return rows, sequence_weights.index_select(0, rows // mask.shape[1])
+    return [row * mask.shape[1] + position]
 
 
 def chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> ChunkUnits:
@@ -216,7 +181,11 @@ def chunk_starts(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> tuple[Te
     A unit is a chunk present on both sides that contains token 0 of neither. Returns a mask of units' first student
     tokens, bool [B, S], and the first teacher token's position, int64 [B, S], valid only at true entries of the mask.
     """
-    check_same_length(student_chunk_id=student_chunk_id, teacher_chunk_id=teacher_chunk_id)
+    if len(student_chunk_id) != len(teacher_chunk_id):
+        raise ConfigError(
+            f"numbers of sequences differ (student {len(student_chunk_id)}, teacher {len(teacher_chunk_id)}); "
+            "row b must be the same text on both sides"
+        )
     student, teacher = student_chunk_id.long(), teacher_chunk_id.long()
     highest = torch.cat([student.new_full((len(student), 1), -1), student], 1).cummax(1).values[:, :-1]
     position = torch.searchsorted(teacher.cummax(1).values, student.contiguous())
@@ -296,15 +265,25 @@ class LabelPositions:
         check_positions((student.shape[0], min(student.shape[1], mask.shape[1]), student.shape[2]), mask=mask)
         check_sequence_weights(sequence_weights, len(mask))
         check_shares(student, teacher)
-        columns = teacher.shape[-1] - teacher.is_truncated
-        size = shared_columns(student.shape[-1], columns, student_vocab_size, teacher_vocab_size)
-        teacher = teacher.cut(size)
-        rows, weights = weighted_label_rows(mask, sequence_weights)
+        if None not in (student_vocab_size, teacher_vocab_size) and student_vocab_size != teacher_vocab_size:
+            raise ConfigError(
+                f"student_vocab_size={student_vocab_size} and teacher_vocab_size={teacher_vocab_size} differ, "
+                "but this loss compares columns one to one; use a cross-tokenizer loss such as p_kl"
+            )
+        vocab_size = teacher_vocab_size if student_vocab_size is None else student_vocab_size
+        student_columns, teacher_columns = student.shape[-1], teacher.shape[-1] - teacher.is_truncated
+        narrower = min(student_columns, teacher_columns)
+        own_columns("student_vocab_size", vocab_size, narrower, student_columns)
+        size = own_columns("teacher_vocab_size", vocab_size, narrower, teacher_columns)
+        (rows,) = compute_on_host(_label_rows, mask, *([] if sequence_weights is None else [sequence_weights]))
         student_width, width = student.shape[1], mask.shape[1]
         sequences, student_rows = compute_on_host(
             lambda rows: [rows // width, rows // width * student_width + rows % width], rows
         )
-        return LabelPositions(student, teacher, size, rows, student_rows, sequences, weights, normalizer, chunk_size)
+        weights = None if sequence_weights is None else sequence_weights.index_select(0, sequences)
+        return LabelPositions(
+            student, teacher.cut(size), size, rows, student_rows, sequences, weights, normalizer, chunk_size
+        )
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -144,12 +144,15 @@ def build(
             raise ConfigError(f"loss.type={term.type} needs the projection of the teacher's tokenizer; give the matrix")
         plan = partial(plan, projection=projection)
     if isinstance(term, StrictTerm):
-        strict_settings = {"projection": projection, "has_continuation": term.continuation_weight > 0}
-        compared, covered = partial(compared, **strict_settings), partial(covered, **strict_settings)
+        strict_settings: dict[str, Any] = {"projection": projection, "has_continuation": term.continuation_weight > 0}
+        units = partial(strict_units, **strict_settings)
+        compared, covered = partial(_strict_starts, units), partial(_in_strict_chunks, units)
     if isinstance(term, BytePrefixTerm) and term.positions == "all":
         piece_settings: dict[str, Any] = {"projection": projection, "pieces": term.pieces}
         compared = covered = partial(_compared_positions, **piece_settings)
-    unit: _Unit = "prompt" if isinstance(term, TCADTerm) and term.power_alpha is not None else entry.units.kind
+    unit: _Unit = "place"
+    if isinstance(term, TCADTerm):
+        unit = "sequence" if term.power_alpha is None else "prompt"
     is_per_token = isinstance(term, NormalizedTerm) and term.normalizer == "student_tokens"
     return TermLoss(plan, partial(entry.units.arguments, term.type), compared, covered, unit, is_per_token)
 
@@ -229,19 +232,14 @@ def _in_chunks(arguments: _Arguments) -> Tensor:
     return (student >= 0) & ~has_no_predictor
 
 
-def _strict_starts(arguments: _Arguments, projection: ProjectionMatrix, *, has_continuation: bool) -> Tensor:
-    units = _strict_units(arguments, projection, has_continuation)
-    return _at_tokens(units.student_rows + 1, arguments["student_ids"])
+def _strict_starts(units_of: Callable[..., ChunkUnits], arguments: _Arguments) -> Tensor:
+    return _at_tokens(units_of(**arguments).student_rows + 1, arguments["student_ids"])
 
 
-def _in_strict_chunks(arguments: _Arguments, projection: ProjectionMatrix, *, has_continuation: bool) -> Tensor:
-    units = _strict_units(arguments, projection, has_continuation)
+def _in_strict_chunks(units_of: Callable[..., ChunkUnits], arguments: _Arguments) -> Tensor:
+    units = units_of(**arguments)
     tokens = ChunkPositions.of(units.student_rows, units.student_lengths).rows + 1
     return _at_tokens(tokens, arguments["student_ids"])
-
-
-def _strict_units(arguments: _Arguments, projection: ProjectionMatrix, has_continuation: bool) -> ChunkUnits:
-    return strict_units(**arguments, projection=projection, has_continuation=has_continuation)
 
 
 def _at_tokens(index: Tensor, ids: Tensor) -> Tensor:
@@ -260,10 +258,9 @@ class _Units:
     arguments: Callable[[str, TokenRows, TeacherRows, SampledRows | None], _Arguments]
     """Keyword arguments of the loss from a batch. The first parameter is the term's type, for error messages."""
     compared: Callable[..., Tensor]
-    """Student tokens whose predictions are compared, bool [B, S], from those arguments."""
+    """Student tokens whose predictions are compared, bool [B, S], from those arguments, unless `build` replaces it."""
     covered: Callable[..., Tensor]
     """Student tokens in units: bool [B, S]."""
-    kind: _Unit = "place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,19 +272,17 @@ class _Entry:
 
 _TOKENS = _Units(_scored_tokens, _scored, _scored)
 _SAMPLED_TOKENS = _Units(_sampled_tokens, _scored, _scored)
-_SEQUENCES = _Units(_scored_tokens, _scored, _scored, "sequence")
 _CHUNKS = _Units(_aligned_chunks, _chunk_starts, _in_chunks)
 _SAMPLED_CHUNKS = _Units(_sampled_chunks, _chunk_starts, _in_chunks)
-_STRICT_CHUNKS = _Units(_aligned_chunks, _strict_starts, _in_strict_chunks)
 
 LOSSES = {
     "same_vocab": _Entry(same_vocab, _TOKENS),
-    "tcad": _Entry(tcad, _SEQUENCES),
+    "tcad": _Entry(tcad, _TOKENS),
     "sampled_kl": _Entry(sampled_kl, _SAMPLED_TOKENS),
     "p_kl": _Entry(p_kl, _CHUNKS, needs_projection=True),
     "gold": _Entry(gold, _CHUNKS, needs_projection=True),
     "h_kl": _Entry(h_kl, _CHUNKS, needs_projection=True),
-    "strict": _Entry(strict, _STRICT_CHUNKS, needs_projection=True),
+    "strict": _Entry(strict, _CHUNKS, needs_projection=True),
     "byte_prefix": _Entry(byte_prefix, _CHUNKS, needs_projection=True),
     "shared_prefix": _Entry(shared_prefix, _CHUNKS, needs_projection=True),
     "escd": _Entry(escd, _CHUNKS, needs_projection=True),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 from torch import Tensor
 
-from nemo_opd.errors import ConfigError, ProjectionError
+from nemo_opd.errors import ConfigError, ProjectionError, check_choice
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import GradientSink, UnitRows
@@ -21,7 +21,7 @@ from nemo_opd.losses.merge import chunk_loss
 from nemo_opd.losses.position_targets import position_loss
 from nemo_opd.losses.prefixes import ADD_MAPS, Chains, MovedMass, PrefixRanges, first_pieces
 from nemo_opd.losses.sparse_projection import project, pull_back
-from nemo_opd.losses.support import require_temperature_1, split
+from nemo_opd.losses.support import split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -62,11 +62,9 @@ def byte_prefix(
 
     Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without the maps.
     """
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
-    require_temperature_1(inputs.teacher, temperature)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     compare = Divergence(divergence, beta, mixed_weight)
+    check_choice("positions", positions, ("starts", "all"))
     if positions == "all":
         if continuation_weight:
             raise ConfigError(
@@ -74,9 +72,10 @@ def byte_prefix(
                 "chunk's first; leave it out, or choose positions=starts"
             )
         return position_loss(inputs, projection, compare, ends, pieces)
-    if positions != "starts":
-        raise ConfigError(f"positions={positions!r} is unknown; choose from starts, all")
-    cells = _reached_cells(projection, inputs, pieces)
+    first = projection.byte_prefix if pieces == "longest_prefix" else first_pieces(projection, pieces)
+    if first is None:
+        raise ProjectionError(f"byte_prefix needs the map of that name, {ADD_MAPS}")
+    cells = CommonCells.of_prefixes(first, inputs.student_size, inputs.teacher_size, inputs.device)
     chains = Chains.of(inputs, PrefixRanges.of(projection, inputs.teacher_size, inputs.device))
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
@@ -96,17 +95,10 @@ def byte_prefix(
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size) + 2 * cells.num_cells,
         positions=(chains.positions.offsets, _LIVE_COPIES * inputs.teacher_size),
-        compare_onto=None if inputs.is_truncated else unit_loss_onto,
+        compare_onto=unit_loss_onto,
         further_aheads=[chains.ahead],
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
-
-
-def _reached_cells(projection: ProjectionMatrix, inputs: ChunkInputs, pieces: str) -> CommonCells:
-    teacher_to_student = projection.byte_prefix if pieces == "longest_prefix" else first_pieces(projection, pieces)
-    if teacher_to_student is None:
-        raise ProjectionError(f"byte_prefix needs the map of that name, {ADD_MAPS}")
-    return CommonCells.of_prefixes(teacher_to_student, inputs.student_size, inputs.teacher_size, inputs.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from nemo_opd.losses.sparse_projection import (
     SparseProjection,
     TokenPairs,
     add_pulled_back,
-    cached_by_array,
+    cached_while_alive,
     entries_within,
     pairs_within,
     project,
@@ -45,6 +45,7 @@ class CommonCells:
     """Whether the first cell is the rest cell."""
 
     @staticmethod
+    @cached_while_alive
     def of(
         student_cells: NDArray[np.int32],
         teacher_cells: NDArray[np.int32],
@@ -58,16 +59,10 @@ class CommonCells:
         divergences infinite whatever the student does (methods.md §3.3). Raises ProjectionError if no cell but the rest
         is common.
         """
-        return cached_by_array(
-            lambda: _build_cells(student_cells[:student_vocab_size], teacher_cells[:teacher_vocab_size], device),
-            (student_cells, teacher_cells),
-            CommonCells.of,
-            student_vocab_size,
-            teacher_vocab_size,
-            device,
-        )
+        return _build_cells(student_cells[:student_vocab_size], teacher_cells[:teacher_vocab_size], device)
 
     @staticmethod
+    @cached_while_alive
     def of_prefixes(
         byte_prefix: NDArray[np.int32], student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> CommonCells:
@@ -76,14 +71,10 @@ class CommonCells:
         There is no rest cell if only one student token is unreached: it would be empty if that token got a cell of its
         own. Otherwise as `of`.
         """
-        return cached_by_array(
-            lambda: _build_reached(byte_prefix[:teacher_vocab_size], student_vocab_size, device),
-            (byte_prefix,),
-            CommonCells.of_prefixes,
-            student_vocab_size,
-            teacher_vocab_size,
-            device,
-        )
+        student_cells, teacher_cells = np.arange(student_vocab_size, dtype=np.int32), byte_prefix[:teacher_vocab_size]
+        is_unreached = ~np.isin(student_cells, teacher_cells)
+        student_cells[is_unreached] = _REST if is_unreached.sum() > 1 else _NOWHERE
+        return _build_cells(student_cells, teacher_cells, device)
 
     def reached(self, teacher: Tensor, student: Tensor, log_rest: Tensor) -> tuple[Tensor, Tensor]:
         """Apply `with_tail_cell` to log-masses of cells [U, ≥ X] and a truncated teacher's rest [U, 1]."""
@@ -104,13 +95,6 @@ class CommonCells:
         """Count fp32 numbers per unit at the memory peak of a block, with a divergence on the cells."""
         entries = self.student.num_entries + self.teacher.num_entries
         return 5 * student_vocab_size + 3 * teacher_vocab_size + 3 * entries + 12 * self.num_cells
-
-
-def _build_reached(teacher_cells: NDArray[np.int32], student_vocab_size: int, device: torch.device) -> CommonCells:
-    student_cells = np.arange(student_vocab_size, dtype=np.int32)
-    is_unreached = ~np.isin(student_cells, teacher_cells)
-    student_cells[is_unreached] = _REST if is_unreached.sum() > 1 else _NOWHERE
-    return _build_cells(student_cells, teacher_cells, device)
 
 
 def _build_cells(
@@ -158,23 +142,19 @@ def common_cells_term(
         inputs,
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size),
-        compare_onto=None if inputs.is_truncated else unit_loss_onto,
+        compare_onto=unit_loss_onto,
         on_cells=on_cells,
     )
 
 
+@cached_while_alive
 def covered_columns(projection: ProjectionMatrix, students: int, teachers: int, device: torch.device) -> CellMap:
     """Return one cell per teacher token that a projection reaches (methods.md §5.3)."""
-
-    def make() -> CellMap:
-        tokens, columns, weights = entries_within(projection.indices, projection.weights, students, teachers)
-        student = Memberships(tokens, columns, weights, students)
-        return cell_map(student, _one_cell_each(np.arange(teachers)), device)
-
-    arrays = projection.indices, projection.weights
-    return cached_by_array(make, arrays, covered_columns, students, teachers, device)
+    student = Memberships(*entries_within(projection, students, teachers), students)
+    return cell_map(student, _one_cell_each(np.arange(teachers)), device)
 
 
+@cached_while_alive
 def common_cells(
     student_cells: NDArray[np.int32],
     teacher_cells: NDArray[np.int32],
@@ -183,29 +163,21 @@ def common_cells(
     device: torch.device,
 ) -> CellMap:
     """Return the cells of maps token → cell that have tokens of both sides (methods.md §5.8)."""
-
-    def make() -> CellMap:
-        return cell_map(_one_cell_each(student_cells[:students]), _one_cell_each(teacher_cells[:teachers]), device)
-
-    return cached_by_array(make, (student_cells, teacher_cells), common_cells, students, teachers, device)
+    return cell_map(_one_cell_each(student_cells[:students]), _one_cell_each(teacher_cells[:teachers]), device)
 
 
+@cached_while_alive
 def pairs_and_rest(
-    projection: ProjectionMatrix, students: int, teachers: int, device: torch.device, *, has_rest: bool
+    projection: ProjectionMatrix, students: int, teachers: int, device: torch.device, has_rest: bool
 ) -> CellMap:
     """Return one cell per exact pair, and with has_rest one for all other tokens (methods.md §5.6)."""
-
-    def make() -> CellMap:
-        student_ids, teacher_ids = pairs_within(projection, students, teachers)
-        student_cells, teacher_cells = np.full(students, _REST), np.full(teachers, _REST)
-        student_cells[student_ids] = teacher_cells[teacher_ids] = np.arange(len(student_ids))
-        student, teacher = _one_cell_each(student_cells), _one_cell_each(teacher_cells)
-        if not has_rest:
-            student, teacher = (side.within(np.arange(len(student_ids))) for side in (student, teacher))
-        return cell_map(student, teacher, device)
-
-    arrays = projection.indices, projection.weights, projection.exact
-    return cached_by_array(make, arrays, pairs_and_rest, students, teachers, device, has_rest)
+    student_ids, teacher_ids = pairs_within(projection, students, teachers)
+    student_cells, teacher_cells = np.full(students, _REST), np.full(teachers, _REST)
+    student_cells[student_ids] = teacher_cells[teacher_ids] = np.arange(len(student_ids))
+    student, teacher = _one_cell_each(student_cells), _one_cell_each(teacher_cells)
+    if not has_rest:
+        student, teacher = (side.within(np.arange(len(student_ids))) for side in (student, teacher))
+    return cell_map(student, teacher, device)
 
 
 def _one_cell_each(cells: NDArray[np.int64] | NDArray[np.int32]) -> Memberships:
@@ -238,10 +210,11 @@ def add_comparison_of_pairs(
         comparison = compare_logits(teacher_cells, student_cells, divergence)
         onto.add(_token_gradient(comparison.gradient, torch.zeros_like(student_logits), pairs).mul_(weight))
         return comparison.value
-    p_in_rest, log_rest = softmax.function(_masked(student_logits, pairs.place < 0))
+    lowest = torch.finfo(student_logits.dtype).min
+    is_unpaired = pairs.place < 0
+    p_in_rest, log_rest = softmax.function(torch.where(is_unpaired, student_logits.clamp(min=lowest), lowest))
     student_cells = _with_rest(student_cells, log_rest, student_logits.amax(-1, keepdim=True))
-    teacher_unpaired = teacher_logits.index_select(1, pairs.teacher_rest)
-    log_rest = softmax.function(teacher_unpaired.clamp(min=torch.finfo(teacher_logits.dtype).min))[1]
+    log_rest = softmax.function(teacher_logits.index_select(1, pairs.teacher_rest).clamp(min=lowest))[1]
     teacher_cells = _with_rest(teacher_cells, log_rest, teacher_logits.amax(-1, keepdim=True))
     comparison = compare_logits(teacher_cells, student_cells, divergence)
     cell_gradient, rest_gradient = comparison.gradient.mul_(weight), comparison.gradient[:, -1:]
@@ -253,12 +226,6 @@ def add_comparison_of_pairs(
         rest_gradient = cell_gradient[:, -1:] + scaled_rest * p_slopes
     onto.add(_token_gradient(cell_gradient[:, :-1], rest_gradient * p_in_rest, pairs))
     return comparison.value
-
-
-def _masked(logits: Tensor, mask: Tensor) -> Tensor:
-    """Set logits [u, V] outside a mask, and −inf, to the lowest finite number."""
-    lowest = torch.finfo(logits.dtype).min
-    return torch.where(mask, logits.clamp(min=lowest), lowest)
 
 
 def _with_rest(cells: Tensor, log_rest: Tensor, peak: Tensor) -> Tensor:

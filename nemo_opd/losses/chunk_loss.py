@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Required, TypedDict
 import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import compute_on_host, on_host
+from nemo_opd.distributed.transfer import compute_on_host, to_list
 from nemo_opd.kernels.forms import CellComparison, CellMap, RowLoss
 from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
-from nemo_opd.logits.term import ChunkLoss, ClosedForm, GradientSink, ReadAhead, Term, UnitRows, unit_cells
+from nemo_opd.logits.term import ChunkLoss, GradientSink, ReadAhead, Term, UnitRows, unit_cells
 from nemo_opd.losses.arguments import (
     ChunkUnits,
     check_positions,
-    check_same_length,
     check_sequence_weights,
     check_temperature,
     chunk_units,
@@ -29,7 +28,7 @@ from nemo_opd.losses.arguments import (
 )
 from nemo_opd.losses.cross_entropy import surprise
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.support import require_whole
+from nemo_opd.losses.support import require_temperature_1
 
 if TYPE_CHECKING:
     from nemo_opd.losses.learned_projection import LearnedProjection
@@ -122,20 +121,17 @@ class ChunkInputs:
         student_vocab_size: int | None = None,
         teacher_vocab_size: int | None = None,
         chunk_size: int | None = None,
-        takes_truncated: bool = False,
     ) -> ChunkInputs:
         """Check a loss's arguments, mostly `ChunkArguments`.
 
-        Raises ConfigError for shapes or sizes that do not fit, a temperature not above 0, or a truncated teacher unless
-        `takes_truncated`.
+        Raises ConfigError for shapes or sizes that do not fit, a temperature not above 0, or a truncated teacher at
+        another temperature than 1.
         """
         check_temperature(temperature)
         student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
-        if not takes_truncated:
-            require_whole(teacher, "loss.type", "this loss needs the whole distribution")
+        require_temperature_1(teacher, temperature)
         check_positions(student.shape, student_ids=student_ids, student_chunk_id=student_chunk_id)
         check_positions(teacher.shape, teacher_ids=teacher_ids, teacher_chunk_id=teacher_chunk_id)
-        check_same_length(student_logits=student_ids, teacher_logits=teacher_ids)
         check_sequence_weights(sequence_weights, len(student_ids))
         check_shares(student, teacher)
         units = chunk_units(student_chunk_id, teacher_chunk_id)
@@ -184,10 +180,6 @@ class ChunkInputs:
             return None
         return self.sequence_weights.index_select(0, self.units.student_rows // self.student.shape[1])
 
-    def teacher_at(self, rows: Tensor) -> Tensor:
-        """Read teacher logits at indices [R] into [B·T], in the compute dtype: [R, W], or [R, W + 1] if truncated."""
-        return self.teacher.read(rows, self.teacher_size + self.is_truncated).to(self.dtype)
-
     def teacher_ahead(self, rows: Tensor, begins: Sequence[int] | None = None) -> ReadAhead:
         """Return a block-by-block reader of teacher logits at indices [R] into [B·T], in their stored dtype."""
         return ReadAhead(self.teacher, rows, self.teacher_size + self.is_truncated, begins)
@@ -199,23 +191,11 @@ class ChunkInputs:
         cells: Sequence[int],
         begins: Sequence[int] | None = None,
         *,
-        ahead: ReadAhead | None = None,
-        closed_form: ClosedForm | None = None,
-        row_loss: RowLoss | None = None,
+        ahead: ReadAhead,
     ) -> Term:
         """Build a sum over units weighted by sequence. ahead: a reader from `teacher_ahead`."""
-        return Term(
-            rows,
-            loss_of,
-            cells,
-            self.student_size,
-            begins,
-            self.weights,
-            chunk_size=self.chunk_size,
-            ahead=ahead,
-            closed_form=closed_form,
-            row_loss=row_loss,
-        )
+        size, weights = self.student_size, self.weights
+        return Term(rows, loss_of, cells, size, begins, weights, chunk_size=self.chunk_size, ahead=ahead)
 
     def planned(self, terms: Sequence[Term], num_units: int | None = None) -> PlannedLoss:
         """Plan Σ terms / normalizer with the metric `kd`, a mean over `num_units`, by default all units."""
@@ -236,11 +216,13 @@ def first_position_term(
     """Build the term τ² · Σ compare over units, at the rows that predict chunks' first tokens (methods.md §5, §7.1).
 
     cells_per_unit: fp32 numbers per unit at the memory peak of a block, with both sides' logits; positions: numbers of
-    additional positions, see `unit_cells`. compare_onto: `compare` in closed form; on_cells: `compare` for kernels.
-    further_aheads: readers of additional rows that `compare` uses, in unit order.
+    additional positions, see `unit_cells`. compare_onto: `compare` in closed form; on_cells: `compare` for kernels;
+    both are for whole teachers only. further_aheads: readers of additional rows that `compare` uses, in unit order.
     """
     temperature, units = inputs.temperature, inputs.units
     ahead = inputs.teacher_ahead(units.teacher_rows)
+    if inputs.is_truncated:
+        compare_onto = on_cells = None
 
     def loss_of(student: Tensor, part: slice) -> Tensor:
         return compare(over(student, temperature), over(ahead.of(part).to(inputs.dtype), temperature), part)
@@ -256,11 +238,13 @@ def first_position_term(
         return CellComparison(ahead.of(part), temperature, measure, on_cells.cells(), on_cells.coverage)
 
     cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
-    closed = None if compare_onto is None else closed_form
     measure = None if on_cells is None else on_cells.divergence.measure
-    row_loss = None if measure is None else RowLoss(CellComparison, for_kernels)
-    term = inputs.term(units.student_rows, loss_of, cells, ahead=ahead, closed_form=closed, row_loss=row_loss)
-    return replace(term.times(temperature**2), further_aheads=further_aheads)
+    return replace(
+        inputs.term(units.student_rows, loss_of, cells, ahead=ahead).times(temperature**2),
+        further_aheads=further_aheads,
+        closed_form=None if compare_onto is None else closed_form,
+        row_loss=None if measure is None else RowLoss(CellComparison, for_kernels),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,24 +311,20 @@ class ChunkPositions:
 
     def mean(self, values: Tensor, units: slice) -> Tensor:
         """Average over the positions of each unit in a fixed order: [R, X] → [U, X]."""
-        return self._reduce("mean", values, units)
+        return segments_reduced("mean", values, self.lengths[units])
 
     def sum(self, values: Tensor, units: slice) -> Tensor:
         """Sum over the positions of each unit: [R, …] → [U, …]."""
-        return self._reduce("sum", values, units)
+        return segments_reduced("sum", values, self.lengths[units])
 
     def log_sum_exp(self, values: Tensor, units: slice) -> Tensor:
         """Compute log Σ exp over the positions of each unit: [R, X] → [U, X]; see `segments_log_sum_exp`."""
         return segments_log_sum_exp(values, self.lengths[units])
 
-    def _reduce(self, reduce: str, values: Tensor, units: slice) -> Tensor:
-        return segments_reduced(reduce, values, self.lengths[units])
-
 
 def offsets_of(lengths: Tensor) -> list[int]:
     """Return where segments of lengths [U] begin, [U + 1]. Waits for the device unless the host has the lengths."""
-    host_lengths = on_host(lengths)
-    return list(accumulate((lengths if host_lengths is None else host_lengths).tolist(), initial=0))
+    return list(accumulate(to_list(lengths), initial=0))
 
 
 def segments_reduced(reduce: str, values: Tensor, lengths: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from nemo_opd.distributed.transfer import compute_on_host, to_device_batched
 from nemo_opd.errors import ProjectionError
 from nemo_opd.losses.arguments import next_tokens
 from nemo_opd.losses.chunk_loss import ChunkInputs, ChunkPositions, offsets_of, segments_log_sum_exp
-from nemo_opd.losses.sparse_projection import cached_by_array
+from nemo_opd.losses.sparse_projection import cached_while_alive
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -50,6 +50,7 @@ class CompletionSets:
     """int64 [P]"""
 
     @staticmethod
+    @cached_while_alive
     def of(
         projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> CompletionSets:
@@ -57,29 +58,19 @@ class CompletionSets:
 
         Raises ProjectionError for a projection without the bytes of tokens.
         """
-        sides = (
-            (projection.student_bytes, projection.student_byte_ends, student_vocab_size),
-            (projection.teacher_bytes, projection.teacher_byte_ends, teacher_vocab_size),
-        )
-        arrays = [array for values, ends, _ in sides for array in (values, ends) if array is not None]
-        if len(arrays) < 4:
-            raise ProjectionError(
-                "escd needs the bytes of both sides' tokens, which this projection lacks; add them with "
-                "nemo_opd.projection.add_byte_prefix or nemo-opd projection byte-prefix, or use projection: auto"
-            )
-
-        def build() -> CompletionSets:
-            student, teacher = (_texts(values, ends, size) for values, ends, size in sides)
-            tensors = [torch.from_numpy(np.array(values, np.int64)) for values in _sets(student, teacher)]
-            return CompletionSets(*to_device_batched(tensors, device))
-
-        return cached_by_array(build, tuple(arrays), CompletionSets, student_vocab_size, teacher_vocab_size, device)
+        student = _texts(projection.student_bytes, projection.student_byte_ends, student_vocab_size)
+        teacher = _texts(projection.teacher_bytes, projection.teacher_byte_ends, teacher_vocab_size)
+        tensors = [torch.from_numpy(np.array(values, np.int64)) for values in _sets(student, teacher)]
+        return CompletionSets(*to_device_batched(tensors, device))
 
 
 def _texts(values: NDArray[np.int32] | None, ends: NDArray[np.int32] | None, size: int) -> list[bytes]:
     """Return the bytes of the first `size` tokens."""
-    assert values is not None
-    assert ends is not None
+    if values is None or ends is None:
+        raise ProjectionError(
+            "escd needs the bytes of both sides' tokens, which this projection lacks; add them with "
+            "nemo_opd.projection.add_byte_prefix or nemo-opd projection byte-prefix, or use projection: auto"
+        )
     joined, stops = values.astype(np.uint8).tobytes(), ends[:size].tolist()
     return [joined[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
 
@@ -162,13 +153,12 @@ class CompletionUnits:
         unit = self.pairs.repeated(torch.arange(part.stop - part.start, device=log_p.device), part)
         groups = _Runs(sets.teacher_tokens, sets.member_begin[pair], sets.num_members[pair])
         completions = _Runs(sets.student_tokens, sets.completion_begin[pair], sets.num_completions[pair])
-        mass = groups.log_mass(log_q, unit, _number(self.member_offsets, span)).exp()
-        log_completed = completions.log_mass(log_p, unit, _number(self.completion_offsets, span))
+        num_members, num_completions = (
+            offsets[span.stop] - offsets[span.start] for offsets in (self.member_offsets, self.completion_offsets)
+        )
+        mass = groups.log_mass(log_q, unit, num_members).exp()
+        log_completed = completions.log_mass(log_p, unit, num_completions)
         return -self.pairs.sum(mass * log_completed, part)
-
-
-def _number(offsets: Sequence[int], span: slice) -> int:
-    return offsets[span.stop] - offsets[span.start]
 
 
 @dataclass(frozen=True, slots=True)

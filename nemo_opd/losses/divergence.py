@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, check_choice
 from nemo_opd.kernels.forms import FORWARD_KL, JSD, MIXED, REVERSE_KL, TVD, Measure
 from nemo_opd.logits.blockwise import scaled
 from nemo_opd.logits.term import GradientSink, UnitRows
@@ -34,8 +34,7 @@ class Divergence:
     """mixed: weight of forward KL."""
 
     def __post_init__(self) -> None:
-        if self.kind not in DIVERGENCES:
-            raise ConfigError(f"divergence={self.kind!r} is unknown; choose from {', '.join(DIVERGENCES)}")
+        check_choice("divergence", self.kind, DIVERGENCES)
         for key, value in (("beta", self.beta), ("mixed_weight", self.mixed_weight)):
             if not 0 <= value <= 1:
                 raise ConfigError(f"{key}={value} is not a weight; give a number from 0 to 1")

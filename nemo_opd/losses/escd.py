@@ -18,7 +18,7 @@ from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.completions import CompletionUnits
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.prefixes import ADD_MAPS
-from nemo_opd.losses.support import require_temperature_1, split
+from nemo_opd.losses.support import split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -52,22 +52,15 @@ def escd(
     """
     if not completion_weight >= 0:
         raise ConfigError(f"completion_weight={completion_weight} would unlearn completions; give 0 or more")
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
-    require_temperature_1(inputs.teacher, temperature)
-    terms = [_root_term(inputs, projection, Divergence(divergence, beta, mixed_weight))]
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
+    if projection.byte_prefix is None:
+        raise ProjectionError(f"escd needs the map byte_prefix, {ADD_MAPS}")
+    cells = CommonCells.of_prefixes(projection.byte_prefix, inputs.student_size, inputs.teacher_size, inputs.device)
+    terms = [common_cells_term(inputs, cells, Divergence(divergence, beta, mixed_weight))]
     if completion_weight:
         units = CompletionUnits.of(inputs, projection, shared["student_chunk_id"])
         terms.append(_completion_term(inputs, units).times(completion_weight * temperature**2))
     return inputs.planned(terms)
-
-
-def _root_term(inputs: ChunkInputs, projection: ProjectionMatrix, compare: Divergence) -> Term:
-    if projection.byte_prefix is None:
-        raise ProjectionError(f"escd needs the map byte_prefix, {ADD_MAPS}")
-    cells = CommonCells.of_prefixes(projection.byte_prefix, inputs.student_size, inputs.teacher_size, inputs.device)
-    return common_cells_term(inputs, cells, compare)
 
 
 def _completion_term(inputs: ChunkInputs, completions: CompletionUnits) -> Term:

@@ -15,6 +15,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import LabelPositions, TokenArguments, next_tokens
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
+from nemo_opd.losses.support import require_whole
 from nemo_opd.users_code import imported
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def chunk_function(
     """
     formula = _Formula(function, arguments or {})
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, projection=projection, **shared)
+    require_whole(inputs.teacher, "loss.type", "this loss needs the whole distribution")
     units = inputs.units
     student_next = next_tokens(inputs.student_ids, units.student_rows)
     teacher_next = next_tokens(inputs.teacher_ids, units.teacher_rows)

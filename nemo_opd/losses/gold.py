@@ -26,7 +26,6 @@ from nemo_opd.losses.support import (
     log_rest,
     of_likeliest,
     partial_divergence,
-    require_temperature_1,
     split,
     with_rest,
     with_tail_cell,
@@ -70,9 +69,7 @@ def gold(
     of the teacher's vocabulary, and no factor τ². Raises ConfigError for shapes, sizes, weights or names that do not
     fit, ProjectionError for a projection without exact pairs.
     """
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     return _paired_loss(
         inputs,
         TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, inputs.device),
@@ -107,9 +104,7 @@ def h_kl(
     §2.8). Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection
     without such pairs, or if no learned row is in a pair.
     """
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     learned = projection if isinstance(projection, LearnedProjection) else None
     matrix = projection.start if isinstance(projection, LearnedProjection) else projection
     pairs = TokenPairs.relaxed(matrix, inputs.student_size, inputs.teacher_size, inputs.device)
@@ -130,7 +125,6 @@ def _paired_loss(
     shares: LearnedShares | None = None,
 ) -> PlannedLoss:
     """Plan `gold` on any pairs. shares: learned shares of some pairs' student tokens."""
-    require_temperature_1(inputs.teacher, inputs.temperature)
     compare = options.comparison(divergence, pairs, shares)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
@@ -226,11 +220,14 @@ class _PairedDivergence:
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
         log_p = _Split.of(student, self.pairs.student, self.pairs.student_rest, self.shares)
         log_q = _Split.of(teacher, self.pairs.teacher, self.pairs.teacher_rest)
-        common = self.common_weight * self._common(log_q, log_p)
+        if self.is_distribution:
+            common = self.divergence(*with_rest(log_q.paired, log_p.paired, log_q.rest, log_p.rest))
+        else:
+            common = partial_divergence(self.divergence, log_q.paired, log_p.paired)
         if not self.uncommon_weight:
-            return common
+            return self.common_weight * common
         tails = (side.largest(self.num_ranks) for side in (log_q, log_p))
-        return common + self.uncommon_weight * _by_rank(*tails).abs().sum(-1)
+        return self.common_weight * common + self.uncommon_weight * _by_rank(*tails).abs().sum(-1)
 
     def truncated(self, student: Tensor, log_q: Tensor, rest_q: Tensor, ranked: Tensor) -> Tensor:
         """Compare log-probabilities [U, V] with a truncated teacher's log_q [U, W] and rest_q [U, 1] → [U].
@@ -272,11 +269,6 @@ class _PairedDivergence:
         slopes = sign.new_zeros(len(p), student.of_block.shape[1]).scatter_(1, columns, sign)
         common = add_comparison_of_pairs(student, teacher, *arguments, (slopes, self.uncommon_weight))
         return self.common_weight * common + self.uncommon_weight * difference.abs().sum(-1)
-
-    def _common(self, log_q: _Split, log_p: _Split) -> Tensor:
-        if not self.is_distribution:
-            return partial_divergence(self.divergence, log_q.paired, log_p.paired)
-        return self.divergence(*with_rest(log_q.paired, log_p.paired, log_q.rest, log_p.rest))
 
 
 def _cells_per_unit(inputs: ChunkInputs, compare: _PairedDivergence) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import compute_on_host
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, check_choice
 from nemo_opd.logits.planned import Readings, plan_readings
 from nemo_opd.logits.rows import TrainableRows
 from nemo_opd.logits.term import unit_cells
@@ -21,7 +21,6 @@ LARGEST_LOG_RATIO = 20.0
 """Log-ratios beyond ±20 (a factor of 5e8) are clamped and get no gradient; such losses would be meaningless."""
 NUM_READINGS = 3
 """Readings per unit: weight π_train / π_behaviour, the weight after cap and veto, and whether the cap applies."""
-_LEVELS = ("token", "sequence")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Importance:
     """Cap of the weights π_train / π_behaviour, and condition for dropping sequences."""
 
     level: str = "token"
-    """One of _LEVELS. token: each unit's weight; sequence: the product over all sampled tokens of its sequence."""
+    """token: each unit's weight; sequence: the product over all sampled tokens of its sequence."""
     cap: float | None = None
     """Upper bound of a weight, or None for no bound."""
     veto: float | None = None
@@ -37,8 +36,7 @@ class Importance:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an unknown level or bounds out of range."""
-        if self.level not in _LEVELS:
-            raise ConfigError(f"importance_level={self.level!r} is unknown; choose from {', '.join(_LEVELS)}")
+        check_choice("importance_level", self.level, ("token", "sequence"))
         if self.cap is not None and not self.cap > 0:
             raise ConfigError(
                 f"importance_cap={self.cap} cannot bound positive weights; give a number above 0, or None"
@@ -123,7 +121,10 @@ class Importance:
         if self.cap is not None:
             metrics["policy/truncated_fraction"] = Mean(is_truncated.sum(), count)
         if self.veto is not None:
-            metrics["policy/vetoed_fraction"] = Mean(0.0, 0) if sequences is None else sequences.vetoed_fraction()
+            vetoed = Mean(0.0, 0)
+            if sequences is not None:
+                vetoed = Mean((sequences.is_vetoed & sequences.is_sampled).sum(), sequences.is_sampled.sum())
+            metrics["policy/vetoed_fraction"] = vetoed
         return metrics
 
 
@@ -137,9 +138,6 @@ class SequenceImportance:
     """bool [B]: the sequence is dropped."""
     is_sampled: Tensor
     """bool [B]: the sequence has tokens that count."""
-
-    def vetoed_fraction(self) -> Mean:
-        return Mean((self.is_vetoed & self.is_sampled).sum(), self.is_sampled.sum())
 
 
 @dataclass(frozen=True, slots=True)

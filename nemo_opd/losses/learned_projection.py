@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.losses.sparse_projection import SparseProjection, cached_by_array, slots_within
+from nemo_opd.losses.sparse_projection import SparseProjection, TokenPairs, cached_while_alive, slots_within
 
 if TYPE_CHECKING:
-    from nemo_opd.losses.sparse_projection import TokenPairs
     from nemo_opd.projection import ProjectionMatrix
 
 NOTHING_PAIRED = (
@@ -92,59 +91,24 @@ class LearnedProjection(nn.Module):
         """Cut R to the given sizes on `device`; its weights have a gradient. Raises ProjectionError as for R₀."""
         sizes = student_vocab_size, teacher_vocab_size
         start = SparseProjection.of(self.start, *sizes, device)
-        cells, entries = self._learned_cells(start, *sizes, device)
+        cells, entries = _learned_cells(self.start, *sizes, device)
         learned = self.log_weights().to(device).flatten().index_select(0, entries)
         block = replace(start.block, log_weight=start.block.log_weight.index_copy(0, cells, learned))
         return replace(start, block=block)
 
     def shares(self, pairs: TokenPairs) -> LearnedShares:
-        """Return the shares of pairs with learned rows, with a gradient. pairs: of R₀.
+        """Return the shares of pairs with learned rows, with a gradient. pairs: the relaxed pairs of R₀.
 
         Raises ProjectionError if no pair has a learned row.
         """
-        places, rows, slots = self._learned_pairs(pairs)
+        sizes = len(pairs.place), len(pairs) + len(pairs.teacher_rest)
+        places, rows, slots = _learned_pairs(self.start, *sizes, pairs.student.device)
+        if not len(places):
+            raise ProjectionError(f"{NOTHING_PAIRED}; use it as it is, or use p_kl, which learns every row")
         log_weights = self.log_weights().to(places.device).index_select(0, rows)
         log_shares = log_weights.gather(1, slots)
         log_remainders = log_weights.scatter(1, slots, -torch.inf).logsumexp(1, keepdim=True)
         return LearnedShares(places, torch.cat([log_shares, log_remainders], 1).T)
-
-    def _learned_pairs(self, pairs: TokenPairs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the indices of learned pairs, int64 [m], and each one's row [m] and slot [m, 1] in Δ."""
-        indices, weights, device = self.start.indices, self.start.weights, pairs.student.device
-
-        def make() -> tuple[Tensor, Tensor, Tensor]:
-            places = learnable_pairs(self.start, pairs)
-            students, teachers = (side.cpu().numpy()[places] for side in (pairs.student, pairs.teacher))
-            slots = (indices[students] == teachers[:, None]).argmax(axis=1)
-            rows = np.searchsorted(self.rows, students)
-            return (
-                torch.from_numpy(places).to(device),
-                torch.from_numpy(rows).to(device),
-                torch.from_numpy(slots[:, None]).to(device),
-            )
-
-        sizes = len(pairs.place), len(pairs) + len(pairs.teacher_rest)
-        places, rows, slots = cached_by_array(make, (indices, weights), LearnedShares, *sizes, device)
-        if not len(places):
-            raise ProjectionError(f"{NOTHING_PAIRED}; use it as it is, or use p_kl, which learns every row")
-        return places, rows, slots
-
-    def _learned_cells(
-        self, sparse: SparseProjection, students: int, teachers: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return the block's cells with learned weights and each one's index into [R · K]: int64 [m] each."""
-        indices, weights = self.start.indices, self.start.weights
-
-        def make() -> tuple[Tensor, Tensor]:
-            student, slot = slots_within(indices, weights, students, teachers)
-            row = np.full(len(indices), -1)
-            row[self.rows] = np.arange(len(self.rows))
-            place = np.where(row[student] >= 0, row[student] * indices.shape[1] + slot, -1)
-            cell_place = np.append(place, -1)[sparse.block.entry.cpu().numpy()]
-            cells = np.flatnonzero(cell_place >= 0)
-            return torch.from_numpy(cells).to(device), torch.from_numpy(cell_place[cells]).to(device)
-
-        return cached_by_array(make, (indices, weights), LearnedProjection, students, teachers, device)
 
     @torch.no_grad()
     def moved(self) -> Tensor:
@@ -157,3 +121,35 @@ class LearnedProjection(nn.Module):
         weights = self.start.weights.copy()
         weights[self.rows] = self.log_weights().exp().cpu().numpy()
         return self.start.with_weights(weights)
+
+
+@cached_while_alive
+def _learned_pairs(
+    matrix: ProjectionMatrix, students: int, teachers: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the indices of learned relaxed pairs, int64 [m], and each one's row [m] and slot [m, 1] in Δ."""
+    pairs = TokenPairs.relaxed(matrix, students, teachers, torch.device("cpu"))
+    places = learnable_pairs(matrix, pairs)
+    student_ids, teacher_ids = pairs.student.numpy()[places], pairs.teacher.numpy()[places]
+    slots = (matrix.indices[student_ids] == teacher_ids[:, None]).argmax(axis=1)
+    rows = np.searchsorted(learnable_rows(matrix), student_ids)
+    return (
+        torch.from_numpy(places).to(device),
+        torch.from_numpy(rows).to(device),
+        torch.from_numpy(slots[:, None]).to(device),
+    )
+
+
+@cached_while_alive
+def _learned_cells(
+    matrix: ProjectionMatrix, students: int, teachers: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the block's cells with learned weights and each one's index into [R · K]: int64 [m] each."""
+    student, slot = slots_within(matrix, students, teachers)
+    row, learned_rows = np.full(len(matrix.indices), -1), learnable_rows(matrix)
+    row[learned_rows] = np.arange(len(learned_rows))
+    place = np.where(row[student] >= 0, row[student] * matrix.indices.shape[1] + slot, -1)
+    sparse = SparseProjection.of(matrix, students, teachers, device)
+    cell_place = np.append(place, -1)[sparse.block.entry.cpu().numpy()]
+    cells = np.flatnonzero(cell_place >= 0)
+    return torch.from_numpy(cells).to(device), torch.from_numpy(cell_place[cells]).to(device)

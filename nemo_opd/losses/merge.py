@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, check_choice
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.alm import likelihood_term
@@ -17,7 +17,6 @@ from nemo_opd.losses.arguments import next_tokens, over
 from nemo_opd.losses.chunk_loss import ChunkInputs, ChunkPositions, Compare, CompareOnto, OnCells, first_position_term
 from nemo_opd.losses.support import require_whole
 
-_MERGES = ("first", "mean", "observed")
 _LIVE_COPIES = 5
 """Tensors of the size of a block's positions that are alive before positions are merged."""
 
@@ -31,7 +30,7 @@ class Merge:
     """
 
     kind: str
-    """One of _MERGES. first: each side's first position of the chunk. For parity with other systems: mean, over all
+    """first: each side's first position of the chunk. For parity with other systems: mean, over all
     positions; observed, the first position's distribution times the probabilities of the chunk's later tokens.
     """
     arithmetic_student: bool = False
@@ -42,8 +41,7 @@ class Merge:
     """
 
     def __post_init__(self) -> None:
-        if self.kind not in _MERGES:
-            raise ConfigError(f"merge={self.kind!r} is unknown; choose from {', '.join(_MERGES)}")
+        check_choice("merge", self.kind, ("first", "mean", "observed"))
 
     def term(
         self,
@@ -59,8 +57,6 @@ class Merge:
         For merged positions `compare` takes log-probabilities [u, V] and [u, W or X] with sums of at most 1.
         """
         if self.kind == "first":
-            if inputs.is_truncated:  # Only `compare` handles a truncated teacher.
-                compare_onto = on_cells = None
             return first_position_term(
                 inputs, compare, cells_per_unit=cells_per_unit, compare_onto=compare_onto, on_cells=on_cells
             )
@@ -128,6 +124,6 @@ def chunk_loss(
     terms, count = [term], len(inputs.units) if single_units is None else single_units
     if continuation_weight:
         longer = replace(inputs, units=inputs.units.where(inputs.units.have_several_tokens))
-        terms.append(likelihood_term(longer).times(continuation_weight))
+        terms.append(likelihood_term(longer, inputs.temperature).times(continuation_weight))
         count += 0 if single_units is None else len(longer.units)
     return inputs.planned(terms, count)

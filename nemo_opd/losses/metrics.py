@@ -1,29 +1,36 @@
-"""Metrics of the student's logits: accuracy, calibration, bits per byte, rollout statistics, overlap with a teacher."""
+"""Metrics of logits: accuracy, calibration, bits per byte, rollout statistics, overlap, and the mass of images."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import compute_on_host, to_list
+from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.planned import PlannedLoss, Readings, plan_readings
 from nemo_opd.logits.rows import LogitRows, trainable_rows
-from nemo_opd.logits.term import unit_cells
+from nemo_opd.logits.term import ReadAhead, unit_cells
 from nemo_opd.losses.arguments import (
     LabelPositions,
+    TokenArguments,
     check_positions,
     label_rows,
     next_tokens,
     own_columns,
     sampled_mask,
 )
-from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.importance import LARGEST_LOG_RATIO
-from nemo_opd.losses.sparse_projection import TokenPairs
+from nemo_opd.losses.prefixes import first_pieces
+from nemo_opd.losses.sparse_projection import TokenPairs, cached_while_alive
 from nemo_opd.losses.support import largest
 from nemo_opd.types import Last, Max, Mean, Metric, Metrics, SampledRows, TokenRows
 
@@ -37,6 +44,8 @@ _CALIBRATION_GAP = "calibration_gap/"
 _NUM_BINS = 15
 _TOP_K = 16
 """Compared tokens per side."""
+STRIDE = 16
+"""Metrics of the teacher's distribution measure only tokens, or aligned chunks, 1, 17, 33, …."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +94,6 @@ class AccuracyRecorder:
         return is_hit.index_copy_(0, self.rows + 1, self.readings.gather()[0] > 0).view(batch, width)
 
 
-def plan_accuracy(
-    logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int, chunk_size: int | None = None
-) -> PlannedLoss:
-    """Plan the metric `accuracy` and the inputs of `calibration_error`; see `AccuracyRecorder.of`."""
-    return AccuracyRecorder.of(logits_BSV, tokens, vocab_size=vocab_size, chunk_size=chunk_size).plan
-
-
 def _accuracy_metrics(readings: Tensor) -> dict[str, Metric]:
     """Compute the metrics from hits and confidences, float64 [2, U]."""
     hits, confidence = readings
@@ -106,7 +108,7 @@ def calibration_error(metrics: Metrics) -> float:
     """Return the expected calibration error: Σ over bins of confidence |Σ (confidence − hit)| / scored tokens.
 
     The confidence is the probability of the likeliest token; bins have equal width. metrics: merged metrics of
-    `plan_accuracy` over all batches. Source: Guo et al. 2017, "On Calibration of Modern Neural Networks".
+    `AccuracyRecorder` over all batches. Source: Guo et al. 2017, "On Calibration of Modern Neural Networks".
     """
     return sum(abs(metric.value()) for name, metric in metrics.items() if name.startswith(_CALIBRATION_GAP))
 
@@ -200,40 +202,17 @@ def plan_overlap(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
     *,
-    mask: Tensor,
     top_k: int = _TOP_K,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[TokenArguments],
 ) -> PlannedLoss:
     """Plan the metric `overlap`: the mean of |student's top_k ∩ teacher's top_k| / top_k over scored tokens.
 
     Unshifted logits [B, S, V] and [B, S, W] of one vocabulary and mask [B, S], as in `same_vocab`. Raises ConfigError
     for shapes or sizes that do not fit.
     """
-    places = LabelPositions.of(
-        student_logits,
-        teacher_logits,
-        mask=mask,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
-    k, ahead = min(top_k, places.size), places.teacher_ahead()
-
-    def read(logits: Tensor, part: slice) -> Tensor:
-        return _overlap(largest(logits, k), largest(ahead.of(part), k))
-
-    return plan_readings(
-        places.student,
-        places.student_rows,
-        read,
-        _overlap_metrics,
-        readings=Readings.of(places.student, len(places), 1),
-        cells=unit_cells(len(places), 2 * _COPIES_FOR_OVERLAP * places.size),
-        width=places.size,
-        chunk_size=chunk_size,
-        ahead=ahead,
-    )
+    places = LabelPositions.of(student_logits, teacher_logits, **shared)
+    sizes = places.size, places.size
+    return _plan_overlap(places, places.student_rows, places.teacher_ahead(), sizes, min(top_k, places.size), None)
 
 
 def plan_chunk_overlap(
@@ -241,56 +220,105 @@ def plan_chunk_overlap(
     teacher_logits: Tensor | LogitRows,
     *,
     projection: ProjectionMatrix,
-    student_ids: Tensor,
-    teacher_ids: Tensor,
-    student_chunk_id: Tensor,
-    teacher_chunk_id: Tensor,
     top_k: int = _TOP_K,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
     """Plan `overlap` at the first positions of aligned chunks, replacing student tokens by their exact partners.
 
-    Tokens without a partner never match, so 1 may be out of reach. Arguments as for `p_kl`. Raises ConfigError for
-    shapes or sizes that do not fit, ProjectionError for a projection without exact pairs.
+    Tokens without a partner never match, so 1 may be out of reach. Arguments as for `p_kl`, with a whole teacher.
+    Raises ConfigError for shapes or sizes that do not fit, ProjectionError for a projection without exact pairs.
     """
-    inputs = ChunkInputs.of(
-        student_logits,
-        teacher_logits,
-        student_ids=student_ids,
-        teacher_ids=teacher_ids,
-        student_chunk_id=student_chunk_id,
-        teacher_chunk_id=teacher_chunk_id,
-        temperature=1.0,
-        projection=projection,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
-    sizes = inputs.student_size, inputs.teacher_size
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, projection=projection, **shared)
+    sizes, rows = (inputs.student_size, inputs.teacher_size), inputs.units.student_rows
     partner = TokenPairs.exact(projection, *sizes, inputs.device).partner
-    k, ahead = min(top_k, *sizes), inputs.teacher_ahead(inputs.units.teacher_rows)
+    ahead = inputs.teacher_ahead(inputs.units.teacher_rows)
+    return _plan_overlap(inputs, rows, ahead, sizes, min(top_k, *sizes), partner)
+
+
+def _plan_overlap(
+    inputs: LabelPositions | ChunkInputs,
+    rows: Tensor,
+    ahead: ReadAhead,
+    sizes: tuple[int, int],
+    top_k: int,
+    partner: Tensor | None,
+) -> PlannedLoss:
+    """Plan the metric at the student's rows [U]. partner: int64 [V], teacher tokens to replace student tokens by."""
 
     def read(logits: Tensor, part: slice) -> Tensor:
-        return _overlap(partner[largest(logits, k)], largest(ahead.of(part), k))
+        student, teacher = largest(logits, top_k), largest(ahead.of(part), top_k)
+        student = student if partner is None else partner[student]
+        return (student.unsqueeze(2) == teacher.unsqueeze(1)).any(2).double().mean(1, keepdim=True)
 
     return plan_readings(
         inputs.student,
-        inputs.units.student_rows,
+        rows,
         read,
-        _overlap_metrics,
-        readings=Readings.of(inputs.student, len(inputs.units), 1),
-        cells=unit_cells(len(inputs.units), _COPIES_FOR_OVERLAP * sum(sizes)),
-        width=inputs.student_size,
-        chunk_size=chunk_size,
+        lambda readings: {"overlap": Mean(readings.sum(), readings.shape[1])},
+        readings=Readings.of(inputs.student, len(rows), 1),
+        cells=unit_cells(len(rows), _COPIES_FOR_OVERLAP * sum(sizes)),
+        width=sizes[0],
+        chunk_size=inputs.chunk_size,
         ahead=ahead,
     )
 
 
-def _overlap(first: Tensor, second: Tensor) -> Tensor:
-    """Compute the share of a row's entries that the other tensor's row also contains: [U, k] and [U, k] → [U, 1]."""
-    return (first.unsqueeze(2) == second.unsqueeze(1)).any(2).double().mean(1, keepdim=True)
+def teacher_images(loss: str, projection: ProjectionMatrix, pieces: str = "spelling") -> NDArray[np.bool_] | None:
+    """Return which teacher tokens a loss type maps: bool [W], or None if it uses no map or the projection lacks it.
+
+    The probability of other tokens goes into a rest cell or is left out (methods.md §5.14). pieces: `byte_prefix`'s.
+    """
+    tokens = np.arange(projection.teacher_vocab_size)
+    if loss == "p_kl":
+        return np.isin(tokens, projection.indices)
+    if loss in ("gold", "strict"):
+        return np.isin(tokens, projection.shared_pairs[:, 1])
+    if loss == "byte_prefix" and pieces == "spelling":
+        return None if projection.teacher_spellings is None else first_pieces(projection, pieces) >= 0
+    if loss in ("byte_prefix", "escd") and projection.byte_prefix is not None:
+        return projection.byte_prefix >= 0
+    if loss == "shared_prefix" and projection.teacher_shared_prefix is not None:
+        return projection.teacher_shared_prefix >= 0
+    return None
 
 
-def _overlap_metrics(readings: Tensor) -> dict[str, Metric]:
-    return {"overlap": Mean(readings.sum(), readings.shape[1])}
+def with_image_mass(plan: PlannedLoss, images: NDArray[np.bool_], student_chunk_id: Tensor) -> PlannedLoss:
+    """Add the metric `kd_mass` to a chunk loss: the mean of the teacher's mass on tokens with an image.
+
+    images: bool [W]. Measured at the first positions of every 16th chunk, numbered by `student_chunk_id` [B, S], in the
+    rows that the loss reads: without another product with the teacher's head.
+    """
+    term = plan.terms[0]
+    assert term.ahead is not None
+    ahead = term.ahead
+
+    def measured(rows: Tensor, chunk_id: Tensor) -> list[Tensor]:
+        first = rows if term.begins is None else rows[torch.tensor(term.begins[:-1], device=rows.device)]
+        units = (next_tokens(chunk_id, first) % STRIDE == 1).nonzero().squeeze(1)
+        return [units, ahead.first_rows(units)]
+
+    units, teacher_rows = compute_on_host(measured, term.rows, student_chunk_id)
+    unit_list = to_list(units)
+    readings = Readings.of(plan.source, len(unit_list), 1)
+
+    def watch(part: slice, rows: Tensor) -> None:
+        measured = slice(bisect_left(unit_list, part.start), bisect_left(unit_list, part.stop))
+        if measured.start < measured.stop:
+            places = teacher_rows[measured] - ahead.span(part).start
+            logits = rows.index_select(0, places).to(compute_dtype(plan.source))
+            has_image = _on_device(images, logits.shape[1], logits.dtype, logits.device)
+            readings.put(measured, logits.softmax(1) @ has_image)
+
+    ahead.watch = watch
+
+    def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+        masses = readings.gather()
+        return plan.metrics_of(weighted, unweighted) | {"kd_mass": Mean(masses.sum(), masses.shape[1])}
+
+    return replace(plan, metrics_of=metrics_of)
+
+
+@cached_while_alive
+def _on_device(images: NDArray[np.bool_], size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return 1 for teacher tokens with an image and 0 for tokens without: [size, 1]."""
+    return torch.from_numpy(images[:size]).to(device, dtype).unsqueeze(1)

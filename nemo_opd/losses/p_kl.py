@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.kernels.forms import CellMap
-from nemo_opd.logits.blocks import own_share, unit_parts
+from nemo_opd.logits.blocks import own_parts
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import GradientSink, UnitRows, unit_cells
@@ -23,7 +23,7 @@ from nemo_opd.losses.fused import fused, log_sum_exp, softmax, taken_once
 from nemo_opd.losses.learned_projection import LearnedProjection
 from nemo_opd.losses.merge import Merge, chunk_loss
 from nemo_opd.losses.sparse_projection import SparseProjection, project, pull_back
-from nemo_opd.losses.support import partial_divergence, require_temperature_1, require_whole, split, with_tail_cell
+from nemo_opd.losses.support import partial_divergence, require_whole, split, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -69,10 +69,7 @@ def p_kl(
             "vocab_topk=1 with compat=nemo_rl: one renormalised column is 1 on both sides, and nothing is learned; "
             "give a larger number, or leave compat out"
         )
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
-    require_temperature_1(inputs.teacher, temperature)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     if vocab_topk is not None:
         require_whole(inputs.teacher, f"vocab_topk={vocab_topk}", "it chooses columns by all logits of a microbatch")
     compare = Divergence(divergence, beta, mixed_weight)
@@ -113,7 +110,7 @@ def p_kl(
     term = merging.term(
         inputs,
         unit_loss if compat is None else nemo_rl_loss,
-        cells_per_unit=_cells_per_unit(sparse, inputs),
+        cells_per_unit=5 * sizes[0] + 3 * sizes[1] + 3 * sparse.num_entries + 12 * sparse.num_columns,
         compare_onto=unit_loss_onto if has_closed_form else None,
         on_cells=OnCells(compare, for_kernels, coverage) if has_closed_form else None,
     )
@@ -190,13 +187,7 @@ class _Cells:
 def _largest_logits(inputs: ChunkInputs, rows: Tensor) -> Tensor:
     """Return each column's largest logit, [W], over rows [R] of [B·T]; −inf without rows."""
     largest = torch.full((inputs.teacher_size,), -torch.inf, dtype=inputs.dtype, device=inputs.device)
-    parts = unit_parts(inputs.teacher, unit_cells(len(rows), 2 * inputs.teacher_size))
-    for part in own_share(inputs.teacher, parts, slice(0, 0)):
-        columns = torch.cat([inputs.teacher_at(rows[part]), largest.unsqueeze(0)])
-        largest = columns.amax(0)
+    for part in own_parts(inputs.teacher, unit_cells(len(rows), 2 * inputs.teacher_size)):
+        logits = inputs.teacher.read(rows[part], inputs.teacher_size).to(inputs.dtype)
+        largest = torch.cat([logits, largest.unsqueeze(0)]).amax(0)
     return inputs.teacher.reduce(largest, dist.ReduceOp.MAX)
-
-
-def _cells_per_unit(sparse: SparseProjection, inputs: ChunkInputs) -> int:
-    """Count fp32 numbers per unit at the memory peak of a block."""
-    return 5 * inputs.student_size + 3 * inputs.teacher_size + 3 * sparse.num_entries + 12 * sparse.num_columns

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, check_choice
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.term import ReadAhead, unit_cells
 from nemo_opd.losses.arguments import chunk_starts, next_tokens, over
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 
-ENDS = ("drop", "cover", "rest")
 POSITION_KINDS = ("start", "inside", "later", "unaligned")
 """start: first token of a chunk. inside: begins inside the chunk's first teacher token. later: begins inside a later
 teacher token of the chunk. unaligned: in no chunk that losses use.
@@ -43,7 +43,12 @@ def position_loss(
 
     Raises ConfigError for unknown ends, or for `drop` with a divergence other than forward KL.
     """
-    _check(ends, compare)
+    check_choice("ends", ends, ("drop", "cover", "rest"))
+    if ends == "drop" and compare.forward_share != 1:
+        raise ConfigError(
+            f"divergence={compare.kind} with ends=drop: these targets are exact only in the mean over texts, so the "
+            "divergence must be linear in them; choose divergence=forward_kl or ends=cover"
+        )
     targets = Targets.of(inputs, projection, ends, pieces)
     temperature, student = inputs.temperature, targets.positions.student
 
@@ -100,16 +105,6 @@ def _gradient(shares: Tensor, is_unreached: Tensor, of_rest: Tensor, grad_output
     return shares * torch.where(is_unreached, of_rest * grad_output, grad_output)
 
 
-def _check(ends: str, compare: Divergence) -> None:
-    if ends not in ENDS:
-        raise ConfigError(f"ends={ends!r} is unknown; choose from {', '.join(ENDS)}")
-    if ends == "drop" and compare.forward_share != 1:
-        raise ConfigError(
-            f"divergence={compare.kind} with ends=drop: these targets are exact only in the mean over texts, so the "
-            "divergence must be linear in them; choose divergence=forward_kl or ends=cover"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Targets:
     """Teacher log-masses of student tokens and of a rest cell, at the compared positions of each chunk."""
@@ -129,10 +124,7 @@ class Targets:
     @staticmethod
     def of(inputs: ChunkInputs, projection: ProjectionMatrix, ends: str, pieces: str) -> Targets:
         sizes, units = (inputs.student_size, inputs.teacher_size), inputs.units
-
-        def tree_on(device: torch.device) -> PieceTree:
-            return PieceTree.of(projection, pieces, *sizes, device)
-
+        tree_on = partial(PieceTree.of, projection, pieces, *sizes)
         positions = PositionUnits.of(units, inputs.student_ids, inputs.teacher_ids, tree_on, has_before=ends == "cover")
         prefixes = PrefixRanges.of(projection, inputs.teacher_size, inputs.device)
         return Targets(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.losses.arguments import ChunkUnits, chunk_units, next_tokens
 from nemo_opd.losses.chunk_loss import ChunkPositions, offsets_of, segments_log_sum_exp, segments_reduced
-from nemo_opd.losses.prefixes import PieceTree, TreeOn
+from nemo_opd.losses.prefixes import PieceTree
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -58,15 +58,21 @@ class PositionUnits:
 
     @staticmethod
     def of(
-        units: ChunkUnits, student_ids: Tensor, teacher_ids: Tensor, tree_on: TreeOn, *, has_before: bool
+        units: ChunkUnits,
+        student_ids: Tensor,
+        teacher_ids: Tensor,
+        tree_on: Callable[[torch.device], PieceTree],
+        *,
+        has_before: bool,
     ) -> PositionUnits:
         """Find the positions in ids [B, S] and [B, T], through `compute_on_host`. has_before: fill `before`."""
 
         def positions(*tensors: Tensor) -> list[Tensor]:
-            return _positions(tree_on(tensors[0].device), *tensors, has_before=has_before)
+            student_ids, teacher_ids = tensors[4:]
+            tokens = _ChunkTokens.of(tree_on(student_ids.device), ChunkUnits(*tensors[:4]), student_ids, teacher_ids)
+            return _positions(tokens, has_before)
 
-        fields = (units.student_rows, units.teacher_rows, units.student_lengths, units.teacher_lengths)
-        tensors = compute_on_host(positions, *fields, student_ids, teacher_ids)
+        tensors = compute_on_host(positions, *units.tensors, student_ids, teacher_ids)
         return PositionUnits(
             ChunkPositions.sent(*tensors[:3]),
             _node_positions(tensors[3:10]),
@@ -87,21 +93,23 @@ def compared_positions(
     sizes = projection.student_vocab_size, projection.teacher_vocab_size
     units = chunk_units(student_chunk_id, teacher_chunk_id)
 
-    def positions(student_rows: Tensor, *tensors: Tensor) -> list[Tensor]:
-        tree = PieceTree.of(projection, pieces, *sizes, student_rows.device)
-        tokens = _ChunkTokens.of(tree, student_rows, *tensors)
-        is_compared = torch.zeros(student_ids.numel(), dtype=torch.bool, device=student_rows.device)
+    def positions(*tensors: Tensor) -> list[Tensor]:
+        student_ids, teacher_ids = tensors[4:]
+        tree = PieceTree.of(projection, pieces, *sizes, student_ids.device)
+        tokens = _ChunkTokens.of(tree, ChunkUnits(*tensors[:4]), student_ids, teacher_ids)
+        is_compared = torch.zeros(student_ids.numel(), dtype=torch.bool, device=student_ids.device)
         is_compared[tokens.chunks.rows[tokens.is_compared] + 1] = True
         return [is_compared.view_as(student_ids)]
 
-    fields = (units.student_rows, units.teacher_rows, units.student_lengths, units.teacher_lengths)
-    return compute_on_host(positions, *fields, student_ids, teacher_ids)[0]
+    return compute_on_host(positions, *units.tensors, student_ids, teacher_ids)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _ChunkTokens:
     """All R student tokens of the chunks."""
 
+    tree: PieceTree
+    units: ChunkUnits
     chunks: ChunkPositions
     realised: Tensor
     """int64 [R]: token ids."""
@@ -113,44 +121,26 @@ class _ChunkTokens:
     """bool [R]"""
 
     @staticmethod
-    def of(
-        tree: PieceTree,
-        student_rows: Tensor,
-        teacher_rows: Tensor,
-        student_lengths: Tensor,
-        teacher_lengths: Tensor,
-        student_ids: Tensor,
-        teacher_ids: Tensor,
-    ) -> _ChunkTokens:
-        chunks = ChunkPositions.of(student_rows, student_lengths)
+    def of(tree: PieceTree, units: ChunkUnits, student_ids: Tensor, teacher_ids: Tensor) -> _ChunkTokens:
+        lengths = units.student_lengths
+        chunks = ChunkPositions.of(units.student_rows, lengths)
         realised, place = chunks.targets(student_ids), chunks.place
-        unit = chunks.per_position(torch.arange(len(student_rows), device=place.device))
-        first = next_tokens(teacher_ids, teacher_rows).long()[unit]
+        unit = chunks.per_position(torch.arange(len(units), device=place.device))
+        first = next_tokens(teacher_ids, units.teacher_rows).long()[unit]
         piece = (tree.begin[first] + place).clamp(max=len(tree.pieces) - 1)
         has_piece = place < tree.length[first]
         differs = ~has_piece | (tree.pieces[piece] != realised)
         num_different = differs.long().cumsum(0) - differs.long()
-        has_equal_prefix = num_different == num_different[student_lengths.cumsum(0) - student_lengths][unit]
-        may_cross = differs & (teacher_lengths[unit] > 1) & (place < student_lengths[unit] - 1)
+        has_equal_prefix = num_different == num_different[lengths.cumsum(0) - lengths][unit]
+        may_cross = differs & (units.teacher_lengths[unit] > 1) & (place < lengths[unit] - 1)
         is_compared = (place == 0) | (has_piece & has_equal_prefix & ~may_cross)
-        return _ChunkTokens(chunks, realised, unit, torch.where(place == 0, 0, tree.node[piece]), is_compared)
+        node = torch.where(place == 0, 0, tree.node[piece])
+        return _ChunkTokens(tree, units, chunks, realised, unit, node, is_compared)
 
 
-def _positions(
-    tree: PieceTree,
-    student_rows: Tensor,
-    teacher_rows: Tensor,
-    student_lengths: Tensor,
-    teacher_lengths: Tensor,
-    student_ids: Tensor,
-    teacher_ids: Tensor,
-    *,
-    has_before: bool,
-) -> list[Tensor]:
+def _positions(tokens: _ChunkTokens, has_before: bool) -> list[Tensor]:
     """Return the tensors of all fields of `PositionUnits`."""
-    tokens = _ChunkTokens.of(
-        tree, student_rows, teacher_rows, student_lengths, teacher_lengths, student_ids, teacher_ids
-    )
+    tree, (student_rows, teacher_rows, student_lengths, teacher_lengths) = tokens.tree, tokens.units.tensors
     begins = student_lengths.cumsum(0) - student_lengths
     follows = torch.zeros_like(teacher_lengths, dtype=torch.bool)
     follows[1:] = (student_rows + student_lengths)[:-1] == student_rows[1:]

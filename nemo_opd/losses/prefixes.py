@@ -7,7 +7,6 @@ tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,18 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import compute_on_host, to_device_batched
-from nemo_opd.errors import ConfigError, ProjectionError
+from nemo_opd.errors import ProjectionError, check_choice
 from nemo_opd.logits.term import ReadAhead
 from nemo_opd.losses.alm import log1mexp, log_surprise
 from nemo_opd.losses.arguments import next_tokens, over
 from nemo_opd.losses.chunk_loss import ChunkInputs, ChunkPositions
 from nemo_opd.losses.fused import log_sum_exp
-from nemo_opd.losses.sparse_projection import cached_by_array
+from nemo_opd.losses.sparse_projection import cached_while_alive
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-_PIECES = ("spelling", "longest_prefix")
 ADD_MAPS = (
     "which this projection lacks; add it with nemo_opd.projection.add_byte_prefix or "
     "nemo-opd projection byte-prefix, or use projection: auto"
@@ -73,6 +71,7 @@ class PieceTree:
     """int64 [R]: the node reached by the next piece, −1 for the run of tokens that end at the node."""
 
     @staticmethod
+    @cached_while_alive
     def of(
         projection: ProjectionMatrix,
         pieces: str,
@@ -82,17 +81,10 @@ class PieceTree:
     ) -> PieceTree:
         """Build the tree within the given vocabulary sizes; cached while the projection lives.
 
-        pieces: as for `check_pieces`. Raises ProjectionError for a projection without pieces.
+        pieces: as for `byte_prefix`. Raises ProjectionError for a projection without them.
         """
         ids, ends = _arrays_of(projection, pieces)
-        return cached_by_array(
-            lambda: _tree(ids, ends[:teacher_vocab_size].astype(np.int64), student_vocab_size, device),
-            (ids, ends),
-            PieceTree,
-            student_vocab_size,
-            teacher_vocab_size,
-            device,
-        )
+        return _tree(ids, ends[:teacher_vocab_size].astype(np.int64), student_vocab_size, device)
 
     def run_cell(self, runs: Tensor) -> Tensor:
         """Return the next piece of each run, or V for tokens that end at the node."""
@@ -111,25 +103,12 @@ class PieceTree:
         return torch.where((nodes >= 0) & (self.run_key[runs] == keys), self.run_child[runs], -1)
 
 
-TreeOn = Callable[[torch.device], PieceTree]
-"""Returns the tree on a device."""
-
-
+@cached_while_alive
 def first_pieces(projection: ProjectionMatrix, pieces: str) -> NDArray[np.int32]:
     """Return the first piece of each teacher token [W], −1 for none. Raises ProjectionError as `PieceTree.of`."""
     ids, ends = _arrays_of(projection, pieces)
-
-    def first() -> NDArray[np.int32]:
-        begin = np.append(0, ends[:-1])
-        return np.where(begin < ends, np.append(ids, -1)[begin], -1).astype(np.int32)
-
-    return cached_by_array(first, (ids, ends), first_pieces)
-
-
-def check_pieces(pieces: str) -> None:
-    """Raise ConfigError unless `pieces` is spelling or longest_prefix."""
-    if pieces not in _PIECES:
-        raise ConfigError(f"pieces={pieces!r} is unknown; choose from {', '.join(_PIECES)}")
+    begin = np.append(0, ends[:-1])
+    return np.where(begin < ends, np.append(ids, -1)[begin], -1).astype(np.int32)
 
 
 def _arrays_of(projection: ProjectionMatrix, pieces: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -137,11 +116,11 @@ def _arrays_of(projection: ProjectionMatrix, pieces: str) -> tuple[NDArray[np.in
 
     Raises ConfigError for unknown pieces, ProjectionError for a projection without them.
     """
-    check_pieces(pieces)
     arrays = {
         "spelling": (projection.teacher_spellings, projection.teacher_spelling_ends),
         "longest_prefix": (projection.teacher_prefix_pieces, projection.teacher_prefix_ends),
     }
+    check_choice("pieces", pieces, arrays)
     ids, ends = arrays[pieces]
     if ids is None or ends is None:
         raise ProjectionError(
@@ -314,32 +293,20 @@ class PrefixRanges:
     """int64 [W]"""
 
     @staticmethod
+    @cached_while_alive
     def of(projection: ProjectionMatrix, teacher_vocab_size: int, device: torch.device) -> PrefixRanges:
         """Return the ranges among the first `teacher_vocab_size` tokens; cached while the matrix lives.
 
         Raises ProjectionError for a projection without a byte order.
         """
-        byte_order = projection.teacher_byte_order
-        if byte_order is None:
+        if projection.teacher_byte_order is None:
             raise ProjectionError(f"byte_prefix needs the byte order of the teacher's tokens, {ADD_MAPS}")
-        return cached_by_array(
-            lambda: PrefixRanges(
-                *to_device_batched(PrefixRanges._within(torch.from_numpy(byte_order), teacher_vocab_size), device)
-            ),
-            (byte_order,),
-            PrefixRanges,
-            teacher_vocab_size,
-            device,
-        )
-
-    @staticmethod
-    def _within(byte_order: Tensor, teacher_vocab_size: int) -> list[Tensor]:
-        """Compute `place`, `begin` and `end` on the host, where counting tokens does not wait for a device."""
-        order, begin, end = byte_order.long().T
+        # On the host, where counting tokens does not wait for a device.
+        order, begin, end = torch.from_numpy(projection.teacher_byte_order).long().T
         is_inside = order < teacher_vocab_size
         inside_before = torch.cat([is_inside.new_zeros(1).long(), is_inside.cumsum(0)])
         bounds = (inside_before[bound[:teacher_vocab_size]] for bound in (begin, end))
-        return [order[is_inside].argsort(), *bounds]
+        return PrefixRanges(*to_device_batched([order[is_inside].argsort(), *bounds], device))
 
 
 def _log_mass(logits: Tensor, mask: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, check_choice
 from nemo_opd.logits.planned import Loss, PlannedLoss, Readings
 from nemo_opd.logits.rows import LogitRows, TrainableRows
 from nemo_opd.logits.term import ReadAhead, Term, unit_cells
-from nemo_opd.losses.arguments import LabelPositions, TokenArguments, check_positions, without_none
+from nemo_opd.losses.arguments import LabelPositions, TokenArguments, check_positions
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, ChunkPositions, RealisedChunks
 from nemo_opd.losses.cross_entropy import LIVE_COPIES
 from nemo_opd.losses.importance import (
@@ -26,9 +26,6 @@ from nemo_opd.losses.importance import (
 )
 from nemo_opd.types import Mean, Metric
 
-_ESTIMATORS = ("k1", "k2", "k3")
-_UPDATES = ("policy_gradient", "direct")
-_SHARES = ("chunk", "equal", "logprobs")
 _SMALLEST_LOG_LIKELIHOOD = 1e-8
 """Chunks that the student finds more certain than this have equal shares, as the log-probabilities are rounding."""
 
@@ -84,7 +81,7 @@ def sampled_kl(
     estimate = _KLEstimate(estimator, update, clip, importance, shares, advantage_clamp)
     places = LabelPositions.of(student_logits, teacher_logits, takes_truncated=True, **shared)
     mask = shared["mask"]
-    check_positions(mask.shape, ids=ids, **without_none(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs))
+    check_positions(mask.shape, ids=ids, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
     tokens = ChunkPositions.single(places.rows)
     targets = tokens.targets(ids)
     sampled = _SampledChunks(
@@ -158,9 +155,8 @@ def sampled_chunk_kl(
     importance = Importance(importance_level, importance_cap, importance_veto)
     clip = Clip(clip_low, clip_high, dual_clip)
     estimate = _KLEstimate(estimator, update, clip, importance, shares, advantage_clamp)
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, takes_truncated=True, **shared)
-    token_tensors = without_none(mask=mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
-    check_positions(inputs.student.shape, **token_tensors)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, **shared)
+    check_positions(inputs.student.shape, mask=mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
     units = inputs.units
     student = RealisedChunks.of(units.student_rows, units.student_lengths, inputs.student_ids)
     teacher = RealisedChunks.of(units.teacher_rows, units.teacher_lengths, inputs.teacher_ids)
@@ -191,23 +187,16 @@ class _KLEstimate:
     """KL estimator with its update rule. Raises ConfigError for unknown names, or direct with sequence weights."""
 
     estimator: str
-    """One of _ESTIMATORS."""
     update: str
-    """One of _UPDATES."""
     clip: Clip
     importance: Importance
     shares: str
-    """One of _SHARES."""
     advantage_clamp: float | None
 
     def __post_init__(self) -> None:
-        for key, value, choices in (
-            ("estimator", self.estimator, _ESTIMATORS),
-            ("update", self.update, _UPDATES),
-            ("shares", self.shares, _SHARES),
-        ):
-            if value not in choices:
-                raise ConfigError(f"{key}={value!r} is unknown; choose from {', '.join(choices)}")
+        check_choice("estimator", self.estimator, ("k1", "k2", "k3"))
+        check_choice("update", self.update, ("policy_gradient", "direct"))
+        check_choice("shares", self.shares, ("chunk", "equal", "logprobs"))
         if self.update == "direct" and self.importance.level == "sequence":
             raise ConfigError(
                 "importance_level='sequence' weighs policy gradients, and update='direct' differentiates the estimate "

@@ -8,15 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nemo_opd.errors import ProjectionError
+from nemo_opd.errors import ProjectionError, check_choice
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.cells import CommonCells, common_cells, common_cells_term
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.merge import chunk_loss
-from nemo_opd.losses.prefixes import check_pieces
-from nemo_opd.losses.support import require_temperature_1
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -45,16 +43,12 @@ def shared_prefix(
     continuation_weight: factor of the `alm` term of chunks with several tokens on a side. Raises ConfigError for
     shapes, sizes or names that do not fit, ProjectionError for a projection without the maps.
     """
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
-    require_temperature_1(inputs.teacher, temperature)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     compare = Divergence(divergence, beta, mixed_weight)
     sizes = inputs.student_size, inputs.teacher_size
     maps = _maps(projection, pieces)
     cells = CommonCells.of(*maps, *sizes, inputs.device)
-
-    on_cells = None if inputs.is_truncated else OnCells(compare, lambda: common_cells(*maps, *sizes, inputs.device))
+    on_cells = OnCells(compare, lambda: common_cells(*maps, *sizes, inputs.device))
     term = common_cells_term(inputs, cells, compare, on_cells)
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 
@@ -64,11 +58,12 @@ def _maps(projection: ProjectionMatrix, pieces: str) -> tuple[NDArray[np.int32],
 
     Raises ConfigError for unknown pieces, ProjectionError for a projection without the maps.
     """
-    check_pieces(pieces)
-    student_cells, teacher_cells = {
+    maps = {
         "spelling": (projection.student_shared_spelling, projection.teacher_shared_spelling),
         "longest_prefix": (projection.student_shared_prefix, projection.teacher_shared_prefix),
-    }[pieces]
+    }
+    check_choice("pieces", pieces, maps)
+    student_cells, teacher_cells = maps[pieces]
     if student_cells is None or teacher_cells is None:
         raise ProjectionError(
             f"shared_prefix with pieces={pieces} needs its shared-prefix maps, which this projection lacks; add them "

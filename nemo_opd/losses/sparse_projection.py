@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -20,15 +21,34 @@ from nemo_opd.losses.fused import fused
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-_Object = TypeVar("_Object")
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 _Ids = NDArray[np.int64]
-_Match = Callable[["ProjectionMatrix", int, int], tuple[_Ids, _Ids]]
-"""(projection, student size, teacher size) → student and teacher ids of the pairs, in order of student id."""
 _EXACT_LENGTH = 4
 """Longest segment length without padding; longer segments are padded to a power of two."""
 _RELAXED_WEIGHT = 0.6
 """Minimum weight of a relaxed pair. Above ½, so that a row has at most one pair."""
-_cache: dict[tuple[Hashable, ...], Any] = {}
+
+
+def cached_while_alive(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Cache a function of arrays and matrices, compared by identity, and of numbers, names, devices and dtypes.
+
+    A result is dropped with the first of its arrays or matrices.
+    """
+    results: dict[tuple[object, ...], _Result] = {}
+
+    @wraps(function)
+    def cached(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        assert not kwargs, "arguments are compared by position"
+        owners = [value for value in args if not isinstance(value, int | str | torch.device | torch.dtype)]
+        key = tuple(value if isinstance(value, int | str | torch.device | torch.dtype) else id(value) for value in args)
+        if key not in results:
+            results[key] = function(*args, **kwargs)
+            for owner in owners:  # An id may be reused once its owner is gone.
+                weakref.finalize(owner, results.pop, key, None)
+        return results[key]
+
+    return cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +68,7 @@ class SparseProjection:
     block: _Block
 
     @staticmethod
+    @cached_while_alive
     def of(
         projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> SparseProjection:
@@ -55,15 +76,8 @@ class SparseProjection:
 
         Raises ProjectionError if no entry remains.
         """
-        indices, weights = projection.indices, projection.weights
-        sizes = student_vocab_size, teacher_vocab_size
-        return cached_by_array(
-            lambda: SparseProjection.of_entries(*entries_within(indices, weights, *sizes), sizes[0]).to(device),
-            (indices, weights),
-            SparseProjection,
-            *sizes,
-            device,
-        )
+        entries = entries_within(projection, student_vocab_size, teacher_vocab_size)
+        return SparseProjection.of_entries(*entries, student_vocab_size).to(device)
 
     @staticmethod
     def of_entries(
@@ -220,26 +234,25 @@ def _cell_gradient(gradient: Tensor, shares: Tensor, block: _Block) -> Tensor:
 
 
 def entries_within(
-    indices: np.ndarray, weights: np.ndarray, student_vocab_size: int, teacher_vocab_size: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int
+) -> tuple[_Ids, _Ids, NDArray[np.float64]]:
     """Return the entries [nnz] of a matrix within the given sizes: student token, teacher token, weight above 0.
 
     Raises ProjectionError if there are none.
     """
-    student, slot = slots_within(indices, weights, student_vocab_size, teacher_vocab_size)
+    student, slot = slots_within(projection, student_vocab_size, teacher_vocab_size)
     if not len(student):
         raise ProjectionError(
             f"the projection has no entry within {student_vocab_size} student and {teacher_vocab_size} teacher tokens; "
             "it belongs to another pair of tokenizers, or they have nothing in common"
         )
-    return student, indices[student, slot].astype(np.int64), weights[student, slot].astype(np.float64)
+    entry = student, slot
+    return student, projection.indices[entry].astype(np.int64), projection.weights[entry].astype(np.float64)
 
 
-def slots_within(
-    indices: np.ndarray, weights: np.ndarray, student_vocab_size: int, teacher_vocab_size: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def slots_within(projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int) -> tuple[_Ids, _Ids]:
     """Return row and slot of each entry of `entries_within`, in the same order."""
-    indices, weights = indices[:student_vocab_size], weights[:student_vocab_size]
+    indices, weights = projection.indices[:student_vocab_size], projection.weights[:student_vocab_size]
     student, slot = np.nonzero((indices >= 0) & (indices < teacher_vocab_size) & (weights > 0))
     return student, slot
 
@@ -316,6 +329,7 @@ class TokenPairs:
     """int64 [V]: the index of each student token's pair, −1 if unpaired."""
 
     @staticmethod
+    @cached_while_alive
     def exact(
         projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> TokenPairs:
@@ -323,9 +337,11 @@ class TokenPairs:
 
         Raises ProjectionError if no pair remains.
         """
-        return _cached_pairs(projection, pairs_within, student_vocab_size, teacher_vocab_size, device)
+        sizes = student_vocab_size, teacher_vocab_size
+        return _build_pairs(*pairs_within(projection, *sizes), *sizes).to(device)
 
     @staticmethod
+    @cached_while_alive
     def relaxed(
         projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> TokenPairs:
@@ -334,7 +350,8 @@ class TokenPairs:
         If several students claim a teacher token, an exact row wins, then the higher weight, then the lower id. Cached
         while the matrix lives. Raises ProjectionError if no pair remains within the given sizes.
         """
-        return _cached_pairs(projection, _relaxed, student_vocab_size, teacher_vocab_size, device)
+        sizes = student_vocab_size, teacher_vocab_size
+        return _build_pairs(*_relaxed(projection, *sizes), *sizes).to(device)
 
     def __len__(self) -> int:
         return len(self.student)
@@ -343,22 +360,7 @@ class TokenPairs:
         return TokenPairs(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
-def _cached_pairs(
-    projection: ProjectionMatrix, match: _Match, students: int, teachers: int, device: torch.device
-) -> TokenPairs:
-    indices, weights, exact = projection.indices, projection.weights, projection.exact
-    return cached_by_array(
-        lambda: _build_pairs(match, projection, students, teachers).to(device),
-        (indices, weights, exact),
-        match,
-        students,
-        teachers,
-        device,
-    )
-
-
-def _build_pairs(match: _Match, projection: ProjectionMatrix, students: int, teachers: int) -> TokenPairs:
-    student, teacher = match(projection, students, teachers)
+def _build_pairs(student: _Ids, teacher: _Ids, students: int, teachers: int) -> TokenPairs:
     if not len(student):
         raise ProjectionError(
             f"the projection has no matching tokens within {students} student and {teachers} teacher tokens; it "
@@ -367,7 +369,8 @@ def _build_pairs(match: _Match, projection: ProjectionMatrix, students: int, tea
         )
     partner, place = np.full(students, -1), np.full(students, -1)
     partner[student], place[student] = teacher, np.arange(len(student))
-    sides = (student, teacher, _complement(student, students), _complement(teacher, teachers), partner, place)
+    student_rest, teacher_rest = np.setdiff1d(np.arange(students), student), np.setdiff1d(np.arange(teachers), teacher)
+    sides = (student, teacher, student_rest, teacher_rest, partner, place)
     return TokenPairs(*(torch.from_numpy(ids.astype(np.int64)) for ids in sides))
 
 
@@ -386,17 +389,3 @@ def _relaxed(projection: ProjectionMatrix, students: int, teachers: int) -> tupl
     _, first = np.unique(teacher[order], return_index=True)
     winner = np.sort(order[first])
     return student[winner], teacher[winner]
-
-
-def _complement(ids: _Ids, size: int) -> _Ids:
-    return np.setdiff1d(np.arange(size), ids)
-
-
-def cached_by_array(make: Callable[[], _Object], arrays: Sequence[NDArray[np.generic]], *key: Hashable) -> _Object:
-    """Call `make` once per arrays and key; `key` identifies the object and its other inputs."""
-    full_key = (*key, *map(id, arrays))
-    if full_key not in _cache:
-        _cache[full_key] = make()
-        for array in arrays:  # An id may be reused once its array is gone.
-            weakref.finalize(array, _cache.pop, full_key, None)
-    return _cache[full_key]

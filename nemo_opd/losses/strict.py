@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import compute_on_host
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, check_choice
 from nemo_opd.kernels.forms import CellMap
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
@@ -20,12 +20,10 @@ from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, fir
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.merge import chunk_loss
 from nemo_opd.losses.sparse_projection import TokenPairs
-from nemo_opd.losses.support import Columns, joined, require_temperature_1, split, with_tail_cell
+from nemo_opd.losses.support import Columns, joined, split, with_tail_cell
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
-
-_NORMALIZATIONS = ("support", "rest")
 
 
 @Loss
@@ -52,10 +50,7 @@ def strict(
     for a projection without exact pairs.
     """
     _check(top_k, normalization)
-    inputs = ChunkInputs.of(
-        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
-    )
-    require_temperature_1(inputs.teacher, temperature)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     is_compared = _are_realised_pairs(inputs.units, inputs.student_ids, inputs.teacher_ids, projection)
     single_inputs = replace(inputs, units=inputs.units.where(is_compared))
     vocabulary = _SharedVocabulary.of(projection, inputs, top_k, normalization)
@@ -70,13 +65,14 @@ def strict(
 
     def for_kernels() -> CellMap:
         sizes = inputs.student_size, inputs.teacher_size
-        return pairs_and_rest(projection, *sizes, inputs.device, has_rest=vocabulary.has_rest)
+        return pairs_and_rest(projection, *sizes, inputs.device, vocabulary.has_rest)
 
-    has_closed_form = vocabulary.top_k is None and not inputs.is_truncated
+    has_closed_form = vocabulary.top_k is None
     term = first_position_term(
         single_inputs,
         unit_loss,
-        cells_per_unit=_cells_per_unit(inputs, vocabulary),
+        # An int64 column index counts as two numbers.
+        cells_per_unit=7 * inputs.student_size + 5 * inputs.teacher_size + 16 * vocabulary.num_cells,
         compare_onto=unit_loss_onto if has_closed_form else None,
         on_cells=OnCells(compare, for_kernels) if has_closed_form else None,
     )
@@ -181,10 +177,4 @@ def _check(top_k: int | None, normalization: str) -> None:
             "top_k=1 with normalization=support: one renormalised pair is 1 on both sides, and nothing is learned; "
             "give a larger number, or normalization=rest"
         )
-    if normalization not in _NORMALIZATIONS:
-        raise ConfigError(f"normalization={normalization!r} is unknown; choose from {', '.join(_NORMALIZATIONS)}")
-
-
-def _cells_per_unit(inputs: ChunkInputs, shared: _SharedVocabulary) -> int:
-    """Count fp32 numbers per unit at the memory peak of a block; an int64 column index counts as two."""
-    return 7 * inputs.student_size + 5 * inputs.teacher_size + 16 * shared.num_cells
+    check_choice("normalization", normalization, ("support", "rest"))

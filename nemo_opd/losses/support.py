@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, check_choice
 from nemo_opd.logits.blockwise import scaled
 from nemo_opd.logits.rows import LogitRows, SparseLogits
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.fused import log_sum_exp, softmax
 
-_SUPPORTS = ("full", "teacher_topk", "student_topk", "union")
-_NORMALIZATIONS = ("full", "support", "rest")
 FAINT = 1e-20
 """Mass below which single tokens' probabilities may be subnormal in fp32."""
 _GROUP = 8
@@ -43,12 +41,8 @@ class Support:
     """
 
     def __post_init__(self) -> None:
-        for key, value, choices in (
-            ("support", self.kind, _SUPPORTS),
-            ("normalization", self.normalization, _NORMALIZATIONS),
-        ):
-            if value not in choices:
-                raise ConfigError(f"{key}={value!r} is unknown; choose from {', '.join(choices)}")
+        check_choice("support", self.kind, ("full", "teacher_topk", "student_topk", "union"))
+        check_choice("normalization", self.normalization, ("full", "support", "rest"))
         if self.kind == "full" and self.top_k is not None:
             raise ConfigError(
                 f"top_k={self.top_k}: support=full takes every column; choose another support, or leave top_k out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Unpack
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import compute_on_host
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, check_choice
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, unit_cells
@@ -20,7 +19,6 @@ from nemo_opd.losses.fused import log_sum_exp
 from nemo_opd.losses.support import Columns, Support, largest
 from nemo_opd.types import Mean, Metric
 
-_SUPPORTS = ("interleaved", "union")
 _LIVE_ROWS = 6
 """Tensors of the size of a block's rows that are alive at its memory peak."""
 _LIVE_CELLS = 30
@@ -53,7 +51,9 @@ def tcad(
     for shapes, sizes or names that do not fit.
     """
     check_temperature(temperature)
-    _check_support(support, support_size)
+    check_choice("support", support, ("interleaved", "union"))
+    if support_size < 1:
+        raise ConfigError(f"support_size={support_size}: a support has at least 1 token; give a larger number")
     if not coverage_coef >= 0:
         raise ConfigError(f"coverage_coef={coverage_coef} is not a weight; give 0 or more")
     if support_size == 1 and coverage_coef == 0 and support == "interleaved":
@@ -62,67 +62,43 @@ def tcad(
             "raise one of them"
         )
     places = LabelPositions.of(student_logits, teacher_logits, **shared)
-    compare = _Comparison(Divergence(divergence, beta, mixed_weight), support, support_size, coverage_coef)
-
+    measure = Divergence(divergence, beta, mixed_weight)
     ahead = places.teacher_ahead()
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
-        teacher = ahead.of(part).to(logits.dtype)
-        return compare(over(teacher, temperature), over(logits, temperature))
+        student, teacher = over(logits, temperature), over(ahead.of(part).to(logits.dtype), temperature)
+        if support_size >= places.size:
+            return measure.of_logits(teacher, student)
+        if support == "union":
+            columns = Support("union", support_size).choose(teacher, student)
+        else:
+            columns = interleaved(teacher, student, support_size)
+        if coverage_coef == 0:
+            return measure.of_logits(columns.take(teacher), columns.take(student))
+        inside, log_rest = columns.cells(student).tensor_split([-1], 1)
+        # −log P(U); the difference of two log-masses would lose its digits near 0.
+        uncovered = F.softplus(log_rest.squeeze(1) - log_sum_exp(inside))
+        return measure.of_logits(columns.take(teacher), inside) + coverage_coef * uncovered
 
-    means = _SequenceMeans.of(places, shared["mask"], shared.get("sequence_weights"))
+    weights, num_tokens = _sequence_means(places, len(shared["mask"]), shared.get("sequence_weights"))
+    dtype = torch.promote_types(places.student.dtype, torch.float32)
     cells = unit_cells(len(places), _LIVE_ROWS * places.size + _LIVE_CELLS * min(2 * support_size, places.size))
     term = Term(
         places.student_rows,
         loss_of,
         cells,
         places.size,
-        weights=means.token_weights(places),
+        weights=(weights / num_tokens).to(dtype).index_select(0, places.sequences),
         chunk_size=places.chunk_size,
         ahead=ahead,
     )
     # Sum weights only without a normalizer, since this waits for the device.
-    divisor = (float(means.weights.sum()) if places.normalizer is None else places.normalizer) or 1
+    divisor = (float(weights.sum()) if places.normalizer is None else places.normalizer) or 1
 
     def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
         return {"kd": Mean(unweighted, len(places))}
 
     return PlannedLoss(places.student, [term.times(temperature**2)], 1 / divisor, metrics_of)
-
-
-def _check_support(support: str, support_size: int) -> None:
-    """Raise ConfigError for an unknown support or a size below 1."""
-    if support not in _SUPPORTS:
-        raise ConfigError(f"support={support!r} is unknown; choose from {', '.join(_SUPPORTS)}")
-    if support_size < 1:
-        raise ConfigError(f"support_size={support_size}: a support has at least 1 token; give a larger number")
-
-
-@dataclass(frozen=True, slots=True)
-class _Comparison:
-    """Divergence on each unit's support, minus the weighted log of the student's mass on it."""
-
-    divergence: Divergence
-    support: str
-    support_size: int
-    coverage_coef: float
-
-    def __call__(self, teacher: Tensor, student: Tensor) -> Tensor:
-        """Compare units, in nats: logits/τ [U, V] and [U, V] → [U]."""
-        if self.support_size >= student.shape[1]:
-            return self.divergence.of_logits(teacher, student)
-        columns = self._choose(teacher, student)
-        if self.coverage_coef == 0:
-            return self.divergence.of_logits(columns.take(teacher), columns.take(student))
-        inside, log_rest = columns.cells(student).tensor_split([-1], 1)
-        # −log P(U); the difference of two log-masses would lose its digits near 0.
-        uncovered = F.softplus(log_rest.squeeze(1) - log_sum_exp(inside))
-        return self.divergence.of_logits(columns.take(teacher), inside) + self.coverage_coef * uncovered
-
-    def _choose(self, teacher: Tensor, student: Tensor) -> Columns:
-        if self.support == "union":
-            return Support("union", self.support_size).choose(teacher, student)
-        return interleaved(teacher, student, self.support_size)
 
 
 def interleaved(teacher_logits: Tensor, student_logits: Tensor, size: int) -> Columns:
@@ -154,26 +130,12 @@ def _repeats(columns: Tensor) -> Tensor:
     return torch.zeros_like(is_repeat).scatter_(1, order, is_repeat)
 
 
-@dataclass(frozen=True, slots=True)
-class _SequenceMeans:
-    """Weights that turn a sum over tokens into a sum over sequence means."""
+def _sequence_means(places: LabelPositions, num_sequences: int, sequence_weights: Tensor | None) -> list[Tensor]:
+    """Return w_b, float64 [B], 0 for sequences without a scored token, and their scored tokens, 0 for weight 0."""
 
-    weights: Tensor
-    """float64 [B]: w_b, or 0 for sequences without a scored token."""
-    tokens: Tensor
-    """int64 [B]: scored tokens, 0 for sequences of weight 0."""
+    def means(sequences: Tensor, *optional: Tensor) -> list[Tensor]:
+        num_tokens = torch.bincount(sequences, minlength=num_sequences)
+        has_tokens = (num_tokens > 0).double()
+        return [has_tokens * optional[0] if optional else has_tokens, num_tokens]
 
-    @staticmethod
-    def of(places: LabelPositions, mask: Tensor, sequence_weights: Tensor | None) -> _SequenceMeans:
-        def means(sequences: Tensor, *optional: Tensor) -> list[Tensor]:
-            tokens = torch.bincount(sequences, minlength=len(mask))
-            has_tokens = (tokens > 0).double()
-            return [has_tokens * optional[0] if optional else has_tokens, tokens]
-
-        optional = () if sequence_weights is None else (sequence_weights,)
-        return _SequenceMeans(*compute_on_host(means, places.sequences, *optional))
-
-    def token_weights(self, places: LabelPositions) -> Tensor:
-        """Return each token's w_b / (number of tokens of b): [U]."""
-        dtype = torch.promote_types(places.student.dtype, torch.float32)
-        return (self.weights / self.tokens).to(dtype).index_select(0, places.sequences)
+    return compute_on_host(means, places.sequences, *([] if sequence_weights is None else [sequence_weights]))

@@ -13,7 +13,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.arguments import check_compat
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.merge import Merge
-from nemo_opd.losses.support import of_likeliest, require_temperature_1
+from nemo_opd.losses.support import of_likeliest
 
 
 @Loss
@@ -32,8 +32,7 @@ def uld(
     Raises ConfigError for shapes or sizes that do not fit.
     """
     check_compat(compat, ("trl",))
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, takes_truncated=True, **shared)
-    require_temperature_1(inputs.teacher, temperature)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, **shared)
     ranks = max(inputs.student_size, inputs.teacher_size)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
@@ -45,7 +44,9 @@ def uld(
         return (_ranked(student, ranks) - _ranked(teacher, ranks)).abs().sum(-1)
 
     merge = Merge("first" if compat is None else "observed")
-    term = merge.term(inputs, unit_loss, cells_per_unit=_cells_per_unit(inputs, ranks))
+    # An int64 of a sort counts as two numbers.
+    cells = 8 * inputs.student_size + 6 * inputs.teacher_size + 4 * ranks
+    term = merge.term(inputs, unit_loss, cells_per_unit=cells)
     if compat == "trl":  # TRL does not scale by τ².
         term = term.times(temperature**-2)
     return inputs.planned([term])
@@ -72,8 +73,3 @@ def _ranked(log_p: Tensor, ranks: int) -> Tensor:
     """Sort probabilities in descending order and pad with 0: log-probabilities [U, X] → [U, ranks]."""
     probabilities = log_p.exp().sort(-1, descending=True).values
     return F.pad(probabilities, (0, ranks - log_p.shape[-1]))
-
-
-def _cells_per_unit(inputs: ChunkInputs, ranks: int) -> int:
-    """Count fp32 numbers per unit at the memory peak of a block; an int64 of a sort counts as two."""
-    return 8 * inputs.student_size + 6 * inputs.teacher_size + 4 * ranks

@@ -23,7 +23,7 @@ from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.logging.metrics import merge
 from nemo_opd.losses.arguments import chunk_units
-from nemo_opd.losses.image_mass import teacher_images
+from nemo_opd.losses.metrics import teacher_images
 from nemo_opd.losses.position_units import compared_positions
 from nemo_opd.preflight.corpus import Corpus, conversation_lengths
 from nemo_opd.preflight.model_info import ModelInfo

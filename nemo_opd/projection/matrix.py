@@ -32,7 +32,7 @@ _Arrays = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Indices and weights."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, init=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, init=False)
 class ProjectionMatrix:
     """Row-stochastic [V, W] with at most K entries per row: a student token → the teacher tokens that spell it."""
 

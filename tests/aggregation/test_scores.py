@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nemo_opd.aggregation import joined_scores, mean_logprob, sequence_scores
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.types import SequenceScores, TokenRows
 
 VOCAB_SIZE = 7
@@ -36,12 +37,20 @@ def oracle(kind: str, row: list[float], token: int) -> float:
     return -math.log2(max(shares))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, None])
+def in_parts(logits: torch.Tensor, num_rows: int | None) -> TensorLogits:
+    """With a budget of so many rows at a time."""
+    rows = TensorLogits(logits)
+    rows.block_bytes = None if num_rows is None else 4 * 4 * num_rows * VOCAB_SIZE
+    return rows
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, None])
 @pytest.mark.parametrize("kind", ["bits_per_byte", "entropy", "max_probability"])
-def test_bits_and_bytes_by_loops(kind: str, chunk_size: int | None) -> None:
+def test_bits_and_bytes_by_loops(kind: str, num_rows: int | None) -> None:
     """Bugs: the shift, nats, padded columns in the softmax, tokens without bytes, rows of another sequence. float64."""
     logits, tokens = made()
-    scores = sequence_scores(logits, tokens, score=kind, vocab_size=VOCAB_SIZE, chunk_size=chunk_size)
+    rows = in_parts(logits, num_rows)
+    scores = sequence_scores(rows, tokens, score=kind, vocab_size=VOCAB_SIZE)
     for b in range(3):
         counted = [i for i in range(1, 6) if tokens.loss_mask[b, i] and tokens.num_bytes[b, i] > 0]
         bits = math.fsum(oracle(kind, logits[b, i - 1].tolist(), int(tokens.ids[b, i])) for i in counted)
@@ -74,7 +83,7 @@ def test_ranks_are_joined_in_order_and_padding_is_dropped() -> None:
 def test_log_probability_is_of_all_scored_tokens() -> None:
     """Bugs: the end of a turn, which carries no text, left out; bits for nats; no token as certainty."""
     logits, tokens = made()
-    scores = sequence_scores(logits, tokens, score="log_probability", vocab_size=VOCAB_SIZE, chunk_size=2)
+    scores = sequence_scores(in_parts(logits, 2), tokens, score="log_probability", vocab_size=VOCAB_SIZE)
     for b in range(2):
         scored = [i for i in range(1, 6) if tokens.loss_mask[b, i]]
         bits = [oracle("bits_per_byte", logits[b, i - 1].tolist(), int(tokens.ids[b, i])) for i in scored]

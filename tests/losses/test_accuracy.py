@@ -5,7 +5,7 @@ import torch
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.metrics import merge
-from nemo_opd.losses.metrics import calibration_error, plan_accuracy
+from nemo_opd.losses.metrics import AccuracyRecorder, calibration_error
 from nemo_opd.types import Mean, TokenRows
 
 B, S, V = 3, 9, 13
@@ -27,7 +27,8 @@ def batch(mask_share: float = 0.7) -> tuple[torch.Tensor, TokenRows]:
 
 def accuracy(logits: torch.Tensor, tokens: TokenRows, vocab_size: int = OWN, chunk_size: int | None = None) -> Mean:
     """The metric of that name."""
-    found = plan_accuracy(logits, tokens, vocab_size=vocab_size, chunk_size=chunk_size).compute().metrics["accuracy"]
+    plan = AccuracyRecorder.of(logits, tokens, vocab_size=vocab_size, chunk_size=chunk_size).plan
+    found = plan.compute().metrics["accuracy"]
     assert isinstance(found, Mean)
     return found
 
@@ -63,7 +64,8 @@ def test_calibration_is_that_of_plain_loops(chunk_size: int | None) -> None:
     gaps, scored, found = [0.0] * 15, 0, []
     for share in (0.7, 0.4):
         logits, tokens = batch(share)
-        found.append(plan_accuracy(logits, tokens, vocab_size=OWN, chunk_size=chunk_size).compute().metrics)
+        plan = AccuracyRecorder.of(logits, tokens, vocab_size=OWN, chunk_size=chunk_size).plan
+        found.append(plan.compute().metrics)
         for b in range(B):
             for i in range(1, S):
                 if tokens.loss_mask[b, i]:

@@ -165,7 +165,7 @@ def test_cells_and_rest_hold_all_mass_in_any_text(ends: str, data: st.DataObject
     arguments, student, teacher = batch("llama3_1", "qwen3", data.draw(excerpts()))
     teacher = teacher.log_softmax(-1)
     matrix = arguments["projection"]
-    inputs = ChunkInputs.of(student, teacher, temperature=1.0, takes_truncated=True, **arguments)
+    inputs = ChunkInputs.of(student, teacher, temperature=1.0, **arguments)
     targets = Targets.of(inputs, matrix, ends, "spelling")
     if not len(inputs.units):
         return
