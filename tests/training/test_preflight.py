@@ -40,7 +40,7 @@ from nemo_opd.preflight.plan import preflight
 from nemo_opd.preflight.ranks import require_batch_divides, reserved_gpus, resolve_device, resolve_ranks
 from nemo_opd.preflight.summary import run_summary
 from nemo_opd.preflight.teachers import require_same_tokenizer
-from nemo_opd.preflight.warnings import check_positions, require_room_to_sample
+from nemo_opd.preflight.warnings import check_positions, require_room_to_sample, warn_of_student_as_teacher
 from nemo_opd.rollout.server.program import server_gpus
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.training.off_policy import distil
@@ -524,10 +524,12 @@ def test_a_batch_of_more_texts_than_there_are_is_said(configure: Configure, tmp_
     assert warning.startswith("train.global_batch_size=8: a step takes 8 texts, the data have 3")
 
 
-def test_a_teacher_that_is_the_student_is_said(configure: Configure, tiny: Tiny) -> None:
+def test_teachers_that_are_the_student_are_said() -> None:
     """Bug: a folder written twice trains for hours towards where it began."""
-    plan = preflight(configure("teachers.0.weight=0", f"teachers.1.model={tiny.student}"))
-    assert any("it is the model that the student starts from" in warning for warning in plan.warnings)
+    same = [f"{key}=folder" for key in ("student.model", "teachers.0.model", "teachers.1.model")]
+    (warning,) = warn_of_student_as_teacher(compose(*same))
+    assert "it is the model that the student starts from" in warning
+    assert not list(warn_of_student_as_teacher(compose(*same[:2])))
 
 
 def test_texts_that_spell_special_tokens_are_said(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
