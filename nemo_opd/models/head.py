@@ -291,7 +291,8 @@ def check_head_precision(config: PretrainedConfig, dtype: torch.dtype, *, key: s
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return
-    if _is_kept_in_fp32(model, head, dtype):
+    is_kept = kept_in_fp32(model, dtype)
+    if any(is_kept(f"{name}.weight") for name, module in model.named_modules() if module is head):
         reason = "its head is kept in float32"
     elif (input_dtype := dtype_before(model, head)) not in (None, dtype):
         reason = f"its head reads hidden states in {_name(input_dtype)}"
@@ -301,11 +302,6 @@ def check_head_precision(config: PretrainedConfig, dtype: torch.dtype, *, key: s
         f"{key}.model={reference}: {reason} while {key}.dtype computes in {_name(dtype)}, which would round the head; "
         f"write {key}.dtype=float32"
     )
-
-
-def _is_kept_in_fp32(model: Any, head: nn.Module, dtype: torch.dtype) -> bool:
-    is_kept = kept_in_fp32(model, dtype)
-    return any(is_kept(f"{name}.weight") for name, module in model.named_modules() if module is head)
 
 
 def dtype_before(model: Any, head: nn.Linear) -> torch.dtype | None:

@@ -171,7 +171,7 @@ def _compute_buffers(model: PreTrainedModel) -> None:
 
     Raises ModelError for a model without code to compute them.
     """
-    computed = dict(_computed_buffers(model))
+    computed = dict(model.named_non_persistent_buffers())
     owners = {name.rpartition(".")[0] for name in computed}
     for name, module in model.named_modules():
         module._is_hf_initialized = name not in owners
@@ -183,15 +183,8 @@ def _compute_buffers(model: PreTrainedModel) -> None:
         if buffer.is_floating_point():
             buffer.fill_(torch.nan)
     model.initialize_weights()
-    unset = sorted(name for name, buffer in _computed_buffers(model) if buffer.isnan().any())
+    unset = sorted(name for name, buffer in model.named_non_persistent_buffers() if buffer.isnan().any())
     if unset:
         raise ModelError(
             f"{type(model).__name__} does not say how {', '.join(unset[:3])} are computed; name another model"
         )
-
-
-def _computed_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    for name, buffer in model.named_buffers():
-        owner, _, attribute = name.rpartition(".")
-        if attribute in model.get_submodule(owner)._non_persistent_buffers_set:
-            yield name, buffer

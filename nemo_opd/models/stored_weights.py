@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -37,12 +37,13 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from nemo_opd.errors import ModelError
 from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.folder import files_in, first_line, reason, safetensors_files, shards_in
-from nemo_opd.models.load import check_nothing_missing, load_config, text_name, unreadable
+from nemo_opd.models.load import build_on_meta, check_nothing_missing, load_config, text_name, unreadable
 from nemo_opd.progress import tracked
 
 _COMPARED_ROWS = 1024
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 """safetensors' names of the types of unquantised weights."""
+_SAFETENSORS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
 _UNCONVERTED = ""
 """Key, in place of a converter's pattern, of tensors without a converter."""
 
@@ -304,39 +305,24 @@ def input_embeddings(reference: str, *, key: str) -> Tensor:
     files = safetensors_files(folder)
     if not files:
         raise ModelError(f"{key}={reference}: the folder has no safetensors files; save the weights in that format")
-    name = _embedding_name(config)
+    model = build_on_meta(config, reference, key=key)
+    embeddings = model.get_input_embeddings()
+    name = next(f"{name}.weight" for name, module in model.named_modules() if module is embeddings)
+    tail = ".".join(name.split(".")[-2:])  # base models and larger models have other prefixes
     try:
-        file_of = {tensor: file for file in files for tensor in _tensors_like(file, name)}
-        stored_name = name if name in file_of else min(file_of, key=len, default=None)
-        if stored_name is None:
+        candidates = [stored for stored in _read_headers(files) if f".{stored.name}".endswith(f".{tail}")]
+        if not candidates:
             raise ModelError(
                 f"{key}={reference}: none of {', '.join(file.name for file in files)} holds the input embeddings "
-                f"{name} or a tensor whose name ends with {_tail(name)}; name a folder with all weights"
+                f"{name} or a tensor whose name ends with {tail}; name a folder with all weights"
             )
-        with safe_open(file_of[stored_name], framework="pt") as weights:
-            return weights.get_tensor(stored_name)
+        stored = min(candidates, key=lambda stored: (stored.name != name, len(stored.name)))
+        with safe_open(stored.file, framework="pt") as weights:
+            return stored.read(weights, ())
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"{key}={reference}: the weights are damaged ({first_line(error)}); copy them again"
         ) from error
-
-
-def _embedding_name(config: PretrainedConfig) -> str:
-    """Return the input embeddings' name in a model of this architecture, built on meta."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    embeddings = model.get_input_embeddings()
-    return next(f"{name}.weight" for name, module in model.named_modules() if module is embeddings)
-
-
-def _tensors_like(file: Path, name: str) -> list[str]:
-    """Return the tensors that share the last two parts of the name: base models' checkpoints have other prefixes."""
-    with safe_open(file, framework="pt") as weights:
-        return [key for key in weights.keys() if f".{key}".endswith(f".{_tail(name)}")]  # noqa: SIM118
-
-
-def _tail(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
 
 
 def weights_fingerprint(reference: str, *, key: str) -> str:
@@ -345,9 +331,13 @@ def weights_fingerprint(reference: str, *, key: str) -> str:
     Raises ModelError naming `key`.
     """
     try:
-        config = Path(str(cached_file(resolve(reference), "config.json")))
+        source = resolve(reference)
+        config = Path(str(cached_file(source, "config.json")))
+        weights = _files(source, *_SAFETENSORS) or _files(source, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+        if not weights:
+            raise FileNotFoundError(f"no {SAFE_WEIGHTS_NAME} and no {WEIGHTS_NAME}")
         digest = hashlib.sha256()
-        for path in tracked([config, *_all_weight_files(reference)], "hashing the weights", "files"):
+        for path in tracked([config, *weights], "hashing the weights", "files"):
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     except (OSError, ValueError) as error:
@@ -360,21 +350,9 @@ def weights_fingerprint(reference: str, *, key: str) -> str:
 
 def weight_files(reference: str) -> list[Path]:
     """Return the safetensors files of a model's weights. Raises NotPiecewiseError if the model has none."""
-    if not (files := _files(resolve(reference), SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+    if not (files := _files(resolve(reference), *_SAFETENSORS)):
         raise NotPiecewiseError
     return files
-
-
-def _all_weight_files(reference: str) -> list[Path]:
-    """Return the files of a model's weights in either format, preferably safetensors.
-
-    Raises OSError if the model has neither, or the hub cannot be reached.
-    """
-    source = resolve(reference)
-    for names in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if files := _files(source, *names):
-            return files
-    raise FileNotFoundError(f"no {SAFE_WEIGHTS_NAME} and no {WEIGHTS_NAME}")
 
 
 def _files(source: str, single: str, index: str) -> list[Path]:

@@ -133,7 +133,7 @@ def _styles(
 ) -> dict[str, Style]:
     vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
     parameters = [name for name, _ in model.named_parameters()]
-    planned = _matched(model._tp_plan or {}, (*named, *parameters))
+    planned = _matched(model.tp_plan or {}, (*named, *parameters))
     planned = {name: style for name, style in planned.items() if named.get(name) not in vocabulary}
     in_experts = {name for name in planned for module in experts if name == module or inside(name, module)}
     planned = {name: style for name, style in planned.items() if name not in in_experts}

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -85,34 +84,6 @@ class Experts(ParallelStyle):
         return module
 
 
-class Mixture(ParallelStyle):
-    """Part of a layer with experts, which takes replicated hidden states and outputs a partial sum on each rank.
-
-    Communicates an all-reduce forward and one backward; with sharded positions, an all-gather and a reduce-scatter
-    instead. Modules inside compute with plain tensors, whose gradients are partial sums too.
-    """
-
-    def __init__(self, residual: Residual) -> None:
-        self.residual = residual
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            return _with_hidden(args, kwargs, lambda hidden: self._gathered(hidden, device_mesh))
-
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if isinstance(output, tuple):
-                return leave(module, args, output[0]), *output[1:]
-            return _redistribute(output, device_mesh, Partial(), self.residual.placement)
-
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(leave)
-        return module
-
-    def _gathered(self, hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-        local = DTensor.from_local(hidden, mesh, [self.residual.placement], run_check=False)
-        return local.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-
-
 class VocabularyEmbedding(ParallelStyle):
     """Embedding with sharded rows, unevenly if needed, and a replicated output.
 
@@ -123,16 +94,13 @@ class VocabularyEmbedding(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         embedding: Any = module
         begin, end = local_range(embedding.num_embeddings, device_mesh)
-        _distribute(module, "weight", device_mesh, Shard(0))
         padding = embedding.padding_idx
         embedding.padding_idx = padding - begin if padding is not None and begin <= padding < end else None
-        forward: Callable[[Tensor], Tensor] = module.forward
+        local: Callable[[Tensor], Tensor] = Local(Shard(0), Shard(0))._apply(module, device_mesh).forward
 
         def embed(ids: Tensor) -> Tensor:
             is_local = (ids >= begin) & (ids < end)
-            with _local_parameters(module, Shard(0)):
-                rows = forward(torch.where(is_local, ids - begin, 0))
-            rows = torch.where(is_local.unsqueeze(-1), rows, 0)
+            rows = torch.where(is_local.unsqueeze(-1), local(torch.where(is_local, ids - begin, 0)), 0)
             return _redistribute(rows, device_mesh, Partial(), Replicate())
 
         module.forward = embed
@@ -146,14 +114,11 @@ class VocabularyHead(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linear: Any = module
-        for name, _ in list(module.named_parameters(recurse=False)):
-            _distribute(module, name, device_mesh, Shard(0))
+        local: Callable[[Tensor], Tensor] = Local(Shard(0), Shard(0))._apply(module, device_mesh).forward
 
         def local_logits(hidden: Tensor) -> Tensor:
             replicated = DTensor.from_local(hidden, device_mesh, [Replicate()], run_check=False)
-            with _local_parameters(module, Shard(0)):
-                return F.linear(replicated.to_local(grad_placements=[Partial()]), linear.weight, linear.bias)
+            return local(replicated.to_local(grad_placements=[Partial()]))
 
         module.forward = local_logits
         return module
@@ -188,26 +153,39 @@ class Block(ParallelStyle):
         self.residual = residual
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(partial(self._enter, device_mesh), with_kwargs=True)
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            if args:
+                return (self._gathered(args[0], device_mesh), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": self._gathered(kwargs["hidden_states"], device_mesh)}
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
         return module
 
-    def _enter(
-        self, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def replicate(hidden: Tensor) -> DTensor:
-            local = DTensor.from_local(hidden, mesh, [self.residual.placement], run_check=False)
-            return local.redistribute(placements=[Replicate()])
-
-        return _with_hidden(args, kwargs, replicate)
+    def _gathered(self, hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+        """Return all positions of hidden states [B, S, D], as a DTensor for the linear layers' styles."""
+        local = DTensor.from_local(hidden, mesh, [self.residual.placement], run_check=False)
+        return local.redistribute(placements=[Replicate()])
 
 
-def _with_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a module's arguments with `change` applied to the hidden states."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+class Mixture(Block):
+    """Part of a layer with experts, which takes replicated hidden states and outputs a partial sum on each rank.
+
+    Communicates an all-reduce forward and one backward; with sharded positions, an all-gather and a reduce-scatter
+    instead. Modules inside compute with plain tensors, whose gradients are partial sums too.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if isinstance(output, tuple):
+                return leave(module, args, output[0]), *output[1:]
+            return _redistribute(output, device_mesh, Partial(), self.residual.placement)
+
+        module.register_forward_hook(leave)
+        return super()._apply(module, device_mesh)
+
+    def _gathered(self, hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+        gathered: Any = super()._gathered(hidden, mesh)
+        return gathered.to_local(grad_placements=[Partial()])
 
 
 def share_positions(first: nn.Module, last: nn.Module, mesh: DeviceMesh, residual: Residual) -> None:
