@@ -115,7 +115,7 @@ class Data(Settings):
     train: Source = Field(default_factory=Source)
     """Texts to learn from; on-policy, prompts."""
     validation: MayChange[ValidationTexts] = Field(default_factory=ValidationTexts)
-    """Validation documents; without a source validation is off. text_files are texts, also beside conversations."""
+    """Validation documents; without a source validation is off. text_files are texts, if the run does not sample."""
     text_key: str = "text"
     """The column with a document's text. If no setting names a column of documents, the names of the first training
     file's columns tell (docs/data.md).

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from nemo_opd.data.layout import Column, Layout, Use
 from nemo_opd.data.lines import Origin
-from nemo_opd.data.record import parsed
+from nemo_opd.data.record import TEXT, parsed
 from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:
@@ -58,11 +58,14 @@ def described(reading: Reading) -> str:
     return " ".join(f"data.{key}={value}" for key, value in written.items())
 
 
-def require_columns(layout: Layout, schema: pa.Schema, source: str) -> None:
-    """Raise DataError if a column is missing, occurs more than once or has a wrong type. source: name in messages."""
+def require_columns(layout: Layout, schema: pa.Schema, source: str, *, is_first: bool = True) -> None:
+    """Raise DataError if a column is missing, occurs more than once or has a wrong type.
+
+    source: name in messages. is_first: whether the settings may name this file's columns, or another file's come first.
+    """
     for column in layout.named:
         if column.name not in schema.names:
-            raise DataError(f"{source} has no column {column.name!r}{_remedy(column, schema)}")
+            raise DataError(f"{source} has no column {column.name!r}{_remedy(column, schema, is_first=is_first)}")
         if (count := schema.names.count(column.name)) > 1:
             raise DataError(
                 f"{source} has {count} columns {column.name!r}; write the file with one, or set {column.setting} to "
@@ -75,9 +78,12 @@ def require_columns(layout: Layout, schema: pa.Schema, source: str) -> None:
             raise DataError(f"{source}: column {column.name!r} is of type {kind}{remedy.format(column.setting)}")
 
 
-def _remedy(column: Column, schema: pa.Schema) -> str:
+def _remedy(column: Column, schema: pa.Schema, *, is_first: bool) -> str:
     """Complete the message on a missing column."""
     names = ", ".join(schema.names) or "none"
+    if not is_first:
+        texts = "; texts beside conversations are named by data.validation.text_key" if column.ours != TEXT else ""
+        return f" (only {names}), and all training and validation files need the same columns; convert it{texts}"
     if column.use == "teacher":
         return (
             ", in which aggregation.type=routed looks up each row's teacher; add it, set aggregation.key to one of its "

@@ -43,9 +43,12 @@ def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
 
     Accepts everything that `load_documents` accepts. Raises DataError, naming the key and the value.
     """
-    for name, schema in _schemas(source, key):
+    files = list(_schemas(source, key))
+    if "jsonl_files" in source.given and all(schema is None for _, schema in files):
+        raise DataError(f"{files[0][0]}: no documents; the files have no rows")
+    for i, (name, schema) in enumerate(files):
         if schema is not None:
-            require_columns(layout, schema, name)
+            require_columns(layout, schema, name, is_first=i == 0 and key != "data.validation")
 
 
 def first_schema(source: Source, *, key: str) -> tuple[str, pa.Schema | None]:
@@ -65,9 +68,13 @@ def _schemas(source: Source, key: str) -> Iterator[tuple[str, pa.Schema | None]]
         yield named, None
         return
     for path in resolve_files(value, key=named):
+        name = f"{named}={summarize(path)}"
         with reading(named, path):
-            schema = _SCHEMAS[kind](path) if kind in _SCHEMAS else None
-        yield f"{named}={summarize(path)}", None if schema is None else plain(schema)
+            try:
+                schema = _SCHEMAS[kind](path) if kind in _SCHEMAS else None
+            except RowError as error:
+                raise DataError(f"{named}={error}") from error
+        yield name, None if schema is None else plain(schema)
 
 
 def require_source(source: Source, *, key: str) -> None:
@@ -127,15 +134,12 @@ def arrow_schema(path: Path) -> pa.Schema:
 
 
 def json_schema(path: Path) -> pa.Schema | None:
-    """Return the schema of a file's first rows, or None if the file is empty or cannot be read so far.
+    """Return the schema of a file's first rows, or None if the file is empty.
 
-    The loader reads all rows and reports malformed lines, and values that are not strings in a column of strings.
+    The loader reports later malformed lines, and values that are not strings in a column of strings. Raises RowError.
     """
-    try:
-        rows = (row for _, row in islice(json_rows(path), _FIRST_ROWS))
-        types = column_types(rows, strings_among_others=pa.string())
-    except RowError:
-        return None
+    rows = (row for _, row in islice(json_rows(path), _FIRST_ROWS))
+    types = column_types(rows, strings_among_others=pa.string())
     return pa.schema(types.items()) if types else None
 
 

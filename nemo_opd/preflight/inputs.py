@@ -166,13 +166,16 @@ def _check_projection(path: str, key: str) -> None:
 
 
 def _data_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
-    yield lambda: require_suitable(config.data.train, layout_of(config), key="data.train")
-    if config.data.validation.given:
-        yield lambda: require_suitable(
-            config.data.validation, layout_of(config, is_validation=True), key="data.validation"
-        )
+    yield partial(_check_files, config)
     yield partial(_check_reward, config)
     yield lambda: check_sets(sets_of(config))
+
+
+def _check_files(config: RunConfig) -> None:
+    """Check the training files, and then the validation files, whose columns depend on them."""
+    require_suitable(config.data.train, layout_of(config), key="data.train")
+    if config.data.validation.given:
+        require_suitable(config.data.validation, layout_of(config, is_validation=True), key="data.validation")
 
 
 def _check_reward(config: RunConfig) -> None:

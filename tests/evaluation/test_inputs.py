@@ -38,7 +38,10 @@ finally:
             "reward.extract.schema_file=README.md: not a JSON schema: Expecting value",
         ),
         ("model=demo:student data.arrow_files=[]", "sets, data and benchmarks name nothing to ask; set one of them"),
-        ("+reward.extract={type:regex,pattern:'(a'}", "reward.extract.pattern: not a regular expression: missing ), "),
+        (
+            "+reward.extract={type:regex,pattern:'(a'}",
+            "reward.extract.pattern='(a': not a regular expression: missing ), ",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_before_pytorch_is_imported(overrides: str, says: str) -> None:

@@ -89,10 +89,19 @@ def test_columns_are_read_from_every_format(kind: str, tmp_path: Path) -> None:
         check_inputs(compose(override, "data.text_key=body"), on_policy=False)
 
 
-def test_a_malformed_line_is_left_to_the_loader(tmp_path: Path) -> None:
-    """It names the line. A column that the first rows lack as null is no wrong type either."""
-    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "b"\n')
-    check_inputs(compose(f"data={{train: {{jsonl_files: {tmp_path / 'a.jsonl'}}}}}"), on_policy=False)
+def test_a_malformed_line_is_said_before_the_validation_file(tmp_path: Path) -> None:
+    """Bug: an error in the training file is told as a missing column of the validation file.
+
+    A column that the first rows lack as null is no wrong type.
+    """
+    (tmp_path / "v.jsonl").write_text('{"messages": []}\n')
+    validation = f"validation: {{jsonl_files: {tmp_path / 'v.jsonl'}}}"
+    for content, reason in (('{"text": null}\n{"text": "b"\n', "line 2 is malformed"), ("", "the files have no rows")):
+        (tmp_path / "a.jsonl").write_text(content)
+        with pytest.raises(DataError, match=rf"^data\.train\.jsonl_files='.*a\.jsonl': .*{reason}"):
+            check_inputs(
+                compose(f"data={{train: {{jsonl_files: {tmp_path / 'a.jsonl'}}}, {validation}}}"), on_policy=False
+            )
     (tmp_path / "b.jsonl").write_text('{"text": null}\n')
     check_inputs(compose(f"data={{train: {{jsonl_files: {tmp_path / 'b.jsonl'}}}}}"), on_policy=False)
 
