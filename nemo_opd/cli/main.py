@@ -98,7 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complete(os.environ["COMP_LINE"].split()[1:])
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["help"]:
-        words = [*words[1:], "--help"]
+        is_verb = not words[1:] or _find(words[1:])[0] or _close_verb([], words[1:])
+        words = [*words[1:], "--help"] if is_verb else ["distil", "--help", *words[1:]]
     names, verb = _find(words)
     if verb is None:
         parser = _parser()

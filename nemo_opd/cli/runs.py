@@ -33,7 +33,8 @@ def _list(arguments: Namespace, console: Console) -> None:
 
         runs = [read_facts(folder) for folder in find_runs(arguments.folder)]
         if not runs:
-            raise DataError(f"{arguments.folder}: there is no run in it; name a folder with runs, such as outputs/demo")
+            problem = "there is no run in it" if arguments.folder.is_dir() else "there is no such folder"
+            raise DataError(f"{arguments.folder}: {problem}; name a folder with runs, such as outputs/demo")
         rows = [_HEADS, *map(_row, runs)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:

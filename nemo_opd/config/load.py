@@ -329,7 +329,7 @@ def _explain_composition(error: Exception, command: CommandLine) -> str:
         if not name:
             return f"{group}=: it is empty; choose one of {options}"
         model = ", or the folder or the hub's name of a model" if group in ("student", "teachers") else ""
-        return f"{group}={name}: there is no such file in the group; choose one of {options}{model}"
+        return f"{group}={name}: there is no such option; choose one of {options}{model}"
     if isinstance(error, OverrideParseException):
         override = error.override.removeprefix("++")
         return f"{override}: cannot be read as key=value; quote a value with special characters, as in 'key=\"a(b\"'"

@@ -173,13 +173,17 @@ def help_text(model: type[BaseModel], config_dir: Path, program: str, only: Sequ
 def _with_subsections(word: str, all_sections: Sequence[_Section]) -> Iterator[str]:
     name = re.sub(r"\.\d+(?=\.|$)", "", word)
     matches = [section for section in all_sections if section.name == name or section.name.startswith(f"{name}.")]
+    matches = matches or [section for section in all_sections if section.name.endswith(f".{name}")]
     if matches:
         for section in matches:
             yield from _section_help(section)
         return
     tables = [(_prefix(section), table) for section in all_sections for table in section.tables]
     keys = [(prefix, table.tag, key) for prefix, table in tables for key in table.keys if key.type]
-    exact = [entry for entry in keys if f"{entry[0]}{entry[2].name}".replace(".0", "") == name]
+    full = [(f"{entry[0]}{entry[2].name}".replace(".0", ""), entry) for entry in keys]
+    exact = [entry for key, entry in full if key == name] or [
+        entry for key, entry in full if "." in name and key.endswith(f".{name}")
+    ]
     mentions = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
     matching = exact or [entry for entry in keys if mentions.search(f"{entry[2].name} {entry[2].meaning}")]
     translations = translate(word)

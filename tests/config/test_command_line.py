@@ -294,7 +294,7 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
     [
         (
             ["loss=nope"],
-            r"^loss=nope: there is no such file in the group; choose one of alm, bpm, byte_prefix, dpca, escd",
+            r"^loss=nope: there is no such option; choose one of alm, bpm, byte_prefix, dpca, escd",
         ),
         (["teachers=phi"], r"^teachers=phi: .* choose one of .*demo_multi, .*phi4mini_llama3b"),
         (["run.output_dir=/runs/a(b"], r"^run\.output_dir=/runs/a\(b: cannot be read .* quote a value"),

@@ -40,7 +40,7 @@ finally:
         ("model=demo:student data.arrow_files=[]", "sets, data and benchmarks name nothing to ask; set one of them"),
         (
             "+reward.extract={type:regex,pattern:'(a'}",
-            "reward.extract.pattern='(a': not a regular expression: missing ), ",
+            "reward.extract.pattern='(a': not a regular expression: ",
         ),
     ],
 )

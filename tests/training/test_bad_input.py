@@ -557,7 +557,7 @@ def test_room_is_estimated_by_what_a_checkpoint_has(tiny: Tiny, configure: Confi
     ("overrides", "last_line"),
     [
         (["train.max_step=5"], "error: train.max_step=5: there is no such key; did you mean train.max_steps?"),
-        (["cluster=nope"], "error: cluster=nope: there is no such file in the group; choose one of gpu, local"),
+        (["cluster=nope"], "error: cluster=nope: there is no such option; choose one of gpu, local"),
         (
             ["data.validation.arrow_files=/nowhere.arrow"],
             "error: data.validation.arrow_files='/nowhere.arrow' does not exist; correct the path",
