@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -32,12 +33,12 @@ from nemo_opd.config.teacher import (
 from nemo_opd.config.validation import from_dict
 from nemo_opd.data.collate import collate
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
-from nemo_opd.errors import AlignmentError, ConfigError, DataError, ModelError, ProjectionError
+from nemo_opd.errors import AlignmentError, ConfigError, DataError, ModelError, ProjectionError, run_all
 from nemo_opd.logits.rows import SparseLayout, SparseLogits
 from nemo_opd.logits.sources import places_in_row
 from nemo_opd.losses.learned_projection import NOTHING_PAIRED, learnable_pairs, learnable_rows
 from nemo_opd.losses.sparse_projection import TokenPairs
-from nemo_opd.models.folder import template_setting
+from nemo_opd.models.folder import PLAIN, template_setting
 from nemo_opd.models.load import compute_dtype, load_tokenizer
 from nemo_opd.models.stored_output import require_head, served_layout, sparse_layout
 from nemo_opd.preflight.model_info import ModelInfo, ModelSize, read_model_info, tokenizer_info
@@ -159,14 +160,21 @@ def _require_other_text(config: RunConfig, i: int, student: ModelInfo, teacher: 
 
 
 def require_templates(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> None:
-    """Raise AlignmentError, with the key, if a model that renders conversations has no chat template."""
-    for key, settings, info in template_readers(config, student, teachers):
-        if not info.tokenizer.chat_template:
-            value = template_setting(config.student.chat_template or config.student.tokenizer_source[1])
-            raise AlignmentError(
-                f"{key}.{'='.join(settings.tokenizer_source)} has no chat template, which conversations need; write "
-                f"{key}.chat_template={value}, a file, or {key}.tokenizer with the instruct model's tokenizer"
-            )
+    """Raise AlignmentError, with the keys, if models that render conversations have no chat template."""
+    run_all(
+        partial(_require_template, config, key, settings)
+        for key, settings, info in template_readers(config, student, teachers)
+        if not info.tokenizer.chat_template
+    )
+
+
+def _require_template(config: RunConfig, key: str, settings: Model) -> NoReturn:
+    value = template_setting(config.student.chat_template or config.student.tokenizer_source[1])
+    plain = "" if value == PLAIN else f", {key}.chat_template={PLAIN}"
+    raise AlignmentError(
+        f"{key}.{'='.join(settings.tokenizer_source)} has no chat template, which conversations need; write "
+        f"{key}.chat_template={value}{plain}, a file, or {key}.tokenizer with the instruct model's tokenizer"
+    )
 
 
 def template_readers(
