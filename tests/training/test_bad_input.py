@@ -348,12 +348,13 @@ def test_conversations_without_a_mistake_pass(configure: Configure, inputs: Path
     preflight(configure(*chat, *with_templates(inputs, TEMPLATE, TEMPLATE), f"run.output_dir={inputs / 'run'}"))
 
 
-def test_no_chat_template(refused: Refused, chat: list[str]) -> None:
-    """Bug: an error that names a folder of ours and no key."""
-    message = refused(AlignmentError, *chat)
-    assert message.startswith("student.")
-    assert "has no chat template" in message
-    assert "student.chat_template" in message
+def test_no_chat_template(configure: Configure, chat: list[str]) -> None:
+    """Bug: an error that names a folder of ours and no key, or one model at a time."""
+    with pytest.raises(AlignmentError) as caught:
+        preflight(configure(*chat))
+    for line, key in zip(str(caught.value).splitlines(), ("student", "teachers.0"), strict=True):
+        assert line.startswith(f"{key}.")
+        assert f"has no chat template, which conversations need; write {key}.chat_template=plain, a file" in line
 
 
 def test_a_teacher_without_a_chat_template_is_named_by_its_key(refused: Refused, inputs: Path, chat: list[str]) -> None:
@@ -616,7 +617,7 @@ def test_a_teacher_without_a_template_is_offered_the_students(refused: Refused, 
     """Bug: an error that names no value to write."""
     (template := inputs / "student.jinja").write_text(TEMPLATE)
     message = refused(AlignmentError, *chat, f"++student.chat_template={template}", "teachers.0.type=cross_tokenizer")
-    assert f"write teachers.0.chat_template={template}, a file" in message
+    assert f"write teachers.0.chat_template={template}, teachers.0.chat_template=plain, a file" in message
 
 
 def test_texts_validate_a_run_of_conversations(configure: Configure, inputs: Path, chat: list[str]) -> None:
