@@ -38,8 +38,8 @@ MESSAGES = [
 
 def test_each_kind_of_error_is_there() -> None:
     assert {kind.__name__ for kind in KINDS} <= set(re.findall(r"`(\w+Error)`", TEXT))
-    assert len(RUNS) > 8
-    assert len(MESSAGES) > 12
+    assert len(RUNS) > 4
+    assert len(MESSAGES) > 8
 
 
 @pytest.mark.parametrize(("kind", "command", "message"), RUNS, ids=[command for _, command, _ in RUNS])
