@@ -118,6 +118,8 @@ def _check_output(path: Path) -> None:
         raise ProjectionError(f"--output {path}: a projection is a {_SUFFIX} file; give it that suffix")
     if path.is_dir():
         raise ProjectionError(f"--output {path}: it is a folder; name a file in it")
+    if path.parent.is_file():
+        raise ProjectionError(f"--output {path}: {path.parent} is a file, so it cannot be a folder; name another path")
     if (obstacle := write_obstacle(path.parent)) is not None:
         raise ProjectionError(f"--output {path}: {obstacle}; name another path")
 

@@ -54,6 +54,10 @@ class Settings(BaseModel):
         return self
 
 
+_SHOWN = 40
+"""Longest value that a message shows besides the wrong one."""
+
+
 @dataclass(frozen=True)
 class Needs:
     """Annotation of a field that has an effect only with some values of another field of the same settings."""
@@ -83,7 +87,10 @@ class Excludes:
     def broken_by(self, name: str, settings: Settings) -> str | None:
         """Return why the field `name` has no effect in these settings, and the way out; None if it has one."""
         value = getattr(settings, self.field)
-        return None if value in (None, ()) else f"with {self.field}={written(value)}; leave one of the two out"
+        if value in (None, ()):
+            return None
+        text = written(value)
+        return f"with {self.field}{f'={text}' if len(text) <= _SHOWN else ''}; leave one of the two out"
 
 
 def written(value: object) -> str:
@@ -244,10 +251,15 @@ def _placed(reason: str, key: str, value: object, text: str, inner: Sequence[str
     """
     if not key:
         return reason
-    if (name := re.match(r"(\w+)[\w.]*(=|: )", reason)) and name[1] in inner:
-        return f"{key}.{reason}"
+    if (name := re.match(r"(\w+)[\w.]*(=|: )", reason)) and (name[1] in inner or _has_key(value, name[1])):
+        remedy = re.compile(r"(?<= has no effect )([^;]*; (?:write|set)) (\w+)")
+        return f"{key}.{remedy.sub(lambda m: f'{m[1]} {key}.{m[2]}' if m[2] in inner else m[0], reason)}"
     is_named = not isinstance(value, str | int | float) or is_blank(value) or repr(value)[:50] in reason
     return f"{key}: {reason}" if is_named else f"{key}={text}: {reason}"
+
+
+def _has_key(value: object, name: str) -> bool:
+    return isinstance(value, Mapping) and name in value
 
 
 def _reason_of(problem: ErrorDetails) -> str:

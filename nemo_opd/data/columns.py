@@ -81,8 +81,8 @@ def require_columns(layout: Layout, schema: pa.Schema, source: str, *, is_first:
 def _remedy(column: Column, schema: pa.Schema, *, is_first: bool) -> str:
     """Complete the message on a missing column."""
     names = ", ".join(schema.names) or "none"
-    if not is_first:
-        texts = "; texts beside conversations are named by data.validation.text_key" if column.ours != TEXT else ""
+    if not is_first and column.use != "domain" and not column.setting.startswith("data.validation."):
+        texts = "; off-policy, data.validation.text_key reads texts" if column.ours != TEXT else ""
         return f" (only {names}), and all training and validation files need the same columns; convert it{texts}"
     if column.use == "teacher":
         return (

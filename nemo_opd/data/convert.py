@@ -20,7 +20,7 @@ import pyarrow as pa
 from nemo_opd.data.columns import require_columns
 from nemo_opd.data.files import await_turn, elsewhere, json_schema, plain, reading, summarize, writing
 from nemo_opd.data.layout import Layout
-from nemo_opd.data.lines import Origin, RowError, column_types, json_rows, numbered, of_lines
+from nemo_opd.data.lines import Origin, RowError, column_types, json_rows, of_lines
 from nemo_opd.data.record import MESSAGES, RESPONSE, ROW, TEACHER, TEXT, TOOLS, written
 from nemo_opd.errors import DataError
 from nemo_opd.files import require_room
@@ -57,7 +57,7 @@ class _Damage:
 def read_jsonl(paths: list[Path], layout: Layout, key: str) -> Read:
     columns = layout.columns
     try:
-        files = [path for path in paths if any(line.strip() for _, line in numbered(path))]
+        files = [path for path in paths if next(json_rows(path), None) is not None]
         require_rows(files, key, paths)
         for path in files:
             if (schema := json_schema(path)) is not None:

@@ -43,12 +43,13 @@ def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
 
     Accepts everything that `load_documents` accepts. Raises DataError, naming the key and the value.
     """
-    files = list(_schemas(source, key))
-    if "jsonl_files" in source.given and all(schema is None for _, schema in files):
-        raise DataError(f"{files[0][0]}: no documents; the files have no rows")
-    for i, (name, schema) in enumerate(files):
+    has_rows = "jsonl_files" not in source.given
+    for i, (name, schema) in enumerate(_schemas(source, key)):
         if schema is not None:
+            has_rows = True
             require_columns(layout, schema, name, is_first=i == 0 and key != "data.validation")
+    if not has_rows:
+        raise DataError(f"{name}: no documents; the files have no rows")
 
 
 def first_schema(source: Source, *, key: str) -> tuple[str, pa.Schema | None]:

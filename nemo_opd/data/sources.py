@@ -50,7 +50,7 @@ from nemo_opd.data.files import (
     writing,
 )
 from nemo_opd.data.layout import Layout
-from nemo_opd.data.lines import Origin, no_utf8, numbered, of_rows, of_source
+from nemo_opd.data.lines import Origin, no_utf8, of_rows, of_source
 from nemo_opd.data.record import OTHER, TEXT, Columns, holds_conversations, is_field
 from nemo_opd.errors import DataError
 from nemo_opd.files import load_front_matter, load_yaml, read_file
@@ -178,8 +178,8 @@ def _read_parquet(paths: list[Path], layout: Layout, key: str) -> Read:
 
 def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
     for path in paths:
-        with reading(key, path):
-            for number, line in numbered(path):
+        with reading(key, path), path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
                 if reason := no_utf8(line):
                     raise DataError(f"{key}={summarize(path)}: in line {number}, {reason}; convert the file to UTF-8")
     source, origin = f"{key}={summarize(paths)}", of_rows(paths, [1] * len(paths))

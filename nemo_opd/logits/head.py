@@ -8,7 +8,7 @@ precision is lost when they are stored.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -94,6 +94,13 @@ class HeadLogits(TrainableRows):
         return HeadLogits(new_leaf(self.hidden), self.head)
 
 
+def _before_soft_cap(head: Head, logits: Tensor, gradient: Tensor) -> Tensor:
+    """Turn a gradient with respect to logits into one with respect to the linear layer's output."""
+    if head.soft_cap is not None:
+        gradient = gradient * (1 - (logits / head.soft_cap).square())
+    return gradient if head.scale == 1 else gradient * head.scale
+
+
 class _HeadGradients(Gradients):
     """Gradients of hidden states, weight and bias.
 
@@ -104,7 +111,7 @@ class _HeadGradients(Gradients):
 
     def __init__(self, hidden: Tensor, head: Head) -> None:
         self._head, self._hidden = head, hidden.detach().flatten(0, 1)
-        self.pull_back = None if head.soft_cap is None and head.scale == 1 else self._before_soft_cap
+        self.pull_back = None if head.soft_cap is None and head.scale == 1 else partial(_before_soft_cap, head)
         self._shape = hidden.shape
         is_same_dtype = hidden.dtype == head.weight.dtype
         self._operand_dtype = hidden.dtype if is_same_dtype else _product_dtype(hidden.dtype, head.weight.dtype)
@@ -159,11 +166,6 @@ class _HeadGradients(Gradients):
             total = added if total is None else total.add_(added)
         if self._weight_gradient is None:
             self._weight_gradient = total
-
-    def _before_soft_cap(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        if self._head.soft_cap is not None:
-            gradient = gradient * (1 - (logits / self._head.soft_cap).square())
-        return gradient if self._head.scale == 1 else gradient * self._head.scale
 
     def sums(self) -> tuple[Tensor | None, ...]:
         hidden = None if self._hidden_gradient is None else self._hidden_gradient.view(self._shape)

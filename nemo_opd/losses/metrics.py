@@ -31,7 +31,7 @@ from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.importance import LARGEST_LOG_RATIO
 from nemo_opd.losses.prefixes import first_pieces
 from nemo_opd.losses.sparse_projection import TokenPairs, cached_while_alive
-from nemo_opd.losses.support import largest
+from nemo_opd.losses.support import largest, require_whole
 from nemo_opd.types import Last, Max, Mean, Metric, Metrics, SampledRows, TokenRows
 
 if TYPE_CHECKING:
@@ -229,6 +229,7 @@ def plan_chunk_overlap(
     Raises ConfigError for shapes or sizes that do not fit, ProjectionError for a projection without exact pairs.
     """
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, projection=projection, **shared)
+    require_whole(inputs.teacher, "overlap", "it needs all of the teacher's tokens")
     sizes, rows = (inputs.student_size, inputs.teacher_size), inputs.units.student_rows
     partner = TokenPairs.exact(projection, *sizes, inputs.device).partner
     ahead = inputs.teacher_ahead(inputs.units.teacher_rows)

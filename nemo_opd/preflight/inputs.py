@@ -82,13 +82,13 @@ def _check_baseline(config: RunConfig, folder: Path) -> None:
         problem = "this run learned from teachers"
     elif steps is not None and config.train.max_steps not in (None, steps):
         problem = f"it took {steps:,} steps, and this run takes train.max_steps={config.train.max_steps:,}"
-    elif (differing := differing_setting(settings, load_yaml(to_yaml(config)))) is not None:
+    elif config.rollout is None and (differing := differing_setting(settings, load_yaml(to_yaml(config)))) is not None:
         key, value, other = differing
         problem = f"{key} is {value} there and {other} here, so their results would not compare"
     if problem is not None:
         raise ConfigError(
-            f"run.baseline={folder}: {problem}; name a finished run without teachers, otherwise like this, or write "
-            "true to train it first"
+            f"run.baseline={folder}: {problem}; name a finished run without teachers, otherwise like this"
+            + (", or write true to train it first" if config.rollout is None else "")
         )
 
 

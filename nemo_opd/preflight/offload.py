@@ -31,6 +31,12 @@ from nemo_opd.preflight.memory import (
 )
 from nemo_opd.rollout.server.program import COMMON_SHARE, OWN_SHARE
 
+_WAYS_OUT = (
+    "smaller microbatches (train.micro_batch_size or train.micro_batch_tokens), a smaller train.max_length, "
+    "student.activation_checkpointing=true, handoff.type=hidden_states, smaller batches of rollouts and answers, "
+    "teachers in bfloat16, more parallelism.tp and more GPUs need less"
+)
+"""Settings that lower the memory, for a run that does not fit."""
 _STUDENT = -1
 """Index of the student among teachers."""
 _Model = TypeVar("_Model", Student, Teacher)
@@ -78,7 +84,7 @@ def settle_memory(config: RunConfig, inputs: MemoryInputs) -> tuple[RunConfig, M
         raise ConfigError(
             f"student.offload=auto, teachers.*.offload=auto: {condition}{memory.name} would have to hold "
             f"{_gib(memory.peak)} in the phase {memory.peak_phase.value!r} ({largest_parts(memory)}), but has "
-            f"{_gib(memory.capacity or 0)}; {_ways_out(config)}; or set every offload to true or false, which "
+            f"{_gib(memory.capacity or 0)}; {_WAYS_OUT}; or set every offload to true or false, which "
             "starts the run without this check. run.dry_run=true prints the whole estimate"
         )
     return decided, estimated
@@ -146,7 +152,7 @@ def memory_report(estimated: MemoryEstimate, config: RunConfig) -> Iterator[Tabl
             "rollout.memory_share limits what it takes"
         )
     if not estimated.fits():
-        yield Text(f"  {_ways_out(config)}", "yellow")
+        yield Text(f"  {_WAYS_OUT}", "yellow")
 
 
 def _parts_table(memory: Memory) -> Table:
@@ -174,23 +180,6 @@ def largest_parts(memory: Memory) -> str:
     phase = memory.peak_phase
     parts = sorted(memory.parts, key=lambda part: -part.at(phase))[:3]
     return ", ".join(f"{part} {_mib(part.at(phase))} MiB" for part in parts if part.at(phase))
-
-
-def _ways_out(config: RunConfig) -> str:
-    """Return the settings that lower the memory of a run that does not fit."""
-    student = config.student
-    applies = {
-        "smaller microbatches (train.micro_batch_size or train.micro_batch_tokens)": True,
-        "a smaller train.max_length": True,
-        "student.activation_checkpointing=true": not student.activation_checkpointing,
-        "handoff.type=hidden_states": config.handoff.type != "hidden_states",
-        "smaller batches of rollouts and answers": config.rollout is not None or config.evaluation is not None,
-        "teachers in bfloat16": any(teacher.dtype == "float32" for teacher in config.active_teachers),
-        "more parallelism.tp": True,
-        "more GPUs": config.cluster.device != "cpu",
-    }
-    *first, last = (way for way, is_possible in applies.items() if is_possible)
-    return f"{', '.join(first)} and {last} need less"
 
 
 def peak_text(memory: Memory) -> str:

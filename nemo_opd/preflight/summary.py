@@ -174,8 +174,10 @@ def _choices(plan: Plan) -> dict[str, str]:
     """Return what the run's settings come to, by heading."""
     config = plan.config
     optimizer, loss, rollout = config.student.optimizer, config.loss, config.rollout
-    types = dict.fromkeys(config.term(i).type for i in range(len(config.active_teachers))) or [loss.type]
-    weights = f"{', '.join(types)}, KD weight {loss.kd_weight:g}"
+    types: list[str] = [config.term(i).type for i in range(len(config.active_teachers))]
+    if isinstance(loss, GRPOLoss) or not types:
+        types.insert(0, loss.type)
+    weights = f"{', '.join(dict.fromkeys(types))}, KD weight {loss.kd_weight:g}"
     if rollout is None or rollout.on_policy_share < 1:  # sampled tokens have no cross-entropy
         weights += f", cross-entropy weight {loss.ce_weight:g}"
     choices = {

@@ -16,6 +16,7 @@ from nemo_opd.alignment.templates import TemplateFailure
 from nemo_opd.alignment.token_roles import template_roles
 from nemo_opd.config.data import HubDataset, LearnedTurns
 from nemo_opd.config.model import Student
+from nemo_opd.config.objective import GRPOLoss
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
@@ -246,13 +247,18 @@ def warn_of_few_texts(config: RunConfig, number: int) -> Iterator[str]:
 def warn_of_student_as_teacher(config: RunConfig) -> Iterator[str]:
     """Yield a warning if all teachers are the model that the student starts from, with the same prompts."""
     teachers = config.active_teachers
-    if teachers and all(
-        teacher.weights == "frozen" and teacher.reference == config.student.reference and teacher.context is None
-        for teacher in teachers
+    is_penalty = isinstance(config.loss, GRPOLoss)  # the KL to the start
+    if (
+        teachers
+        and not is_penalty
+        and all(
+            teacher.weights == "frozen" and teacher.reference == config.student.reference and teacher.context is None
+            for teacher in teachers
+        )
     ):
         yield (
-            f"{teachers[0].name}: it is the model that the student starts from, so it teaches nothing new, and holds "
-            "the student where it is; name another model, or give it a context"
+            f"{teachers[0].name}: it is the model that the student starts from, so it teaches nothing new and keeps "
+            "the student at its start; name another model, or give it a context"
         )
 
 

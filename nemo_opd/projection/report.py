@@ -233,7 +233,9 @@ def plot_samples(samples: Sequence[_Sample], path: str | PathLike[str], title: s
     try:
         write_atomically(Path(path), image.getvalue())
     except StorageError as error:
-        raise ProjectionError(f"cannot write the heat map to {path}: {error.__cause__}") from error
+        cause = error.__cause__
+        reason = cause.strerror if isinstance(cause, OSError) else cause
+        raise ProjectionError(f"cannot write the heat map to {path}: {reason}") from error
 
 
 def heat_map(samples: Sequence[_Sample], title: str = "") -> Figure:

@@ -27,6 +27,8 @@ from nemo_opd.training.closing import closing_table
 
 _STARTS = ("output_dir", "resume")
 """Settings of `run` on how to start."""
+_RESOLVED = ("type", "offload", "reshard_after_forward", "replicas", "sync_each_micro_batch")
+"""Settings whose `auto` preflight replaces."""
 _METRICS = "metrics.jsonl"
 _KILLED = "killed"
 _PARTS = ("checkpoints", "final", "best", "report", "tensorboard", "wandb")
@@ -85,13 +87,15 @@ def finished_before(config: RunConfig) -> Finished | None:
     return finished
 
 
-def _are_same(current: object, written: object) -> bool:
-    """Return whether settings are equal; what is `auto` was resolved before it was written."""
+def _are_same(current: object, written: object, name: str = "") -> bool:
+    """Return whether settings are equal; an `auto` of `_RESOLVED` matches the value that a run writes in its place."""
     if isinstance(current, dict) and isinstance(written, dict):
-        return all(_are_same(current.get(key), written.get(key)) for key in {**current, **written})
+        # A type that was found out may lack keys of `auto`.
+        names = written if current.get("type") == "auto" else {**current, **written}
+        return all(_are_same(current.get(key), written.get(key), key) for key in names)
     if isinstance(current, list) and isinstance(written, list):
         return len(current) == len(written) and all(map(_are_same, current, written))
-    return current in ("auto", written)
+    return current == written or (current == "auto" and name in _RESOLVED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,10 @@ def test_a_template_is_filled_as_python_does() -> None:
         (told({"template": "{hint"}), "write {{ and }} for braces that are text"),
         (told({"template": "{}"}), "{} in '{}' is not a field's name; write the name alone, as {solution}"),
         (told({"template": "{hint:>9}"}), "is not a field's name"),
-        (told(HINT | {"contrast": True}), "contrast=true has no effect without gap_every; set gap_every"),
+        (
+            told(HINT | {"contrast": True}),
+            "contrast=true has no effect without gap_every; set teachers.0.context.",
+        ),
         (
             told({"template": "Think. {prompt}", "gap_every": 1, "contrast": True}),
             "contrast=true: the context names no field of the record, so it is the same for another record",

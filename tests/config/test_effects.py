@@ -65,12 +65,15 @@ def off_policy(**sections: Any) -> dict[str, Any]:
         ),
         (
             changed("loss.beta", 0.9),
-            r"0\.9 has no effect with divergence=forward_kl; write divergence=jsd, or leave beta out",
+            r"0\.9 has no effect with divergence=forward_kl; write loss.divergence=jsd, or leave beta out",
         ),
-        (changed("loss.mixed_weight", 0.9), r"0\.9 has no effect with divergence=forward_kl; write divergence=mixed"),
+        (
+            changed("loss.mixed_weight", 0.9),
+            r"0\.9 has no effect with .*; write loss\.divergence=mixed",
+        ),
         (
             off_policy(teachers=[SAME], loss={"type": "same_vocab", "normalization": "support"}),
-            r"normalization=support has no effect with support=full; write support=teacher_topk, student_topk or union",
+            r"normalization=support has no effect with support=full; write loss.support=teacher_topk, student_topk or",
         ),
         (
             changed("loss", {"type": "gold", "uncommon_weight": 0, "uncommon_topk": 5}),
@@ -78,7 +81,7 @@ def off_policy(**sections: Any) -> dict[str, Any]:
         ),
         (
             on_policy(loss={"type": "sampled_kl", "estimator": "k2", "update": "direct", "clip_high": 0.9}),
-            r"0\.9 has no effect with update=direct; write update=policy_gradient, or leave clip_high out",
+            r"0\.9 has no effect with update=direct; write loss.update=policy_gradient, or leave clip_high out",
         ),
         (
             changed("student.scheduler", {"type": "linear", "min_lr_ratio": 0.1}),

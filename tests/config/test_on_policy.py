@@ -46,7 +46,10 @@ def test_teachers_do_not_read_what_is_not_sampled_yet() -> None:
         ({"rollout": HF | {"max_new_tokens": 4096}}, "rollout.max_new_tokens=4096 leaves no room for a prompt in"),
         ({"rollout": HF | {"max_prompt_length": 4096}}, "rollout.max_prompt_length=4096 leaves no room for a response"),
         ({"rollout": HF | {"on_policy_share": 0.5}}, "rollout.on_policy_share=0.5 takes some responses from"),
-        ({"rollout": HF | {"staleness": 1}}, "rollout.staleness=1 has no effect with type=hf; write type=server"),
+        (
+            {"rollout": HF | {"staleness": 1}},
+            "rollout.staleness=1 has no effect with type=hf; write rollout.type",
+        ),
         ({"rollout": {"type": "server", "overlap": True}}, "rollout.overlap=true samples with weights one step old"),
         (
             {"data": {"messages_key": "messages", "response_key": "response"}},

@@ -51,7 +51,7 @@ def test_a_self_teacher_is_what_the_student_is() -> None:
         ({"parallelism": {"tp": 2}}, "teachers.0.parallelism.tp=2 has no effect: .*; set student.parallelism.tp, or "),
         (
             {"adapters": False},
-            "teachers.0.adapters=false has no effect with weights=ema; write weights=student, or leave adapters out",
+            "teachers.0.adapters=false has no effect with weights=ema; write teachers.0.weights=student",
         ),
         ({"weights": "student", "adapters": False}, "teachers.0.adapters=false has no effect: the student has none"),
         (

@@ -35,7 +35,7 @@ def test_several_teachers_are_aggregated(aggregation: dict[str, Any], setting: s
 
 def test_alpha_needs_scores() -> None:
     message = message_of(changed("aggregation", {"type": "weighted_sum", "alpha": 2}))
-    assert message.startswith("aggregation.alpha=2 has no effect with weights=static; write weights=bits_per_byte")
+    assert message.startswith("aggregation.alpha=2 has no effect with weights=static; write aggregation.weights=bits")
     assert message_of(changed("aggregation", {"type": "weighted_sum", "weights": "entropy", "alpha": 0})).startswith(
         "aggregation.alpha=0: must be greater than 0"
     )

@@ -312,7 +312,7 @@ def test_a_preset_decides_its_own_settings() -> None:
 def test_top_k_needs_a_truncated_support() -> None:
     """It would be a loss over the whole vocabulary that its author takes for a truncated one."""
     message = message_of(changed("teachers.1.loss", {"type": "same_vocab", "top_k": 64}))
-    assert message.startswith("teachers.1.loss.top_k=64 has no effect with support=full; write support=teacher_topk")
+    assert message.startswith("teachers.1.loss.top_k=64 has no effect with support=full; write teachers.1.loss.")
     assert message_of(changed("teachers.1.loss", {"type": "same_vocab", "support": "union", "top_k": 0})).startswith(
         "teachers.1.loss.top_k=0: must be greater than or equal to 1"
     )
@@ -326,7 +326,7 @@ def test_top_k_needs_a_truncated_support() -> None:
             "loss.ends=drop with divergence=jsd: these targets are exact only in the mean over texts, so the "
             "divergence must be linear in them; write ends=cover, or divergence=forward_kl",
         ),
-        ({"ends": "rest"}, "loss.ends=rest has no effect with positions=starts; write positions=all"),
+        ({"ends": "rest"}, "loss.ends=rest has no effect with positions=starts; write loss.positions=all"),
         ({"positions": "all", "continuation_weight": 0.5}, "loss.positions=all with continuation_weight=0.5: positi"),
     ],
 )

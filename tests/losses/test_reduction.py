@@ -71,5 +71,5 @@ def test_no_chunks_at_all():
 
 
 def test_batches_of_different_length_are_refused():
-    with pytest.raises(ConfigError, match="student_chunk_id 2, teacher_chunk_id 3"):
+    with pytest.raises(ConfigError, match="student 2, teacher 3"):
         chunk_starts(torch.zeros(2, 4), torch.zeros(3, 4))

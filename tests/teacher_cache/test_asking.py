@@ -175,7 +175,7 @@ def test_a_model_that_has_changed_is_not_asked(live: RunConfig, tmp_path: Path) 
         path.unlink()
     with pytest.raises(DataError, match="is a cache of other answers: weights is"):
         fill_caches(preflight(cached(live, folder, on_missing="ask")))
-    with pytest.raises(ConfigError, match="on_missing=ask has no effect without cache; set cache"):
+    with pytest.raises(ConfigError, match=r"on_missing=ask has no effect without cache; set teachers\.0\.cache"):
         compose("teachers=demo_single", "teachers.0.on_missing=ask")
 
 

@@ -655,7 +655,7 @@ def test_conversations_without_an_answer_are_refused(configure: Configure, tmp_p
 def test_texts_that_are_cut_before_their_answer_are_refused(configure: Configure, tmp_path: Path) -> None:
     own = conversations(tmp_path, "user", "assistant")
     template = f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"
-    with pytest.raises(DataError, match=r"3 of 3 checked texts .* have no assistant turn .*longest has \d\d"):
+    with pytest.raises(DataError, match=r"4 of 4 checked texts .* have no assistant turn .*longest has \d\d"):
         preflight(configure(*own, template, "train.max_length=4"))
 
 
