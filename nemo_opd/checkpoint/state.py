@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nemo_opd.checkpoint.manager import INSTEAD
@@ -111,6 +111,17 @@ def load_state(
         _restore_random_state(rank_state["rng"])
     except Exception as error:  # torch may raise anything for invalid content
         raise _unreadable(file, error) from error
+    _reschedule(scheduler)
+
+
+def _reschedule(scheduler: LRScheduler) -> None:
+    """Set the learning rates of the scheduler's step, as a continued run may have another number of steps."""
+    if isinstance(scheduler, LambdaLR):
+        scales = [scale(scheduler.last_epoch) for scale in scheduler.lr_lambdas]
+        rates = [base * scale for base, scale in zip(scheduler.base_lrs, scales, strict=True)]
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler.load_state_dict({**scheduler.state_dict(), "_last_lr": rates})
 
 
 def _read_rank_file(file: Path) -> dict[str, Any]:

@@ -76,8 +76,9 @@ def finished_before(config: RunConfig) -> Finished | None:
     for settings in (current, written):
         settings["run"] = {key: value for key, value in settings.get("run", {}).items() if key not in _STARTS}
     finished, steps = Finished(folder), checkpoints_of(config, folder).steps()
+    last = max((record["step"] for record in finished.metrics), default=0)
     is_exported = provenance.end == FINISHED
-    if not _are_same(current, written) or not steps or (is_exported and finished.model is None):
+    if not _are_same(current, written) or not steps or steps[-1] < last or (is_exported and finished.model is None):
         return None
     model = f"its model is {finished.model}" if is_exported else "was not exported (run.export_worse)"
     print_line(

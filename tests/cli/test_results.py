@@ -131,10 +131,17 @@ def test_a_finished_run_says_so_unless_its_end_would_differ(tmp_path: Path, caps
     decided = config.model_copy(update={"student": resolved})
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(decided))  # what was `auto`, as a run writes it
     assert finished_before(config) is not None
+    fixed = config.student.model_copy(update={"dtype": "float32"})
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config.model_copy(update={"student": fixed})))
+    assert finished_before(config) is None  # dtype=auto may be another dtype
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
     longer = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 3})})
     assert finished_before(longer) is None
     another = config.model_copy(update={"loss": config.loss.model_copy(update={"kd_weight": 2.0})})
     assert finished_before(another) is None  # which then is refused as another run
+    (tmp_path / "run" / "checkpoints" / "step_000002").rename(tmp_path / "run" / "checkpoints" / "step_000001")
+    assert finished_before(config) is None  # its last steps are lost
+    (tmp_path / "run" / "checkpoints" / "step_000001").rename(tmp_path / "run" / "checkpoints" / "step_000002")
     (tmp_path / "run" / "final").rmdir()
     assert finished_before(config) is None
 

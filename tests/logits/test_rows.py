@@ -1,5 +1,7 @@
 """Logits that are made when a loss reads them give what the same logits as a tensor give."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -124,3 +126,16 @@ def test_what_does_not_fit_is_named():
         AveragedLogits([torch.zeros(1, 2, 3), torch.zeros(1, 3, 3)], [1, 1])
     with pytest.raises(ConfigError, match="AveragedLogits, which pass no gradient on"):
         same_vocab(AveragedLogits([torch.zeros(1, 2, 3)], [1]), torch.zeros(1, 2, 3), mask=torch.ones(1, 2))
+
+
+def test_gradients_of_a_capped_head_are_freed() -> None:
+    """Bug: an object that refers to itself keeps the gradient of the head until the garbage collector runs."""
+    hidden = torch.zeros(1, 2, 3, requires_grad=True)
+    gradients = HeadLogits(hidden, Head(torch.zeros(5, 3, requires_grad=True), scale=0.7, soft_cap=4.0)).gradients()
+    alive = weakref.ref(gradients)
+    gc.disable()
+    try:
+        del gradients
+        assert alive() is None
+    finally:
+        gc.enable()
