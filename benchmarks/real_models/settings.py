@@ -157,6 +157,21 @@ WITH_GEMMA = [
     _with_gemma(
         "drop_cached", f"the same as `drop` from a cache, k = {TOP_K}", "byte_prefix", gemma=GEMMA_CACHED, **EVERYWHERE
     ),
+    *(
+        _with_gemma(
+            f"drop_cached_{name}",
+            f"the same as `drop_cached`, {about}",
+            "byte_prefix",
+            gemma=GEMMA_CACHED,
+            kd_weight=kd_weight,
+            ce_weight=ce_weight,
+            **EVERYWHERE,
+        )
+        for name, about, kd_weight, ce_weight in (
+            ("mostly", "with three times the weight of cross-entropy", 3.0, 1.0),
+            ("alone", "without cross-entropy", 1.0, 0.0),
+        )
+    ),
     _with_gemma(
         "starts_by_token",
         "cross-entropy and byte_prefix, divided by tokens",
