@@ -251,15 +251,11 @@ def _placed(reason: str, key: str, value: object, text: str, inner: Sequence[str
     """
     if not key:
         return reason
-    if (name := re.match(r"(\w+)[\w.]*(=|: )", reason)) and (name[1] in inner or _has_key(value, name[1])):
+    if (name := re.match(r"(\w+)[\w.]*(=|: )", reason)) and name[1] in inner:
         remedy = re.compile(r"(?<= has no effect )([^;]*; (?:write|set)) (\w+)")
         return f"{key}.{remedy.sub(lambda m: f'{m[1]} {key}.{m[2]}' if m[2] in inner else m[0], reason)}"
     is_named = not isinstance(value, str | int | float) or is_blank(value) or repr(value)[:50] in reason
     return f"{key}: {reason}" if is_named else f"{key}={text}: {reason}"
-
-
-def _has_key(value: object, name: str) -> bool:
-    return isinstance(value, Mapping) and name in value
 
 
 def _reason_of(problem: ErrorDetails) -> str:
@@ -364,11 +360,16 @@ def _models_at(
 ) -> tuple[list[type[BaseModel]], list[type[BaseModel]]]:
     """Return all models that `model` allows at `path`, and the ones that match the `type` in the data."""
     members = models = [model]
+    is_name = False
+    """Whether the next part is a user's name, as that of a question set."""
     for part in path:
         data = data[part]
-        if isinstance(part, str):
+        if isinstance(part, str) and not is_name:
             fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
             members = models = [model for annotation in fields for model in models_in(annotation)]
+            is_name = any(get_origin(annotation) is dict for annotation in fields)
+        else:
+            is_name = False
         tag = data.get("type") if isinstance(data, Mapping) else None
         models = [model for model in models if tag is None or _accepts_tag(model, tag)] or models
     return members, models

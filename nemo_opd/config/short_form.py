@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from glob import has_magic
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -99,6 +100,9 @@ def _source(key: str, texts: Any) -> Any:
     if len(kinds) > 1 or (None in kinds and len(names) > 1):
         raise ConfigError(f"{key}: {', '.join(names)} are not files of one kind; name files of one kind")
     kind = kinds.pop()
+    if kind is None and (has_magic(names[0]) or Path(names[0]).is_file()):
+        forms = ", ".join(f"{key}.{name}={names[0]}" for name in Source.model_fields if name.endswith("_files"))
+        raise ConfigError(f"{key}={names[0]}: its suffix does not tell its kind; write one of {forms}")
     source = {"hub": {"path": names[0]}} if kind is None else {kind: names}
     return dict.fromkeys(Source.model_fields) | source  # replaces a source of another kind when merged
 

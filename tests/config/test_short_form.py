@@ -108,6 +108,14 @@ def test_files_of_two_kinds() -> None:
         from_dict({"student": "a", "teachers": ["b"], "data": ["a.jsonl", "b.parquet"], "train": {"max_steps": 1}})
 
 
+def test_a_file_of_an_unknown_suffix_is_no_data_set_of_the_hub(tmp_path: Path) -> None:
+    """Bug: the hub is asked for a file of this machine, or the validation file is blamed."""
+    (tmp_path / "texts.bin").write_text("{}")
+    for name in (tmp_path / "texts.bin", tmp_path / "part*"):
+        with pytest.raises(ConfigError, match=r"does not tell its kind; write one of data\.train\.arrow_files="):
+            from_dict({"student": "a", "teachers": ["b"], "data": str(name), "train": {"max_steps": 1}})
+
+
 @pytest.mark.parametrize(("column", "expected"), [("messages", "messages"), ("text", None)])
 def test_column_of_conversations(tmp_path: Path, column: str, expected: str | None) -> None:
     """Conversations need a setting although the file has only their column, or texts are read as conversations."""

@@ -404,3 +404,12 @@ def test_a_seed_that_no_generator_takes() -> None:
     """Bug: torch's traceback of an overflow, after models have loaded."""
     assert "run.seed" in message_of(changed("run.seed", 10**20))
     assert from_dict(changed("run.seed", 2**62)).run.seed == 2**62
+
+
+def test_keys_below_a_users_name_are_known() -> None:
+    """Bug: no suggestion, and a key that cannot be typed, in a named set of questions."""
+    questions = {"data": {"jsonl_files": "x"}, "reward": {"type": "exact"}}
+    message = message_of(changed("evaluation", {"sets": {"a": questions | {"max_new_token": 1}}}))
+    assert message.endswith("there is no such key; did you mean evaluation.sets.a.max_new_tokens?")
+    message = message_of(changed("evaluation", {"sets": {"a": questions | {"n": 2, "k": [4]}}}))
+    assert message.startswith("evaluation.sets.a.k=[4]: ")
