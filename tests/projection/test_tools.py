@@ -253,7 +253,7 @@ def test_outputs_that_cannot_be(tool: str, built: Path, tmp_path: Path, fails: C
     for output, reason in (
         (tmp_path / "a.pt", "is a .safetensors file"),
         (tmp_path / "folder.safetensors", "it is a folder"),
-        (tmp_path / "blocking" / "a.safetensors", "blocking is not writable (Not a directory)"),
+        (tmp_path / "blocking" / "a.safetensors", "blocking is a file, so it cannot be a folder"),
     ):
         assert reason in fails(tool, *source, *more.get(tool, ()), "--output", output)
     assert sorted(tmp_path.rglob("*")) == before
