@@ -154,7 +154,7 @@ def test_cpu_ranks_that_nodes_cannot_share(demo: RunConfig) -> None:
 
 
 def test_teacher_ranks_are_of_separate_teachers() -> None:
-    with pytest.raises(ConfigError, match=r"cluster.teacher_ranks=2 has .* write placement=separate, or leave"):
+    with pytest.raises(ConfigError, match=r"cluster.teacher_ranks=2 has .* write cluster.placement=separate, or leave"):
         compose("++cluster.teacher_ranks=2")
     assert compose("++cluster.teacher_ranks=[2,1]", "++cluster.placement=separate").cluster.teacher_ranks == (2, 1)
 
