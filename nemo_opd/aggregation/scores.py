@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_opd.config.base import require_lines
 from nemo_opd.config.objective import Score
 from nemo_opd.distributed.transfer import compute_on_host
-from nemo_opd.logits.blocks import own_parts
+from nemo_opd.logits.blocks import local_parts
 from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, SparseLogits, SparseRows, logit_rows
@@ -102,7 +102,7 @@ def nats_by_score(
     targets = next_tokens(tokens.ids, rows)
     # One element per token, so that sums do not depend on a device's order of additions.
     nats = torch.zeros(len(scores), tokens.ids.numel(), dtype=torch.float64, device=teacher.device)
-    for part in own_parts(teacher, unit_cells(len(rows), _LIVE_COPIES * size)):
+    for part in local_parts(teacher, unit_cells(len(rows), _LIVE_COPIES * size)):
         if isinstance(teacher, SparseLogits):
             sparse = teacher.known(rows[part])
             values = [_SPARSE_NATS[score](sparse) for score in scores]

@@ -18,7 +18,6 @@ from nemo_opd.config.loss import LossTerm
 from nemo_opd.errors import ProjectionError
 from nemo_opd.files import write_obstacle
 from nemo_opd.logging.terminal import busy
-from nemo_opd.progress import working
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -104,7 +103,8 @@ def _embeddings(*, required: bool) -> _Adder:
 @contextmanager
 def _counting(name: str) -> Iterator[Callable[[int, int], None]]:
     """Show work whose progress is reported by calling the returned function with (done, total)."""
-    with busy(name), working(name, unit="tokens") as work:
+    with busy(name) as work:
+        work.unit = "tokens"
 
         def report(done: int, total: int) -> None:
             work.done, work.total = done, total

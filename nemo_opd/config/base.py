@@ -243,6 +243,10 @@ def _explain(
     return f"{key}={text}: {reason[0].lower()}{reason[1:]}"
 
 
+_REMEDY = re.compile(r"(?<= has no effect )([^;]*; (?:write|set)) (\w+)")
+"""The key that `Needs` tells to write."""
+
+
 def _placed(reason: str, key: str, value: object, text: str, inner: Sequence[str]) -> str:
     """Combine the key with a reason from our own validators: `key.inner=…`, `key=value: …`, or `key: …` if the reason
     names the value.
@@ -252,8 +256,7 @@ def _placed(reason: str, key: str, value: object, text: str, inner: Sequence[str
     if not key:
         return reason
     if (name := re.match(r"(\w+)[\w.]*(=|: )", reason)) and name[1] in inner:
-        remedy = re.compile(r"(?<= has no effect )([^;]*; (?:write|set)) (\w+)")
-        return f"{key}.{remedy.sub(lambda m: f'{m[1]} {key}.{m[2]}' if m[2] in inner else m[0], reason)}"
+        return f"{key}.{_REMEDY.sub(lambda m: f'{m[1]} {key}.{m[2]}' if m[2] in inner else m[0], reason)}"
     is_named = not isinstance(value, str | int | float) or is_blank(value) or repr(value)[:50] in reason
     return f"{key}: {reason}" if is_named else f"{key}={text}: {reason}"
 

@@ -176,12 +176,18 @@ def unlike(runs: Sequence[SweptRun]) -> list[str]:
 
 def _read_alike(run: SweptRun, first: SweptRun) -> bool:
     """Return whether both runs were validated on the same bytes, as far as they recorded them."""
-    pairs = (run.validation_texts, first.validation_texts), (run.last(NUM_BYTES), first.last(NUM_BYTES))
-    return all(None in pair or pair[0] == pair[1] for pair in pairs)
+    return all(None in pair or pair[0] == pair[1] for pair in _validation_data(run, first))
+
+
+def _validation_data(
+    run: SweptRun, first: SweptRun
+) -> tuple[tuple[str | None, str | None], tuple[float | None, float | None]]:
+    """Return both runs' hashes of the validation texts, and their numbers of bytes."""
+    return (run.validation_texts, first.validation_texts), (run.last(NUM_BYTES), first.last(NUM_BYTES))
 
 
 def _unlike(run: SweptRun, first: SweptRun) -> Iterator[str]:
-    texts, sizes = (run.validation_texts, first.validation_texts), (run.last(NUM_BYTES), first.last(NUM_BYTES))
+    texts, sizes = _validation_data(run, first)
     if texts[0] is None or texts[1] is None or sizes[0] is None or sizes[1] is None:
         unknown = run if texts[0] is None or sizes[0] is None else first
         yield f"{run.name}: {unknown.name} has no record of its validation texts or bytes, so the two may not compare."

@@ -71,10 +71,11 @@ def without_progress() -> Iterator[None]:
 
 
 @contextmanager
-def busy(what: str) -> Iterator[None]:
+def busy(what: str) -> Iterator[Work]:
     """Show the work in the block: live in a terminal, elsewhere by a line, and one more after each `SILENCE_S`.
 
-    The live display goes to stderr and the lines to stdout, so both appear if a command's stdout is redirected.
+    The live display goes to stderr and the lines to stdout, so both appear if a command's stdout is redirected. Yields
+    the work, to which the block may add counts.
     """
     with ExitStack() as stack:
         terminal = VisibleConsole(stderr=True)
@@ -83,8 +84,7 @@ def busy(what: str) -> Iterator[None]:
         if not sys.stdout.isatty():
             print_line(what)
             stack.enter_context(Ticker(_print_current, SILENCE_S))
-        stack.enter_context(working(what))
-        yield
+        yield stack.enter_context(working(what))
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def blocks(source: LogitRows, terms: Sequence[Term], in_kernels: Container[int] 
     source.begin(())
 
 
-def own_parts(source: LogitRows, cells: Sequence[int]) -> list[slice]:
+def local_parts(source: LogitRows, cells: Sequence[int]) -> list[slice]:
     """Cut units of one row each into consecutive slices, and return the slices of this process.
 
     A slice has as many units as fit the budget, at least the `least_rows` of a product and at most ⌈units / processes⌉.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.kernels.forms import CellMap
-from nemo_opd.logits.blocks import own_parts
+from nemo_opd.logits.blocks import local_parts
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import GradientSink, UnitRows, unit_cells
@@ -187,7 +187,7 @@ class _Cells:
 def _largest_logits(inputs: ChunkInputs, rows: Tensor) -> Tensor:
     """Return each column's largest logit, [W], over rows [R] of [B·T]; −inf without rows."""
     largest = torch.full((inputs.teacher_size,), -torch.inf, dtype=inputs.dtype, device=inputs.device)
-    for part in own_parts(inputs.teacher, unit_cells(len(rows), 2 * inputs.teacher_size)):
+    for part in local_parts(inputs.teacher, unit_cells(len(rows), 2 * inputs.teacher_size)):
         logits = inputs.teacher.read(rows[part], inputs.teacher_size).to(inputs.dtype)
         largest = torch.cat([logits, largest.unsqueeze(0)]).amax(0)
     return inputs.teacher.reduce(largest, dist.ReduceOp.MAX)

@@ -247,15 +247,10 @@ def warn_of_few_texts(config: RunConfig, number: int) -> Iterator[str]:
 def warn_of_student_as_teacher(config: RunConfig) -> Iterator[str]:
     """Yield a warning if all teachers are the model that the student starts from, with the same prompts."""
     teachers = config.active_teachers
-    is_penalty = isinstance(config.loss, GRPOLoss)  # the KL to the start
-    if (
-        teachers
-        and not is_penalty
-        and all(
-            teacher.weights == "frozen" and teacher.reference == config.student.reference and teacher.context is None
-            for teacher in teachers
-        )
-    ):
+    if not teachers or isinstance(config.loss, GRPOLoss):  # whose KD is the KL to the start
+        return
+    start = config.student.reference
+    if all(t.weights == "frozen" and t.reference == start and t.context is None for t in teachers):
         yield (
             f"{teachers[0].name}: it is the model that the student starts from, so it teaches nothing new and keeps "
             "the student at its start; name another model, or give it a context"

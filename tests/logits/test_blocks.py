@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_opd.logits.blocks import CPU_PRODUCT_ROWS, LONGEST, blocks, own_parts
+from nemo_opd.logits.blocks import CPU_PRODUCT_ROWS, LONGEST, blocks, local_parts
 from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.logits.term import Term, unit_cells
 
@@ -11,15 +11,15 @@ SOURCE = TensorLogits(torch.zeros(1, 1, 1))
 
 
 def test_parts_cover_the_units_once():
-    assert own_parts(SOURCE, unit_cells(0, 1)) == []
-    assert own_parts(SOURCE, unit_cells(3, 10**12)) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert local_parts(SOURCE, unit_cells(0, 1)) == []
+    assert local_parts(SOURCE, unit_cells(3, 10**12)) == [slice(0, 1), slice(1, 2), slice(2, 3)]
 
 
 def test_parts_fit_the_budget_by_what_their_positions_take(monkeypatch):
     """A chunk of many tokens would take many times the memory of its neighbours."""
     monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 40)
     lengths = [0, 1, 9, 10, 11, 31, 32]
-    assert own_parts(SOURCE, unit_cells(6, 1, (lengths, 1))) == [
+    assert local_parts(SOURCE, unit_cells(6, 1, (lengths, 1))) == [
         slice(0, 1),
         slice(1, 2),
         slice(2, 4),
@@ -30,7 +30,7 @@ def test_parts_fit_the_budget_by_what_their_positions_take(monkeypatch):
 
 def test_parts_of_a_product_have_the_rows_that_it_needs():
     """Bug: the bits per byte of a teacher with 262,144 tokens streamed its head for every 21 rows."""
-    parts = own_parts(Product(torch.zeros(1, 1, 1)), unit_cells(300, 3 * 2**18))
+    parts = local_parts(Product(torch.zeros(1, 1, 1)), unit_cells(300, 3 * 2**18))
     assert [part.stop - part.start for part in parts] == [128, 128, 44]
 
 
@@ -42,10 +42,10 @@ def test_every_process_of_a_share_has_as_many_parts():
             super().__init__(torch.zeros(1, 1, 1))
             self.share = (index, 2)
 
-    assert [own_parts(Shared(rank), unit_cells(5, 1)) for rank in (0, 1)] == [[slice(0, 3)], [slice(3, 5)]]
+    assert [local_parts(Shared(rank), unit_cells(5, 1)) for rank in (0, 1)] == [[slice(0, 3)], [slice(3, 5)]]
     odd = unit_cells(3, 10**12)
-    assert own_parts(Shared(0), odd) == [slice(0, 1), slice(2, 3)]
-    assert own_parts(Shared(1), odd) == [slice(1, 2), slice(0, 0)]
+    assert local_parts(Shared(0), odd) == [slice(0, 1), slice(2, 3)]
+    assert local_parts(Shared(1), odd) == [slice(1, 2), slice(0, 0)]
 
 
 def nothing(logits: torch.Tensor, part: slice) -> torch.Tensor:
