@@ -27,8 +27,8 @@ GENERATED = (f"{DOCS}/api/", f"{DOCS}/settings.md")
 GUIDES = {"start.md", "how_to.md", "data.md", "losses.md", "checkpoints.md", "troubleshooting.md"}
 """Pages of `docs/` that answer first questions, which come first in a search."""
 FENCE = re.compile(r"^( *)(```+)[^\n]*\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
-LINK = re.compile(r"(\[[^\]\n]*\]\(|^\[[\w-]+\]: )(?!#|\w+:)([^)#\s]+)(#[^)\s]+)?", re.MULTILINE)
-"""What is before a target, in the text or as a definition, the target, and the place in it."""
+LINK = re.compile(r"(\[(?:[^\]\n]|\n(?!\n))*\]\(|^\[[\w-]+\]: )(?!#|\w+:)([^)#\s]+)(#[^)\s]+)?", re.MULTILINE)
+"""A link's text, which may go on in the next line, or a definition's name; the target; the place in it."""
 CODE = re.compile(r"`[^`\n]+`")
 ASSETS = {".png", ".svg"}
 
