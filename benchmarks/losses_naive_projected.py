@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_opd.losses.prefixes import first_pieces
+from nemo_opd.losses.piece_tree import first_pieces
 from nemo_opd.projection import ProjectionMatrix
 
 Cellwise = Callable[[Tensor, Tensor], Tensor]

@@ -18,8 +18,9 @@ from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_positi
 from nemo_opd.losses.divergence import Divergence, compare_logits
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.merge import chunk_loss
+from nemo_opd.losses.piece_tree import first_pieces
 from nemo_opd.losses.position_targets import position_loss
-from nemo_opd.losses.prefixes import ADD_MAPS, Chains, MovedMass, PrefixRanges, first_pieces
+from nemo_opd.losses.prefixes import ADD_MAPS, Chains, MovedMass, PrefixRanges
 from nemo_opd.losses.sparse_projection import project, pull_back
 from nemo_opd.losses.support import split
 
@@ -56,7 +57,8 @@ def byte_prefix(
     continuation_weight: factor of the `alm` term of chunks with several tokens on a side.
 
     positions="all" also compares student tokens that begin inside of a teacher token; `normalizer` and `kd` then count
-    positions. Inside a teacher token, u sums the teacher tokens whose pieces begin with the student's tokens so far.
+    positions. Inside a teacher token, u sums the teacher tokens whose pieces begin with the student's tokens so far; after
+    an unusual spelling those whose bytes do, by the longest student token in the following bytes.
     ends, for teacher tokens that would have ended there: "drop" leaves them out, "rest" puts them into the rest cell,
     "cover" does so too and adds teacher tokens that began one token earlier and reach this position.
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import compute_on_host, to_device_batched
-from nemo_opd.errors import ProjectionError
 from nemo_opd.losses.arguments import next_tokens
 from nemo_opd.losses.chunk_loss import ChunkInputs, ChunkPositions, offsets_of, segments_log_sum_exp
+from nemo_opd.losses.piece_tree import token_bytes
 from nemo_opd.losses.sparse_projection import cached_while_alive
 
 if TYPE_CHECKING:
@@ -58,21 +57,9 @@ class CompletionSets:
 
         Raises ProjectionError for a projection without the bytes of tokens.
         """
-        student = _texts(projection.student_bytes, projection.student_byte_ends, student_vocab_size)
-        teacher = _texts(projection.teacher_bytes, projection.teacher_byte_ends, teacher_vocab_size)
-        tensors = [torch.from_numpy(np.array(values, np.int64)) for values in _sets(student, teacher)]
+        texts = token_bytes(projection, student_vocab_size, teacher_vocab_size)
+        tensors = [torch.from_numpy(np.array(values, np.int64)) for values in _sets(*texts)]
         return CompletionSets(*to_device_batched(tensors, device))
-
-
-def _texts(values: NDArray[np.int32] | None, ends: NDArray[np.int32] | None, size: int) -> list[bytes]:
-    """Return the bytes of the first `size` tokens."""
-    if values is None or ends is None:
-        raise ProjectionError(
-            "escd needs the bytes of both sides' tokens, which this projection lacks; add them with "
-            "nemo_opd.projection.add_byte_prefix or nemo-opd projection byte-prefix, or use projection: auto"
-        )
-    joined, stops = values.astype(np.uint8).tobytes(), ends[:size].tolist()
-    return [joined[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
 
 
 def _sets(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Sequence[int]]:

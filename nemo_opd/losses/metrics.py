@@ -29,7 +29,7 @@ from nemo_opd.losses.arguments import (
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.importance import LARGEST_LOG_RATIO
-from nemo_opd.losses.prefixes import first_pieces
+from nemo_opd.losses.piece_tree import first_pieces
 from nemo_opd.losses.sparse_projection import TokenPairs, cached_while_alive
 from nemo_opd.losses.support import largest, require_whole
 from nemo_opd.types import Last, Max, Mean, Metric, Metrics, SampledRows, TokenRows

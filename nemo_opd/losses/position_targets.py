@@ -18,8 +18,9 @@ from nemo_opd.losses.cells import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.divergence import Divergence, compare_logits
 from nemo_opd.losses.fused import fused, log_sum_exp, softmax
+from nemo_opd.losses.piece_tree import PieceTree, first_pieces
 from nemo_opd.losses.position_units import ChildMasses, KeptShares, NodePositions, PositionUnits, child_masses
-from nemo_opd.losses.prefixes import Chains, PieceTree, PrefixRanges, first_pieces
+from nemo_opd.losses.prefixes import Chains, PrefixRanges
 from nemo_opd.losses.support import joined, split
 from nemo_opd.types import ChunkRows, TokenRows
 

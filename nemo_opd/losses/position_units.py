@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_opd.distributed.transfer import compute_on_host
 from nemo_opd.losses.arguments import ChunkUnits, chunk_units, next_tokens
 from nemo_opd.losses.chunk_loss import ChunkPositions, offsets_of, segments_log_sum_exp, segments_reduced
-from nemo_opd.losses.prefixes import PieceTree
+from nemo_opd.losses.piece_tree import PieceTree
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -39,10 +39,9 @@ class NodePositions:
 class PositionUnits:
     """The compared positions of each chunk.
 
-    A chunk's first student token is compared at the teacher token boundary. A later one lies inside the chunk's first
-    teacher token y; it is compared if the student tokens before it are leading pieces of y, and y has more pieces. In a
-    chunk of several teacher tokens, a student token that may cross the end of y is compared only if it is the chunk's
-    last, as only then `Chains` gives it a target.
+    A chunk's first student token is compared at the teacher token boundary, later ones inside the chunk's first teacher
+    token. One that ends beyond that token is compared only if it is the chunk's last, as only then `Chains` gives it a
+    target.
     """
 
     student: ChunkPositions
@@ -115,8 +114,18 @@ class _ChunkTokens:
     """int64 [R]: token ids."""
     unit: Tensor
     """int64 [R]: each token's chunk."""
+    first: Tensor
+    """int64 [U]: each chunk's first teacher token."""
     node: Tensor
-    """int64 [R]: the tree's node for the student tokens since the teacher token began."""
+    """int64 [R]: the tree's node for the student tokens since the teacher token began: of these tokens if they are its
+    first pieces, else of their bytes.
+    """
+    num_bytes: Tensor
+    """int64 [R]: number of bytes from the beginning of the chunk."""
+    is_off: Tensor
+    """bool [R]: whether tokens of the chunk before this one are not the teacher token's first pieces."""
+    ends_off: Tensor
+    """bool [U]: whether a chunk's tokens are not the pieces of its first teacher token."""
     is_compared: Tensor
     """bool [R]"""
 
@@ -126,16 +135,27 @@ class _ChunkTokens:
         chunks = ChunkPositions.of(units.student_rows, lengths)
         realised, place = chunks.targets(student_ids), chunks.place
         unit = chunks.per_position(torch.arange(len(units), device=place.device))
-        first = next_tokens(teacher_ids, units.teacher_rows).long()[unit]
+        text, begins = tree.text, lengths.cumsum(0) - lengths
+        first_of_unit = next_tokens(teacher_ids, units.teacher_rows).long()
+        first = first_of_unit[unit]
         piece = (tree.begin[first] + place).clamp(max=len(tree.pieces) - 1)
         has_piece = place < tree.length[first]
         differs = ~has_piece | (tree.pieces[piece] != realised)
         num_different = differs.long().cumsum(0) - differs.long()
-        has_equal_prefix = num_different == num_different[lengths.cumsum(0) - lengths][unit]
-        may_cross = differs & (units.teacher_lengths[unit] > 1) & (place < lengths[unit] - 1)
-        is_compared = (place == 0) | (has_piece & has_equal_prefix & ~may_cross)
-        node = torch.where(place == 0, 0, tree.node[piece])
-        return _ChunkTokens(tree, units, chunks, realised, unit, node, is_compared)
+        is_off = (place > 0) & ((num_different != num_different[begins][unit]) | ~has_piece)
+        ends_off = torch.zeros_like(lengths).index_add_(0, unit, differs.long()) > 0
+        ends_off |= lengths != tree.length[first_of_unit]
+        size = tree.student_bytes[realised]
+        num_bytes = size.cumsum(0) - size
+        num_bytes -= num_bytes[begins][unit]
+        is_last = (units.teacher_lengths == 1)[unit] | (place == lengths[unit] - 1)
+        ends_inside = num_bytes + size <= text.length[first]
+        is_compared = (place == 0) | ((num_bytes < text.length[first]) & (ends_inside | is_last))
+        byte_node = tree.first_byte_node + text.node[(text.begin[first] + num_bytes).clamp(max=len(text.node) - 1)]
+        node = torch.where(place == 0, 0, torch.where(is_off, byte_node, tree.node[piece]))
+        return _ChunkTokens(
+            tree, units, chunks, realised, unit, first_of_unit, node, num_bytes, is_off, ends_off, is_compared
+        )
 
 
 def _positions(tokens: _ChunkTokens, has_before: bool) -> list[Tensor]:
@@ -145,7 +165,10 @@ def _positions(tokens: _ChunkTokens, has_before: bool) -> list[Tensor]:
     follows = torch.zeros_like(teacher_lengths, dtype=torch.bool)
     follows[1:] = (student_rows + student_lengths)[:-1] == student_rows[1:]
     follows[1:] &= ((teacher_rows + 1)[:-1] == teacher_rows[1:]) & (teacher_lengths[:-1] == 1)
-    earlier_node = _nodes_since_previous_chunk(tree, tokens.realised, begins, student_lengths, follows & has_before)
+    follows &= has_before
+    earlier_node = _nodes_since_previous_chunk(tree, tokens.realised, begins, student_lengths, follows)
+    is_off = tokens.is_compared & follows[tokens.unit] & (tokens.is_off | tokens.ends_off.roll(1)[tokens.unit])
+    earlier_node[is_off] = _byte_nodes_since_previous_chunk(tokens, is_off)
     # At a boundary only the realised token ends at such a node, and the target already contains it.
     is_boundary = tokens.chunks.place == 0
     earlier_node = earlier_node.masked_fill(is_boundary & ~tree.has_pieces_below(earlier_node.clamp(min=0)), -1)
@@ -175,6 +198,19 @@ def _nodes_since_previous_chunk(
         nodes[begins[units] + place] = node[units]
         node[units] = tree.child(node[units], realised[begins[units] + place])
     return nodes
+
+
+def _byte_nodes_since_previous_chunk(tokens: _ChunkTokens, selected: Tensor) -> Tensor:
+    """Return the node of the bytes since the previous chunk began, −1 if the tree has none: int64, of selected tokens.
+
+    selected: bool [R], compared tokens whose previous chunk has one teacher token.
+    """
+    text, unit, num_bytes = tokens.tree.text, tokens.unit[selected], tokens.num_bytes[selected]
+    node, begin = text.end_node(tokens.first[unit - 1]), text.begin[tokens.first[unit]]
+    for place in range(int(num_bytes.max()) if len(unit) else 0):
+        goes_on = (place < num_bytes) & (node >= 0)
+        node[goes_on] = text.child(node[goes_on], text.values[begin[goes_on] + place])
+    return torch.where(node >= 0, node + tokens.tree.first_byte_node, -1)
 
 
 def _node_position_tensors(

@@ -31,6 +31,7 @@ from nemo_opd.losses import (
     uld,
 )
 from nemo_opd.projection import ProjectionMatrix
+from tests.losses.cases import bytes_of
 
 STUDENT, SAME, CROSS = (2048, 128_256), (3072, 128_256), (2560, 151_936)
 """Width and vocabulary of each model."""
@@ -163,6 +164,7 @@ def longer_tokens(positions: int, draw: Callable[..., Tensor], device: torch.dev
     is_long = itself >= size
     first = np.where(is_long, itself % BEGINNINGS, itself)
     pieces = np.stack([first, np.where(is_long, itself // BEGINNINGS, -1)], 1)
+    texts = [token.to_bytes(3) for token in range(size)]
     between = ProjectionMatrix(
         np.full((size, 1), -1),
         np.zeros((size, 1)),
@@ -170,6 +172,7 @@ def longer_tokens(positions: int, draw: Callable[..., Tensor], device: torch.dev
         teacher_spellings=pieces[pieces >= 0],
         teacher_spelling_ends=np.cumsum((pieces >= 0).sum(1)),
         teacher_byte_order=np.stack([itself, itself, itself + 1], 1),
+        **bytes_of(texts, [b"".join(texts[piece] for piece in row if piece >= 0) for row in pieces.tolist()]),
     )
     num_chunks = positions * 2 // 3
     tokens = np.where(np.arange(num_chunks) % 2, size, 1) + np.arange(num_chunks)

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError, ProjectionError
-from nemo_opd.losses.prefixes import PieceTree, first_pieces
+from nemo_opd.losses.piece_tree import PieceTree, first_pieces
 from nemo_opd.projection import ProjectionMatrix
+from tests.losses.cases import bytes_of
 
 V = 4
 
@@ -24,6 +25,7 @@ def matrix(spellings: list[tuple[int, ...]]) -> ProjectionMatrix:
         teacher_vocab_size=len(spellings),
         teacher_spellings=np.array([piece for spelling in spellings for piece in spelling], np.int64),
         teacher_spelling_ends=np.cumsum([len(spelling) for spelling in spellings]),
+        **bytes_of([bytes([v]) for v in range(V)], [bytes(spelling) for spelling in spellings]),
     )
 
 

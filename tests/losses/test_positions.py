@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import defaultdict
 from functools import cache
 
@@ -15,9 +16,20 @@ from nemo_opd.losses import byte_prefix
 from nemo_opd.losses.position_units import compared_positions
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.projection.spelling import byte_order
+from tests.losses.cases import bytes_of
 from tests.losses.oracle_prefix import matrix
 from tests.reference import positions
-from tests.reference.positions import Cells, Merges, next_tokens, source, targets, tokenize, vocabulary
+from tests.reference.positions import (
+    Cells,
+    Merges,
+    Prefix,
+    next_tokens,
+    resampled,
+    source,
+    targets,
+    tokenize,
+    vocabulary,
+)
 
 AB, CA, ABC, CAB = ("a", "b"), ("c", "a"), ("ab", "c"), ("ca", "b")
 PAIRS: dict[str, tuple[Merges, Merges]] = {"letters": ((), (AB, ABC)), "merges": ((AB, CA), (AB, CA, CAB, ABC))}
@@ -33,10 +45,15 @@ EMPTY = -60.0
 class Toy:
     """All texts after a token that begins them, as both sides see them."""
 
-    def __init__(self, student: Merges, teacher: Merges) -> None:
+    def __init__(self, student: Merges, teacher: Merges, *, is_sampled: bool = False) -> None:
+        """is_sampled: the student's tokens are any that spell the teacher's."""
         self.merges = student, teacher
-        self.texts = source(0)
+        self.texts, draw = source(0), random.Random(0)
         self.q, self.p = next_tokens(self.texts, teacher), next_tokens(self.texts, student)
+        self.ours: dict[str, Prefix] = {
+            text: resampled(text, student, teacher, draw) if is_sampled else tokenize(text, student)
+            for text in self.texts
+        }
         self.tokens = vocabulary(student), vocabulary(teacher)
         spellings = [[self.tokens[0].index(s) for s in tokenize(t, student)] for t in self.tokens[1]]
         begin = len(self.tokens[0])
@@ -48,9 +65,11 @@ class Toy:
             teacher_byte_order=byte_order([*(t.encode() for t in self.tokens[1]), b""]),
             teacher_spellings=[s for spelling in spellings for s in spelling],
             teacher_spelling_ends=np.cumsum(list(map(len, spellings))),
+            **bytes_of(*([*(token.encode() for token in tokens), b""] for tokens in self.tokens)),
         )
-        self.states = {prefix: i for i, prefix in enumerate(self.p)}
-        sides = [[tokenize(text, merges) for text in self.texts] for merges in self.merges]
+        prefixes = (tokens[:i] for tokens in self.ours.values() for i in range(len(tokens)))
+        self.states = {prefix: i for i, prefix in enumerate(dict.fromkeys([*self.p, *prefixes]))}
+        sides = [list(self.ours.values()), [tokenize(text, teacher) for text in self.texts]]
         self.ids, self.chunks = [], []
         for side, vocab in zip(sides, self.tokens, strict=True):
             rows = [[len(vocab), *map(vocab.index, tokens)] for tokens in side]
@@ -66,7 +85,7 @@ class Toy:
 
     def log_q(self, prefix: tuple[str, ...]) -> list[float]:
         q = self.q[prefix]
-        return [math.log(q[t]) if t in q else EMPTY for t in self.tokens[1]] + [EMPTY]
+        return [math.log(q[t]) if t in q else -math.inf for t in self.tokens[1]] + [EMPTY]
 
     def exact(self) -> Tensor:
         """log p of the student's states."""
@@ -103,8 +122,8 @@ def chunk_ids(tokens: tuple[str, ...], sides: list[list[tuple[str, ...]]], b: in
 
 
 @cache
-def toy(name: str) -> Toy:
-    return Toy(*(PAIRS | SHORTER)[name])
+def toy(name: str, *, is_sampled: bool = False) -> Toy:
+    return Toy(*(PAIRS | SHORTER)[name], is_sampled=is_sampled)
 
 
 def gradient(name: str, **settings) -> float:
@@ -150,7 +169,7 @@ def test_halves_of_both_forms_do_not_mix(name: str, halves: tuple[str, str]) -> 
     mean: dict[tuple[str, ...], Cells] = defaultdict(lambda: defaultdict(float))
     for text, p in case.texts.items():
         pieces = tokenize(text, student)
-        at = zip(*(targets(text, ends, student, teacher, case.q) for ends in halves), strict=True)
+        at = zip(*(targets(pieces, ends, student, teacher, case.q) for ends in halves), strict=True)
         for (i, is_boundary, of_boundary), (_, _, of_inside) in at:
             for c, t in (of_boundary if is_boundary else of_inside).items():
                 mean[pieces[:i]][c] += p * t
@@ -160,16 +179,17 @@ def test_halves_of_both_forms_do_not_mix(name: str, halves: tuple[str, str]) -> 
     assert (max(off) < 1e-9) == (halves == ("drop", "drop"))
 
 
-@pytest.mark.parametrize("name", PAIRS | SHORTER)
+@pytest.mark.parametrize("name", [*PAIRS, *SHORTER, "merges, sampled"])
 @pytest.mark.parametrize("ends", ["drop", "cover", "rest"])
 def test_value_equals_the_lists(name: str, ends: str) -> None:
-    """Catches a wrong position, cell or weight, with any student."""
-    case, (student, teacher) = toy(name), toy(name).merges
+    """Catches a wrong position, cell or weight, with any student, and one that samples unusual spellings."""
+    case = toy(name.removesuffix(", sampled"), is_sampled=name.endswith("sampled"))
+    student, teacher = case.merges
     states = torch.randn(len(case.states), len(case.tokens[0]) + 1, generator=torch.Generator().manual_seed(0)).double()
     log_p, total = states.log_softmax(1).tolist(), 0.0
     for text, weight in case.texts.items():
-        pieces = tokenize(text, student)
-        for i, _, cells in targets(text, ends, student, teacher, case.q):
+        pieces = case.ours[text]
+        for i, _, cells in targets(pieces, ends, student, teacher, case.q):
             of_state = dict(zip([*case.tokens[0], "begin"], log_p[case.states[pieces[:i]]], strict=True))
             rest = math.fsum(math.exp(p) for token, p in of_state.items() if token not in cells)
             for c, t in cells.items():
@@ -177,15 +197,38 @@ def test_value_equals_the_lists(name: str, ends: str) -> None:
     assert case.loss(states, positions="all", ends=ends).item() == pytest.approx(total, rel=1e-8)
 
 
-@pytest.mark.parametrize(("student", "num_compared"), [([0, 1, 5, 4], 1), ([0, 1, 6], 2), ([0, 1, 2, 3, 4], 2)])
+TOKENS = [b"", b"a", b"b", b"c", b"d", b"bc", b"bcd", b"cd", b"ab"]
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "num_compared"),
+    [
+        ([1, 5, 4], [b"ab", b"cd"], 1),
+        ([1, 6], [b"ab", b"cd"], 2),
+        ([1, 2, 3, 4], [b"ab", b"cd"], 2),
+        ([1, 2, 7], [b"abc", b"d"], 3),
+        ([8, 7], [b"abc", b"d"], 2),
+        ([1, 2, 3, 4], [b"abc", b"d"], 3),
+    ],
+)
 def test_a_token_that_crosses_the_teachers_is_compared_only_if_it_is_the_last(
-    student: list[int], num_compared: int
+    student: list[int], teacher: list[bytes], num_compared: int
 ) -> None:
-    """Catches a target without mass on the realised token, which ends inside of the teacher's second token: after
-    `begin`, ab·cd of the teacher is a·bc·d, a·bcd or a·b·c·d of the student.
+    """Catches a target without mass on the realised token, which ends inside of the teacher's second token; abc is
+    spelled ab·c.
     """
-    pieces = [b"", b"ab", b"cd"]
-    projection = matrix([], 7, 3, byte_prefix=[0, 1, 3], teacher=pieces, spellings=[[0], [1, 2], [3, 4]])
+    pieces = {b"ab": [1, 2], b"cd": [3, 4], b"abc": [8, 3], b"d": [4]}
+    spellings = [[0], *(pieces[token] for token in teacher)]
+    projection = matrix(
+        [],
+        len(TOKENS),
+        3,
+        byte_prefix=[spelling[0] for spelling in spellings],
+        teacher=[b"", *teacher],
+        spellings=spellings,
+        student=TOKENS,
+    )
+    student = [0, *student]
     chunks = [-1, *[0] * (len(student) - 1)]
     generator = torch.Generator().manual_seed(0)
     arguments = {
@@ -196,7 +239,7 @@ def test_a_token_that_crosses_the_teachers_is_compared_only_if_it_is_the_last(
         "projection": projection,
     }
     assert compared_positions(**arguments, pieces="spelling").sum(1).tolist() == [num_compared]
-    logits = (torch.randn(1, length, size, generator=generator) for length, size in ((len(student), 7), (3, 3)))
+    logits = (torch.randn(1, length, size, generator=generator) for length, size in ((len(student), 9), (3, 3)))
     loss = byte_prefix(*logits, **arguments, positions="all")
     assert loss.metrics["kd"].count == num_compared
     assert loss.loss.isfinite()

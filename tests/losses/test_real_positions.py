@@ -16,8 +16,8 @@ from torch import Tensor
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.losses import byte_prefix, same_vocab
 from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.piece_tree import first_pieces, token_bytes
 from nemo_opd.losses.position_targets import Targets
-from nemo_opd.losses.prefixes import first_pieces
 from nemo_opd.projection import ProjectionMatrix, add_byte_prefix, exact_map
 from tests.tokenizers_fixture import corpus_texts, real_tokenizer
 
@@ -33,12 +33,31 @@ def projection(student: str, teacher: str) -> ProjectionMatrix:
     return add_byte_prefix(exact_map(*pair), *pair)
 
 
-def batch(student: str, teacher: str, text: str = TEXT) -> tuple[dict, Tensor, Tensor]:
+@cache
+def texts(matrix: ProjectionMatrix) -> tuple[list[bytes], list[bytes]]:
+    """The bytes of both sides' tokens."""
+    return token_bytes(matrix, matrix.student_vocab_size, matrix.teacher_vocab_size)
+
+
+def spelled_unusually(ids: list[int], of_student: list[bytes]) -> list[int]:
+    """Every second token in two parts, if both are tokens: the shortest such first part."""
+    token_of = {text: token for token, text in reversed(list(enumerate(of_student)))}
+    spelling: list[int] = []
+    for n, token in enumerate(ids):
+        text = of_student[token]
+        cuts = [k for k in range(1, len(text)) if n % 2 and text[:k] in token_of and text[k:] in token_of]
+        spelling += [token_of[text[: cuts[0]]], token_of[text[cuts[0] :]]] if cuts else [token]
+    return spelling
+
+
+def batch(student: str, teacher: str, text: str = TEXT, *, is_unusual: bool = False) -> tuple[dict, Tensor, Tensor]:
     """Arguments of a loss, and logits of both sides."""
     pair = real_tokenizer(student), real_tokenizer(teacher)
     ids = [tokenizer("\n" + text, add_special_tokens=False).input_ids for tokenizer in pair]
-    alignment = TokenAligner(*pair).align(*ids)
     matrix, generator = projection(student, teacher), torch.Generator().manual_seed(0)
+    if is_unusual:
+        ids[0] = spelled_unusually(ids[0], texts(matrix)[0])
+    alignment = TokenAligner(*pair).align(*ids)
     arguments = {
         "projection": matrix,
         "student_ids": torch.tensor(ids[:1]),
@@ -65,6 +84,7 @@ def spelled(matrix: ProjectionMatrix) -> tuple[list[tuple[int, ...]], dict[tuple
 def expected(arguments: dict, student: Tensor, teacher: Tensor, ends: str) -> list[float]:
     """Forward KL of each position, by a look at the teacher tokens below its node."""
     spellings, below = spelled(arguments["projection"])
+    both_texts = texts(arguments["projection"])
     chunks = [arguments[f"{side}_chunk_id"][0].tolist() for side in ("student", "teacher")]
     ids = [arguments[f"{side}_ids"][0].tolist() for side in ("student", "teacher")]
     p, q = (logits[0].double().log_softmax(-1) for logits in (student, teacher))
@@ -79,13 +99,20 @@ def expected(arguments: dict, student: Tensor, teacher: Tensor, ends: str) -> li
         row, y = q[theirs[0] - 1].exp(), ids[1][theirs[0]]
         for place, i in enumerate(ours):
             pieces = tuple(ids[0][k] for k in ours[:place])
-            if place and (spellings[y][:place] != pieces or len(spellings[y]) == place):
-                break
-            cells = masses(row, pieces, below.get(pieces, []), spellings) if place else by_first_piece(row, spellings)
+            is_unusual = place > 0 and spellings[y][:place] != pieces
+            if is_unusual:
+                cells = masses_by_bytes(row, pieces, *both_texts)
+            else:
+                cells = (
+                    masses(row, pieces, below.get(pieces, []), spellings) if place else by_first_piece(row, spellings)
+                )
             if ends == "cover" and before is not None and len(before[1]) == 1:
                 row_before, since = q[before[1][0] - 1].exp(), tuple(ids[0][k] for k in before[0]) + pieces
                 r = float(row_before[ids[1][before[1][0]]])
-                more = masses(row_before, since, below.get(since, []), spellings)
+                if is_unusual or spellings[ids[1][before[1][0]]] != since[: len(before[0])]:
+                    more = masses_by_bytes(row_before, since, *both_texts)
+                else:
+                    more = masses(row_before, since, below.get(since, []), spellings)
                 if not place:
                     more.pop(None, None)
                 cells = {c: r * cells.get(c, 0) + more.get(c, 0) for c in cells | more}
@@ -114,21 +141,37 @@ def masses(q: Tensor, pieces: tuple[int, ...], tokens: list[int], spellings: lis
     return cells
 
 
+def masses_by_bytes(q: Tensor, pieces: tuple[int, ...], student: list[bytes], teacher: list[bytes]) -> Cells:
+    """Of the tokens that begin with the bytes of the pieces, by the longest student token in what follows."""
+    begun = b"".join(student[piece] for piece in pieces)
+    token_of = {text: token for token, text in reversed(list(enumerate(student)))}
+    cells: Cells = defaultdict(float)
+    for t, text in enumerate(teacher):
+        if begun and text.startswith(begun):
+            rest = text.removeprefix(begun)
+            cells[next((token_of[rest[:k]] for k in range(len(rest), 0, -1) if rest[:k] in token_of), None)] += float(
+                q[t]
+            )
+    return cells
+
+
+@pytest.mark.parametrize("is_unusual", [False, True], ids=["spelled as usual", "spelled unusually"])
 @pytest.mark.parametrize("ends", ["drop", "cover", "rest"])
-def test_targets_are_those_of_the_spellings(ends: str) -> None:
+def test_targets_are_those_of_the_spellings(ends: str, is_unusual: bool) -> None:
     """Catches a node or a boundary of real tokens that is taken for another, and blocks that change a target."""
-    arguments, student, teacher = batch("llama3_1", "qwen3")
+    arguments, student, teacher = batch("llama3_1", "qwen3", is_unusual=is_unusual)
     # The oracle knows no chain: chunks of one student token and several of the teacher are left out.
     for chunk in set(arguments["teacher_chunk_id"][0].tolist()):
         if (arguments["teacher_chunk_id"] == chunk).sum() > 1:
             arguments["student_chunk_id"][arguments["student_chunk_id"] == chunk] = -1
     of_positions = expected(arguments, student, teacher, ends)
     settings = {"positions": "all", "ends": ends, "pieces": "spelling"}
+    student, teacher = student.double(), teacher.double()
     whole = byte_prefix(student, teacher, **arguments, **settings)
     assert whole.metrics["kd"].count == len(of_positions) > len(set(arguments["student_chunk_id"][0].tolist()))
-    assert whole.loss.item() == pytest.approx(math.fsum(of_positions) / len(of_positions), rel=1e-5)
+    assert whole.loss.item() == pytest.approx(math.fsum(of_positions) / len(of_positions), rel=1e-9)
     in_blocks = byte_prefix(student, teacher, **arguments, **settings, chunk_size=3)
-    assert in_blocks.loss.item() == pytest.approx(whole.loss.item(), rel=1e-6)
+    assert in_blocks.loss.item() == pytest.approx(whole.loss.item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("ends", ["drop", "cover", "rest"])

@@ -60,23 +60,42 @@ def next_tokens(texts: dict[str, float], merges: Merges) -> dict[Prefix, dict[st
 
 
 def targets(
-    text: str, ends: str, student: Merges, teacher: Merges, q: dict[Prefix, dict[str, float]]
+    ours: Prefix, ends: str, student: Merges, teacher: Merges, q: dict[Prefix, dict[str, float]]
 ) -> Iterator[tuple[int, bool, Cells]]:
-    """Which student token, whether a teacher token begins with it, and the teacher's probabilities for it."""
-    ours, theirs = tokenize(text, student), tokenize(text, teacher)
+    """Which of the student's tokens, whether a teacher token begins with it, and the teacher's probabilities for it."""
+    theirs = tokenize("".join(ours), teacher)
     starts, boundaries = begins(ours), begins(theirs)
+
+    def mass_since(k: int, i: int, unusual: bool) -> tuple[Cells, float]:
+        """Of the teacher tokens that begin with k and reach the student's token i."""
+        pieces = ours[starts.index(boundaries[k]) : i]
+        return (mass_of_bytes if unusual else mass)(q[theirs[:k]], pieces, student)
+
     for i, a in enumerate(starts):
         j = max(k for k, o in enumerate(boundaries) if o <= a)
         is_inside = a > boundaries[j]
-        cells, ended = mass(q[theirs[:j]], ours[starts.index(boundaries[j]) : i], student)
+        first = starts.index(boundaries[j])
+        unusual = ours[first:i] != tokenize(theirs[j], student)[: i - first]
+        cells, ended = mass_since(j, i, unusual)
         if ends == "cover" and j > 0:
+            unusual |= ours[starts.index(boundaries[j - 1]) : first] != tokenize(theirs[j - 1], student)
             r = q[theirs[: j - 1]][theirs[j - 1]]
-            before, ended_before = mass(q[theirs[: j - 1]], ours[starts.index(boundaries[j - 1]) : i], student)
+            before, ended_before = mass_since(j - 1, i, unusual)
             cells = {c: r * cells.get(c, 0.0) + before.get(c, 0.0) for c in cells | before}
             ended = r * ended + ended_before
         if is_inside and ends != "drop" and ended:
             cells[None] = ended
         yield i, not is_inside, {c: p / math.fsum(cells.values()) for c, p in cells.items()}
+
+
+def resampled(text: str, student: Merges, teacher: Merges, draw: random.Random) -> Prefix:
+    """Tokens of the student that spell each of the teacher's, drawn one by one from all that fit."""
+    tokens: list[str] = []
+    for token in tokenize(text, teacher):
+        while token:
+            tokens.append(draw.choice([s for s in vocabulary(student) if token.startswith(s)]))
+            token = token.removeprefix(tokens[-1])
+    return tuple(tokens)
 
 
 def mass(q: dict[str, float], pieces: Prefix, student: Merges) -> tuple[Cells, float]:
@@ -90,6 +109,17 @@ def mass(q: dict[str, float], pieces: Prefix, student: Merges) -> tuple[Cells, f
         elif spelling[: len(pieces)] == pieces:
             cells[spelling[len(pieces)]] += p
     return cells, ended
+
+
+def mass_of_bytes(q: dict[str, float], pieces: Prefix, student: Merges) -> tuple[Cells, float]:
+    """Of the tokens that begin with the same letters: by the longest student token that begins what follows."""
+    cells: Cells = defaultdict(float)
+    text = "".join(pieces)
+    for token, p in q.items():
+        if token.startswith(text) and token != text:
+            rest = token.removeprefix(text)
+            cells[max((s for s in vocabulary(student) if rest.startswith(s)), key=len)] += p
+    return cells, q.get(text, 0.0)
 
 
 def begins(tokens: Prefix) -> list[int]:
