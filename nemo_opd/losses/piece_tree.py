@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,7 +39,7 @@ class PieceTree:
     text: ByteTree
     """The teacher tokens' bytes."""
     student_bytes: Tensor
-    """int64 [V]: number of each student token's bytes; on the host."""
+    """int64 [V]: number of each student token's bytes."""
     first_byte_node: int
     order: Tensor
     """int64 [X]: the teacher tokens of all runs."""
@@ -75,11 +75,17 @@ class PieceTree:
     ) -> PieceTree:
         """Build the tree within the given vocabulary sizes; cached while the projection lives.
 
-        pieces: as for `byte_prefix`. Raises ProjectionError for a projection without them or without tokens' bytes.
+        pieces: as for `byte_prefix`. device: of `order`, `run_key`, `run_begin` and `run_length`; other tensors stay on
+        the host. Raises ProjectionError for a projection without pieces or without tokens' bytes.
         """
-        ids, ends = _arrays_of(projection, pieces)
-        sides = _byte_trees(projection, student_vocab_size, teacher_vocab_size)
-        return _tree(ids, ends[:teacher_vocab_size].astype(np.int64), student_vocab_size, *sides, device)
+        if device.type == "cpu":
+            ids, ends = _arrays_of(projection, pieces)
+            sides = _byte_trees(projection, student_vocab_size, teacher_vocab_size)
+            return _tree(ids, ends[:teacher_vocab_size].astype(np.int64), student_vocab_size, *sides)
+        host = PieceTree.of(projection, pieces, student_vocab_size, teacher_vocab_size, torch.device("cpu"))
+        sent = to_device_batched([host.order, host.run_key, host.run_begin, host.run_length], device)
+        order, run_key, run_begin, run_length = sent
+        return replace(host, order=order, run_key=run_key, run_begin=run_begin, run_length=run_length)
 
     def run_cell(self, runs: Tensor) -> Tensor:
         """Return the next piece of each run, or V for tokens that end at the node."""
@@ -236,7 +242,6 @@ def _tree(
     student_size: int,
     student: ByteTree,
     text: ByteTree,
-    device: torch.device,
 ) -> PieceTree:
     begin = np.append(0, ends[:-1])
     length = ends - begin
@@ -261,7 +266,7 @@ def _tree(
         run_node * (student_size + 1) + piece + 1,
         *run_arrays,
     )
-    tensors = to_device_batched([torch.from_numpy(array.astype(np.int64)) for array in arrays], device)
+    tensors = [torch.from_numpy(array.astype(np.int64)) for array in arrays]
     return PieceTree(student_size, text, student.length, first_byte_node, *tensors)
 
 
