@@ -286,7 +286,7 @@ class EvaluationConfig(ModelSource, QuestionSets):
         return self
 
     @model_validator(mode="after")
-    def answers_can_be_scored(self) -> Self:
+    def questions_and_reward_suit_the_environment(self) -> Self:
         is_chat = self.data.messages_key is not None or self.data.prompt_key
         if not is_chat and (self.environment is not None or self.data.tools_key is not None):
             key = "environment" if self.environment is not None else "data.tools_key"

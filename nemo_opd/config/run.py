@@ -18,7 +18,7 @@ class RunConfig(RunFields):
     """All settings of a run, as in its resolved config.yaml."""
 
     @model_validator(mode="after")
-    def teachers_can_be_told_apart(self) -> Self:
+    def teachers_have_unique_names(self) -> Self:
         if not self.teachers:
             raise ValueError(
                 "teachers=[]: the list is empty; name at least one teacher, such as teachers=GROUP. To learn only from "
@@ -33,7 +33,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def teachers_can_answer(self) -> Self:
+    def asked_teachers_compute_answers(self) -> Self:
         are_asked = self.evaluation is not None and self.evaluation.teachers
         for i, teacher in enumerate(self.active_teachers):
             if teacher.cache is not None and self.rollout is not None:
@@ -54,7 +54,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def losses_suit_their_teachers(self) -> Self:
+    def losses_suit_vocabularies_and_projections(self) -> Self:
         for i, teacher in enumerate(self.active_teachers):
             term = teacher.loss or self.loss
             if isinstance(teacher, CrossTokenizerTeacher) and isinstance(term, (*ONE_VOCABULARY_TERMS, GRPOLoss)):
@@ -73,7 +73,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def something_is_trained_on(self) -> Self:
+    def weights_leave_something_to_learn(self) -> Self:
         if self.active_teachers and not any(teacher.weight for teacher in self.teachers):
             raise ValueError(
                 "every teacher's weight is 0, so all would be loaded and nothing learned from them; raise one, or "
@@ -90,7 +90,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def several_teachers_are_aggregated(self) -> Self:
+    def aggregation_needs_several_teachers(self) -> Self:
         if len(self.teachers) == 1 and (setting := self._needs_several_teachers()):
             raise ValueError(
                 f"{setting} needs several teachers, but there is one ({self.teachers[0].name}); name more teachers, or "
@@ -107,7 +107,7 @@ class RunConfig(RunFields):
         return "aggregation.vocabulary_scaling=true" if aggregation.vocabulary_scaling else None
 
     @model_validator(mode="after")
-    def averaged_teachers_are_alike(self) -> Self:
+    def averaged_logits_needs_one_vocabulary_and_loss(self) -> Self:
         for i, teacher in enumerate(self.teachers if isinstance(self.aggregation, AveragedLogits) else ()):
             if teacher.type == "cross_tokenizer":
                 raise ValueError(
@@ -144,7 +144,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def separate_teachers_have_a_model(self) -> Self:
+    def separate_placement_needs_a_frozen_teacher(self) -> Self:
         teachers, placement = self.active_teachers, self.cluster.placement
         if placement == "separate" and teachers and all(teacher.is_student for teacher in teachers):
             raise ValueError(
@@ -155,7 +155,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def routes_have_a_column(self) -> Self:
+    def routed_needs_a_separate_column(self) -> Self:
         data, aggregation = self.data, self.aggregation
         if not isinstance(aggregation, Routed):
             return self
@@ -173,7 +173,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def pushed_best_is_kept(self) -> Self:
+    def push_of_best_needs_keep_best(self) -> Self:
         push = self.run.push_to_hub
         if push is not None and push.model == "best" and self.train.keep_best is None:
             raise ValueError(
@@ -183,7 +183,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def settings_suit_where_the_texts_come_from(self) -> Self:
+    def settings_suit_on_or_off_policy(self) -> Self:
         check = check_off_policy if self.rollout is None else check_on_policy
         check(self)
         return self

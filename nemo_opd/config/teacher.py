@@ -154,7 +154,7 @@ class TeacherBase(Model):
         return self
 
     @model_validator(mode="after")
-    def frozen_weights_are_of_a_model(self) -> Self:
+    def only_frozen_teachers_name_a_model(self) -> Self:
         if self.is_student and self.model is not None and self.cache is None:
             raise ValueError(
                 f"model={self.model}: weights={self.weights} uses the student's weights and no other model; leave "

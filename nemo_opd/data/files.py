@@ -135,13 +135,12 @@ def arrow_schema(path: Path) -> pa.Schema:
 
 
 def json_schema(path: Path) -> pa.Schema | None:
-    """Return the schema of a file's first rows, or None if the file is empty.
+    """Return the schema of a file's first rows, or None if the file has no rows.
 
     The loader reports later malformed lines, and values that are not strings in a column of strings. Raises RowError.
     """
-    rows = (row for _, row in islice(json_rows(path), _FIRST_ROWS))
-    types = column_types(rows, strings_among_others=pa.string())
-    return pa.schema(types.items()) if types else None
+    rows = [row for _, row in islice(json_rows(path), _FIRST_ROWS)]
+    return pa.schema(column_types(rows, strings_among_others=pa.string()).items()) if rows else None
 
 
 def _text_schema(path: Path) -> pa.Schema:
