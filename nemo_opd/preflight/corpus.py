@@ -18,6 +18,7 @@ from nemo_opd.data.cache import CachedSampleMaker, CachedWindowMaker
 from nemo_opd.data.chat import ChatSampleMaker
 from nemo_opd.data.context import Context, PrivilegedPrompt
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer, Encoder
+from nemo_opd.data.layout import domain_column, has_contrast, run_layout
 from nemo_opd.data.loader import Domains, TrainLoader, domains_of, made_of_all, validation_batches
 from nemo_opd.data.order import BatchOrder, PackedOrder, State, lengths_of
 from nemo_opd.data.record import (
@@ -36,7 +37,6 @@ from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, Rol
 from nemo_opd.data.samples import HasIdentity, SameTokenizer, Sample, SampleMaker, WindowMaker
 from nemo_opd.data.text import TextSampleMaker, TextWindowMaker
 from nemo_opd.errors import AlignmentError, DataError
-from nemo_opd.preflight.columns import domain_column, has_contrast, layout_of
 from nemo_opd.preflight.model_info import ModelInfo
 from nemo_opd.progress import tracked, working
 from nemo_opd.types import Batch
@@ -141,7 +141,7 @@ def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelI
 def _load_documents(config: RunConfig, source: Source, key: str, *, is_validation: bool = False) -> Dataset:
     from nemo_opd.data.sources import load_documents, with_others
 
-    documents = load_documents(source, layout_of(config, is_validation=is_validation), key=key)
+    documents = load_documents(source, run_layout(config, is_validation=is_validation), key=key)
     return with_others(documents, key) if has_contrast(config) else documents
 
 
@@ -271,7 +271,7 @@ def _add_contexts(
     config: RunConfig, teachers: Sequence[ModelInfo], readers: Sequence[_IdentifiedReader]
 ) -> tuple[_IdentifiedReader | PrivilegedPrompt[_IdentifiedReader], ...]:
     """Wrap the readers of those active teachers that have a context."""
-    columns = layout_of(config).columns
+    columns = run_layout(config).columns
 
     def in_context(
         i: int, reader: _IdentifiedReader, context_settings: ContextSettings
