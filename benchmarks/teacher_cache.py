@@ -22,8 +22,7 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from nemo_opd.config.load import from_omegaconf
-from nemo_opd.config.run import RunConfig
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.data.layout import run_layout
 from nemo_opd.data.record import TEXT
 from nemo_opd.data.sources import load_documents

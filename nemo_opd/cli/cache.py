@@ -18,9 +18,8 @@ from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.command_line import require_no_secrets
 from nemo_opd.config.data import source_of
 from nemo_opd.config.load import compose
-from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.teacher import Endpoint
-from nemo_opd.config.validation import from_dict
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.logging.terminal import busy, loading
 from nemo_opd.preflight.inputs import with_documents_columns

@@ -1,15 +1,20 @@
 """Settings of a run, with the rules between them."""
 
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self, TypeVar
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
+from nemo_opd.config.base import Settings, explain_all
 from nemo_opd.config.objective import AveragedLogits, GRPOLoss, Routed, SelectTeacher, WeightedSum
 from nemo_opd.config.on_policy import check_off_policy, check_on_policy
 from nemo_opd.config.run_checks import check_chosen_metrics, check_contexts, check_effects
 from nemo_opd.config.run_fields import ONE_VOCABULARY_TERMS, RunFields
+from nemo_opd.config.short_form import long_form
 from nemo_opd.config.teacher import CrossTokenizerTeacher, OwnIdsTeacher
+from nemo_opd.errors import ConfigError
 
+S = TypeVar("S", bound=Settings)
 _LEARNING = ("p_kl", "h_kl")
 """Losses with a gradient for the weights of a projection."""
 
@@ -194,3 +199,18 @@ class RunConfig(RunFields):
         check_effects(self)
         check_chosen_metrics(self)
         return self
+
+
+def from_dict(data: Mapping[str, Any]) -> RunConfig:
+    """Validate a run's settings. Raises ConfigError with a line for each problem."""
+    return validated(data, RunConfig)
+
+
+def validated(data: Mapping[str, Any], model: type[S]) -> S:
+    """Validate plain data. Raises ConfigError with a line for each problem."""
+    if issubclass(model, RunFields):
+        data = long_form(data)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain_all(error.errors(), data, model))) from None

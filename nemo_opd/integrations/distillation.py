@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 from nemo_opd.aggregation import apply_teacher_weights, build_objective, joined_scores, sequence_scores
 from nemo_opd.config.model import Parallelism
-from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
-from nemo_opd.config.validation import from_dict
 from nemo_opd.data.collate import collate
 from nemo_opd.data.layout import run_layout
 from nemo_opd.data.record import TEXT, Document, read_documents

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from nemo_opd.alignment import ChatRenderer, TokenAligner
 from nemo_opd.alignment.chat import locate_tokens
 from nemo_opd.alignment.chat_template import MARKS, learned_messages, plain_messages
-from nemo_opd.config.context import Context as ContextSettings
 from nemo_opd.config.data import LearnedTurns, Source
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import Context as ContextSettings
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.cache import CachedSampleMaker, CachedWindowMaker
 from nemo_opd.data.chat import ChatSampleMaker

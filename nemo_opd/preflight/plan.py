@@ -51,7 +51,6 @@ from nemo_opd.preflight.ranks import (
     resolve_placement,
     resolve_replicas,
 )
-from nemo_opd.preflight.sampling import student_batch, teacher_batch
 from nemo_opd.preflight.survey import DataStatistics, survey
 from nemo_opd.preflight.teachers import TeacherPlan, check_answers, plan_teacher, require_templates, settle_tokenizers
 from nemo_opd.preflight.warnings import (
@@ -66,7 +65,7 @@ from nemo_opd.preflight.warnings import (
     warn_of_student_as_teacher,
 )
 from nemo_opd.progress import tracked, working
-from nemo_opd.rollout.base import BatchLimit
+from nemo_opd.rollout.base import BatchLimit, student_batch, teacher_batch
 from nemo_opd.workers.optimizer import check_optimizer
 
 

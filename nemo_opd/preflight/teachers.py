@@ -16,7 +16,7 @@ from nemo_opd.aggregation import TrainingObjective
 from nemo_opd.alignment import fingerprint
 from nemo_opd.alignment.pieces import ADDED
 from nemo_opd.config.model import Model
-from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.teacher import (
     AutoTeacher,
     CachedTeacher,
@@ -30,7 +30,6 @@ from nemo_opd.config.teacher import (
     UnresolvedTeacher,
     first_changed,
 )
-from nemo_opd.config.validation import from_dict
 from nemo_opd.data.collate import collate
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.errors import AlignmentError, ConfigError, DataError, ModelError, ProjectionError, run_all

@@ -16,8 +16,7 @@ import torch
 
 from nemo_opd import commands
 from nemo_opd.cli import check
-from nemo_opd.cli.check import Report, Result, parts_before, read_output
-from nemo_opd.cli.check_plan import Part, gpu_test_files, plan
+from nemo_opd.cli.check import Part, Report, Result, gpu_test_files, parts_before, plan, read_output
 from nemo_opd.cli.main import main
 from nemo_opd.paths import UNKNOWN
 from tests.composition import ROOT

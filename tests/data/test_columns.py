@@ -11,7 +11,7 @@ import pytest
 
 from nemo_opd.alignment import ChatRenderer
 from nemo_opd.config.data import Data
-from nemo_opd.config.validation import validated
+from nemo_opd.config.run import validated
 from nemo_opd.data.files import json_schema, require_suitable
 from nemo_opd.data.layout import document_layout
 from nemo_opd.data.record import Conversation, read_documents

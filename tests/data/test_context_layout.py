@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.config.context import Context as ContextSettings
 from nemo_opd.config.data import Data, Source
+from nemo_opd.config.teacher import Context as ContextSettings
 from nemo_opd.data.context import Context
 from nemo_opd.data.files import require_suitable
 from nemo_opd.data.layout import Layout, document_layout

@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 from nemo_opd.config.evaluation import EvaluationConfig
-from nemo_opd.config.validation import validated
+from nemo_opd.config.run import validated
 from nemo_opd.data.record import Rollout
 from nemo_opd.errors import RolloutError
 from nemo_opd.logging.loggers import read
