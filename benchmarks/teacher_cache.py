@@ -23,7 +23,7 @@ from rich.console import Console
 
 from nemo_opd.config.load import from_omegaconf
 from nemo_opd.config.run import RunConfig, from_dict
-from nemo_opd.data.layout import run_layout
+from nemo_opd.data.columns import run_layout
 from nemo_opd.data.record import TEXT
 from nemo_opd.data.sources import load_documents
 from nemo_opd.logging.loggers import read

@@ -26,8 +26,8 @@ import psutil
 from rich.console import Console
 
 from nemo_opd.cli.command import Command
-from nemo_opd.commands import ending_on_signals
 from nemo_opd.paths import CHECKOUT, UNKNOWN, commit, package_version
+from nemo_opd.training.interrupt import interruptible
 
 _FILE, _DATA, _LOG = "gpu_check.md", "gpu_check.json", "gpu_check.log"
 _PASSED, _SKIPPED = "passed", "skipped"
@@ -255,7 +255,7 @@ def _check(options: Namespace, console: Console) -> int:
 
     has_gpu = torch.cuda.is_available()
     report = Report.begin(shlex.join(sys.argv), options.output)
-    with ending_on_signals(), _scratch(options.models) as (models, scratch), _clocks(options.output):
+    with interruptible(), _scratch(options.models) as (models, scratch), _clocks(options.output):
         try:
             for group in plan(models, scratch, has_gpu=has_gpu):
                 outputs = _run([part for part in group if part.name in options.only], scratch, report, end_s)

@@ -25,6 +25,7 @@ from nemo_opd.config.base import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.config.secrets import leaves
 from nemo_opd.data.chat import require_conversations
+from nemo_opd.data.columns import Layout, require_columns, require_content
 from nemo_opd.data.convert import (
     Read,
     columns_in,
@@ -48,7 +49,6 @@ from nemo_opd.data.files import (
     summarize,
     writing,
 )
-from nemo_opd.data.layout import Layout, require_columns, require_content
 from nemo_opd.data.lines import Origin, no_utf8, of_rows, of_source
 from nemo_opd.data.record import OTHER, TEXT, Columns, holds_conversations, is_field
 from nemo_opd.errors import DataError

@@ -18,7 +18,7 @@ from nemo_opd.config.model import Parallelism
 from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
 from nemo_opd.data.collate import collate
-from nemo_opd.data.layout import run_layout
+from nemo_opd.data.columns import run_layout
 from nemo_opd.data.record import TEXT, Document, read_documents
 from nemo_opd.data.samples import SampleMaker
 from nemo_opd.distributed.transfer import to_device

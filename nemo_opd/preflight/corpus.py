@@ -16,9 +16,9 @@ from nemo_opd.config.teacher import Context as ContextSettings
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.cache import CachedSampleMaker, CachedWindowMaker
 from nemo_opd.data.chat import ChatSampleMaker
+from nemo_opd.data.columns import domain_column, has_contrast, run_layout
 from nemo_opd.data.context import Context, PrivilegedPrompt
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer, Encoder
-from nemo_opd.data.layout import domain_column, has_contrast, run_layout
 from nemo_opd.data.loader import Domains, TrainLoader, domains_of, made_of_all, validation_batches
 from nemo_opd.data.order import BatchOrder, PackedOrder, State, lengths_of
 from nemo_opd.data.record import (

@@ -17,8 +17,8 @@ from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.collate import collate
+from nemo_opd.data.columns import domain_column, has_contrast, run_layout
 from nemo_opd.data.context import PrivilegedPrompt
-from nemo_opd.data.layout import domain_column, has_contrast, run_layout
 from nemo_opd.data.loader import Domains, domains_of, in_domains
 from nemo_opd.data.order import BatchOrder, State
 from nemo_opd.data.record import TEACHER, Prompt, Rollout, texts_hash

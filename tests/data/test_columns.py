@@ -12,8 +12,8 @@ import pytest
 from nemo_opd.alignment import ChatRenderer
 from nemo_opd.config.data import Data
 from nemo_opd.config.run import validated
+from nemo_opd.data.columns import document_layout
 from nemo_opd.data.files import json_schema, require_suitable
-from nemo_opd.data.layout import document_layout
 from nemo_opd.data.record import Conversation, read_documents
 from nemo_opd.data.rollouts import read_prompts
 from nemo_opd.data.sources import load_documents

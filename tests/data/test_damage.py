@@ -16,8 +16,8 @@ import pytest
 from nemo_opd.config.data import Source, ValidationSource
 from nemo_opd.data import convert
 from nemo_opd.data import lines as source_lines
+from nemo_opd.data.columns import Layout, chat_layout, text_layout
 from nemo_opd.data.files import require_suitable
-from nemo_opd.data.layout import Layout, chat_layout, text_layout
 from nemo_opd.data.lines import depth
 from nemo_opd.data.loader import SampleSource
 from nemo_opd.data.record import read_documents

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_opd.config.data import Data, Source
-from nemo_opd.data.layout import document_layout
+from nemo_opd.data.columns import document_layout
 from nemo_opd.data.record import Prompt
 from nemo_opd.data.rollouts import read_prompts
 from nemo_opd.data.sources import load_documents
