@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from nemo_opd.alignment import ChatRenderer, TokenAligner
 from nemo_opd.alignment.chat import locate_tokens
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _Reader = TypeVar("_Reader")
 _IdentifiedReader = TypeVar("_IdentifiedReader", bound=HasIdentity)
+_Make = TypeVar("_Make", bound=HasIdentity)
 _BLOCK_ROWS = 256
 """Documents read at a time: when looking for a conversation with an answer, usually the first has one."""
 
@@ -319,29 +320,27 @@ def _same_tokenizer(config: RunConfig, i: int, student: ModelInfo, teachers: Seq
     return SameTokenizer(tuple(sorted(missing)), next(readable, 0))
 
 
-class _RoutedSampleMaker:
-    """Routed document → Sample with its teacher; samples that `make` caches do not depend on the teacher."""
+class _RoutedMaker(Generic[_Make]):
+    """Base class of makers for routed documents; samples that `make` caches do not depend on the teacher."""
 
-    def __init__(self, make: SampleMaker, teachers: Sequence[str]) -> None:
-        self._make, self._teachers = make, tuple(teachers)
+    def __init__(self, make: _Make, teachers: Sequence[str]) -> None:
+        self.make, self._teachers = make, tuple(teachers)
         self.identity = f"routed {self._teachers} {make.identity}"
 
-    def __call__(self, document: Document) -> Sample:
-        """Make the sample. Raises whatever `make` raises."""
+    def route(self, document: Document) -> tuple[Document, int]:
+        """Return a document's content and the index of its teacher."""
         assert isinstance(document, Routed)
         # `require_content` has rejected data with unknown teachers.
-        return replace(self._make(document.content), route=self._teachers.index(document.teacher))
+        return document.content, self._teachers.index(document.teacher)
 
 
-class _RoutedWindowMaker:
-    """Routed document → its windows, each with the document's teacher."""
+class _RoutedSampleMaker(_RoutedMaker[SampleMaker]):
+    def __call__(self, document: Document) -> Sample:
+        content, teacher = self.route(document)
+        return replace(self.make(content), route=teacher)
 
-    def __init__(self, make: WindowMaker, teachers: Sequence[str]) -> None:
-        self._make, self._teachers = make, tuple(teachers)
-        self.identity = f"routed {self._teachers} {make.identity}"
 
+class _RoutedWindowMaker(_RoutedMaker[WindowMaker]):
     def __call__(self, document: Document) -> tuple[Sample, ...]:
-        """Make the windows. Raises whatever `make` raises."""
-        assert isinstance(document, Routed)
-        route = self._teachers.index(document.teacher)
-        return tuple(replace(sample, route=route) for sample in self._make(document.content))
+        content, teacher = self.route(document)
+        return tuple(replace(sample, route=teacher) for sample in self.make(content))
