@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ from nemo_opd.training.groups import (
     student_group,
     teacher_group,
 )
-from nemo_opd.types import NO_CHUNK, Batch, Mean, Metric, Metrics, SequenceScores, TeacherRows
+from nemo_opd.types import NO_CHUNK, Batch, Closing, Mean, Metric, Metrics, SequenceScores, TeacherRows
 from nemo_opd.workers.step import StudentStep
 from nemo_opd.workers.teacher import TeacherOutput
 
@@ -87,7 +87,7 @@ class ScoredBatch:
     about: str
 
 
-class Models:
+class Models(Closing):
     """Worker groups of the student and every active teacher, each in its own layout.
 
     Teacher output stays on the teachers' devices; only handles and metrics reach the driver. Teachers have one buffer
@@ -353,12 +353,6 @@ class Models:
 
     def close(self) -> None:
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def export_whole(models: Models, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
