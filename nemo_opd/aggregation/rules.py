@@ -105,10 +105,6 @@ _Scores = Sequence[SequenceScores]
 """Scores of the batch rows, one entry per teacher."""
 
 
-def _equal_factors(settings: AggregationBase, weights: Sequence[float], vocab_sizes: Sequence[int]) -> list[float]:
-    return [1.0] * len(weights)
-
-
 def _unchanged(settings: AggregationBase, batch: Batch, scores: _Scores, priors: Sequence[float]) -> Batch:
     return batch
 
@@ -117,7 +113,9 @@ def _unchanged(settings: AggregationBase, batch: Batch, scores: _Scores, priors:
 class Rule:
     """The functions of an aggregation; each takes the settings as its first argument."""
 
-    factors: Callable[[Any, Sequence[float], Sequence[int]], list[float]] = _equal_factors
+    factors: Callable[[Any, Sequence[float], Sequence[int]], list[float]] = lambda settings, weights, vocab_sizes: (
+        [1.0] * len(weights)
+    )
     """Function from the teachers' weights and vocabulary sizes to the factors of their losses."""
     apply_weights: Callable[[Any, Batch, _Scores, Sequence[float]], Batch] = _unchanged
     """Function from the global batch, the scores that the settings request and the teachers' configured weights to the

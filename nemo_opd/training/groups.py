@@ -196,18 +196,16 @@ class Links:
             self._join()
 
     def _join(self) -> None:
+        size, timeout_s = self._student.size, self._student.cluster.timeout_s
         rendezvous = [
-            None if planner is None else self._rendezvous(group)
+            None if planner is None else Rendezvous(*group.address(), size, group.size, timeout_s)
             for planner, group in zip(self._planners, self._teachers, strict=True)
         ]
-        calls = [self._student.submit("join_links", [(rendezvous,)] * self._student.size)]
+        calls = [self._student.submit("join_links", [(rendezvous,)] * size)]
         for group, meeting in zip(self._teachers, rendezvous, strict=True):
             if meeting is not None:
                 calls.append(group.submit("join_link", [(meeting,)] * group.size))
         self._student.cluster.gather(calls)
-
-    def _rendezvous(self, teacher: Group) -> Rendezvous:
-        return Rendezvous(*teacher.address(), self._student.size, teacher.size, self._student.cluster.timeout_s)
 
     def transfer(self, by_teacher: Sequence[Sequence[Window]], about: str) -> None:
         """Send the student the rows that these windows read from other nodes, and wait.

@@ -1,5 +1,6 @@
 """The student on one data-parallel rank."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,8 @@ class StudentWorker:
         self.model.train()
         metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, TERMS)
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
-            grad_norm = self._clip_gradient()
+            limit = math.inf if self.config.train.gradient_clip is None else self.config.train.gradient_clip
+            grad_norm = gathered(clip_grad_norm_(self.model.parameters(), limit))
             projection_norms = self.learned.sum_gradients(self.averaged_over)
             is_taken = is_finite_everywhere(objective_terms(self.config, metrics), grad_norm, *projection_norms)
         metrics["grad_norm"] = Last(grad_norm)
@@ -322,10 +324,6 @@ class StudentWorker:
             # Packing and divisors are computed on the host, without waiting for the device.
             packing = Packing.of(batch.student).to(self.device)
             yield _MicroBatch(to_device(batch, self.device), packing, teacher_logits, self.objective.divisors(batch))
-
-    def _clip_gradient(self) -> Tensor:
-        limit = self.config.train.gradient_clip
-        return gathered(clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit))
 
     def save(self, folder: Path) -> None:
         """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face format).
