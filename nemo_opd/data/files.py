@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from nemo_opd.config.data import HubDataset, Source
-from nemo_opd.data.columns import Layout, require_columns
+from nemo_opd.data.column_checks import require_columns
+from nemo_opd.data.columns import Layout
 from nemo_opd.data.lines import RowError, column_types, json_rows
 from nemo_opd.demo import DEMO_PREFIX, corpus, is_demo, questions
 from nemo_opd.demo.corpus import Split

@@ -25,7 +25,8 @@ from nemo_opd.config.base import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.config.secrets import leaves
 from nemo_opd.data.chat import require_conversations
-from nemo_opd.data.columns import Layout, require_columns, require_content
+from nemo_opd.data.column_checks import require_columns, require_content
+from nemo_opd.data.columns import Layout
 from nemo_opd.data.convert import (
     Read,
     columns_in,

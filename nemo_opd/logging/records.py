@@ -80,6 +80,7 @@ _TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}"
 _GROUP_METRIC = re.compile(
     r"val/(?P<table>domain|class|(?:chunk|position)/[^/]+)/(?P<group>.+)/(?P<measure>share|ce|accuracy|bits_per_byte|(?:shared_bits_per_byte|kd)(?:/[^/]+)?)"
 )
+_NUMBERS = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
 _TABLE_TITLES = {
     "domain": "by domain",
     "class": "by class of token",
@@ -364,3 +365,8 @@ def markdown(table: TextTable) -> str:
     lines = [table.heads, ["---", *["---:"] * (len(table.heads) - 1)], *table.rows]
     body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
     return f"## {table.title}\n\n{body}\n"
+
+
+def by_size(name: str) -> list[tuple[float, str]]:
+    """Return a sort key that puts 10 after 9."""
+    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(_NUMBERS.split(name))]

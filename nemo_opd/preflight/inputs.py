@@ -16,7 +16,8 @@ from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.short_form import long_form
 from nemo_opd.config.teacher import OwnIdsTeacher, UnresolvedTeacher
-from nemo_opd.data.columns import described, prompt_readings, readings, run_layout
+from nemo_opd.data.column_checks import described, prompt_readings, readings
+from nemo_opd.data.columns import run_layout
 from nemo_opd.data.files import first_schema, require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError, run_all
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets
