@@ -313,18 +313,16 @@ class Models(Closing):
             for i, by_rank in zip(teachers, by_teacher, strict=True)
         }
 
-    def save(self, folder: Path) -> None:
-        self._on_each_student("save", folder.resolve())
-
-    def begin_save(self, folder: Path) -> None:
-        self._on_each_student("begin_save", folder.resolve())
+    def save(self, folder: Path, in_background: bool = False) -> None:
+        """Write a checkpoint's files. in_background: as for `StudentWorker.save`."""
+        self._on_each_student("save", folder.resolve(), in_background)
 
     def is_saved(self) -> bool:
-        """Return whether the write that `begin_save` started has ended on all ranks, with or without an error."""
+        """Return whether a write in the background has ended on all ranks, with or without an error."""
         return all(self.student.call("is_saved"))
 
     def end_save(self) -> None:
-        """Wait for the write that `begin_save` started. Raises its error."""
+        """Wait for a write in the background. Raises its error."""
         self.student.call("end_save")
 
     def load(self, folder: Path) -> None:

@@ -351,10 +351,7 @@ class Session:
             stopping=self.patience.state(),
             settings=identity(self.config),
         )
-        if self.config.train.async_save:
-            self.saving.begin(self.models, progress)
-        else:
-            self.saving.save(self.models, progress)
+        self.saving.save(self.models, progress, in_background=self.config.train.async_save)
 
     def _on_saved(self, step: int, seconds: float) -> None:
         self.time_limit.saved(seconds)
