@@ -14,15 +14,16 @@ from nemo_opd.aggregation.objective import (
     leakage_metrics,
     share_metrics,
 )
-from nemo_opd.aggregation.rules import apply_teacher_weights, weighted_by_confidence
-from nemo_opd.aggregation.scores import (
+from nemo_opd.aggregation.rules import (
     TokenScore,
+    apply_teacher_weights,
     gap,
     joined_scores,
     mean_logprob,
     nats_by_score,
     sequence_scores,
     token_nats,
+    weighted_by_confidence,
 )
 
 __all__ = [

@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nemo_opd.aggregation.rules import RULES
-from nemo_opd.aggregation.scores import Overlap
+from nemo_opd.aggregation.rules import RULES, Overlap
 from nemo_opd.config.objective import GRPOLoss, Objective
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.transfer import compute_on_host
