@@ -1,5 +1,5 @@
-"""The rule of each aggregation type (methods.md §6), and the scores that rules compare: teacher confidence in sequences,
-in bits per byte, and the overlap of likeliest tokens.
+"""The rule of each aggregation type (methods.md §6), and the scores that rules compare: confidence of teachers in
+sequences, in bits per byte, and the overlap of likeliest tokens.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nemo_opd.cluster.placement import Places
 from nemo_opd.errors import OPDError, SenderGoneError, WorkerError
 from nemo_opd.types import Closing
-from nemo_opd.workers.memory import Task, needs_memory
+from nemo_opd.workers.out_of_memory import Task, needs_memory
 
 CONTINUE = "run.resume=auto continues from the last checkpoint"
 _ACTIVITIES = {

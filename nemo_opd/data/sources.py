@@ -39,7 +39,9 @@ from nemo_opd.data.convert import (
     retry_after_repair,
     selected,
 )
-from nemo_opd.data.files import (
+from nemo_opd.data.lines import Origin, no_utf8, of_rows, of_source
+from nemo_opd.data.record import OTHER, TEXT, Columns, holds_conversations, is_field
+from nemo_opd.data.source_files import (
     arrow_schema,
     is_encoded,
     is_ipc_file,
@@ -50,8 +52,6 @@ from nemo_opd.data.files import (
     summarize,
     writing,
 )
-from nemo_opd.data.lines import Origin, no_utf8, of_rows, of_source
-from nemo_opd.data.record import OTHER, TEXT, Columns, holds_conversations, is_field
 from nemo_opd.errors import DataError
 from nemo_opd.files import load_front_matter, load_yaml, read_file
 

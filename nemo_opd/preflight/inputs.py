@@ -18,13 +18,13 @@ from nemo_opd.config.short_form import long_form
 from nemo_opd.config.teacher import OwnIdsTeacher, UnresolvedTeacher
 from nemo_opd.data.column_checks import described, prompt_readings, readings
 from nemo_opd.data.columns import run_layout
-from nemo_opd.data.files import first_schema, require_suitable
+from nemo_opd.data.source_files import first_schema, require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError, run_all
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets
 from nemo_opd.extras import require_extras, require_installed
 from nemo_opd.files import load_yaml
+from nemo_opd.logging.answers import VALIDATION_LOG
 from nemo_opd.logging.provenance import read_provenance
-from nemo_opd.logging.questions import VALIDATION_LOG
 from nemo_opd.logging.records import differing_setting, read_config, value_at
 from nemo_opd.logging.trackers import check_trackers
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template, require_hub

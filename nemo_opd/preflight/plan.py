@@ -25,6 +25,7 @@ from nemo_opd.preflight.corpus import Corpus, load_corpus
 from nemo_opd.preflight.delivery import Delivery, arriving_bytes, check_deliveries, plan_deliveries, settle_transport
 from nemo_opd.preflight.flops import Utilization, device_name, peak_flops
 from nemo_opd.preflight.memory import Machine, MemoryEstimate, MemoryInputs, ModelSetup, state_bytes
+from nemo_opd.preflight.memory_choices import server_share, settle_memory
 from nemo_opd.preflight.model_info import (
     ModelInfo,
     ModelSize,
@@ -32,7 +33,6 @@ from nemo_opd.preflight.model_info import (
     read_model_info,
     tokenizers_loaded_once,
 )
-from nemo_opd.preflight.offload import server_share, settle_memory
 from nemo_opd.preflight.prompts import (
     Benchmarks,
     LoadedSet,

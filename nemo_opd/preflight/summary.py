@@ -20,7 +20,7 @@ from nemo_opd.logging.base import RunSummary, TeacherSummary
 from nemo_opd.logging.terminal import print_warning
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.flops import device_name
-from nemo_opd.preflight.offload import memory_report, peak_text
+from nemo_opd.preflight.memory_choices import memory_report, peak_text
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import Prompts
 from nemo_opd.preflight.survey import DataStatistics

@@ -21,7 +21,7 @@ from nemo_opd.errors import ClusterError, OPDError
 from nemo_opd.evaluation.inputs import build_set_reward
 from nemo_opd.evaluation.likelihoods import Scorer
 from nemo_opd.evaluation.questions import EvaluationResult, ask, shown_answers
-from nemo_opd.logging.questions import SAMPLE_LOG, QuestionValues, SampleLog, ShownAnswer, ValueLog
+from nemo_opd.logging.answers import SAMPLE_LOG, QuestionValues, SampleLog, ShownAnswer, ValueLog
 from nemo_opd.models.load import tokenizer_of
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import LoadedSet, SampledModel

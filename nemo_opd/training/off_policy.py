@@ -11,8 +11,8 @@ from nemo_opd.config.load import from_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers
 from nemo_opd.errors import ConfigError
+from nemo_opd.logging.answers import VALIDATION_LOG, TextLog
 from nemo_opd.logging.metrics import Timer
-from nemo_opd.logging.questions import VALIDATION_LOG, TextLog
 from nemo_opd.logging.terminal import VisibleConsole, busy, print_line
 from nemo_opd.preflight.inputs import require_kind
 from nemo_opd.preflight.plan import Plan, preflight

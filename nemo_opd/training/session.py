@@ -14,6 +14,7 @@ from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import PER_TEXT, validate, validate_teachers
 from nemo_opd.files import write_atomically
+from nemo_opd.logging.answers import SAMPLE_LOG, VALIDATION_LOG, SampleLog, TextBits, TextLog
 from nemo_opd.logging.loggers import Loggers, build
 from nemo_opd.logging.metrics import BITS_PER_BYTE, SHARED_BITS_PER_BYTE
 from nemo_opd.logging.metrics import values as values_of
@@ -26,7 +27,6 @@ from nemo_opd.logging.provenance import (
     record_end,
     write_provenance,
 )
-from nemo_opd.logging.questions import SAMPLE_LOG, VALIDATION_LOG, SampleLog, TextBits, TextLog
 from nemo_opd.logging.records import write_hardware
 from nemo_opd.logging.report import write_report
 from nemo_opd.logging.terminal import print_line

@@ -31,8 +31,8 @@ from nemo_opd.evaluation.likelihoods import Scored, longest_request
 from nemo_opd.evaluation.questions import EvaluationResult, all_answers, ask, read_questions
 from nemo_opd.extras import require_installed
 from nemo_opd.files import write_atomically
+from nemo_opd.logging.answers import SAMPLE_LOG, SampleLog
 from nemo_opd.logging.base import figure, is_share, share
-from nemo_opd.logging.questions import SAMPLE_LOG, SampleLog
 from nemo_opd.logging.terminal import VisibleConsole, busy
 from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
@@ -49,7 +49,7 @@ from nemo_opd.rollout.server.program import server_gpus
 from nemo_opd.training.engines import ENGINES
 from nemo_opd.training.groups import ModelGroup
 from nemo_opd.workers.frozen import FrozenWorker
-from nemo_opd.workers.memory import EVALUATED_TASKS
+from nemo_opd.workers.out_of_memory import EVALUATED_TASKS
 
 if TYPE_CHECKING:
     from nemo_opd.evaluation.benchmarks import BenchmarkResult

@@ -19,8 +19,8 @@ from nemo_opd.models.head import ReadingModel
 from nemo_opd.models.lora import without_adapters
 from nemo_opd.models.parallelize import free_gathered
 from nemo_opd.workers.frozen import TeacherModel
-from nemo_opd.workers.memory import averaging, needs_memory
 from nemo_opd.workers.offload import DeviceOffload, HostCopy
+from nemo_opd.workers.out_of_memory import averaging, needs_memory
 from nemo_opd.workers.teacher import TeacherWorker
 
 

@@ -41,7 +41,9 @@ from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum, TokenRows
 from nemo_opd.workers.average import OwnTeachers
 from nemo_opd.workers.frozen import WorkerSampler
-from nemo_opd.workers.memory import (
+from nemo_opd.workers.offload import DeviceOffload
+from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
+from nemo_opd.workers.out_of_memory import (
     ARRIVALS,
     BACKWARD,
     FORWARD,
@@ -51,8 +53,6 @@ from nemo_opd.workers.memory import (
     needs_memory,
     peak_memory_gb,
 )
-from nemo_opd.workers.offload import DeviceOffload
-from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
 from nemo_opd.workers.step import (
     IS_TAKEN,
     POSITIONS,
