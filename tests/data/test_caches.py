@@ -13,8 +13,7 @@ import pytest
 
 from nemo_opd import files
 from nemo_opd.config.data import HubDataset, Source
-from nemo_opd.data import convert
-from nemo_opd.data import source_files as source_files
+from nemo_opd.data import convert, source_files
 from nemo_opd.data.columns import text_layout
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import StorageError
