@@ -91,7 +91,7 @@ def _build(arguments: Namespace, console: Console) -> None:
     if arguments.top_k is not None and arguments.top_k < 1:
         raise ConfigError(f"--top-k={arguments.top_k}: keep 1 token or more")
     with loading("PyTorch"):
-        from nemo_opd.cluster.launch import driving
+        from nemo_opd.cluster.local import driving
 
     with driving(Cluster(launcher="local")) as is_driver:
         if is_driver:

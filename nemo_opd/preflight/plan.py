@@ -10,7 +10,6 @@ from nemo_opd.aggregation import TrainingObjective, build_objective
 from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.checkpoint.run_directory import checkpoints_of, progress_to_resume, require_not_beyond, resolve_output_dir
 from nemo_opd.cluster.batch_grid import BatchGrid
-from nemo_opd.cluster.launch import require_processes, require_shared_gpus, warn_of_shared_memory
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.model import Student
 from nemo_opd.config.rollout import ServerRollout
@@ -46,10 +45,13 @@ from nemo_opd.preflight.prompts import (
 )
 from nemo_opd.preflight.ranks import (
     require_batch_divides,
+    require_processes,
+    require_shared_gpus,
     resolve_device,
     resolve_layouts,
     resolve_placement,
     resolve_replicas,
+    warn_of_shared_memory,
 )
 from nemo_opd.preflight.survey import DataStatistics, survey
 from nemo_opd.preflight.teachers import TeacherPlan, check_answers, plan_teacher, require_templates, settle_tokenizers

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_opd.checkpoint.run_directory import identity
-from nemo_opd.cluster.launch import driving
+from nemo_opd.cluster.local import driving
 from nemo_opd.config.load import from_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers

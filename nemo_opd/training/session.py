@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.checkpoint.run_directory import RunLock, checkpoints_of, identity
-from nemo_opd.cluster.launch import open_cluster
+from nemo_opd.cluster.local import open_cluster
 from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import PER_TEXT, validate, validate_teachers

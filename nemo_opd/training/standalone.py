@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from nemo_opd.cluster.launch import driving, open_cluster, require_processes
+from nemo_opd.cluster.local import driving, open_cluster
 from nemo_opd.config.evaluation import EvaluationConfig, Questions
 from nemo_opd.config.load import to_yaml
 from nemo_opd.config.rollout import HFRollout
@@ -38,7 +38,7 @@ from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.models.token_trials import require_causal
-from nemo_opd.preflight.ranks import colocated, resolve_device, resolve_layout, resolve_ranks
+from nemo_opd.preflight.ranks import colocated, require_processes, resolve_device, resolve_layout, resolve_ranks
 from nemo_opd.rewards import RewardFunction
 from nemo_opd.rollout.base import BatchLimit, Completion, EngineSpec, Generator, Request, Sampling
 from nemo_opd.rollout.collect import FittingPrompts, drop_long
