@@ -39,6 +39,7 @@ from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.groups import (
+    AnsweringModel,
     Links,
     ModelGroup,
     OwnTeacher,
@@ -265,11 +266,9 @@ class Models(Closing):
         about = f"rollouts of step {version + 1}"
         return self._student.continued(requests, sampling, version, self._sampled_at_once, about=about)
 
-    def generate_by_teacher(
-        self, i: int, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int]
-    ) -> list[Completion]:
-        """Return a teacher's continuations of prompts, both in the teacher's tokens."""
-        return self._teachers[i].continued(requests, sampling, end_ids, self._answered_at_once[i], about="questions")
+    def answering_teacher(self, i: int, end_ids: Collection[int]) -> AnsweringModel:
+        """Return a teacher that continues prompts, both in its tokens. end_ids: tokens that end a sequence."""
+        return AnsweringModel(self._teachers[i], end_ids, self._answered_at_once[i])
 
     def continue_greedily(self, prompts: Sequence[NDArray[np.int32]], num_new: int) -> list[list[int]]:
         """Return the student's `num_new` likeliest tokens after each prompt, one after another."""
