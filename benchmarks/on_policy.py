@@ -25,7 +25,7 @@ from rich.progress import track
 
 from nemo_opd.config.data import Source
 from nemo_opd.config.rollout import HFRollout
-from nemo_opd.data.layout import text_layout
+from nemo_opd.data.columns import text_layout
 from nemo_opd.data.record import TEXT, Prompt
 from nemo_opd.data.sources import load_documents
 from nemo_opd.logging.loggers import read

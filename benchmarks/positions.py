@@ -23,8 +23,7 @@ from quality_statistics import compare
 from rich.console import Console
 from teacher_cache import RESULTS, settings, trained
 
-from nemo_opd.config.run import RunConfig
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import RunConfig, from_dict
 
 TEACHERS = {
     "smaller tokens": RECIPE,

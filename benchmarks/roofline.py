@@ -32,8 +32,8 @@ from nemo_opd.config.run import RunConfig  # noqa: E402
 from nemo_opd.distributed.layout import Layout  # noqa: E402
 from nemo_opd.preflight.memory import Machine as Memory  # noqa: E402
 from nemo_opd.preflight.memory import MemoryInputs, ModelSetup  # noqa: E402
+from nemo_opd.preflight.memory_choices import settle_memory  # noqa: E402
 from nemo_opd.preflight.model_info import model_size, numel  # noqa: E402
-from nemo_opd.preflight.offload import settle_memory  # noqa: E402
 from tests.composition import compose  # noqa: E402
 
 COMMAND = "uv run benchmarks/roofline.py"

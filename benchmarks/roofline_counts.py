@@ -28,8 +28,8 @@ from nemo_opd.preflight.flops import Utilization
 from nemo_opd.preflight.model_info import model_size
 from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
 from nemo_opd.workers.frozen import TeacherModel
-from nemo_opd.workers.memory import FORWARD, FrozenTasks
 from nemo_opd.workers.offload import DeviceOffload
+from nemo_opd.workers.out_of_memory import FORWARD, FrozenTasks
 from nemo_opd.workers.step import StudentStep
 from nemo_opd.workers.student import StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker

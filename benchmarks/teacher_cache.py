@@ -22,14 +22,13 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from nemo_opd.config.load import from_omegaconf
-from nemo_opd.config.run import RunConfig
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import RunConfig, from_dict
+from nemo_opd.data.columns import run_layout
 from nemo_opd.data.record import TEXT
 from nemo_opd.data.sources import load_documents
 from nemo_opd.logging.loggers import read
 from nemo_opd.logits.sources import Packing
 from nemo_opd.models.stored_output import stored_output
-from nemo_opd.preflight.columns import layout_of
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.teacher_cache.shard import decoded_ids
 from nemo_opd.training.cache_build import CacheForm, build_cache
@@ -66,7 +65,7 @@ def settings(folder: Path, steps: int, texts: int) -> RunConfig:
     overrides += ["++logging.console.enabled=false", "++data.validation.max_samples=64"]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = from_omegaconf(compose("off_policy_demo", overrides), RunConfig)
-    documents = load_documents(config.data.train, layout_of(config), key="data.train")
+    documents = load_documents(config.data.train, run_layout(config), key="data.train")
     path = folder / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": documents[i][TEXT]}) + "\n" for i in range(texts)), encoding="utf-8")
     data = config.model_dump(mode="json")

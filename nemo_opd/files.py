@@ -354,6 +354,8 @@ def write_obstacle(path: Path) -> str | None:
     Returns None if one can be. Creates no folder.
     """
     parent = existing(path)
+    if parent.is_file():
+        return f"{parent} is a file, so it cannot be a folder"
     try:
         with suppress(FileNotFoundError):
             path.stat()

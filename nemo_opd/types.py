@@ -15,6 +15,7 @@ A suffix such as `logits_BSV` names a tensor's axes.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +26,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Number = float | Tensor
+
+
+class Closing(ABC):
+    """Base class of objects that the end of their `with` closes."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 HISTORY_SAME, HISTORY_REWRITTEN, HISTORY_CHANGED = range(3)

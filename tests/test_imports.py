@@ -16,7 +16,7 @@ from nemo_opd.extras import EXTRAS, TRAIN
 
 PACKAGE = Path(nemo_opd.__file__).parent
 ORDER = (
-    "errors types paths progress files commands rotary",
+    "errors types paths progress files rotary",
     "config",
     "extras",
     "teacher_cache",

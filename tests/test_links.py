@@ -9,8 +9,8 @@ from nemo_opd.checkpoint.run_directory import LOCK_NAME, RunLock
 from nemo_opd.config.run_fields import RolloutFiles
 from nemo_opd.errors import RolloutError, StorageError
 from nemo_opd.files import replacing
+from nemo_opd.logging.answers import QuestionValues, SampleLog, ValueLog
 from nemo_opd.logging.loggers import JsonlLogger
-from nemo_opd.logging.questions import QuestionValues, SampleLog, ValueLog
 from nemo_opd.rollout.collect import RolloutLog
 from nemo_opd.rollout.server.program import ServerProcess
 from tests.logging.synthetic import summary

@@ -18,7 +18,7 @@ from benchmarks.real_models.questions import TASK
 from benchmarks.real_models.settings import TOP_K, Setting, Size, configuration, evaluation
 from nemo_opd import distil, distil_on_policy
 from nemo_opd.config.evaluation import EvaluationConfig
-from nemo_opd.config.validation import from_dict, validated
+from nemo_opd.config.run import from_dict, validated
 
 
 def run_one(setting: Setting, seed: int, size: Size, place: Place, results: Path) -> None:

@@ -25,8 +25,8 @@ from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.preflight.delivery import arriving_bytes, check_deliveries, plan_deliveries
 from nemo_opd.preflight.memory import Machine, MemoryEstimate, MemoryInputs, ModelSetup
+from nemo_opd.preflight.memory_choices import largest_parts, settle_memory
 from nemo_opd.preflight.model_info import model_size
-from nemo_opd.preflight.offload import largest_parts, settle_memory
 from nemo_opd.preflight.ranks import require_batch_divides, resolve_layouts, resolve_placement, resolve_replicas
 
 ROOT = Path(__file__).resolve().parents[2]

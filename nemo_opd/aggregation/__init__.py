@@ -1,6 +1,5 @@
 """Combination of several teachers' losses into one objective (methods.md §6)."""
 
-from nemo_opd.aggregation.batch_metrics import coverage_metrics, leakage_metrics, share_metrics
 from nemo_opd.aggregation.objective import (
     PART,
     SHARE,
@@ -10,17 +9,21 @@ from nemo_opd.aggregation.objective import (
     TermName,
     TrainingObjective,
     build_objective,
+    coverage_metrics,
     kd_of,
+    leakage_metrics,
+    share_metrics,
 )
-from nemo_opd.aggregation.rules import apply_teacher_weights, weighted_by_confidence
-from nemo_opd.aggregation.scores import (
+from nemo_opd.aggregation.rules import (
     TokenScore,
+    apply_teacher_weights,
     gap,
     joined_scores,
     mean_logprob,
     nats_by_score,
     sequence_scores,
     token_nats,
+    weighted_by_confidence,
 )
 
 __all__ = [

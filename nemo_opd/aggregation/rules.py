@@ -1,16 +1,17 @@
-"""The rule of each aggregation type (methods.md §6)."""
+"""The rule of each aggregation type (methods.md §6), and the scores that rules compare: confidence of teachers in
+sequences, in bits per byte, and the overlap of likeliest tokens.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from nemo_opd.aggregation.scores import bits_per_byte, mean_logprob, score_tensors
 from nemo_opd.config.base import choices, require_lines
 from nemo_opd.config.objective import (
     Aggregation,
@@ -22,8 +23,210 @@ from nemo_opd.config.objective import (
     WeightedSum,
 )
 from nemo_opd.data.collate import mask_unrouted
+from nemo_opd.distributed.transfer import compute_on_host
+from nemo_opd.logits.blocks import local_parts
+from nemo_opd.logits.blockwise import compute_dtype
+from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.logits.rows import LogitRows, SparseLogits, SparseRows, logit_rows
+from nemo_opd.logits.term import unit_cells
+from nemo_opd.losses.arguments import check_positions, count_label_tokens, label_rows, next_tokens, own_columns
+from nemo_opd.losses.metrics import STRIDE, plan_chunk_overlap, plan_overlap
 from nemo_opd.losses.policy_gradient import confidence_weights
-from nemo_opd.types import Batch, SequenceScores, TeacherRows
+from nemo_opd.types import Batch, Mean, SampledRows, SequenceScores, TeacherRows, TokenRows
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
+
+_LIVE_COPIES = 4
+"""Peak number of live tensors the size of a chunk."""
+
+TokenScore = Score | Literal["log_probability"]
+"""log_probability: log-probability of every scored token, including tokens without text; see `mean_logprob`."""
+
+
+def _surprisal(log_p: Tensor, targets: Tensor) -> Tensor:
+    return -log_p.gather(1, targets[:, None]).squeeze(1)
+
+
+NATS: dict[TokenScore, Callable[[Tensor, Tensor], Tensor]] = {
+    "bits_per_byte": _surprisal,
+    "log_probability": _surprisal,
+    "entropy": lambda log_p, targets: torch.special.entr(log_p.exp()).sum(1),
+    "max_probability": lambda log_p, targets: -log_p.amax(1),
+}
+"""Log-probabilities [U, W] and tokens [U] → [U]."""
+_SPARSE_NATS: dict[TokenScore, Callable[[SparseRows], Tensor]] = {
+    "bits_per_byte": lambda rows: -rows.log_p_next,
+    "log_probability": lambda rows: -rows.log_p_next,
+    "entropy": lambda rows: rows.entropy,
+    "max_probability": lambda rows: -rows.log_p[:, 0],
+}
+"""The same for truncated logits, whose values still refer to the whole vocabulary."""
+require_lines(get_args(Score), NATS, "NATS in nemo_opd/aggregation/rules.py")
+require_lines(NATS, _SPARSE_NATS, "_SPARSE_NATS in nemo_opd/aggregation/rules.py")
+
+
+def sequence_scores(
+    logits_BTW: Tensor | LogitRows, tokens: TokenRows, *, score: TokenScore, vocab_size: int
+) -> SequenceScores:
+    """Sum a teacher's bits and bytes of each sequence over the scored tokens that carry text (methods.md §6.1).
+
+    Bits of a token: −log2 p(token) (bits_per_byte), the entropy of p (entropy), or −log2 of the largest probability
+    (max_probability). log_probability: −log2 p(token), also over scored tokens without text. Logits [B, T, W] are
+    unshifted; only the first `vocab_size` columns count, and at most a chunk of them is in fp32. Raises ConfigError
+    for shapes or sizes that do not fit.
+    """
+    counted = _counted(tokens, score)
+    nats = token_nats(logits_BTW, tokens, score=score, vocab_size=vocab_size)
+    num_bytes = torch.where(counted, tokens.num_bytes, 0)[:, 1:].sum(1)
+    return SequenceScores(nats.sum(1) / math.log(2), num_bytes.long(), count_label_tokens(counted))
+
+
+def _counted(tokens: TokenRows, score: TokenScore) -> Tensor:
+    """Return a mask of the tokens that count towards the score: bool [B, T]."""
+    if score == "log_probability":
+        return tokens.loss_mask
+    return compute_on_host(lambda mask, num_bytes: [mask & (num_bytes > 0)], tokens.loss_mask, tokens.num_bytes)[0]
+
+
+def token_nats(logits_BTW: Tensor | LogitRows, tokens: TokenRows, *, score: TokenScore, vocab_size: int) -> Tensor:
+    """Return the nats per token that `sequence_scores` sums, 0 for tokens it skips: float64 [B, T]."""
+    counted = _counted(tokens, score)
+    return nats_by_score(logits_BTW, tokens, counted, [score], vocab_size=vocab_size)[0]
+
+
+def nats_by_score(
+    logits_BTW: Tensor | LogitRows,
+    tokens: TokenRows,
+    counted: Tensor,
+    scores: Sequence[TokenScore],
+    *,
+    vocab_size: int,
+) -> Tensor:
+    """Compute several scores of the counted tokens in one pass, 0 elsewhere: nats, float64 [scores, B, T].
+
+    counted: bool [B, T].
+    """
+    teacher = logit_rows(logits_BTW)
+    check_positions(teacher.shape, ids=tokens.ids)
+    size = own_columns("vocab_size", vocab_size, teacher.shape[-1], teacher.shape[-1])
+    rows = label_rows(counted)
+    targets = next_tokens(tokens.ids, rows)
+    # One element per token, so that sums do not depend on a device's order of additions.
+    nats = torch.zeros(len(scores), tokens.ids.numel(), dtype=torch.float64, device=teacher.device)
+    for part in local_parts(teacher, unit_cells(len(rows), _LIVE_COPIES * size)):
+        if isinstance(teacher, SparseLogits):
+            sparse = teacher.known(rows[part])
+            values = [_SPARSE_NATS[score](sparse) for score in scores]
+        else:
+            log_p = teacher.read(rows[part], size).to(compute_dtype(teacher)).log_softmax(1)
+            values = [NATS[score](log_p, targets[part]) for score in scores]
+        for score_nats, part_nats in zip(nats, values, strict=True):
+            score_nats[rows[part] + 1] = part_nats.double()
+    return teacher.reduce(nats).view(len(scores), *tokens.ids.shape)
+
+
+def joined_scores(parts: Sequence[SequenceScores], is_real: Tensor | None = None) -> SequenceScores:
+    """Concatenate scores of consecutive sequences on the host. is_real: bool, false for padding, which is dropped."""
+    bits, num_bytes, num_tokens = torch.stack(
+        [torch.cat(tensors).double() for tensors in zip(*map(score_tensors, parts), strict=True)]
+    ).cpu()  # a single blocking copy
+    joined = bits, num_bytes.long(), num_tokens.long()
+    return SequenceScores(*(tensor if is_real is None else tensor[is_real] for tensor in joined))
+
+
+def score_tensors(scores: SequenceScores) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the fields in declaration order."""
+    return scores.bits, scores.num_bytes, scores.num_tokens
+
+
+def bits_per_byte(scores: Sequence[SequenceScores]) -> Tensor:
+    """Divide bits by bytes: float64 [teachers, B]; +inf for a sequence without a scored byte of the teacher."""
+    bits = torch.stack([score.bits for score in scores])
+    num_bytes = torch.stack([score.num_bytes for score in scores])
+    return torch.where(num_bytes > 0, bits / num_bytes.clamp(min=1), torch.inf)
+
+
+def mean_logprob(scores: SequenceScores) -> Tensor:
+    """Compute the teacher's mean log-probability per token, in nats: float64 [B]; −inf without a scored token.
+
+    scores: computed with score="log_probability".
+    """
+    nats = scores.bits.double() * math.log(2)
+    return torch.where(scores.num_tokens > 0, -nats / scores.num_tokens.clamp(min=1), -torch.inf)
+
+
+def gap(with_context: SequenceScores, without_context: SequenceScores) -> Mean:
+    """Compute the mean of log q(y | context) − log q(y) over response tokens, in nats.
+
+    Both scores are "log_probability". Sequences that the teacher's maximum length cuts at different tokens are skipped.
+    """
+    is_same = with_context.num_tokens == without_context.num_tokens
+    nats = (without_context.bits - with_context.bits)[is_same].sum() * math.log(2)
+    return Mean(float(nats), int(with_context.num_tokens[is_same].sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """The `overlap` metric of one teacher and the student."""
+
+    projection: ProjectionMatrix | None
+    """None if they share a tokenizer."""
+    student_vocab_size: int
+    teacher_vocab_size: int
+
+    @staticmethod
+    def across(projection: ProjectionMatrix | None, student_vocab_size: int, teacher_vocab_size: int) -> Overlap | None:
+        """Return the metric for a teacher with another tokenizer, or None if the two have no token in common."""
+        if projection is None or not len(projection.shared_pairs):
+            return None
+        return Overlap(projection, student_vocab_size, teacher_vocab_size)
+
+    def plan(
+        self,
+        student_logits: Tensor | LogitRows,
+        teacher_logits: LogitRows,
+        student: TokenRows,
+        teacher: TeacherRows,
+        sampled: SampledRows | None,
+    ) -> PlannedLoss:
+        """Plan the metric `overlap` of the sampled rows, or of all if `sampled` is None.
+
+        student: the student's tokens that this teacher is compared on.
+        """
+        is_sampled = () if sampled is None else (sampled.is_sampled,)
+        if teacher.chunks is None:
+            (mask,) = compute_on_host(_strided_mask, student.loss_mask, *is_sampled)
+            return plan_overlap(
+                student_logits,
+                teacher_logits,
+                mask=mask,
+                student_vocab_size=self.student_vocab_size,
+                teacher_vocab_size=self.teacher_vocab_size,
+            )
+        assert self.projection is not None
+        (chunks,) = compute_on_host(_strided_chunks, teacher.chunks.student, *is_sampled)
+        return plan_chunk_overlap(
+            student_logits,
+            teacher_logits,
+            projection=self.projection,
+            student_ids=student.ids,
+            teacher_ids=teacher.tokens.ids,
+            student_chunk_id=chunks,
+            teacher_chunk_id=teacher.chunks.teacher,
+            student_vocab_size=self.student_vocab_size,
+            teacher_vocab_size=self.teacher_vocab_size,
+        )
+
+
+def _strided_mask(mask: Tensor, is_sampled: Tensor | None = None) -> list[Tensor]:
+    mask = mask & (torch.arange(mask.shape[1], device=mask.device) % STRIDE == 1)
+    return [mask if is_sampled is None else mask & is_sampled.unsqueeze(1)]
+
+
+def _strided_chunks(chunks: Tensor, is_sampled: Tensor | None = None) -> list[Tensor]:
+    chunks = chunks.masked_fill(chunks % STRIDE != 1, -1)
+    return [chunks if is_sampled is None else chunks.masked_fill(~is_sampled.unsqueeze(1), -1)]
 
 
 def select_teacher(scores: Sequence[SequenceScores], *, per: Literal["sequence", "batch"]) -> Tensor:
@@ -105,10 +308,6 @@ _Scores = Sequence[SequenceScores]
 """Scores of the batch rows, one entry per teacher."""
 
 
-def _equal_factors(settings: AggregationBase, weights: Sequence[float], vocab_sizes: Sequence[int]) -> list[float]:
-    return [1.0] * len(weights)
-
-
 def _unchanged(settings: AggregationBase, batch: Batch, scores: _Scores, priors: Sequence[float]) -> Batch:
     return batch
 
@@ -117,7 +316,9 @@ def _unchanged(settings: AggregationBase, batch: Batch, scores: _Scores, priors:
 class Rule:
     """The functions of an aggregation; each takes the settings as its first argument."""
 
-    factors: Callable[[Any, Sequence[float], Sequence[int]], list[float]] = _equal_factors
+    factors: Callable[[Any, Sequence[float], Sequence[int]], list[float]] = lambda settings, weights, vocab_sizes: (
+        [1.0] * len(weights)
+    )
     """Function from the teachers' weights and vocabulary sizes to the factors of their losses."""
     apply_weights: Callable[[Any, Batch, _Scores, Sequence[float]], Batch] = _unchanged
     """Function from the global batch, the scores that the settings request and the teachers' configured weights to the

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self, TextIO, get_args
+from typing import Any, TextIO, get_args
 
 from pydantic import BaseModel
 
@@ -19,6 +19,7 @@ from nemo_opd.config.run_fields import Run
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.errors import CheckpointError, ConfigError
 from nemo_opd.files import open_unlinked, storage_errors, write_obstacle
+from nemo_opd.types import Closing
 
 CHECKPOINTS, LOCK_NAME = "checkpoints", ".lock"
 _LOG = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def is_locked(output_dir: Path) -> bool:
     return False
 
 
-class RunLock:
+class RunLock(Closing):
     """Advisory lock on a run directory; the kernel releases it when the process ends.
 
     The lock file names its holder for another run's error message; `close` removes it.
@@ -134,12 +135,6 @@ class RunLock:
         """Remove the file and release the lock."""
         self.path.unlink(missing_ok=True)
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:

@@ -18,9 +18,8 @@ from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.command_line import require_no_secrets
 from nemo_opd.config.data import source_of
 from nemo_opd.config.load import compose
-from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.teacher import Endpoint
-from nemo_opd.config.validation import from_dict
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.logging.terminal import busy, loading
 from nemo_opd.preflight.inputs import with_documents_columns
@@ -92,7 +91,7 @@ def _build(arguments: Namespace, console: Console) -> None:
     if arguments.top_k is not None and arguments.top_k < 1:
         raise ConfigError(f"--top-k={arguments.top_k}: keep 1 token or more")
     with loading("PyTorch"):
-        from nemo_opd.cluster.launch import driving
+        from nemo_opd.cluster.local import driving
 
     with driving(Cluster(launcher="local")) as is_driver:
         if is_driver:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 from pydantic_core import to_json
 from rich.console import Console
 
-from nemo_opd.cli.exit_statuses import INTERRUPTED
+from nemo_opd.cli.main import INTERRUPTED
 from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import ConfigError, OPDError

@@ -1,4 +1,4 @@
-"""`nemo-opd`: table of verbs, and dispatch of the arguments to one."""
+"""`nemo-opd`: table of verbs, dispatch of the arguments to one, and exit statuses."""
 
 import difflib
 import os
@@ -9,11 +9,22 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
-from nemo_opd.cli.exit_statuses import MEANINGS
 from nemo_opd.extras import require_train
 from nemo_opd.paths import package_version
 
 PROGRAM = "nemo-opd"
+ENDED_EARLY = 75
+"""EX_TEMPFAIL of sysexits.h: try again later."""
+INTERRUPTED = 130
+"""By shell convention, 128 plus the number of the signal SIGINT."""
+MEANINGS = {
+    0: "done: the run, the dry run or the command ended as asked; a worse student is not exported (run.export_worse)",
+    1: "an error, or a run that does not fit: the last lines on stderr say why",
+    2: "wrong options of a command without settings, or no such command",
+    ENDED_EARLY: "the run ended before its last step, also by a callback or an alarm; run.resume=auto continues it",
+    INTERRUPTED: "interrupted before it could save",
+}
+"""Meaning of each status, for users."""
 
 
 class _Runnable(Protocol):
@@ -56,7 +67,7 @@ VERBS: Mapping[str, Verb | Group] = {
     "evaluate": Verb("settings_verbs", "EVALUATE", "measure how well a model answers questions with checkable answers"),
     "generate": Verb("generate", "COMMAND", "let a model continue prompts"),
     "transplant": Verb("transplant", "COMMAND", "give a model another tokenizer"),
-    "runs": Verb("runs", "COMMAND", "list runs with status, step and verdict"),
+    "runs": Verb("report", "RUNS", "list runs with status, step and verdict"),
     "report": Verb("report", "REPORT", "rewrite the report of a run or of a folder of runs"),
     "compare": Verb("report", "COMPARE", "write one page over several runs: results, curves, settings that differ"),
     "projection": Group(

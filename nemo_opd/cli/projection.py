@@ -118,13 +118,11 @@ def _check_output(path: Path) -> None:
         raise ProjectionError(f"--output {path}: a projection is a {_SUFFIX} file; give it that suffix")
     if path.is_dir():
         raise ProjectionError(f"--output {path}: it is a folder; name a file in it")
-    if path.parent.is_file():
-        raise ProjectionError(f"--output {path}: {path.parent} is a file, so it cannot be a folder; name another path")
     if (obstacle := write_obstacle(path.parent)) is not None:
         raise ProjectionError(f"--output {path}: {obstacle}; name another path")
 
 
-def _written(build: Callable[[Namespace, Console], ProjectionMatrix]) -> Callable[[Namespace, Console], None]:
+def _saving_task(build: Callable[[Namespace, Console], ProjectionMatrix]) -> Callable[[Namespace, Console], None]:
     """Return a task that writes the matrix to --output, complete or not at all, and prints a line about it."""
 
     def write(arguments: Namespace, console: Console) -> None:
@@ -254,7 +252,7 @@ the matrix itself, without the optional passes.
         ),
         _embeddings(required=False),
     ),
-    _written(_build),
+    _saving_task(_build),
 )
 
 
@@ -382,7 +380,7 @@ example:
         _argument("--top-k", type=int, metavar="K", help="entries kept per row (default all, up to 32)"),
         add_roles,
     ),
-    _written(_convert),
+    _saving_task(_convert),
 )
 
 
@@ -409,7 +407,7 @@ example:
       wrote exact.safetensors: 2,029 of 2,048 rows, 2,029 exact, up to 1 teacher tokens each (0.0 MB)
 """,
     _arguments(_tokenizers(_OR_DEMO, required=True), _OUTPUT, add_roles),
-    _written(_exact_map),
+    _saving_task(_exact_map),
 )
 
 
@@ -444,7 +442,7 @@ example:
         _argument("--reverse", action="store_true", help="also add the spellings of teacher tokens (step 3)"),
         _tokenizers(_IF_MOVED),
     ),
-    _written(_multi_token),
+    _saving_task(_multi_token),
 )
 
 
@@ -480,7 +478,7 @@ example:
         _embeddings(required=True),
         _tokenizers(_IF_MOVED),
     ),
-    _written(_embedding),
+    _saving_task(_embedding),
 )
 
 
@@ -505,7 +503,7 @@ example:
         _OUTPUT,
         _argument("--top-k", type=int, required=True, metavar="K", help="teacher tokens kept per student token"),
     ),
-    _written(_sort_and_cut),
+    _saving_task(_sort_and_cut),
 )
 
 
@@ -538,5 +536,5 @@ example:
       byte prefix: 3,050 of 3,050 teacher tokens; shared prefix: 2,048 of 2,048 student and 3,050 of 3,050 …
 """,
     _arguments(_file(), _OUTPUT, _tokenizers(_IF_MOVED)),
-    _written(_byte_prefix),
+    _saving_task(_byte_prefix),
 )

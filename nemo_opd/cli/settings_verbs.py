@@ -12,15 +12,14 @@ from typing import Any
 
 from nemo_opd.cli.command import add_output_options, exit_status, output_of, standard_streams
 from nemo_opd.cli.completion import complete_recipe, complete_setting
-from nemo_opd.cli.exit_statuses import ENDED_EARLY
+from nemo_opd.cli.main import ENDED_EARLY
 from nemo_opd.cli.report import report_sweep
 from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.base import Settings
 from nemo_opd.config.command_line import add_options
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import run_with_hydra
-from nemo_opd.config.run import RunConfig
-from nemo_opd.config.validation import S
+from nemo_opd.config.run import RunConfig, S
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation import inputs as evaluation_inputs
 from nemo_opd.logging.terminal import loading

@@ -59,7 +59,7 @@ def _run(arguments: Namespace, console: Console) -> None:
         raise ConfigError(f"--seed={arguments.seed}: must be at most {LARGEST_SEED}")
     roles = roles_of(arguments.roles)
     source = source_of(arguments.text, key="--text", otherwise="text_files") if arguments.text else None
-    from nemo_opd.data.layout import text_layout
+    from nemo_opd.data.columns import text_layout
     from nemo_opd.data.record import TEXT
     from nemo_opd.data.sources import load_documents
     from nemo_opd.logging.terminal import busy

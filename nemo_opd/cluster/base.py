@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import traceback
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch.distributed as dist
 
 from nemo_opd.cluster.placement import Places
 from nemo_opd.errors import OPDError, SenderGoneError, WorkerError
-from nemo_opd.workers.memory import Task, needs_memory
+from nemo_opd.types import Closing
+from nemo_opd.workers.out_of_memory import Task, needs_memory
 
 CONTINUE = "run.resume=auto continues from the last checkpoint"
 _ACTIVITIES = {
@@ -43,7 +44,7 @@ _PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by pee
 """Phrases in gloo's errors, plain RuntimeErrors, that indicate a broken connection."""
 
 
-class Cluster(ABC):
+class Cluster(Closing):
     """The devices of a placement, and the groups of ranks on them."""
 
     timeout_s: float
@@ -60,14 +61,8 @@ class Cluster(ABC):
     def close(self) -> None:
         """End all processes that the cluster has started, and free its devices."""
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Group(ABC):
+class Group(Closing):
     """The ranks of one model, which the driver calls together."""
 
     def __init__(self, cluster: Cluster, name: str, places: Places) -> None:
@@ -96,12 +91,6 @@ class Group(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the resources of every rank, and end the ranks."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @dataclass(frozen=True, slots=True)

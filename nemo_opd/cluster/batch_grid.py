@@ -91,7 +91,7 @@ def dealt(rows: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
     Greedy: the most expensive row left goes to the cheapest part with room. A part's most expensive rows come first.
     rows: lengths in tokens of the sequences of each row.
     """
-    costs = [sum(map(_cost, lengths)) for lengths in rows]
+    costs = [sum(length + length**2 / _EQUAL_COST for length in lengths) for lengths in rows]
     parts: list[list[int]] = [[] for _ in sizes]
     cheapest = [(0.0, part) for part, size in enumerate(sizes) if size]
     heapify(cheapest)
@@ -101,10 +101,6 @@ def dealt(rows: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
         if len(parts[part]) < sizes[part]:
             heappush(cheapest, (cost + costs[index], part))
     return [index for part in parts for index in part]
-
-
-def _cost(length: int) -> float:
-    return length + length**2 / _EQUAL_COST
 
 
 def micro_batches(

@@ -1,4 +1,6 @@
-"""A cluster without Ray: this process only, or the processes that torchrun started on this machine."""
+"""A cluster without Ray: this process only, or the processes that torchrun started on this machine; and the choice of a
+cluster, with Ray or without.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -22,7 +24,7 @@ from nemo_opd.cluster.placement import Placement, Places, Processes, num_cores, 
 from nemo_opd.config.cluster import Cluster as Settings
 from nemo_opd.distributed import process_group
 from nemo_opd.distributed.process_group import share_key, sign_objects
-from nemo_opd.errors import ClusterError, WorkerError
+from nemo_opd.errors import ClusterError, ConfigError, WorkerError
 from nemo_opd.logging.terminal import visible
 
 _IDLE = timedelta(days=365)
@@ -264,3 +266,34 @@ def _shared_store(processes: Processes) -> dist.Store:
 def _next_store(processes: Processes) -> dist.Store:
     """Return the store of the next world. All processes must call it equally often."""
     return dist.PrefixStore(f"opd/{next(_world_numbers)}", _shared_store(processes))
+
+
+@contextmanager
+def driving(cluster: Settings) -> Iterator[bool]:
+    """Yield whether this process drives the run; other torchrun ranks do all their work first and then yield False.
+
+    Raises ConfigError if torchrun started several processes for a run with Ray.
+    """
+    processes = Processes.started()
+    if cluster.launcher == "ray" and processes.size > 1:
+        raise ConfigError(
+            f"cluster.launcher=ray: torchrun has started {processes.size} processes, and each would start a run; set "
+            "cluster.launcher=local, or start one process without torchrun"
+        )
+    if processes.rank > 0:
+        serve(cluster.timeout_s)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        release()
+
+
+def open_cluster(settings: Settings, device: str, placement: Placement) -> Cluster:
+    """Open the cluster of a run. Raises ClusterError if its resources are not free."""
+    if settings.launcher == "local":
+        return LocalCluster(settings, device=device, placement=placement)
+    from nemo_opd.cluster.ray.cluster import RayCluster  # Ray takes seconds to import
+
+    return RayCluster(settings, device=device, placement=placement)

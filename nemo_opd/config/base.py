@@ -50,7 +50,7 @@ class Settings(BaseModel):
             if not rules or (value := getattr(self, name)) in (None, field.get_default(call_default_factory=True)):
                 continue
             if reason := next(filter(None, (rule.broken_by(name, self) for rule in rules)), None):
-                raise ValueError(f"{name}={written(value)} has no effect {reason}")
+                raise ValueError(f"{name}={setting_text(value)} has no effect {reason}")
         return self
 
 
@@ -73,9 +73,9 @@ class Needs:
             return None
         if not self.values:
             return f"without {self.field}; set {self.field}, or leave {name} out"
-        *leading, last = map(written, self.values)
+        *leading, last = map(setting_text, self.values)
         choice = f"{', '.join(leading)} or {last}" if leading else last
-        return f"with {self.field}={written(value)}; write {self.field}={choice}, or leave {name} out"
+        return f"with {self.field}={setting_text(value)}; write {self.field}={choice}, or leave {name} out"
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class Excludes:
         value = getattr(settings, self.field)
         if value in (None, ()):
             return None
-        text = written(value)
+        text = setting_text(value)
         return f"with {self.field}{f'={text}' if len(text) <= _SHOWN else ''}; leave one of the two out"
 
 
-def written(value: object) -> str:
+def setting_text(value: object) -> str:
     """Return a value as it is written on the command line."""
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(written, value))}]"
+        return f"[{', '.join(map(setting_text, value))}]"
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -107,12 +107,12 @@ def _explain_option(typed: str, arguments: Sequence[str], model: type[BaseModel]
     if not keys:
         return f"{problem}; {program} --help shows the options, and {program} --help WORD finds settings"
 
-    def written(key: str) -> str:
+    def placeholder(key: str) -> str:
         if is_secret_name(key.rpartition(".")[2]):
             return "'${oc.env:NAME}'"
         return "true" if fields[key].annotation is bool else value or "VALUE"
 
-    settings = [f"{key}={written(key)}" for key in keys]
+    settings = [f"{key}={placeholder(key)}" for key in keys]
     return f"{problem}; settings are written without dashes: {' or '.join(settings)}"
 
 

@@ -165,7 +165,7 @@ class Data(Settings):
     """Tokenize and align each document once, and keep the result in `$NEMO_OPD_CACHE`."""
 
     @model_validator(mode="after")
-    def domains_are_of_validation(self) -> "Data":
+    def domain_key_needs_validation_columns(self) -> "Data":
         if self.domain_key is None or (self.validation.given and not self.validation.text_files):
             return self
         reason = "text_files have no columns" if self.validation.text_files else "there is no data.validation"
@@ -175,7 +175,7 @@ class Data(Settings):
         )
 
     @model_validator(mode="after")
-    def conversations_have_columns(self) -> "Data":
+    def tools_and_messages_need_columns(self) -> "Data":
         if self.tools_key is not None and not self.is_chat:
             raise ValueError(f"tools_key={self.tools_key} without messages_key; set data.messages_key, or drop it")
         if self.is_chat and self.train.text_files:

@@ -7,11 +7,11 @@ from pydantic import BeforeValidator, Field, field_serializer, field_validator, 
 
 from nemo_opd.config.base import NAME, Excludes, FilePath, Frozen, Name, OneOrMore, Settings
 from nemo_opd.config.cluster import EvaluationCluster
-from nemo_opd.config.context import Context, Template
 from nemo_opd.config.data import PromptColumns, ValidationSource
 from nemo_opd.config.model import ModelSource, Parallelism
 from nemo_opd.config.reward import Reward, is_paid_by_environment
 from nemo_opd.config.rollout import Environment, HFRollout, RolloutBase, Rollouts, TokenSampling
+from nemo_opd.config.teacher import Context, Template
 
 DEFAULT_NEW_TOKENS = 256
 """Maximum tokens of an answer if no setting gives them."""
@@ -286,7 +286,7 @@ class EvaluationConfig(ModelSource, QuestionSets):
         return self
 
     @model_validator(mode="after")
-    def answers_can_be_scored(self) -> Self:
+    def questions_and_reward_suit_the_environment(self) -> Self:
         is_chat = self.data.messages_key is not None or self.data.prompt_key
         if not is_chat and (self.environment is not None or self.data.tools_key is not None):
             key = "environment" if self.environment is not None else "data.tools_key"

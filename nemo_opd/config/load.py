@@ -38,10 +38,9 @@ from nemo_opd.config.command_line import (
     swept_options,
 )
 from nemo_opd.config.reference import help_text
-from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run import RunConfig, S, from_dict, validated
 from nemo_opd.config.secrets import has_references, leaves, remember, require_values, shown_config
 from nemo_opd.config.short_form import TYPED, is_text, sections_of_strings
-from nemo_opd.config.validation import S, from_dict, validated
 from nemo_opd.errors import ConfigError
 from nemo_opd.files import load_yaml, read_file
 from nemo_opd.paths import configs_dir, package_version

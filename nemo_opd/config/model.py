@@ -77,7 +77,7 @@ class Model(ModelSource):
     """
 
     @model_validator(mode="after")
-    def layers_suit_the_layout(self) -> Self:
+    def attention_and_compile_suit_parallelism(self) -> Self:
         cp, tp = self.parallelism.cp, self.parallelism.tp
         if self.attn_implementation is not None and cp > 1:
             raise ValueError(
@@ -167,7 +167,7 @@ class Student(Model):
         return {"type": "adamw", **optimizer} if isinstance(optimizer, Mapping) else optimizer
 
     @model_validator(mode="after")
-    def training_suits_the_layout(self) -> Self:
+    def muon_and_lora_suit_parallelism(self) -> Self:
         cp, tp = self.parallelism.cp, self.parallelism.tp
         if self.optimizer.type == "muon" and tp > 1:
             raise ValueError(

@@ -1,15 +1,20 @@
 """Settings of a run, with the rules between them."""
 
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self, TypeVar
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
+from nemo_opd.config.base import Settings, explain_all
 from nemo_opd.config.objective import AveragedLogits, GRPOLoss, Routed, SelectTeacher, WeightedSum
 from nemo_opd.config.on_policy import check_off_policy, check_on_policy
 from nemo_opd.config.run_checks import check_chosen_metrics, check_contexts, check_effects
 from nemo_opd.config.run_fields import ONE_VOCABULARY_TERMS, RunFields
+from nemo_opd.config.short_form import long_form
 from nemo_opd.config.teacher import CrossTokenizerTeacher, OwnIdsTeacher
+from nemo_opd.errors import ConfigError
 
+S = TypeVar("S", bound=Settings)
 _LEARNING = ("p_kl", "h_kl")
 """Losses with a gradient for the weights of a projection."""
 
@@ -18,7 +23,7 @@ class RunConfig(RunFields):
     """All settings of a run, as in its resolved config.yaml."""
 
     @model_validator(mode="after")
-    def teachers_can_be_told_apart(self) -> Self:
+    def teachers_have_unique_names(self) -> Self:
         if not self.teachers:
             raise ValueError(
                 "teachers=[]: the list is empty; name at least one teacher, such as teachers=GROUP. To learn only from "
@@ -33,7 +38,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def teachers_can_answer(self) -> Self:
+    def asked_teachers_compute_answers(self) -> Self:
         are_asked = self.evaluation is not None and self.evaluation.teachers
         for i, teacher in enumerate(self.active_teachers):
             if teacher.cache is not None and self.rollout is not None:
@@ -54,7 +59,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def losses_suit_their_teachers(self) -> Self:
+    def losses_suit_vocabularies_and_projections(self) -> Self:
         for i, teacher in enumerate(self.active_teachers):
             term = teacher.loss or self.loss
             if isinstance(teacher, CrossTokenizerTeacher) and isinstance(term, (*ONE_VOCABULARY_TERMS, GRPOLoss)):
@@ -73,7 +78,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def something_is_trained_on(self) -> Self:
+    def weights_leave_something_to_learn(self) -> Self:
         if self.active_teachers and not any(teacher.weight for teacher in self.teachers):
             raise ValueError(
                 "every teacher's weight is 0, so all would be loaded and nothing learned from them; raise one, or "
@@ -90,7 +95,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def several_teachers_are_aggregated(self) -> Self:
+    def aggregation_needs_several_teachers(self) -> Self:
         if len(self.teachers) == 1 and (setting := self._needs_several_teachers()):
             raise ValueError(
                 f"{setting} needs several teachers, but there is one ({self.teachers[0].name}); name more teachers, or "
@@ -107,7 +112,7 @@ class RunConfig(RunFields):
         return "aggregation.vocabulary_scaling=true" if aggregation.vocabulary_scaling else None
 
     @model_validator(mode="after")
-    def averaged_teachers_are_alike(self) -> Self:
+    def averaged_logits_needs_one_vocabulary_and_loss(self) -> Self:
         for i, teacher in enumerate(self.teachers if isinstance(self.aggregation, AveragedLogits) else ()):
             if teacher.type == "cross_tokenizer":
                 raise ValueError(
@@ -144,7 +149,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def separate_teachers_have_a_model(self) -> Self:
+    def separate_placement_needs_a_frozen_teacher(self) -> Self:
         teachers, placement = self.active_teachers, self.cluster.placement
         if placement == "separate" and teachers and all(teacher.is_student for teacher in teachers):
             raise ValueError(
@@ -155,7 +160,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def routes_have_a_column(self) -> Self:
+    def routed_needs_a_separate_column(self) -> Self:
         data, aggregation = self.data, self.aggregation
         if not isinstance(aggregation, Routed):
             return self
@@ -173,7 +178,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def pushed_best_is_kept(self) -> Self:
+    def push_of_best_needs_keep_best(self) -> Self:
         push = self.run.push_to_hub
         if push is not None and push.model == "best" and self.train.keep_best is None:
             raise ValueError(
@@ -183,7 +188,7 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
-    def settings_suit_where_the_texts_come_from(self) -> Self:
+    def settings_suit_on_or_off_policy(self) -> Self:
         check = check_off_policy if self.rollout is None else check_on_policy
         check(self)
         return self
@@ -194,3 +199,18 @@ class RunConfig(RunFields):
         check_effects(self)
         check_chosen_metrics(self)
         return self
+
+
+def from_dict(data: Mapping[str, Any]) -> RunConfig:
+    """Validate a run's settings. Raises ConfigError with a line for each problem."""
+    return validated(data, RunConfig)
+
+
+def validated(data: Mapping[str, Any], model: type[S]) -> S:
+    """Validate plain data. Raises ConfigError with a line for each problem."""
+    if issubclass(model, RunFields):
+        data = long_form(data)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain_all(error.errors(), data, model))) from None

@@ -8,13 +8,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nemo_opd.config.base import written
-from nemo_opd.config.context import Context
+from nemo_opd.config.base import setting_text
 from nemo_opd.config.loss import ChunkTerm, DivergenceTerm, TCADTerm
 from nemo_opd.config.model import Parallelism
 from nemo_opd.config.objective import Objective
 from nemo_opd.config.run_fields import RunFields
-from nemo_opd.config.teacher import SameTokenizerTeacher
+from nemo_opd.config.teacher import Context, SameTokenizerTeacher
 
 _Ignored = Iterator[tuple[str, str]]
 """Keys without effect, each with the reason and the way out."""
@@ -37,7 +36,7 @@ def check_effects(config: RunFields) -> None:
         # null turns a setting off, so no request is ignored.
         if value is None or value == default:
             continue
-        raise ValueError(f"{key}={written(value)} has no effect: {reason}")
+        raise ValueError(f"{key}={setting_text(value)} has no effect: {reason}")
 
 
 def _value_and_default(config: RunFields, key: str) -> tuple[Any, Any]:

@@ -76,7 +76,7 @@ def remember(raw: Any, resolved: Any) -> None:
             _references[path, PurePath(value)] = _references[_place(path, value)] = shown
         masked = masked_leaf(values, path, value)
         if masked != MASK:
-            secrets = _secrets_in(value, _IN_ARGUMENTS) if masked != value else ()
+            secrets = [match["secret"] for match in _matches(value, _IN_ARGUMENTS)] if masked != value else []
             _replacements.update(dict.fromkeys(secrets, MASK))
         elif {*path[-2:-1]} & {*_ARGUMENTS} or _SECRET_NAME.fullmatch(str(path[-1])) or _looks_secret(value):
             _replacements.setdefault(value, MASK)
@@ -208,10 +208,6 @@ def _is_referred_to(match: re.Match[str]) -> bool:
     """Return whether a secret is read from the environment."""
     allowed = _REFERRED_IN_ADDRESSES if match.re in _IN_ADDRESSES else _ONLY_REFERENCES
     return allowed.fullmatch(match["secret"]) is not None
-
-
-def _secrets_in(text: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[str]:
-    return (match["secret"] for match in _matches(text, patterns))
 
 
 def _matches(text: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[re.Match[str]]:

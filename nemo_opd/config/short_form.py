@@ -115,7 +115,8 @@ def _with_type_and_name(teacher: Any, names: set[Any]) -> Any:
     is_student = section.get("weights") in ("student", "ema")
     if "type" not in section:
         loaded = "same_tokenizer" if is_student else "auto"
-        section["type"] = "served" if "urls" in section else "cached" if _is_cache_alone(section) else loaded
+        is_cached = section.get("cache") is not None and section.get("model") is None
+        section["type"] = "served" if "urls" in section else "cached" if is_cached else loaded
     if "name" not in section:
         source = section.get("model") or section.get("cache") or section.get("weights")
         last_part = re.split("[/:]", str(source or "teacher").rstrip("/"))[-1]
@@ -124,7 +125,3 @@ def _with_type_and_name(teacher: Any, names: set[Any]) -> Any:
         section["name"] = next(name for name in candidates if name not in names)
         names.add(section["name"])
     return section
-
-
-def _is_cache_alone(teacher: Mapping[str, Any]) -> bool:
-    return teacher.get("cache") is not None and teacher.get("model") is None

@@ -92,7 +92,7 @@ class Train(Settings):
         return min(-(-self.tokens_at_a_time // self.max_length), -(-self.global_batch_size // data_parallel))
 
     @model_validator(mode="after")
-    def steps_or_epochs(self) -> "Train":
+    def either_steps_or_epochs(self) -> "Train":
         if self.max_steps is None and self.epochs is None:
             raise ValueError("neither max_steps nor epochs is set, so the run has no end; set one of them")
         if self.max_steps is not None and self.epochs is not None:

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import datasets
 import pyarrow as pa
 
-from nemo_opd.data.columns import require_columns
-from nemo_opd.data.files import await_turn, elsewhere, json_schema, plain, reading, summarize, writing
-from nemo_opd.data.layout import Layout
+from nemo_opd.data.column_checks import require_columns
+from nemo_opd.data.columns import Layout
 from nemo_opd.data.lines import Origin, RowError, column_types, json_rows, of_lines
-from nemo_opd.data.record import MESSAGES, RESPONSE, ROW, TEACHER, TEXT, TOOLS, written
+from nemo_opd.data.record import MESSAGES, RESPONSE, ROW, TEACHER, TEXT, TOOLS, answer_text
+from nemo_opd.data.source_files import await_turn, elsewhere, json_schema, plain, reading, summarize, writing
 from nemo_opd.errors import DataError
 from nemo_opd.files import require_room
 
@@ -57,11 +57,11 @@ class _Damage:
 def read_jsonl(paths: list[Path], layout: Layout, key: str) -> Read:
     columns = layout.columns
     try:
-        files = [path for path in paths if next(json_rows(path), None) is not None]
+        filled = [(path, schema) for path in paths if (schema := json_schema(path)) is not None]
+        files = [path for path, _ in filled]
         require_rows(files, key, paths)
-        for path in files:
-            if (schema := json_schema(path)) is not None:
-                require_columns(layout, plain(schema), f"{key}={summarize(path)}")
+        for path, schema in filled:
+            require_columns(layout, plain(schema), f"{key}={summarize(path)}")
         origin = of_lines(files)
         with reading(key, *paths, way_out="check that all files are complete"):
             dataset = convert(
@@ -329,7 +329,7 @@ class JsonRows(datasets.ArrowBasedBuilder):
             texts = [None if value is None else _json(value) for value in values]
             return pa.ExtensionArray.from_storage(column.type, pa.array(texts, column.type.storage_type))
         if column.type == pa.string():
-            write = _json if self.config.columns.get(column.name) in _JSON_TEXT_COLUMNS else written
+            write = _json if self.config.columns.get(column.name) in _JSON_TEXT_COLUMNS else answer_text
             values = [value if isinstance(value, str | None) else write(value) for value in values]
         return pa.array(values, column.type)
 

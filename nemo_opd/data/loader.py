@@ -23,7 +23,7 @@ from nemo_opd.data.order import Drawn, State
 from nemo_opd.data.record import Columns, Document, read_documents
 from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
-from nemo_opd.types import Batch
+from nemo_opd.types import Batch, Closing
 
 if TYPE_CHECKING:
     import datasets
@@ -54,7 +54,7 @@ class _Order(Protocol[_Result]):
     def draws(self, state: State, results: Iterator[list[_Result]]) -> Iterator[Drawn]: ...
 
 
-class TrainLoader(Generic[_Result]):
+class TrainLoader(Closing, Generic[_Result]):
     """Training batches in order, prepared in the background.
 
     `num_workers` spawned processes prepare them, or one thread if it is 0. The order is independent of the number of
@@ -109,12 +109,6 @@ class TrainLoader(Generic[_Result]):
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def validation_batches(

@@ -287,7 +287,7 @@ def fields_of(rows: Mapping[str, list[Any]], number: int) -> list[dict[str, Any]
     return [{name: rows[name][i] for name in names} for i in range(number)]
 
 
-def written(answer: object) -> str | None:
+def answer_text(answer: object) -> str | None:
     """Write an answer as text: 72.0 as 72, and a list, such as MBPP's `test_list`, as JSON."""
     if answer is None:
         return None

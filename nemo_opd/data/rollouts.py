@@ -30,10 +30,10 @@ from nemo_opd.data.record import (
     Message,
     Prompt,
     Rollout,
+    answer_text,
     fields_of,
     parsed,
     read_rows,
-    written,
 )
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, require_ids, usable_chunks
 from nemo_opd.data.text import Continued, TextContinuation, text_of
@@ -248,7 +248,7 @@ def read_prompts(columns: Columns, indices: Sequence[int], names: Mapping[str, s
     contents = rows[TEXT] if TEXT in rows else rows[MESSAGES]
     tools = rows.get(TOOLS, nothing)
     prompts = [
-        Prompt(index, content, answer=written(answer), response=response)
+        Prompt(index, content, answer=answer_text(answer), response=response)
         if TEXT in rows
         else _chat_prompt(index, content, offered, answer)
         for index, content, offered, answer, response in zip(indices, contents, tools, answers, responses, strict=True)
@@ -279,7 +279,7 @@ def _chat_prompt(index: int, messages: Any, tools: Any, answer: object) -> Promp
             f"{', '.join(str(message['role']) for message in plain)}); leave it out of the data"
         )
     question, response = _without_last_turn(plain)
-    return Prompt(index, question, tools=tools, answer=written(answer), response=response)
+    return Prompt(index, question, tools=tools, answer=answer_text(answer), response=response)
 
 
 def _without_last_turn(messages: Sequence[Message]) -> tuple[list[Message], str | None]:

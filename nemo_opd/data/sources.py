@@ -25,7 +25,8 @@ from nemo_opd.config.base import require_lines
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.config.secrets import leaves
 from nemo_opd.data.chat import require_conversations
-from nemo_opd.data.columns import require_columns, require_content
+from nemo_opd.data.column_checks import require_columns, require_content
+from nemo_opd.data.columns import Layout
 from nemo_opd.data.convert import (
     Read,
     columns_in,
@@ -38,7 +39,9 @@ from nemo_opd.data.convert import (
     retry_after_repair,
     selected,
 )
-from nemo_opd.data.files import (
+from nemo_opd.data.lines import Origin, no_utf8, of_rows, of_source
+from nemo_opd.data.record import OTHER, TEXT, Columns, holds_conversations, is_field
+from nemo_opd.data.source_files import (
     arrow_schema,
     is_encoded,
     is_ipc_file,
@@ -49,9 +52,6 @@ from nemo_opd.data.files import (
     summarize,
     writing,
 )
-from nemo_opd.data.layout import Layout
-from nemo_opd.data.lines import Origin, no_utf8, of_rows, of_source
-from nemo_opd.data.record import OTHER, TEXT, Columns, holds_conversations, is_field
 from nemo_opd.errors import DataError
 from nemo_opd.files import load_front_matter, load_yaml, read_file
 

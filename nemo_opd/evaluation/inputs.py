@@ -8,9 +8,9 @@ from pathlib import Path
 from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import EvaluationConfig, Questions, QuestionSet, QuestionSets, QuestionSource
 from nemo_opd.config.reward import Reward, calls_users_code
-from nemo_opd.data.files import require_suitable
-from nemo_opd.data.layout import Layout, chat_layout, text_layout
-from nemo_opd.data.record import Prompt, written
+from nemo_opd.data.columns import Layout, chat_layout, text_layout
+from nemo_opd.data.record import Prompt, answer_text
+from nemo_opd.data.source_files import require_suitable
 from nemo_opd.demo import is_demo
 from nemo_opd.errors import ConfigError, run_all
 from nemo_opd.evaluation.benchmark_tasks import check_tasks, require_tasks
@@ -72,7 +72,7 @@ class ResolvedSet:
     def levels(self, questions: Sequence[Prompt]) -> tuple[str, ...]:
         """Return each question's text in the column `level_key`, or an empty tuple without that setting."""
         key = self.settings.level_key
-        return () if key is None else tuple(written(question.row[key]) or "" for question in questions)
+        return () if key is None else tuple(answer_text(question.row[key]) or "" for question in questions)
 
     @property
     def layout(self) -> Layout:

@@ -15,7 +15,7 @@ from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.evaluation.estimates import Estimate, maj_at_k, mean_with_interval, named, pass_at_k, with_bounds
 from nemo_opd.evaluation.inputs import ResolvedSet
-from nemo_opd.logging.questions import ShownAnswer
+from nemo_opd.logging.answers import ShownAnswer
 from nemo_opd.progress import tracked, working
 from nemo_opd.rewards import RewardFunction, check_answers
 from nemo_opd.rollout.base import Generator, Sampling

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_opd.evaluation.estimates import Estimate, ratio_difference
+from nemo_opd.logging.answers import TextBits
 from nemo_opd.logging.base import ClosingTable, Verdict, amount, change, figure, share
 from nemo_opd.logging.metrics import BITS_PER_BYTE
-from nemo_opd.logging.questions import TextBits
 from nemo_opd.logging.records import Records, differing_setting
 
 _CONFIDENCE = 0.95

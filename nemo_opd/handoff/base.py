@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from nemo_opd.errors import HandoffError
+from nemo_opd.types import Closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class _SameProcess:
     """Token for a receiver in the sender's process, which reads the buffer directly."""
 
 
-class Sender(ABC):
+class Sender(Closing):
     """One buffer, reallocated only when a larger tensor is needed."""
 
     def __init__(self, receivers: Sequence[int] = (0,), own: int | None = None) -> None:
@@ -141,12 +141,6 @@ class Sender(ABC):
             self._buffer, self._tokens = None, ()
             self._release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @abstractmethod
     def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
         """Return a flat uint8 tensor, and for each receiver the token that it maps the tensor with."""
@@ -160,7 +154,7 @@ class Sender(ABC):
         """Wait until all writes to the buffer are visible to other processes."""
 
 
-class Receiver(ABC):
+class Receiver(Closing):
     """Mapped buffers, each mapped once per allocation, and memory for messages from other nodes."""
 
     def __init__(self, number: int = 0) -> None:
@@ -240,12 +234,6 @@ class Receiver(ABC):
         self._copies.clear()
         self._received.clear()
         self._collect()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @abstractmethod
     def _map(self, handle: Handle) -> Tensor:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import torch
 
-from nemo_opd.commands import run
 from nemo_opd.config.cluster import HandoffBase
 from nemo_opd.errors import ConfigError, HandoffError
 from nemo_opd.handoff.base import Receiver, Sender
@@ -31,6 +34,8 @@ TRANSPORTS: dict[str, tuple[type[Sender], type[Receiver]]] = {
 _Pairs = Sequence[tuple[int, int]]
 _LIMIT_S = 120.0
 """Time limit of a trial. PyTorch and CUDA start in seconds, on a slow file system in a minute."""
+_CLOSED_S = 5.0
+"""Wait for the end of a killed trial's output."""
 _SIZES = (1_000, 1_000_000)
 """Sizes of the tensors that are handed over; the second needs a larger buffer."""
 
@@ -77,13 +82,40 @@ def probe_transport(transport: str, pairs: _Pairs, limit_s: float = _LIMIT_S) ->
 
 def complaint(command: Sequence[str], limit_s: float) -> str | None:
     """Run a command; return None if it succeeds, else its last line of output, or that it did not end in time."""
-    status, output = run(command, limit_s, paths=sys.path)
+    status, output = _run(command, limit_s)
     if status is None:
         return f"no answer in {limit_s:g} s"
     if status == 0:
         return None
     lines = output.strip().splitlines()
     return lines[-1].strip() if lines else f"exit status {status}"
+
+
+def _run(command: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+    """Run a command in a separate session; return its exit status, None if it exceeded the limit, and its output.
+
+    Its child processes are killed when it ends or is killed. Raises OSError if the command does not exist.
+    """
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # a process that hangs in a driver, or left the session
+            process.communicate(timeout=_CLOSED_S)
+        return None, ""
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def hand_over(transport: str, pairs: _Pairs) -> None:

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from nemo_opd.aggregation import apply_teacher_weights, build_objective, joined_scores, sequence_scores
 from nemo_opd.config.model import Parallelism
-from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.teacher import OwnIdsTeacher, Teacher
-from nemo_opd.config.validation import from_dict
 from nemo_opd.data.collate import collate
+from nemo_opd.data.columns import run_layout
 from nemo_opd.data.record import TEXT, Document, read_documents
 from nemo_opd.data.samples import SampleMaker
 from nemo_opd.distributed.transfer import to_device
@@ -27,7 +27,6 @@ from nemo_opd.logits.planned import compute_together
 from nemo_opd.logits.rows import logit_rows
 from nemo_opd.losses.metrics import AccuracyRecorder, plan_bits_per_byte, with_calibration_error
 from nemo_opd.models.load import compute_dtype, load_model
-from nemo_opd.preflight.columns import layout_of
 from nemo_opd.preflight.corpus import build_sample_maker
 from nemo_opd.preflight.model_info import read_model_info
 from nemo_opd.preflight.survey import sampled_rows
@@ -74,7 +73,7 @@ class Distillation:
         self.tokenizer, self.vocab_size = info.tokenizer, info.vocab_size
         self._infos = info, teachers
         make_sample = build_sample_maker(config, info, teachers, is_chat=config.data.is_chat)
-        self.collator = Collator(make_sample, layout_of(config).columns)
+        self.collator = Collator(make_sample, run_layout(config).columns)
         self._teacher_vocab_sizes = [plan.vocab_size for plan in plans]
         self._objective = build_objective(
             config,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from nemo_opd.logging.console import titled_table
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE, NUM_BYTES
 from nemo_opd.logging.provenance import read_provenance
-from nemo_opd.logging.records import NOTHING, Records, TextTable, figures_by_table, read_config, title_of
+from nemo_opd.logging.records import NOTHING, Records, TextTable, by_size, figures_by_table, read_config, title_of
 from nemo_opd.logging.report import render
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ _NOT_COMPARED = ("run.name", "run.output_dir", "run.resume", "run.baseline", "ru
 """Settings without an effect on what is compared."""
 _IDENTIFYING = ("name", "type", "model")
 """Settings that identify a section."""
-_NUMBERS = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +101,6 @@ def read_sweep(root: Path, names: Iterable[str] = ()) -> list[SweptRun]:
     """
     names_on_disk = {file.parent.name for file in root.glob("*/config.yaml")}
     return [_read_run(root / name, name) for name in sorted(names_on_disk | set(names), key=by_size)]
-
-
-def by_size(name: str) -> list[tuple[float, str]]:
-    """Return a sort key that puts 10 after 9."""
-    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(_NUMBERS.split(name))]
 
 
 def _read_run(folder: Path, name: str) -> SweptRun:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
@@ -19,13 +19,14 @@ from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.console import ConsoleLogger
 from nemo_opd.logging.terminal import VisibleConsole
 from nemo_opd.logging.trackers import MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from nemo_opd.types import Closing
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _VALUES = TypeAdapter(dict[str, float | None])
 
 
-class Loggers(Logger):
+class Loggers(Closing, Logger):
     """Several loggers; leaving the `with` closes all of them, even if one raises.
 
     A failure of an optional logger, such as a closed pipe or a full disk, is reported as a warning and disables the
@@ -85,12 +86,6 @@ class Loggers(Logger):
         cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
         name = type(logger).__name__
         _log.warning("%s failed (%s: %s) and is switched off; the run goes on", name, type(cause).__name__, cause)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def build(settings: Logging, output_dir: Path, *, console: Console | None = None) -> Loggers:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,6 +37,8 @@ _TRAINING = (
     *("train.max_length", "data.train", "data.packing", "run.seed"),
 )
 """Settings that two runs must share for their difference to be the teacher's."""
+_RESOLVED = ("type", "offload", "reshard_after_forward", "replicas", "sync_each_micro_batch")
+"""Settings whose `auto` preflight replaces."""
 _RUN_KEYS = (
     ("student", "student.model"),
     ("loss", "loss.type"),
@@ -77,6 +80,7 @@ _TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}"
 _GROUP_METRIC = re.compile(
     r"val/(?P<table>domain|class|(?:chunk|position)/[^/]+)/(?P<group>.+)/(?P<measure>share|ce|accuracy|bits_per_byte|(?:shared_bits_per_byte|kd)(?:/[^/]+)?)"
 )
+_NUMBERS = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
 _TABLE_TITLES = {
     "domain": "by domain",
     "class": "by class of token",
@@ -141,15 +145,24 @@ def differing_setting(config: object, other: object) -> tuple[str, object, objec
     """Return the key and both values of a setting of the student's training, other than the loss, in which two runs
     differ; None if there is none.
     """
-    differences = (_difference(key, value_at(config, key), value_at(other, key)) for key in _TRAINING)
-    return next(filter(None, differences), None)
+    by_key = (differences(value_at(config, key), value_at(other, key), key) for key in _TRAINING)
+    return next(chain.from_iterable(by_key), None)
 
 
-def _difference(key: str, value: object, other: object) -> tuple[str, object, object] | None:
-    if isinstance(value, dict) and isinstance(other, dict):
-        differences = (_difference(f"{key}.{name}", value.get(name), other.get(name)) for name in {**value, **other})
-        return next(filter(None, differences), None)
-    return None if value == other else (key, value, other)
+def differences(current: object, written: object, key: str = "") -> Iterator[tuple[str, object, object]]:
+    """Yield the dotted key and both values of each setting that differs.
+
+    An `auto` of `_RESOLVED` in `current` matches the value that a run writes in its place. key: key of both values.
+    """
+    if isinstance(current, dict) and isinstance(written, dict):
+        # A type that was found out may lack keys of `auto`.
+        for name in written if current.get("type") == "auto" else {**current, **written}:
+            yield from differences(current.get(name), written.get(name), f"{key}.{name}")
+    elif isinstance(current, list) and isinstance(written, list):
+        if len(current) != len(written) or any(map(any, map(differences, current, written))):
+            yield key, current, written
+    elif current != written and not (current == "auto" and key.rpartition(".")[2] in _RESOLVED):
+        yield key, current, written
 
 
 def run_name(config: object) -> str | None:
@@ -352,3 +365,8 @@ def markdown(table: TextTable) -> str:
     lines = [table.heads, ["---", *["---:"] * (len(table.heads) - 1)], *table.rows]
     body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
     return f"## {table.title}\n\n{body}\n"
+
+
+def by_size(name: str) -> list[tuple[float, str]]:
+    """Return a sort key that puts 10 after 9."""
+    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(_NUMBERS.split(name))]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from nemo_opd.files import write_atomically
+from nemo_opd.logging.answers import SAMPLE_LOG, SampleLog, ValueLog, answer_tables, answers_by_question
 from nemo_opd.logging.base import (
     ClosingTable,
     amount,
@@ -25,7 +26,6 @@ from nemo_opd.logging.base import (
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.plots import PLOTS
 from nemo_opd.logging.provenance import Provenance, read_provenance
-from nemo_opd.logging.questions import SAMPLE_LOG, SampleLog, ValueLog, answer_tables, answers_by_question
 from nemo_opd.logging.records import (
     Records,
     config_text,

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Self, TextIO
+from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from nemo_opd.logging.base import amount, clock, figure
 from nemo_opd.progress import Work, current, working
+from nemo_opd.types import Closing
 
 EARLY = 0.9
 """Share of an interval after which it counts as over: a busy machine wakes threads late."""
@@ -157,7 +158,7 @@ class WorkLine:
         yield Text(f"  {line}", "dim", no_wrap=True, overflow="ellipsis")
 
 
-class Ticker:
+class Ticker(Closing):
     """A thread that calls `show` before each `interval_s` of silence is over, until it is closed.
 
     It stops if the output is closed; the next `touch` raises the error.
@@ -193,9 +194,3 @@ class Ticker:
         """Stop the thread and wait until it has finished printing."""
         self._closed.set()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

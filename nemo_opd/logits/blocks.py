@@ -67,15 +67,15 @@ def blocks(source: LogitRows, terms: Sequence[Term], in_kernels: Container[int] 
 
     in_kernels: indices of terms that kernels compute, a row at a time: only what they read limits their steps.
     """
-    rows, places = _joined_rows(terms)
+    rows, placed_terms = _joined_rows(terms)
     most_rows = _kernel_rows(source, terms)
-    places = [
-        replace(place, most_rows=most_rows) if i in in_kernels and place.term.chunk_size is None else place
-        for i, place in enumerate(places)
+    placed_terms = [
+        replace(placed, most_rows=most_rows) if i in in_kernels and placed.term.chunk_size is None else placed
+        for i, placed in enumerate(placed_terms)
     ]
     index, processes = source.share
     at_end = tuple((slice(term.num_units, term.num_units), slice(0, 0)) for term in terms)
-    all_blocks = list(_all_blocks(source, rows, places, *_lengths(source, terms)))
+    all_blocks = list(_all_blocks(source, rows, placed_terms, *_lengths(source, terms)))
     for first in range(0, len(all_blocks), processes):
         concurrent = all_blocks[first : first + processes]
         local = concurrent[index] if index < len(concurrent) else Block(rows[:0], (at_end,), overlaps=False)
@@ -170,24 +170,24 @@ def _matched(local: Block, concurrent: Sequence[Block]) -> Block:
 
 
 def _all_blocks(
-    source: LogitRows, rows: Tensor, places: Sequence[_Places], usual: int, overlapping: int
+    source: LogitRows, rows: Tensor, placed_terms: Sequence[_PlacedTerm], usual: int, overlapping: int
 ) -> Iterator[Block]:
     """Yield the blocks of all processes of a share; the rows are divided equally among them."""
     process_rows, begin, read_to = -(-len(rows) // source.share[1]), 0, 0
-    cuts = _cuts_between_units(places, len(rows))
+    cuts = _cuts_between_units(placed_terms, len(rows))
     while begin < len(rows):
         limit = min(begin + process_rows, len(rows))
         next_cut = cuts[bisect_left(cuts, limit)]
         limit = next_cut if next_cut - limit <= overlapping else limit
         while begin < limit:
-            steps, next_begin, end = _steps_from(source, places, cuts, begin, limit, usual, overlapping)
+            steps, next_begin, end = _steps_from(source, placed_terms, cuts, begin, limit, usual, overlapping)
             yield Block(rows[begin:end], tuple(steps), overlaps=begin < read_to)
             begin, read_to = next_begin, max(read_to, end)
 
 
 def _steps_from(
     source: LogitRows,
-    places: Sequence[_Places],
+    placed_terms: Sequence[_PlacedTerm],
     cuts: Sequence[int],
     begin: int,
     limit: int,
@@ -197,52 +197,58 @@ def _steps_from(
     """Return the steps of the block that begins at a row, the first row of the next block, and the end of this one."""
     steps, start, covered = [], begin, begin
     while start < min(limit, begin + (overlapping if start < covered else usual)):
-        end = min([limit, *(place.end_of_step(source, start) for place in places)])
+        end = min([limit, *(placed.end_of_step(source, start) for placed in placed_terms)])
         if (last_cut := cuts[bisect_right(cuts, end) - 1]) > start:
             end = last_cut
-        units = [place.units_in(start, end) for place in places]
-        steps.append(tuple((part, place.in_block(part, begin)) for place, part in zip(places, units, strict=True)))
-        covered = max([covered, end, *(place.end_of_units(part) for place, part in zip(places, units, strict=True))])
+        units = [placed.units_in(start, end) for placed in placed_terms]
+        steps.append(
+            tuple((part, placed.in_block(part, begin)) for placed, part in zip(placed_terms, units, strict=True))
+        )
+        covered = max(
+            [covered, end, *(placed.end_of_units(part) for placed, part in zip(placed_terms, units, strict=True))]
+        )
         start = end
-    return steps, min(place.next_begin(start) for place in places), covered
+    return steps, min(placed.next_begin(start) for placed in placed_terms), covered
 
 
-def _cuts_between_units(places: Sequence[_Places], num_rows: int) -> list[int]:
+def _cuts_between_units(placed_terms: Sequence[_PlacedTerm], num_rows: int) -> list[int]:
     """Return the rows, in ascending order, at which a block may begin or end, as no unit of any term spans them."""
     spans = np.zeros(num_rows + 1, np.int64)
-    for place in places:
-        if place.term.begins is not None:
-            begins, term_rows = np.asarray(place.term.begins), np.asarray(place.on_host, np.int64)
+    for placed in placed_terms:
+        if placed.term.begins is not None:
+            begins, term_rows = np.asarray(placed.term.begins), np.asarray(placed.host_positions, np.int64)
             np.add.at(spans, term_rows[begins[:-1]] + 1, 1)
             np.add.at(spans, term_rows[begins[1:] - 1] + 1, -1)
     cuts: list[int] = np.flatnonzero(spans.cumsum() == 0).tolist()
     return cuts
 
 
-def _joined_rows(terms: Sequence[Term]) -> tuple[Tensor, list[_Places]]:
+def _joined_rows(terms: Sequence[Term]) -> tuple[Tensor, list[_PlacedTerm]]:
     """Return the rows that any term needs, int64 [R], and the places of each term's rows among them."""
     if len(terms) == 1:
         (term,) = terms
-        return term.rows, [_Places(term, len(term.rows), term.rows, range(len(term.rows)))]
+        return term.rows, [_PlacedTerm(term, len(term.rows), term.rows, range(len(term.rows)))]
 
     def join(*rows_by_term: Tensor) -> list[Tensor]:
         rows = torch.cat(rows_by_term).unique()
         return [rows, *(torch.searchsorted(rows, term_rows) for term_rows in rows_by_term)]
 
     rows, *indices = compute_on_host(join, *(term.rows for term in terms))
-    return rows, [_Places(term, len(rows), index, to_list(index)) for term, index in zip(terms, indices, strict=True)]
+    return rows, [
+        _PlacedTerm(term, len(rows), index, to_list(index)) for term, index in zip(terms, indices, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _PlacedTerm:
     """Places of a term's rows among the rows of all terms."""
 
     term: Term
     num_rows: int
     """Number of rows of all terms."""
-    on_device: Tensor
+    positions: Tensor
     """int64 [R]"""
-    on_host: Sequence[int]
+    host_positions: Sequence[int]
     most_rows: int | None = None
     """Limit on the rows of a step; by default the cells of its units are limited."""
 
@@ -272,17 +278,17 @@ class _Places:
         span = self.term.span(units)
         if span.start == span.stop:
             return slice(0, 0)
-        first, last = self.on_host[span.start], self.on_host[span.stop - 1]
+        first, last = self.host_positions[span.start], self.host_positions[span.stop - 1]
         if last - first == span.stop - span.start - 1:
             return slice(first - begin, last + 1 - begin)
-        return self.on_device[span] - begin
+        return self.positions[span] - begin
 
     def _rows_of(self, unit: int) -> slice:
         """Return the rows of a unit, from its first to its last."""
         span = self.term.span(slice(unit, unit + 1))
-        return slice(self.on_host[span.start], self.on_host[span.stop - 1] + 1)
+        return slice(self.host_positions[span.start], self.host_positions[span.stop - 1] + 1)
 
     def _first_unit(self, row: int) -> int:
         """Return the first unit that begins at this row or after it."""
-        place = bisect_left(self.on_host, row)
-        return place if self.term.begins is None else bisect_left(self.term.begins, place)
+        position = bisect_left(self.host_positions, row)
+        return position if self.term.begins is None else bisect_left(self.term.begins, position)

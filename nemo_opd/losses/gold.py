@@ -107,13 +107,13 @@ def h_kl(
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     learned = projection if isinstance(projection, LearnedProjection) else None
     matrix = projection.start if isinstance(projection, LearnedProjection) else projection
-    pairs = TokenPairs.relaxed(matrix, inputs.student_size, inputs.teacher_size, inputs.device)
+    within = inputs.student_size, inputs.teacher_size, inputs.device
     return _paired_loss(
         inputs,
-        pairs,
+        TokenPairs.relaxed(matrix, *within),
         Divergence(divergence, beta, mixed_weight),
         _PairedOptions(merge, common_weight, uncommon_weight, uncommon_topk, continuation_weight, compat),
-        None if learned is None else learned.shares(pairs),
+        None if learned is None else learned.shares(*within),
     )
 
 

@@ -96,13 +96,12 @@ class LearnedProjection(nn.Module):
         block = replace(start.block, log_weight=start.block.log_weight.index_copy(0, cells, learned))
         return replace(start, block=block)
 
-    def shares(self, pairs: TokenPairs) -> LearnedShares:
-        """Return the shares of pairs with learned rows, with a gradient. pairs: the relaxed pairs of R₀.
+    def shares(self, student_vocab_size: int, teacher_vocab_size: int, device: torch.device) -> LearnedShares:
+        """Return the shares of the relaxed pairs of R₀ with learned rows, on `device`, with a gradient.
 
         Raises ProjectionError if no pair has a learned row.
         """
-        sizes = len(pairs.place), len(pairs) + len(pairs.teacher_rest)
-        places, rows, slots = _learned_pairs(self.start, *sizes, pairs.student.device)
+        places, rows, slots = _learned_pairs(self.start, student_vocab_size, teacher_vocab_size, device)
         if not len(places):
             raise ProjectionError(f"{NOTHING_PAIRED}; use it as it is, or use p_kl, which learns every row")
         log_weights = self.log_weights().to(places.device).index_select(0, rows)

@@ -165,6 +165,12 @@ def sharded_units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def free_gathered(model: nn.Module) -> None:
+    """Free gathered copies of parameters."""
+    for unit in sharded_units(model):
+        unit.reshard()
+
+
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Make the model keep only its layers' inputs for backward."""
     # The name differs between versions of transformers.

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from nemo_opd.alignment import ChatRenderer, TokenAligner
 from nemo_opd.alignment.chat import locate_tokens
 from nemo_opd.alignment.chat_template import MARKS, learned_messages, plain_messages
-from nemo_opd.config.context import Context as ContextSettings
 from nemo_opd.config.data import LearnedTurns, Source
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import Context as ContextSettings
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.cache import CachedSampleMaker, CachedWindowMaker
 from nemo_opd.data.chat import ChatSampleMaker
+from nemo_opd.data.columns import domain_column, has_contrast, run_layout
 from nemo_opd.data.context import Context, PrivilegedPrompt
 from nemo_opd.data.encoders import ChatEncoder, CrossTokenizer, Encoder
 from nemo_opd.data.loader import Domains, TrainLoader, domains_of, made_of_all, validation_batches
@@ -36,7 +37,6 @@ from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, Rol
 from nemo_opd.data.samples import HasIdentity, SameTokenizer, Sample, SampleMaker, WindowMaker
 from nemo_opd.data.text import TextSampleMaker, TextWindowMaker
 from nemo_opd.errors import AlignmentError, DataError
-from nemo_opd.preflight.columns import domain_column, has_contrast, layout_of
 from nemo_opd.preflight.model_info import ModelInfo
 from nemo_opd.progress import tracked, working
 from nemo_opd.types import Batch
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _Reader = TypeVar("_Reader")
 _IdentifiedReader = TypeVar("_IdentifiedReader", bound=HasIdentity)
+_Make = TypeVar("_Make", bound=HasIdentity)
 _BLOCK_ROWS = 256
 """Documents read at a time: when looking for a conversation with an answer, usually the first has one."""
 
@@ -141,7 +142,7 @@ def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelI
 def _load_documents(config: RunConfig, source: Source, key: str, *, is_validation: bool = False) -> Dataset:
     from nemo_opd.data.sources import load_documents, with_others
 
-    documents = load_documents(source, layout_of(config, is_validation=is_validation), key=key)
+    documents = load_documents(source, run_layout(config, is_validation=is_validation), key=key)
     return with_others(documents, key) if has_contrast(config) else documents
 
 
@@ -271,7 +272,7 @@ def _add_contexts(
     config: RunConfig, teachers: Sequence[ModelInfo], readers: Sequence[_IdentifiedReader]
 ) -> tuple[_IdentifiedReader | PrivilegedPrompt[_IdentifiedReader], ...]:
     """Wrap the readers of those active teachers that have a context."""
-    columns = layout_of(config).columns
+    columns = run_layout(config).columns
 
     def in_context(
         i: int, reader: _IdentifiedReader, context_settings: ContextSettings
@@ -319,29 +320,27 @@ def _same_tokenizer(config: RunConfig, i: int, student: ModelInfo, teachers: Seq
     return SameTokenizer(tuple(sorted(missing)), next(readable, 0))
 
 
-class _RoutedSampleMaker:
-    """Routed document → Sample with its teacher; samples that `make` caches do not depend on the teacher."""
+class _RoutedMaker(Generic[_Make]):
+    """Base class of makers for routed documents; samples that `make` caches do not depend on the teacher."""
 
-    def __init__(self, make: SampleMaker, teachers: Sequence[str]) -> None:
-        self._make, self._teachers = make, tuple(teachers)
+    def __init__(self, make: _Make, teachers: Sequence[str]) -> None:
+        self.make, self._teachers = make, tuple(teachers)
         self.identity = f"routed {self._teachers} {make.identity}"
 
-    def __call__(self, document: Document) -> Sample:
-        """Make the sample. Raises whatever `make` raises."""
+    def route(self, document: Document) -> tuple[Document, int]:
+        """Return a document's content and the index of its teacher."""
         assert isinstance(document, Routed)
         # `require_content` has rejected data with unknown teachers.
-        return replace(self._make(document.content), route=self._teachers.index(document.teacher))
+        return document.content, self._teachers.index(document.teacher)
 
 
-class _RoutedWindowMaker:
-    """Routed document → its windows, each with the document's teacher."""
+class _RoutedSampleMaker(_RoutedMaker[SampleMaker]):
+    def __call__(self, document: Document) -> Sample:
+        content, teacher = self.route(document)
+        return replace(self.make(content), route=teacher)
 
-    def __init__(self, make: WindowMaker, teachers: Sequence[str]) -> None:
-        self._make, self._teachers = make, tuple(teachers)
-        self.identity = f"routed {self._teachers} {make.identity}"
 
+class _RoutedWindowMaker(_RoutedMaker[WindowMaker]):
     def __call__(self, document: Document) -> tuple[Sample, ...]:
-        """Make the windows. Raises whatever `make` raises."""
-        assert isinstance(document, Routed)
-        route = self._teachers.index(document.teacher)
-        return tuple(replace(sample, route=route) for sample in self._make(document.content))
+        content, teacher = self.route(document)
+        return tuple(replace(sample, route=teacher) for sample in self.make(content))

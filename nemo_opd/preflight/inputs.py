@@ -16,18 +16,18 @@ from nemo_opd.config.reward import calls_users_code
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.short_form import long_form
 from nemo_opd.config.teacher import OwnIdsTeacher, UnresolvedTeacher
-from nemo_opd.data.columns import described, prompt_readings, readings
-from nemo_opd.data.files import first_schema, require_suitable
+from nemo_opd.data.column_checks import described, prompt_readings, readings
+from nemo_opd.data.columns import run_layout
+from nemo_opd.data.source_files import first_schema, require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError, run_all
 from nemo_opd.evaluation.inputs import ResolvedSet, check_benchmarks, check_sets, resolved_sets
 from nemo_opd.extras import require_extras, require_installed
 from nemo_opd.files import load_yaml
+from nemo_opd.logging.answers import VALIDATION_LOG
 from nemo_opd.logging.provenance import read_provenance
-from nemo_opd.logging.questions import VALIDATION_LOG
 from nemo_opd.logging.records import differing_setting, read_config, value_at
 from nemo_opd.logging.trackers import check_trackers
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template, require_hub
-from nemo_opd.preflight.columns import layout_of
 from nemo_opd.rewards import build_reward
 from nemo_opd.teacher_cache.shard import require_cache
 
@@ -173,9 +173,9 @@ def _data_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
 
 def _check_files(config: RunConfig) -> None:
     """Check the training files, and then the validation files, whose columns depend on them."""
-    require_suitable(config.data.train, layout_of(config), key="data.train")
+    require_suitable(config.data.train, run_layout(config), key="data.train")
     if config.data.validation.given:
-        require_suitable(config.data.validation, layout_of(config, is_validation=True), key="data.validation")
+        require_suitable(config.data.validation, run_layout(config, is_validation=True), key="data.validation")
 
 
 def _check_reward(config: RunConfig) -> None:

@@ -10,7 +10,6 @@ from nemo_opd.aggregation import TrainingObjective, build_objective
 from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.checkpoint.run_directory import checkpoints_of, progress_to_resume, require_not_beyond, resolve_output_dir
 from nemo_opd.cluster.batch_grid import BatchGrid
-from nemo_opd.cluster.launch import require_processes, require_shared_gpus, warn_of_shared_memory
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.model import Student
 from nemo_opd.config.rollout import ServerRollout
@@ -25,6 +24,7 @@ from nemo_opd.preflight.corpus import Corpus, load_corpus
 from nemo_opd.preflight.delivery import Delivery, arriving_bytes, check_deliveries, plan_deliveries, settle_transport
 from nemo_opd.preflight.flops import Utilization, device_name, peak_flops
 from nemo_opd.preflight.memory import Machine, MemoryEstimate, MemoryInputs, ModelSetup, state_bytes
+from nemo_opd.preflight.memory_choices import server_share, settle_memory
 from nemo_opd.preflight.model_info import (
     ModelInfo,
     ModelSize,
@@ -32,7 +32,6 @@ from nemo_opd.preflight.model_info import (
     read_model_info,
     tokenizers_loaded_once,
 )
-from nemo_opd.preflight.offload import server_share, settle_memory
 from nemo_opd.preflight.prompts import (
     Benchmarks,
     LoadedSet,
@@ -46,12 +45,14 @@ from nemo_opd.preflight.prompts import (
 )
 from nemo_opd.preflight.ranks import (
     require_batch_divides,
+    require_processes,
+    require_shared_gpus,
     resolve_device,
     resolve_layouts,
     resolve_placement,
     resolve_replicas,
+    warn_of_shared_memory,
 )
-from nemo_opd.preflight.sampling import student_batch, teacher_batch
 from nemo_opd.preflight.survey import DataStatistics, survey
 from nemo_opd.preflight.teachers import TeacherPlan, check_answers, plan_teacher, require_templates, settle_tokenizers
 from nemo_opd.preflight.warnings import (
@@ -66,7 +67,7 @@ from nemo_opd.preflight.warnings import (
     warn_of_student_as_teacher,
 )
 from nemo_opd.progress import tracked, working
-from nemo_opd.rollout.base import BatchLimit
+from nemo_opd.rollout.base import BatchLimit, student_batch, teacher_batch
 from nemo_opd.workers.optimizer import check_optimizer
 
 

@@ -17,6 +17,7 @@ from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.collate import collate
+from nemo_opd.data.columns import domain_column, has_contrast, run_layout
 from nemo_opd.data.context import PrivilegedPrompt
 from nemo_opd.data.loader import Domains, domains_of, in_domains
 from nemo_opd.data.order import BatchOrder, State
@@ -30,7 +31,6 @@ from nemo_opd.evaluation.inputs import ResolvedSet, build_set_reward, is_left_ou
 from nemo_opd.evaluation.likelihoods import longest_request
 from nemo_opd.evaluation.questions import read_questions
 from nemo_opd.models.load import load_config
-from nemo_opd.preflight.columns import domain_column, has_contrast, layout_of
 from nemo_opd.preflight.corpus import build_rollout_sample_maker
 from nemo_opd.preflight.inputs import sets_of
 from nemo_opd.preflight.model_info import ModelInfo
@@ -175,7 +175,7 @@ def _prompt_set(
     config: RunConfig, renderer: Renderer, source: Source, key: str, *, is_validation: bool = False
 ) -> _PromptSet:
     """Load the prompts that leave room for a response. Raises DataError, with the row, if one cannot be used."""
-    layout = layout_of(config, is_validation=is_validation)
+    layout = run_layout(config, is_validation=is_validation)
     with working(f"reading {key}"):
         documents = load_documents(source, layout, key=key)
         if has_contrast(config):

@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.config.data import Data
-from nemo_opd.config.loss import LossTerm
 from nemo_opd.config.objective import GRPOLoss
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.config.teacher import Teacher
@@ -21,7 +20,7 @@ from nemo_opd.logging.base import RunSummary, TeacherSummary
 from nemo_opd.logging.terminal import print_warning
 from nemo_opd.preflight.corpus import Corpus
 from nemo_opd.preflight.flops import device_name
-from nemo_opd.preflight.offload import memory_report, peak_text
+from nemo_opd.preflight.memory_choices import memory_report, peak_text
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import Prompts
 from nemo_opd.preflight.survey import DataStatistics
@@ -45,7 +44,11 @@ def run_summary(plan: Plan) -> RunSummary:
             weight=settings.weight,
             loss=config.term(i).type,
             coverage=(
-                *((*audit_lines(teacher.audit), _loss_advice(config.term(i))) if teacher.audit else ()),
+                *(
+                    (*audit_lines(teacher.audit), f"{config.term(i).type}: take {config.term(i).take}")
+                    if teacher.audit
+                    else ()
+                ),
                 *_coverage_lines(plan.survey, i),
             ),
             warnings=tuple(fit_warnings(teacher.audit, config.term(i).type)) if teacher.audit else (),
@@ -225,11 +228,6 @@ def _origin(teacher: Teacher) -> str:
     if teacher.served is not None:
         return f"{without_secrets(teacher.reference)}, served by {', '.join(map(without_secrets, teacher.served.urls))}"
     return without_secrets(teacher.reference)
-
-
-def _loss_advice(term: LossTerm) -> str:
-    """Return when to take the loss, as in the help and in docs/settings.md."""
-    return f"{term.type}: take {term.take}"
 
 
 def _coverage_lines(statistics: DataStatistics, teacher: int) -> list[str]:

@@ -16,9 +16,8 @@ from nemo_opd.aggregation import TrainingObjective
 from nemo_opd.alignment import fingerprint
 from nemo_opd.alignment.pieces import ADDED
 from nemo_opd.config.model import Model
-from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.teacher import (
-    AutoTeacher,
     CachedTeacher,
     CrossTokenizerTeacher,
     Endpoint,
@@ -30,7 +29,6 @@ from nemo_opd.config.teacher import (
     UnresolvedTeacher,
     first_changed,
 )
-from nemo_opd.config.validation import from_dict
 from nemo_opd.data.collate import collate
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.errors import AlignmentError, ConfigError, DataError, ModelError, ProjectionError, run_all
@@ -220,44 +218,31 @@ def settle_tokenizers(config: RunConfig, device: str) -> RunConfig:
     student = read_model_info(config.student, "student", device)
     settings = config.model_dump(mode="json")
     for i, teacher in unresolved.items():
-        if isinstance(teacher, CachedTeacher):
-            settings["teachers"][i] = _resolve_cached(config, i, teacher, student, device)
-        elif isinstance(teacher, ServedTeacher):
-            settings["teachers"][i] = _resolve_served(config, i, teacher, student)
-        else:
-            settings["teachers"][i] = _resolve_loaded(config, i, teacher, student)
+        settings["teachers"][i] = _resolve(config, i, teacher, student, device)
     return from_dict(settings)
 
 
-def _resolve_cached(
-    config: RunConfig, i: int, settings: CachedTeacher, student: ModelInfo, device: str
-) -> dict[str, Any]:
-    """Return a cached teacher's settings with the cache as its model folder and its type resolved."""
-    manifest = require_cache(settings.cache, f"teachers.{i}.cache")
-    kwargs = manifest.chat_template_kwargs if config.data.is_chat else {}
-    changed = {"model": settings.cache, "dtype": manifest.dtype, "chat_template_kwargs": kwargs}
-    as_model = settings.model_copy(update=changed)
-    teacher = read_model_info(as_model, f"teachers.{i}", device)
-    if _reads_students_ids(config, i, as_model, student, teacher):
-        return _same_tokenizer_settings(as_model, i)
-    return as_model.model_dump(mode="json") | {"type": "cross_tokenizer"}
+def _resolve(config: RunConfig, i: int, settings: UnresolvedTeacher, student: ModelInfo, device: str) -> dict[str, Any]:
+    """Return a teacher's settings with its type resolved.
 
-
-def _resolve_served(config: RunConfig, i: int, settings: ServedTeacher, student: ModelInfo) -> dict[str, Any]:
-    """Return a served teacher's settings with its servers in the section `served` and its type resolved."""
-    served = {name: getattr(settings, name) for name in Endpoint.model_fields}
-    as_model = settings.model_copy(update={"served": Endpoint(**served)})
-    teacher = tokenizer_info(settings, f"teachers.{i}")
+    The folder of a cached teacher's model is its cache, and the servers of a served one are in the section `served`.
+    """
+    key, in_served = f"teachers.{i}", set[str]()
+    if isinstance(settings, CachedTeacher):
+        manifest = require_cache(settings.cache, f"{key}.cache")
+        kwargs = manifest.chat_template_kwargs if config.data.is_chat else {}
+        changed = {"model": settings.cache, "dtype": manifest.dtype, "chat_template_kwargs": kwargs}
+        settings = settings.model_copy(update=changed)
+        teacher = read_model_info(settings, key, device)
+    else:
+        teacher = tokenizer_info(settings, key)
+        if isinstance(settings, ServedTeacher):
+            in_served = {*Endpoint.model_fields}
+            served = Endpoint(**{name: getattr(settings, name) for name in in_served})
+            settings = settings.model_copy(update={"served": served})
     if _reads_students_ids(config, i, settings, student, teacher):
-        return _same_tokenizer_settings(as_model, i)
-    return as_model.model_dump(mode="json", exclude=set(served)) | {"type": "cross_tokenizer"}
-
-
-def _resolve_loaded(config: RunConfig, i: int, settings: AutoTeacher, student: ModelInfo) -> dict[str, Any]:
-    """Return the settings of a teacher that the run loads with its type resolved."""
-    if _reads_students_ids(config, i, settings, student, tokenizer_info(settings, f"teachers.{i}")):
         return _same_tokenizer_settings(settings, i)
-    return settings.model_dump(mode="json") | {"type": "cross_tokenizer"}
+    return settings.model_dump(mode="json", exclude=in_served) | {"type": "cross_tokenizer"}
 
 
 def _same_tokenizer_settings(teacher: UnresolvedTeacher, i: int) -> dict[str, Any]:

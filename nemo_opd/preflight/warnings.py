@@ -180,7 +180,7 @@ def _response_ends(info: ModelInfo) -> frozenset[int]:
 
 def warn_of_shared_data(config: RunConfig) -> Iterator[str]:
     """Yield a warning for each file or dataset that is in both data.validation and data.train."""
-    from nemo_opd.data.files import resolve_files
+    from nemo_opd.data.source_files import resolve_files
 
     for kind, value in config.data.validation.given.items():
         train_value, key = config.data.train.given.get(kind), f"data.validation.{kind}"

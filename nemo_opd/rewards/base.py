@@ -1,19 +1,20 @@
 """Base classes of rewards."""
 
 import numbers
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from nemo_opd.data.record import Rollout
 from nemo_opd.errors import RolloutError
 from nemo_opd.progress import tracked
+from nemo_opd.types import Closing
 from nemo_opd.users_code import LARGEST_REWARD, is_reward, shown
 
 
-class RewardFunction(ABC):
+class RewardFunction(Closing):
     """A function Rollout → float. `close`, or the end of its `with`, frees its resources."""
 
     votes: bool = False
@@ -24,7 +25,7 @@ class RewardFunction(ABC):
         self.name: str = settings.type
         """Name in errors: the value of `reward.type`, or the user's function."""
 
-    @classmethod  # noqa: B027  most need no check
+    @classmethod
     def check_answer(cls, answer: str) -> None:
         """Raise DataError if it cannot compare with this answer of a dataset."""
 
@@ -52,24 +53,18 @@ class RewardFunction(ABC):
         self.expect(rollouts)
         return [self(rollout) for rollout in tracked(rollouts, "rewarding", "rollouts")]
 
-    def expect(self, rollouts: Sequence[Rollout]) -> None:  # noqa: B027  most take no time
+    def expect(self, rollouts: Sequence[Rollout]) -> None:
         """Start slow work for rollouts that will be scored one by one afterwards."""
 
-    def begin(self) -> None:  # noqa: B027  most need no preparation
+    def begin(self) -> None:
         """Prepare for the rollouts of a batch or of an evaluation."""
 
     def vote(self, rollout: Rollout) -> str | None:
         """Return the rollout's answer, equal for equivalent answers, or None."""
         return None
 
-    def close(self) -> None:  # noqa: B027  most have nothing to close
+    def close(self) -> None:
         """End the processes that it started."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def at(self, rollout: Rollout) -> str:
         """Return the start of a message about a rollout."""

@@ -9,7 +9,7 @@ from nemo_opd.config.reward import CodeReward
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.rewards.base import RewardFunction, last_turn
-from nemo_opd.sandbox.verdict import Checker, Verdict, read_tests
+from nemo_opd.sandbox.checker import Checker, Verdict, read_tests
 
 _FENCE = re.compile(r"\s{0,3}(`{3,}|~{3,})\s*([\w+.-]*)")
 _PYTHON = ("", "python", "python3", "py", "Python")

@@ -182,7 +182,7 @@ def result_of(call: Message) -> str:
     if not isinstance(expression, str | int | float) or isinstance(expression, bool):
         return f"error: {_CALCULATOR} needs a string as `expression`"
     try:
-        return written(evaluated(str(expression)))
+        return number_text(evaluated(str(expression)))
     except ArithmeticError as error:
         return f"error: {error}"
 
@@ -256,7 +256,7 @@ def _bounded(value: Fraction) -> Fraction:
     return value
 
 
-def written(value: Fraction) -> str:
+def number_text(value: Fraction) -> str:
     """Format an integer in full, any other number with 12 significant digits."""
     if value.denominator == 1:
         return str(value.numerator)

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from nemo_opd.config.reward import Isolation, SandboxSettings
 from nemo_opd.sandbox.inside.isolation import DEVICES
+from nemo_opd.types import Closing
 
 PROGRAM = "bwrap"
 INSIDE = Path(__file__).with_name("inside")
@@ -54,7 +55,7 @@ class Ending:
     """Exit status if it ended by itself."""
 
 
-class SandboxedProcess:
+class SandboxedProcess(Closing):
     """A process in its own sandbox. The end of its `with` ends it and all its children."""
 
     def __init__(
@@ -152,12 +153,6 @@ class SandboxedProcess:
     def _remove_scratch(self) -> None:
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _read_to_the_end(contents: Mapping[Any, bytearray], limits: Mapping[Any, int], seconds: float) -> bool:

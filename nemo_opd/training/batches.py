@@ -6,7 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import compress, islice
 from operator import not_
-from typing import Self
 
 import torch
 
@@ -22,7 +21,7 @@ from nemo_opd.losses.policy_gradient import group_advantages, reward_weights
 from nemo_opd.rollout.base import Engine
 from nemo_opd.rollout.collect import Collector, chosen_share
 from nemo_opd.training.models import InFlightBatch, Models, ScoredBatch
-from nemo_opd.types import Batch, SampledRows
+from nemo_opd.types import Batch, Closing, SampledRows
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class _RolloutBatch:
     """Version of the weights that sampled the batch."""
 
 
-class RolloutSource:
+class RolloutSource(Closing):
     """Source of training batches, each sampled when it is needed or, with `rollout.overlap`, one step earlier.
 
     The weights that sample are at most `rollout.staleness` optimizer steps older than the student's.
@@ -150,10 +149,7 @@ class RolloutSource:
         """Restore a position. Raises CheckpointError if its settings of the prompts' order differ."""
         self._num_batches = self._order.num_batches_at(state)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
 

@@ -23,9 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from nemo_opd.alignment import fingerprint
 from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.model import Parallelism
-from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.teacher import Teacher
-from nemo_opd.config.validation import from_dict
 from nemo_opd.data.loader import made_of_all
 from nemo_opd.data.samples import Sample
 from nemo_opd.errors import ConfigError

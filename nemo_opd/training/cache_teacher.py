@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from nemo_opd.logits.head import Head
 from nemo_opd.models.stored_output import save_head, sparse_layout
 from nemo_opd.served.answers import EndpointAnswers
 from nemo_opd.teacher_cache.shard import Bytes, CacheManifest
-from nemo_opd.types import TokenRows
+from nemo_opd.types import Closing, TokenRows
 from nemo_opd.workers.teacher import CachingTeacher
 
 _Ids = NDArray[np.int32]
@@ -31,7 +30,7 @@ Ask = Callable[[Sequence[Sequence[_Ids]]], Iterator[tuple[_Ids, Bytes]]]
 """Function from each data-parallel rank's segments to all segments, ids [N], with their stored bytes, uint8 [N, R]."""
 
 
-class CacheTeacher:
+class CacheTeacher(Closing):
     """A teacher in this process and the other processes of torchrun; data-parallel ranks read different segments."""
 
     def __init__(
@@ -85,12 +84,7 @@ class CacheTeacher:
         outputs = self._group.call("answers", [(*_padded(dummy), None, True)] * self._layout.size)
         save_head(self._folder, _concatenated([head for _, head in outputs[: self._layout.tp]]))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._stack.close()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from nemo_opd.config.run import RunConfig
 from nemo_opd.evaluation.estimates import paired_difference
 from nemo_opd.evaluation.verdict import Arm, Setup, judge, teacher_effect
+from nemo_opd.logging.answers import VALIDATION_LOG, QuestionValues, TextLog, ValueLog
 from nemo_opd.logging.base import (
     STUDENT_AFTER,
     STUDENT_BEFORE,
@@ -25,7 +26,6 @@ from nemo_opd.logging.comparison import SweptRun
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE, PREFIX, SHARED_BITS_PER_BYTE, score_keys
 from nemo_opd.logging.provenance import read_provenance
-from nemo_opd.logging.questions import VALIDATION_LOG, QuestionValues, TextLog, ValueLog
 from nemo_opd.logging.records import NOTHING, TextTable, number_of_set, read_config, value_at
 
 BASELINE = "baseline"

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_opd.config.load import compose
-from nemo_opd.config.run import RunConfig
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.errors import ConfigError
 from nemo_opd.logging.terminal import loading
 from nemo_opd.paths import keep_compiled_code_private

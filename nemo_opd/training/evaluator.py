@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
@@ -21,12 +21,12 @@ from nemo_opd.errors import ClusterError, OPDError
 from nemo_opd.evaluation.inputs import build_set_reward
 from nemo_opd.evaluation.likelihoods import Scorer
 from nemo_opd.evaluation.questions import EvaluationResult, ask, shown_answers
-from nemo_opd.logging.questions import SAMPLE_LOG, QuestionValues, SampleLog, ShownAnswer, ValueLog
+from nemo_opd.logging.answers import SAMPLE_LOG, QuestionValues, SampleLog, ShownAnswer, ValueLog
 from nemo_opd.models.load import tokenizer_of
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.preflight.prompts import LoadedSet, SampledModel
 from nemo_opd.rewards import RewardFunction
-from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
+from nemo_opd.rollout.base import Generator
 from nemo_opd.training.models import Models
 
 if TYPE_CHECKING:
@@ -70,11 +70,11 @@ class Evaluator:
         figures: dict[str, float] = {}
         for loaded, reward in zip(self._plan.questions, self._rewards, strict=True):
             model = loaded.teachers[i]
-            engine = _TeacherWorkers(self._models, i, model.end_ids)
+            engine = self._models.answering_teacher(i, model.end_ids)
             figures |= self._ask(engine, loaded, model, reward, 0, name)
         if (benchmarks := self._plan.benchmarks) is not None:
             teacher = benchmarks.teachers[i]
-            engine = _TeacherWorkers(self._models, i, teacher.end_ids)
+            engine = self._models.answering_teacher(i, teacher.end_ids)
             scorer = partial(self._models.likelihoods, teacher=i)
             figures |= self._run_benchmarks(teacher.text, scorer, engine, 0, name)
         return {f"{figure}/{name}": value for figure, value in figures.items()}
@@ -155,17 +155,6 @@ class Evaluator:
             seed=config.run.seed,
             failures_are_wrong=self._settings.on_error == "warn",
         )
-
-
-class _TeacherWorkers(Generator):
-    """Generator over an active teacher's workers, used before the first step."""
-
-    def __init__(self, models: Models, teacher: int, end_ids: Collection[int]) -> None:
-        """Store the arguments. end_ids: tokens that end a sequence."""
-        self._models, self._teacher, self._end_ids = models, teacher, end_ids
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return self._models.generate_by_teacher(self._teacher, requests, sampling, self._end_ids)
 
 
 def _who(teacher: str | None) -> str:

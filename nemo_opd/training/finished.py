@@ -21,14 +21,12 @@ from nemo_opd.logging.base import Best, ClosingTable
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import BITS_PER_BYTE
 from nemo_opd.logging.provenance import FINISHED, NOT_EXPORTED, PROVENANCE, read_provenance
-from nemo_opd.logging.records import Records, read_config, value_at
+from nemo_opd.logging.records import Records, differences, read_config, value_at
 from nemo_opd.logging.terminal import print_line
 from nemo_opd.training.closing import closing_table
 
 _STARTS = ("output_dir", "resume")
 """Settings of `run` on how to start."""
-_RESOLVED = ("type", "offload", "reshard_after_forward", "replicas", "sync_each_micro_batch")
-"""Settings whose `auto` preflight replaces."""
 _METRICS = "metrics.jsonl"
 _KILLED = "killed"
 _PARTS = ("checkpoints", "final", "best", "report", "tensorboard", "wandb")
@@ -78,7 +76,7 @@ def finished_before(config: RunConfig) -> Finished | None:
     finished, steps = Finished(folder), checkpoints_of(config, folder).steps()
     last = max((record["step"] for record in finished.metrics), default=0)
     is_exported = provenance.end == FINISHED
-    if not _are_same(current, written) or not steps or steps[-1] < last or (is_exported and finished.model is None):
+    if any(differences(current, written)) or not steps or steps[-1] < last or (is_exported and finished.model is None):
         return None
     model = f"its model is {finished.model}" if is_exported else "was not exported (run.export_worse)"
     print_line(
@@ -86,17 +84,6 @@ def finished_before(config: RunConfig) -> Finished | None:
         "longer, raise train.max_steps or train.epochs; to start anew, name another run.output_dir"
     )
     return finished
-
-
-def _are_same(current: object, written: object, name: str = "") -> bool:
-    """Return whether settings are equal; an `auto` of `_RESOLVED` matches the value that a run writes in its place."""
-    if isinstance(current, dict) and isinstance(written, dict):
-        # A type that was found out may lack keys of `auto`.
-        names = written if current.get("type") == "auto" else {**current, **written}
-        return all(_are_same(current.get(key), written.get(key), key) for key in names)
-    if isinstance(current, list) and isinstance(written, list):
-        return len(current) == len(written) and all(map(_are_same, current, written))
-    return current == written or (current == "auto" and name in _RESOLVED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Worker groups of a run's models: how they start, how texts are divided over them, and links between nodes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +20,7 @@ from nemo_opd.preflight.delivery import Delivery
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.progress import working
 from nemo_opd.projection.column_order import order_by_student, with_columns
-from nemo_opd.rollout.base import Completion, Request
+from nemo_opd.rollout.base import BatchLimit, Completion, Generator, Request, Sampling
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.teacher_cache.shard import read_manifest
 from nemo_opd.types import TokenRows
@@ -158,6 +158,21 @@ class ModelGroup:
         return [completion for rank in dp_leader_ranks(self._layout) for completion in by_rank[rank]]
 
 
+class AnsweringModel(Generator):
+    """A model that answers questions on the workers of its group."""
+
+    def __init__(self, group: ModelGroup, end_ids: Collection[int], limit: BatchLimit) -> None:
+        """Store the arguments. end_ids: tokens that end a sequence. limit: batch size limit of a rank's sampling."""
+        self._group, self._end_ids, self._limit = group, end_ids, limit
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return self._group.continued(requests, sampling, self._end_ids, self._limit, about="questions")
+
+    def likelihoods(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
+        """Return the sequences' likelihoods, in order (see `Scorer`)."""
+        return self._group.likelihoods(rows)
+
+
 class OwnTeacher(Group):
     """Group whose workers live inside the student's workers, which also end them."""
 
@@ -196,18 +211,16 @@ class Links:
             self._join()
 
     def _join(self) -> None:
+        size, timeout_s = self._student.size, self._student.cluster.timeout_s
         rendezvous = [
-            None if planner is None else self._rendezvous(group)
+            None if planner is None else Rendezvous(*group.address(), size, group.size, timeout_s)
             for planner, group in zip(self._planners, self._teachers, strict=True)
         ]
-        calls = [self._student.submit("join_links", [(rendezvous,)] * self._student.size)]
+        calls = [self._student.submit("join_links", [(rendezvous,)] * size)]
         for group, meeting in zip(self._teachers, rendezvous, strict=True):
             if meeting is not None:
                 calls.append(group.submit("join_link", [(meeting,)] * group.size))
         self._student.cluster.gather(calls)
-
-    def _rendezvous(self, teacher: Group) -> Rendezvous:
-        return Rendezvous(*teacher.address(), self._student.size, teacher.size, self._student.cluster.timeout_s)
 
     def transfer(self, by_teacher: Sequence[Sequence[Window]], about: str) -> None:
         """Send the student the rows that these windows read from other nodes, and wait.

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.groups import (
+    AnsweringModel,
     Links,
     ModelGroup,
     OwnTeacher,
@@ -47,7 +48,7 @@ from nemo_opd.training.groups import (
     student_group,
     teacher_group,
 )
-from nemo_opd.types import NO_CHUNK, Batch, Mean, Metric, Metrics, SequenceScores, TeacherRows
+from nemo_opd.types import NO_CHUNK, Batch, Closing, Mean, Metric, Metrics, SequenceScores, TeacherRows
 from nemo_opd.workers.step import StudentStep
 from nemo_opd.workers.teacher import TeacherOutput
 
@@ -87,7 +88,7 @@ class ScoredBatch:
     about: str
 
 
-class Models:
+class Models(Closing):
     """Worker groups of the student and every active teacher, each in its own layout.
 
     Teacher output stays on the teachers' devices; only handles and metrics reach the driver. Teachers have one buffer
@@ -265,11 +266,9 @@ class Models:
         about = f"rollouts of step {version + 1}"
         return self._student.continued(requests, sampling, version, self._sampled_at_once, about=about)
 
-    def generate_by_teacher(
-        self, i: int, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int]
-    ) -> list[Completion]:
-        """Return a teacher's continuations of prompts, both in the teacher's tokens."""
-        return self._teachers[i].continued(requests, sampling, end_ids, self._answered_at_once[i], about="questions")
+    def answering_teacher(self, i: int, end_ids: Collection[int]) -> AnsweringModel:
+        """Return a teacher that continues prompts, both in its tokens. end_ids: tokens that end a sequence."""
+        return AnsweringModel(self._teachers[i], end_ids, self._answered_at_once[i])
 
     def continue_greedily(self, prompts: Sequence[NDArray[np.int32]], num_new: int) -> list[list[int]]:
         """Return the student's `num_new` likeliest tokens after each prompt, one after another."""
@@ -313,18 +312,16 @@ class Models:
             for i, by_rank in zip(teachers, by_teacher, strict=True)
         }
 
-    def save(self, folder: Path) -> None:
-        self._on_each_student("save", folder.resolve())
-
-    def begin_save(self, folder: Path) -> None:
-        self._on_each_student("begin_save", folder.resolve())
+    def save(self, folder: Path, in_background: bool = False) -> None:
+        """Write a checkpoint's files. in_background: as for `StudentWorker.save`."""
+        self._on_each_student("save", folder.resolve(), in_background)
 
     def is_saved(self) -> bool:
-        """Return whether the write that `begin_save` started has ended on all ranks, with or without an error."""
+        """Return whether a write in the background has ended on all ranks, with or without an error."""
         return all(self.student.call("is_saved"))
 
     def end_save(self) -> None:
-        """Wait for the write that `begin_save` started. Raises its error."""
+        """Wait for a write in the background. Raises its error."""
         self.student.call("end_save")
 
     def load(self, folder: Path) -> None:
@@ -353,12 +350,6 @@ class Models:
 
     def close(self) -> None:
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def export_whole(models: Models, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_opd.checkpoint.run_directory import identity
-from nemo_opd.cluster.launch import driving
+from nemo_opd.cluster.local import driving
 from nemo_opd.config.load import from_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers
 from nemo_opd.errors import ConfigError
+from nemo_opd.logging.answers import VALIDATION_LOG, TextLog
 from nemo_opd.logging.metrics import Timer
-from nemo_opd.logging.questions import VALIDATION_LOG, TextLog
 from nemo_opd.logging.terminal import VisibleConsole, busy, print_line
 from nemo_opd.preflight.inputs import require_kind
 from nemo_opd.preflight.plan import Plan, preflight

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from nemo_opd.cluster.launch import driving
+from nemo_opd.cluster.local import driving
 from nemo_opd.config.rollout import Health
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.loggers import read

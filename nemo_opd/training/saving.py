@@ -68,23 +68,20 @@ class Saving:
         self._on_saved = on_saved
         self._current: _UnfinishedCheckpoint | None = None
 
-    def save(self, models: Models, progress: Progress) -> None:
-        """Write a checkpoint. Raises CheckpointError if the disk does not take it."""
-        self._begin(models, progress, models.save)
-        self.end()
+    def save(self, models: Models, progress: Progress, *, in_background: bool) -> None:
+        """Wait for the previous checkpoint, then write one. Raises CheckpointError if the disk does not take it.
 
-    def begin(self, models: Models, progress: Progress) -> None:
-        """Wait for the previous checkpoint, then start writing one in the background; `end` completes it."""
-        self._begin(models, progress, models.begin_save)
-
-    def _begin(self, models: Models, progress: Progress, write: Callable[[Path], None]) -> None:
+        in_background: only start to write it; `end` completes it.
+        """
         self.end()
         start = time.monotonic()
         with ExitStack() as stack:
             folder = stack.enter_context(self._checkpoints.writing(progress, self._num_bytes))
             with self._working(progress.step, folder):
-                write(folder)
+                models.save(folder, in_background)
             self._current = _UnfinishedCheckpoint(progress.step, models, folder, start, stack.pop_all())
+        if not in_background:
+            self.end()
 
     def end_if_written(self) -> None:
         """Complete the current checkpoint if all of its files are written."""

@@ -9,11 +9,12 @@ from typing import Any, Self
 
 from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.checkpoint.run_directory import RunLock, checkpoints_of, identity
-from nemo_opd.cluster.launch import open_cluster
+from nemo_opd.cluster.local import open_cluster
 from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import PER_TEXT, validate, validate_teachers
 from nemo_opd.files import write_atomically
+from nemo_opd.logging.answers import SAMPLE_LOG, VALIDATION_LOG, SampleLog, TextBits, TextLog
 from nemo_opd.logging.loggers import Loggers, build
 from nemo_opd.logging.metrics import BITS_PER_BYTE, SHARED_BITS_PER_BYTE
 from nemo_opd.logging.metrics import values as values_of
@@ -26,7 +27,6 @@ from nemo_opd.logging.provenance import (
     record_end,
     write_provenance,
 )
-from nemo_opd.logging.questions import SAMPLE_LOG, VALIDATION_LOG, SampleLog, TextBits, TextLog
 from nemo_opd.logging.records import write_hardware
 from nemo_opd.logging.report import write_report
 from nemo_opd.logging.terminal import print_line
@@ -351,10 +351,7 @@ class Session:
             stopping=self.patience.state(),
             settings=identity(self.config),
         )
-        if self.config.train.async_save:
-            self.saving.begin(self.models, progress)
-        else:
-            self.saving.save(self.models, progress)
+        self.saving.save(self.models, progress, in_background=self.config.train.async_save)
 
     def _on_saved(self, step: int, seconds: float) -> None:
         self.time_limit.saved(seconds)

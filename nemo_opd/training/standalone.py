@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from nemo_opd.cluster.launch import driving, open_cluster, require_processes
+from nemo_opd.cluster.local import driving, open_cluster
 from nemo_opd.config.evaluation import EvaluationConfig, Questions
 from nemo_opd.config.load import to_yaml
 from nemo_opd.config.rollout import HFRollout
@@ -27,29 +27,29 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.benchmark_tasks import LoadedBenchmark, load_benchmarks
 from nemo_opd.evaluation.estimates import Estimate
 from nemo_opd.evaluation.inputs import ResolvedSet, build_set_reward, resolved_sets
-from nemo_opd.evaluation.likelihoods import Scored, longest_request
+from nemo_opd.evaluation.likelihoods import longest_request
 from nemo_opd.evaluation.questions import EvaluationResult, all_answers, ask, read_questions
 from nemo_opd.extras import require_installed
 from nemo_opd.files import write_atomically
+from nemo_opd.logging.answers import SAMPLE_LOG, SampleLog
 from nemo_opd.logging.base import figure, is_share, share
-from nemo_opd.logging.questions import SAMPLE_LOG, SampleLog
 from nemo_opd.logging.terminal import VisibleConsole, busy
 from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.models.token_trials import require_causal
-from nemo_opd.preflight.ranks import colocated, resolve_device, resolve_layout, resolve_ranks
+from nemo_opd.preflight.ranks import colocated, require_processes, resolve_device, resolve_layout, resolve_ranks
 from nemo_opd.rewards import RewardFunction
-from nemo_opd.rollout.base import BatchLimit, Completion, EngineSpec, Generator, Request, Sampling
+from nemo_opd.rollout.base import BatchLimit, EngineSpec, Generator
 from nemo_opd.rollout.collect import FittingPrompts, drop_long
 from nemo_opd.rollout.conversation import build_renderer
 from nemo_opd.rollout.hf import end_ids, max_positions
 from nemo_opd.rollout.renderer import Renderer
 from nemo_opd.rollout.server.program import server_gpus
 from nemo_opd.training.engines import ENGINES
-from nemo_opd.training.groups import ModelGroup
+from nemo_opd.training.groups import AnsweringModel, ModelGroup
 from nemo_opd.workers.frozen import FrozenWorker
-from nemo_opd.workers.memory import EVALUATED_TASKS
+from nemo_opd.workers.out_of_memory import EVALUATED_TASKS
 
 if TYPE_CHECKING:
     from nemo_opd.evaluation.benchmarks import BenchmarkResult
@@ -133,23 +133,8 @@ def drive(config: EvaluationConfig, console: Console, output_dir: Path | None = 
     return results
 
 
-class _EvaluatedModel(Generator):
-    """A frozen model on the ranks of a cluster."""
-
-    def __init__(self, group: ModelGroup, end_ids: Collection[int], limit: BatchLimit) -> None:
-        """Store the arguments. end_ids: tokens that end a sequence. limit: batch size limit of a rank's sampling."""
-        self._group, self._end_ids, self._limit = group, end_ids, limit
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return self._group.continued(requests, sampling, self._end_ids, self._limit, about="questions")
-
-    def likelihoods(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Return the sequences' likelihoods, in order (see `Scorer`)."""
-        return self._group.likelihoods(rows)
-
-
 @contextmanager
-def _open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[int]) -> Iterator[_EvaluatedModel]:
+def _open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[int]) -> Iterator[AnsweringModel]:
     """Start the workers and load the model.
 
     Raises ConfigError if the ranks are not available, and the workers' ModelError and ClusterError.
@@ -181,7 +166,7 @@ def _open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[i
         running.group("model", FrozenWorker, arguments, placement.student) as group,
     ):
         running.gather([group.ready])
-        yield _EvaluatedModel(
+        yield AnsweringModel(
             ModelGroup(group, layout, _MICRO_BATCH_TOKENS), end_ids, BatchLimit(config.rollout.batch_size)
         )
 
@@ -233,7 +218,7 @@ def _run_benchmarks(
 ) -> Iterator[BenchmarkResult]:
     from nemo_opd.evaluation.benchmarks import LanguageModel, TextModel, run_benchmark
 
-    assert isinstance(engine, _EvaluatedModel)
+    assert isinstance(engine, AnsweringModel)
     text = TextModel(tokenizer, longest_request(config, positions), config.chat_template_kwargs, config.seed)
     model = LanguageModel(text, engine.likelihoods, engine)
     allows = config.confirm_run_unsafe_code

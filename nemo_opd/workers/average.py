@@ -17,10 +17,10 @@ from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.collectives import local
 from nemo_opd.models.head import ReadingModel
 from nemo_opd.models.lora import without_adapters
-from nemo_opd.models.parallelize import sharded_units
+from nemo_opd.models.parallelize import free_gathered
 from nemo_opd.workers.frozen import TeacherModel
-from nemo_opd.workers.memory import averaging, needs_memory
 from nemo_opd.workers.offload import DeviceOffload, HostCopy
+from nemo_opd.workers.out_of_memory import averaging, needs_memory
 from nemo_opd.workers.teacher import TeacherWorker
 
 
@@ -126,9 +126,7 @@ class OwnTeachers:
             try:
                 yield
             finally:
-                # Free gathered parameters: they are the teacher's.
-                for unit in sharded_units(self._model):
-                    unit.reshard()
+                free_gathered(self._model)  # the parameters of the teacher
 
     def call(self, teacher: int, method: str, arguments: tuple[Any, ...]) -> Any:
         """Call a method of a teacher. teacher: its index."""

@@ -25,8 +25,8 @@ from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import TokenRows
-from nemo_opd.workers.memory import FrozenTasks, Task, needs_memory
 from nemo_opd.workers.offload import DeviceOffload, LayerStream
+from nemo_opd.workers.out_of_memory import FrozenTasks, Task, needs_memory
 
 Handoff = Literal["hidden_states", "logits"]
 """Form of a teacher's output."""

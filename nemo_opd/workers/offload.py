@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from nemo_opd.distributed.collectives import local
-from nemo_opd.models.parallelize import sharded_units
+from nemo_opd.models.parallelize import free_gathered
 from nemo_opd.models.tensor_plan import decoder_layers
 
 _BLOCK_BYTES = 2**28
@@ -59,7 +59,7 @@ class DeviceOffload:
             yield
         finally:
             if self._offload:
-                self._reshard()
+                free_gathered(self._model)
             if self._moves:
                 self._to_host(optimizer)
             if self._empties_cache:
@@ -84,14 +84,9 @@ class DeviceOffload:
             self._state.hold(_moments(self._optimizer))
         torch.cuda.current_stream().synchronize()
 
-    def _reshard(self) -> None:
-        """Free gathered copies of parameters."""
-        for unit in sharded_units(self._model):
-            unit.reshard()
-
     def close(self) -> None:
         """Free the device memory. The model must not be used afterwards."""
-        self._reshard()
+        free_gathered(self._model)
         for storage in storages_of(self._model.parameters()) if self._device == "cuda" else ():
             storage.resize_(0)
 

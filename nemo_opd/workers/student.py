@@ -1,6 +1,8 @@
 """The student on one data-parallel rank."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,14 +34,16 @@ from nemo_opd.logits.planned import PlannedLoss, UnitLossRecorder, compute_toget
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.sources import Packing
 from nemo_opd.losses.metrics import AccuracyRecorder, plan_bits_per_byte
-from nemo_opd.models.parallelize import sharded_units
+from nemo_opd.models.parallelize import free_gathered, sharded_units
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.rotary import RotaryLimit
 from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum, TokenRows
 from nemo_opd.workers.average import OwnTeachers
 from nemo_opd.workers.frozen import WorkerSampler
-from nemo_opd.workers.memory import (
+from nemo_opd.workers.offload import DeviceOffload
+from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
+from nemo_opd.workers.out_of_memory import (
     ARRIVALS,
     BACKWARD,
     FORWARD,
@@ -49,8 +53,6 @@ from nemo_opd.workers.memory import (
     needs_memory,
     peak_memory_gb,
 )
-from nemo_opd.workers.offload import DeviceOffload
-from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
 from nemo_opd.workers.step import (
     IS_TAKEN,
     POSITIONS,
@@ -173,7 +175,8 @@ class StudentWorker:
         self.model.train()
         metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, TERMS)
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
-            grad_norm = self._clip_gradient()
+            limit = math.inf if self.config.train.gradient_clip is None else self.config.train.gradient_clip
+            grad_norm = gathered(clip_grad_norm_(self.model.parameters(), limit))
             projection_norms = self.learned.sum_gradients(self.averaged_over)
             is_taken = is_finite_everywhere(objective_terms(self.config, metrics), grad_norm, *projection_norms)
         metrics["grad_norm"] = Last(grad_norm)
@@ -258,37 +261,36 @@ class StudentWorker:
         with needs_memory(ROLLOUT), self._residence.use():
             return self._sampler(requests, sampling, self.end_ids, limit, version)
 
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Have the weights on the device in the block, and free gathered copies after it."""
+        self.model.eval()
+        with self._residence.use():
+            yield
+            free_gathered(self.model)
+
     @torch.no_grad()
     def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
         """Return each sequence's likelihood of its scored tokens, as `nemo_opd.evaluation.likelihoods.read` does."""
-        self.model.eval()
-        with needs_memory(FORWARD), self._residence.use():
-            result = likelihoods.read(self.logit_rows, tokens, micro_batches, self.device)
-            for unit in sharded_units(self.model):
-                unit.reshard()
-        return result
+        with needs_memory(FORWARD), self._evaluating():
+            return likelihoods.read(self.logit_rows, tokens, micro_batches, self.device)
 
     @torch.no_grad()
     def continue_greedily(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
         """Return sequences' likeliest continuations (see `nemo_opd.evaluation.likelihoods.continue_greedily`)."""
-        self.model.eval()
-        with needs_memory(FORWARD), self._residence.use():
+        with needs_memory(FORWARD), self._evaluating():
             size = self.vocab_size
-            result = likelihoods.continue_greedily(self.logit_rows, tokens, micro_batches, self.device, vocab_size=size)
-            for unit in sharded_units(self.model):
-                unit.reshard()
-        return result
+            return likelihoods.continue_greedily(self.logit_rows, tokens, micro_batches, self.device, vocab_size=size)
 
     @torch.no_grad()
     def evaluate(
         self, batch: Batch, windows: tuple[Window, ...], micro_batches: tuple[slice, ...]
     ) -> tuple[dict[str, Metric], TokenLosses]:
         """Return training metrics without an update, the student's bits per byte and accuracy, and losses per token."""
-        self.model.eval()
         step = StudentStep(batch, windows, Normalizers(1, (1,) * len(self.objective.parts)), micro_batches, 1.0)
         parts: list[dict[str, Metric]] = []
         tokens: list[TokenLosses] = []
-        with self._residence.use(), compiling(self.config.train.compile_losses):
+        with self._evaluating(), compiling(self.config.train.compile_losses):
             for micro in self._micro_batches(step):
                 output = self.logit_rows(micro.batch.student.ids, micro.packing)
                 logits = self.logit_rows.whole(output, micro.packing)
@@ -307,8 +309,6 @@ class StudentWorker:
                 ]
                 parts.append(compute_together(planned).metrics)
                 tokens.append(TokenLosses.of(recordings, accuracy))
-            for unit in sharded_units(self.model):
-                unit.reshard()
         return with_numbers(merge(parts)), joined_losses(tokens)
 
     def _micro_batches(self, step: StudentStep) -> Iterator[_MicroBatch]:
@@ -323,25 +323,18 @@ class StudentWorker:
             packing = Packing.of(batch.student).to(self.device)
             yield _MicroBatch(to_device(batch, self.device), packing, teacher_logits, self.objective.divisors(batch))
 
-    def _clip_gradient(self) -> Tensor:
-        limit = self.config.train.gradient_clip
-        return gathered(clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit))
-
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, in_background: bool = False) -> None:
         """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face format).
 
-        Raises NotFiniteError for a value that is not finite, on all ranks or only on the rank that merges adapters.
+        in_background: write the state in the background; `end_save` waits for it. Raises NotFiniteError for a value
+        that is not finite, on all ranks or only on the rank that merges adapters.
         """
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
-            save_state(folder / STATE, self.model, self.optimizer, self.scheduler, averages)
-        self.learned.save(folder / STATE)
-        self.export(folder / STUDENT)
-
-    def begin_save(self, folder: Path) -> None:
-        """Save like `save`, but write the sharded state in the background; `end_save` waits for it."""
-        with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
-            state = read_state(self.model, self.optimizer, self.scheduler, averages)
-            self._background.begin(folder / STATE, state)
+            read_from = self.model, self.optimizer, self.scheduler, averages
+            if in_background:
+                self._background.begin(folder / STATE, read_state(*read_from))
+            else:
+                save_state(folder / STATE, *read_from)
         self.learned.save(folder / STATE)
         self.export(folder / STUDENT)
 

@@ -31,7 +31,7 @@ from nemo_opd.models.lora import Adapters
 from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Last, Metric
-from nemo_opd.workers.memory import LOADING_STUDENT, needs_memory
+from nemo_opd.workers.out_of_memory import LOADING_STUDENT, needs_memory
 
 _STATE = "projections.pt"
 """File of Δ and AdamW's moments in a checkpoint's state folder."""

@@ -35,7 +35,7 @@ from nemo_opd.served.answers import EndpointAnswers
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.types import SequenceScores, TokenRows
 from nemo_opd.workers.frozen import FrozenWorker, Handoff, TeacherSource
-from nemo_opd.workers.memory import handoff_buffer, needs_memory, teacher_tasks
+from nemo_opd.workers.out_of_memory import handoff_buffer, needs_memory, teacher_tasks
 
 _NO_MODEL = "a cached or served teacher cannot answer questions; set evaluation.teachers=false"
 _BLOCK_BYTES = 2**28

@@ -1,7 +1,6 @@
 from typing import get_args
 
-from nemo_opd.aggregation.rules import RULES
-from nemo_opd.aggregation.scores import NATS
+from nemo_opd.aggregation.rules import NATS, RULES
 from nemo_opd.config.objective import Aggregation, Score
 
 

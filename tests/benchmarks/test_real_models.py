@@ -31,7 +31,7 @@ from benchmarks.real_models.run import _wait, arguments, planned, size_of
 from benchmarks.real_models.settings import LATER_SEEDS, ON_GPU, SETTINGS, Size, configuration
 from benchmarks.real_models.texts import Document, training_texts
 from nemo_opd.alignment import pieces_of
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import from_dict
 from nemo_opd.errors import CallbackError
 from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.load import load_tokenizer

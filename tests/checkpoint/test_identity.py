@@ -10,7 +10,7 @@ import yaml
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.checkpoint.run_directory import flatten, identity, newest_of_same_run, require_same_run
 from nemo_opd.config import RunConfig
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import from_dict
 from nemo_opd.errors import CheckpointError
 from tests.composition import compose
 

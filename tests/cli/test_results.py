@@ -13,7 +13,7 @@ import pytest
 from nemo_opd.checkpoint.run_directory import RunLock
 from nemo_opd.cli import settings_verbs
 from nemo_opd.cli.command import output_of
-from nemo_opd.cli.exit_statuses import MEANINGS
+from nemo_opd.cli.main import MEANINGS
 from nemo_opd.config.load import to_yaml
 from nemo_opd.config.reference import help_text
 from nemo_opd.config.run import RunConfig

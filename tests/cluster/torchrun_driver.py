@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 from nemo_opd.cli.command import fail
-from nemo_opd.cluster.launch import driving
-from nemo_opd.cluster.local import LocalCluster
+from nemo_opd.cluster.local import LocalCluster, driving
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.training.interrupt import Interrupt

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import from_dict
 from nemo_opd.errors import ConfigError
 
 CROSS = {"name": "cross", "type": "cross_tokenizer", "model": "/c"}

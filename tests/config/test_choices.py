@@ -29,7 +29,7 @@ class SourceOfMore(Source):
         ("loss", "LossTerm", "LOSSES", "losses/build.py", "added"),
         ("loss", "DivergenceKind", "DIVERGENCES", "losses/divergence.py", "added"),
         ("objective", "Aggregation", "RULES", "aggregation/rules.py", "Added"),
-        ("objective", "Score", "NATS", "aggregation/scores.py", "added"),
+        ("objective", "Score", "NATS", "aggregation/rules.py", "added"),
         ("rollout", "Rollouts", "ENGINES", "training/engines.py", "Added"),
         ("rollout", "Environment", "ENVIRONMENTS", "rollout/environment.py", "Added"),
         ("reward", "Reward", "REWARDS", "rewards/build.py", "Added"),

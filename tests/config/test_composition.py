@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from nemo_opd.config.load import from_yaml, to_yaml
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import from_dict
 from tests.composition import CONFIGS, DEMO, PRODUCTION, compose
 
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml") if not file.stem.startswith("evaluation"))

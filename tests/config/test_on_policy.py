@@ -7,7 +7,7 @@ import pytest
 from nemo_opd.config.load import from_yaml, to_yaml
 from nemo_opd.config.loss import SameVocabTerm, SampledKLTerm, TCADTerm
 from nemo_opd.config.on_policy import confidence_alphas
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import from_dict
 from tests.config.settings import CROSS, HF, SAME, VALID, message_of, on_policy
 
 NUMERIC = {"type": "numeric"}

@@ -8,10 +8,9 @@ import yaml
 from nemo_opd.cli.settings_verbs import main
 from nemo_opd.config import secrets
 from nemo_opd.config.load import from_yaml, run_with_hydra, to_yaml
-from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.config.secrets import MASK, without_secrets
 from nemo_opd.config.teacher import Endpoint, SameTokenizerTeacher, Teacher
-from nemo_opd.config.validation import from_dict
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.logging.loggers import JsonlLogger, Loggers
 from nemo_opd.logging.records import read_config

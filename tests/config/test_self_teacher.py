@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_opd.checkpoint.run_directory import identity, require_same_run
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import from_dict
 from nemo_opd.errors import CheckpointError
 from tests.config.settings import CROSS, SAME, VALID, message_of
 

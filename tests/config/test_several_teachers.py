@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nemo_opd.config.load import from_yaml, to_yaml
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import from_dict
 from tests.config.settings import CROSS, SAME, VALID, changed, message_of
 
 OTHER = SAME | {"name": "other"}

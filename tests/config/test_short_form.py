@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.config.load import compose
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import from_dict
 from nemo_opd.errors import ConfigError
 from nemo_opd.preflight.inputs import with_documents_columns
 

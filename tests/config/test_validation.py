@@ -11,7 +11,7 @@ from nemo_opd.config import RunConfig
 from nemo_opd.config.base import choices
 from nemo_opd.config.loss import LossTerm, PKLTerm, SameVocabTerm
 from nemo_opd.config.objective import Loss
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import from_dict
 from nemo_opd.errors import OPDError
 from tests.config.settings import HF, SAME, VALID, changed, message_of
 

@@ -13,9 +13,8 @@ import pytest
 
 from nemo_opd import files
 from nemo_opd.config.data import HubDataset, Source
-from nemo_opd.data import convert
-from nemo_opd.data import files as source_files
-from nemo_opd.data.layout import text_layout
+from nemo_opd.data import convert, source_files
+from nemo_opd.data.columns import text_layout
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import StorageError
 from tests.data.test_sources import KINDS, Write, table, write_parquet

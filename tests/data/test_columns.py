@@ -11,11 +11,11 @@ import pytest
 
 from nemo_opd.alignment import ChatRenderer
 from nemo_opd.config.data import Data
-from nemo_opd.config.validation import validated
-from nemo_opd.data.files import json_schema, require_suitable
-from nemo_opd.data.layout import layout_of
+from nemo_opd.config.run import validated
+from nemo_opd.data.columns import document_layout
 from nemo_opd.data.record import Conversation, read_documents
 from nemo_opd.data.rollouts import read_prompts
+from nemo_opd.data.source_files import json_schema, require_suitable
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.models.folder import read_template, template_setting
@@ -45,8 +45,8 @@ def conversations(source: dict[str, str], **keys: Any) -> list[list[dict[str, An
     """Return the messages that a run reads, with the columns found out unless `keys` name them."""
     settings = with_documents_columns({"data": {"train": source, **keys}})
     data = validated(settings["data"], Data)
-    require_suitable(data.train, layout_of(data), key="data.train")
-    documents = read_documents(rows := load_documents(data.train, layout_of(data), key="data.train"), [0, 1])
+    require_suitable(data.train, document_layout(data), key="data.train")
+    documents = read_documents(rows := load_documents(data.train, document_layout(data), key="data.train"), [0, 1])
     assert len(rows) == len(documents)
     assert all(isinstance(document, Conversation) for document in documents)
     return [list(document.messages) for document in documents if isinstance(document, Conversation)]
@@ -127,7 +127,7 @@ def test_other_names_are_named_in_the_error(tmp_path: Path) -> None:
     path = write(tmp_path, [{"prompt": "Hi", "completion": "Hello"}] * 2, "jsonl")
     data = validated({"train": path, "text_key": "text"}, Data)
     with pytest.raises(DataError, match=r"or write data.prompt_key=\[prompt\] data.completion_key=completion"):
-        require_suitable(data.train, layout_of(data), key="data.train")
+        require_suitable(data.train, document_layout(data), key="data.train")
 
 
 def test_a_column_without_a_prompt(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_prompts_of_a_run_that_samples(tmp_path: Path) -> None:
     data = validated(
         {"train": write(tmp_path, [{"p": "Hi", "c": "Hello"}], "jsonl"), "prompt_key": "p", "completion_key": "c"}, Data
     )
-    layout = layout_of(data)
+    layout = document_layout(data)
     (prompt,) = read_prompts(load_documents(data.train, layout, key="data.train"), [0], layout.columns)
     assert (prompt.content, prompt.response) == (HI, "Hello")
     assert prompt.row == {"p": "Hi", "c": "Hello"}

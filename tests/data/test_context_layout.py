@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.config.context import Context as ContextSettings
 from nemo_opd.config.data import Data, Source
+from nemo_opd.config.teacher import Context as ContextSettings
+from nemo_opd.data.columns import Layout, document_layout
 from nemo_opd.data.context import Context
-from nemo_opd.data.files import require_suitable
-from nemo_opd.data.layout import Layout, layout_of
 from nemo_opd.data.record import FIELD, OTHER, read_documents
 from nemo_opd.data.rollouts import read_prompts
+from nemo_opd.data.source_files import require_suitable
 from nemo_opd.data.sources import load_documents, with_others
 from nemo_opd.errors import DataError
 
@@ -27,7 +27,7 @@ def written(folder: Path, rows: list[dict[str, Any]]) -> Source:
 
 
 def layout(*fields: str, setting: str = TEMPLATE) -> Layout:
-    return layout_of(Data()).with_prompts("answer").with_fields([(field, setting) for field in fields])
+    return document_layout(Data()).with_prompts("answer").with_fields([(field, setting) for field in fields])
 
 
 def test_prompts_have_the_fields_of_their_record_and_of_another(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_prompts_have_the_fields_of_their_record_and_of_another(tmp_path: Path) 
 
 def test_an_answer_is_written_as_that_of_another_record(tmp_path: Path) -> None:
     """Bug: a list of answers as JSON for the gap, and one below the other for the contrast with it."""
-    own = layout_of(Data()).with_prompts("found").with_fields([("found", TEMPLATE)])
+    own = document_layout(Data()).with_prompts("found").with_fields([("found", TEMPLATE)])
     documents = with_others(load_documents(written(tmp_path, ROWS), own, key="data.train"), "data.train")
     settings = ContextSettings(template="{found}", gap_every=1, contrast=True)
     context = Context(settings, own.columns, "teachers.0.context")
@@ -65,7 +65,7 @@ def test_an_answer_is_written_as_that_of_another_record(tmp_path: Path) -> None:
 
 def test_conversations_have_their_fields(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "q"}], "hint": f"h{i}"} for i in range(2)]
-    chat = layout_of(Data(messages_key="messages")).with_fields([("hint", TEMPLATE)])
+    chat = document_layout(Data(messages_key="messages")).with_fields([("hint", TEMPLATE)])
     documents = with_others(load_documents(written(tmp_path, rows), chat, key="data.train"), "data.train")
     first, second = read_documents(documents, [0, 1])
     assert getattr(first, "fields", None) == {FIELD + "hint": "h0", OTHER + FIELD + "hint": "h1"}
@@ -100,7 +100,7 @@ def test_a_column_is_what_each_setting_that_names_it_needs(tmp_path: Path) -> No
     source = written(tmp_path, [row | {"own": [{"role": "user", "content": "q"}]} for row in ROWS])
     settings = (TEMPLATE, "teachers.1.context.key")
     for named in (settings, settings[::-1]):
-        both = layout_of(Data()).with_prompts("answer").with_fields([("own", setting) for setting in named])
+        both = document_layout(Data()).with_prompts("answer").with_fields([("own", setting) for setting in named])
         with pytest.raises(DataError, match=r"column 'own' is of type JSON .*, which teachers\.0\.context\.template "):
             require_suitable(source, both, key="data.train")
 

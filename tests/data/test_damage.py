@@ -16,11 +16,11 @@ import pytest
 from nemo_opd.config.data import Source, ValidationSource
 from nemo_opd.data import convert
 from nemo_opd.data import lines as source_lines
-from nemo_opd.data.files import require_suitable
-from nemo_opd.data.layout import Layout, chat_layout, text_layout
+from nemo_opd.data.columns import Layout, chat_layout, text_layout
 from nemo_opd.data.lines import depth
 from nemo_opd.data.loader import SampleSource
 from nemo_opd.data.record import read_documents
+from nemo_opd.data.source_files import require_suitable
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
 from tests.data.test_sources import KINDS, Write, table, write_file, write_parquet, write_stream

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.alignment import TokenAligner, pieces_of
-from nemo_opd.config.context import Context as ContextSettings
-from nemo_opd.config.context import field_names
+from nemo_opd.config.teacher import Context as ContextSettings
+from nemo_opd.config.teacher import field_names
 from nemo_opd.data.chat import ChatSampleMaker
 from nemo_opd.data.collate import collate, compared
 from nemo_opd.data.context import LEAST, Context, PrivilegedPrompt, leakage

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_opd.config.data import Data, Source
-from nemo_opd.data.layout import layout_of
+from nemo_opd.data.columns import document_layout
 from nemo_opd.data.record import Prompt
 from nemo_opd.data.rollouts import read_prompts
 from nemo_opd.data.sources import load_documents
@@ -24,7 +24,7 @@ CHATS = Data(messages_key="chat", tools_key="tools")
 def load(folder: Path, rows: dict[str, list[Any]], data: Data, **keys: Any) -> Any:
     pq.write_table(pa.table(rows), folder / "prompts.parquet")
     source = Source(parquet_files=(str(folder / "prompts.parquet"),))
-    return load_documents(source, layout_of(data).with_prompts(**keys), key="data.train")
+    return load_documents(source, document_layout(data).with_prompts(**keys), key="data.train")
 
 
 def test_texts_with_answers_and_responses(tmp_path: Path) -> None:

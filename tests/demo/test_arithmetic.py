@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_opd.alignment import TokenAligner
-from nemo_opd.config.context import filled
+from nemo_opd.config.teacher import filled
 from nemo_opd.demo import ARITHMETIC_MODEL_NAMES, model_path, questions
 from nemo_opd.demo.corpus import Split
 from nemo_opd.demo.questions import OPERANDS, Sum, split_of, sums

@@ -7,6 +7,7 @@ import pytest
 
 from nemo_opd.config.cluster import HiddenStatesHandoff
 from nemo_opd.errors import ConfigError
+from nemo_opd.handoff import transport
 from nemo_opd.handoff.transport import TRANSPORTS, choose_transport, complaint, hand_over, probe_transport
 
 
@@ -50,6 +51,15 @@ def test_a_try_that_hangs_is_ended() -> None:
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     assert complaint([sys.executable, "-c", child], 1.0) == "no answer in 1 s"
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.world
+def test_output_that_stays_open_does_not_stop_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: after the kill, a wait without a limit for a process that cannot be killed or has left the session."""
+    monkeypatch.setattr(transport, "_CLOSED_S", 0.5)
+    begin = time.monotonic()
+    assert complaint(["sh", "-c", "echo said; setsid sleep 20 & wait"], 1.0) == "no answer in 1 s"
+    assert time.monotonic() - begin < 15
 
 
 @pytest.mark.world

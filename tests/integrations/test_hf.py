@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from nemo_opd.config.run import RunConfig
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.data.record import MESSAGES, TEXT
 from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.errors import ConfigError, DataError, ModelError

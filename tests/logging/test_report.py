@@ -14,11 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nemo_opd.errors import DataError
+from nemo_opd.logging.answers import SampleLog, ShownAnswer
 from nemo_opd.logging.base import ClosingRow, ClosingTable, Score, ScoreRow
 from nemo_opd.logging.charts import LIGHT, Theme, smooth, write_chart
 from nemo_opd.logging.metrics import shares, step_parts
 from nemo_opd.logging.plots import draw_loss, draw_questions, draw_step_time, not_taken, parts_by_step
-from nemo_opd.logging.questions import SampleLog, ShownAnswer
 from nemo_opd.logging.records import MovedRow, write_hardware, write_projections
 from nemo_opd.logging.report import write_report
 from tests.exit_status import exit_status

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.errors import DataError
-from nemo_opd.logging.questions import SampleLog, ShownAnswer, answers_by_question
+from nemo_opd.logging.answers import SampleLog, ShownAnswer, answers_by_question
 from nemo_opd.logging.report import MAX_OPEN, write_report
 
 ONE = ShownAnswer(

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from nemo_opd.logging.comparison import (
     SweptRun,
-    by_size,
     headline_measures,
     measures_of,
     read_runs,
@@ -19,6 +18,7 @@ from nemo_opd.logging.comparison import (
     sweep_table,
     write_comparison,
 )
+from nemo_opd.logging.records import by_size
 from tests.logging.synthetic import record, validation
 
 

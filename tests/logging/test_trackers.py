@@ -130,7 +130,7 @@ def test_trackio_needs_a_folder_or_a_token(tmp_path: Path, monkeypatch: pytest.M
     utils = pytest.importorskip("trackio.utils")
     (tmp_path / "file").touch()
     monkeypatch.setattr(utils, "TRACKIO_DIR", tmp_path / "file" / "trackio")
-    with pytest.raises(ConfigError, match=r"^logging\.trackio: .*file is not writable .*TRACKIO_DIR"):
+    with pytest.raises(ConfigError, match=r"^logging\.trackio: .*file is a file, .*TRACKIO_DIR"):
         check_trackers(Logging.model_validate({"trackio": {"enabled": True}}))
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(ConfigError, match=r"^logging\.trackio\.space=me/runs: no token for the hub"):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_opd.data.record import Prompt
-from nemo_opd.rollout.environment import Calculator, evaluated, has_answer, result_of, written
+from nemo_opd.rollout.environment import Calculator, evaluated, has_answer, number_text, result_of
 
 NUMBERS = st.one_of(st.integers(0, 999).map(str), st.decimals(0, 99, places=2).map(str))
 EXPRESSIONS = st.recursive(
@@ -86,9 +86,9 @@ def test_unknown_tools_and_unreadable_calls_are_told() -> None:
 
 
 def test_large_numbers_are_written() -> None:
-    assert written(Fraction(10) ** 1000) == "1" + "0" * 1000
+    assert number_text(Fraction(10) ** 1000) == "1" + "0" * 1000
     with pytest.raises(ArithmeticError, match="too large"):
-        written(Fraction(10**1000 + 1, 3))
+        number_text(Fraction(10**1000 + 1, 3))
 
 
 @pytest.mark.parametrize(

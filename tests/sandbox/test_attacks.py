@@ -15,8 +15,8 @@ from nemo_opd.cluster.ray.services import has_ended
 from nemo_opd.config.reward import Isolation, SandboxSettings
 from nemo_opd.errors import ConfigError
 from nemo_opd.sandbox import process
+from nemo_opd.sandbox.checker import Assertions, Checker, InputOutput, Tests, Verdict, isolation_of
 from nemo_opd.sandbox.process import INSIDE, SandboxedProcess
-from nemo_opd.sandbox.verdict import Assertions, Checker, InputOutput, Tests, Verdict, isolation_of
 from tests.sandbox.attacks import BOMBS, CHEATS, PRINTS, REACHED, TESTS, WANTED, Attack, reaching
 from tests.waiting import wait_until
 

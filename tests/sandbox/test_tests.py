@@ -6,9 +6,9 @@ import pytest
 
 from nemo_opd.config.reward import SandboxSettings
 from nemo_opd.errors import ConfigError, DataError, RolloutError
-from nemo_opd.sandbox import verdict
+from nemo_opd.sandbox import checker as checker_module
+from nemo_opd.sandbox.checker import Checker, InputOutput, Verdict, isolation_of, read_tests
 from nemo_opd.sandbox.process import SandboxError
-from nemo_opd.sandbox.verdict import Checker, InputOutput, Verdict, isolation_of, read_tests
 
 SETTINGS = SandboxSettings(isolation="none", workers=4)
 HUMAN_EVAL = "METADATA = {}\ndef check(candidate):\n    assert candidate([3, 1], k=1) == [1, 3]\n"
@@ -102,7 +102,7 @@ def test_right_programs_pass_and_wrong_ones_do_not() -> None:
 @pytest.mark.world
 def test_equal_programs_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("nemo_opd.sandbox.verdict.judge", lambda *given: asked.append(given))
+    monkeypatch.setattr("nemo_opd.sandbox.checker.judge", lambda *given: asked.append(given))
     tests = read_tests("assert True")
     with Checker(SETTINGS, "sandbox") as checker:
         for program in ("a", "b", "a"):
@@ -120,10 +120,10 @@ def test_a_sandbox_that_can_no_longer_be_made_ends_the_run(monkeypatch: pytest.M
 
     tests = InputOutput((("", ""),))
     with Checker(SETTINGS, "sandbox") as checker:
-        monkeypatch.setattr("nemo_opd.sandbox.verdict.judge", judge)
+        monkeypatch.setattr("nemo_opd.sandbox.checker.judge", judge)
         with pytest.raises(RolloutError, match="could not be created any more: no memory"):
             checker.submit("a", tests).result()
-        monkeypatch.setattr("nemo_opd.sandbox.verdict.judge", lambda *_: Verdict(True))
+        monkeypatch.setattr("nemo_opd.sandbox.checker.judge", lambda *_: Verdict(True))
         assert checker.submit("a", tests).result().passed
 
 
@@ -131,7 +131,7 @@ def test_a_machine_without_sandboxes_is_told_before_training(monkeypatch: pytest
     def judge(kind: str, *_: object) -> None:
         raise SandboxError(f"no {kind}")
 
-    monkeypatch.setattr(verdict, "judge", judge)
+    monkeypatch.setattr(checker_module, "judge", judge)
     isolation_of.cache_clear()
     with pytest.raises(ConfigError) as caught:
         isolation_of(SandboxSettings(), "reward.sandbox")

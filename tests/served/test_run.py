@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from nemo_opd.cli.main import main
-from nemo_opd.config.run import RunConfig
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.errors import ConfigError, EndpointError, ModelError, OPDError
 from nemo_opd.logging.loggers import read
 from nemo_opd.logging.metrics import values

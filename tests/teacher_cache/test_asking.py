@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nemo_opd.cli.main import main
-from nemo_opd.config.run import RunConfig
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.models.stored_output import load_head, sparse_layout
 from nemo_opd.preflight.plan import preflight

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.config.run import RunConfig
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.demo import model_path
 from nemo_opd.errors import ConfigError, DataError, OPDError
 from nemo_opd.logging.loggers import read

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Pretr
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.preflight.memory import Machine, MemoryEstimate, MemoryInputs, ModelSetup
+from nemo_opd.preflight.memory_choices import memory_report
 from nemo_opd.preflight.model_info import model_size
-from nemo_opd.preflight.offload import memory_report
 from nemo_opd.rollout.base import Request
 from tests.tiny import Tiny
 

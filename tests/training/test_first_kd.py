@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.config.run import RunConfig
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.demo import model_path
 from nemo_opd.training.step_metrics import first_kd_warnings
 from tests.config.settings import CROSS, SAME, VALID

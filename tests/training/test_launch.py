@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from nemo_opd.cluster import launch
-from nemo_opd.cluster.launch import require_shared_gpus, warn_of_shared_memory
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
+from nemo_opd.preflight import ranks
+from nemo_opd.preflight.ranks import require_shared_gpus, warn_of_shared_memory
 from tests.composition import compose
 
 pytestmark = pytest.mark.world
@@ -80,11 +80,11 @@ def test_dockers_shared_memory_is_too_small_for_several_gpus(
     device: str, layouts: list[Layout], need: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 MB. Bug: a run that fails minutes later, in NCCL, with a message about nothing."""
-    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(64 * 2**20))
+    monkeypatch.setattr(ranks.shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(64 * 2**20))
     warnings = warn_of_shared_memory(device, layouts, 1)
     assert len(warnings) == (need > 0)
     if need:
         assert f"/dev/shm has 64 MiB free, and NCCL may need {need} MiB there" in warnings[0]
         assert "--shm-size=1g or --ipc=host" in warnings[0]
-    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(2**30))
+    monkeypatch.setattr(ranks.shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(2**30))
     assert warn_of_shared_memory(device, layouts, 1) == []

@@ -5,14 +5,13 @@ import re
 import pytest
 import torch
 
-from nemo_opd.cluster.launch import require_processes
 from nemo_opd.cluster.placement import Placement, Processes
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.model import Parallelism
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.errors import ConfigError
-from nemo_opd.preflight.ranks import require_batch_divides, resolve_layout, resolve_placement
+from nemo_opd.preflight.ranks import require_batch_divides, require_processes, resolve_layout, resolve_placement
 from tests.composition import compose
 
 

@@ -24,8 +24,8 @@ from nemo_opd.preflight.memory import (
     Phase,
     estimate,
 )
+from nemo_opd.preflight.memory_choices import memory_report, settle_memory
 from nemo_opd.preflight.model_info import ModelSize, model_size, numel
-from nemo_opd.preflight.offload import memory_report, settle_memory
 from nemo_opd.preflight.plan import Plan
 from tests.composition import compose
 

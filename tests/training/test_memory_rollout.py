@@ -16,10 +16,9 @@ from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.preflight.memory import Machine, Memory, MemoryEstimate, ModelSetup, Phase, Rank, estimate
+from nemo_opd.preflight.memory_choices import server_share
 from nemo_opd.preflight.model_info import model_size
-from nemo_opd.preflight.offload import server_share
-from nemo_opd.preflight.sampling import SamplingBatch, student_batch
-from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.base import Request, Sampling, SamplingBatch, student_batch
 from nemo_opd.workers.student import StudentWorker
 from tests.composition import compose
 from tests.models.world import as_rank

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nemo_opd.cli.exit_statuses import ENDED_EARLY
+from nemo_opd.cli.main import ENDED_EARLY
 from tests.rollout import fake_server
 from tests.tiny import Tiny
 from tests.training.launch import ROOT, Run, start

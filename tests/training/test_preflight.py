@@ -30,7 +30,7 @@ from nemo_opd.config.loss import PKLTerm
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.config.train import Train
-from nemo_opd.data.files import resolve_files
+from nemo_opd.data.source_files import resolve_files
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.preflight import ranks as module
 from nemo_opd.preflight.corpus import Corpus

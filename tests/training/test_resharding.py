@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.preflight.memory import SLACK, USABLE, Machine, MemoryInputs, ModelSetup, estimate
+from nemo_opd.preflight.memory_choices import settle_memory
 from nemo_opd.preflight.model_info import model_size
-from nemo_opd.preflight.offload import settle_memory
 from tests.composition import compose
 
 GIB = 2**30

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_opd.cli.exit_statuses import ENDED_EARLY
+from nemo_opd.cli.main import ENDED_EARLY
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.load import from_yaml
 from nemo_opd.config.run_fields import Logging

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_opd.config.run import RunConfig
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import RunConfig, from_dict
 from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.samples import Sample, TeacherSample, Tokens

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_opd.config.validation import from_dict
+from nemo_opd.config.run import from_dict
 from nemo_opd.preflight.plan import preflight
 from tests.tiny import SENTENCES, Tiny, save_model
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_opd.errors import ClusterError, HandoffError
-from nemo_opd.workers.memory import (
+from nemo_opd.workers.out_of_memory import (
     BACKWARD,
     FORWARD,
     LOADING_STUDENT,

@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_opd.cluster.base import Call, Cluster, Failure, Group, Rank
 from nemo_opd.cluster.placement import Placement, Places, num_cores
 from nemo_opd.cluster.ray.calls import ANSWER_S, ProgressMonitor, ProgressReporter, RayCall, gather
+from nemo_opd.cluster.ray.ray_session import LOOPBACK, RaySession
 from nemo_opd.cluster.ray.services import forwarded_secrets
-from nemo_opd.cluster.ray.session import LOOPBACK, RaySession
 from nemo_opd.config.cluster import Cluster as Settings
 from nemo_opd.distributed import process_group
 from nemo_opd.distributed.layout import Place

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -45,6 +45,7 @@ from nemo_opd.rollout.server.program import (
 )
 from nemo_opd.rollout.server.sglang import SGLang
 from nemo_opd.rollout.server.vllm import VLLM
+from nemo_opd.types import Closing
 
 PROGRAMS: dict[str, type[Program]] = {"vllm": VLLM, "sglang": SGLang}
 """`rollout.program` → program. A test checks that none is missing."""
@@ -53,7 +54,7 @@ _WEIGHTS, _LOCK = "rollout_weights_", ".lock"
 """Beginning of the name of a folder for weights, and its lock."""
 
 
-class ServerEngine(Generator):
+class ServerEngine(Closing, Generator):
     """An engine on a server that is started here or runs at `rollout.url`.
 
     A server started here has its own session, an environment without launcher variables, and a log in
@@ -222,12 +223,6 @@ class ServerEngine(Generator):
         self._failure = self._failure or "it is closed"
         if self._process is not None:
             self._process.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _start(self, model: str, spec: EngineSpec) -> str:
         settings, program = self._settings, self._program

@@ -3,9 +3,9 @@
 import pytest
 import ray
 
-from nemo_opd.cluster.ray import session
+from nemo_opd.cluster.ray import ray_session
+from nemo_opd.cluster.ray.ray_session import RaySession
 from nemo_opd.cluster.ray.services import Services, forwarded, forwarded_secrets
-from nemo_opd.cluster.ray.session import RaySession
 
 ENVIRONMENT = {
     "HF_HOME": "/models",
@@ -26,7 +26,7 @@ def test_what_everyone_can_read_has_no_secrets() -> None:
 def test_a_cluster_that_is_joined_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, dict[str, dict[str, str]]] = {}
     monkeypatch.setenv("HF_HOME", "/models")
-    monkeypatch.setattr(session, "probe", lambda _: None)
+    monkeypatch.setattr(ray_session, "probe", lambda _: None)
     monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
     monkeypatch.setattr(Services, "elsewhere", Services)
 

@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.ray import session
+from nemo_opd.cluster.ray import ray_session
 from nemo_opd.cluster.ray.cluster import RayCluster
+from nemo_opd.cluster.ray.ray_session import STARTS
 from nemo_opd.cluster.ray.services import has_ended
-from nemo_opd.cluster.ray.session import STARTS
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.errors import ClusterError
 
@@ -47,7 +47,7 @@ class SlowRay:
 
 
 def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
-    monkeypatch.setattr(session.ray, "init", ray)
+    monkeypatch.setattr(ray_session.ray, "init", ray)
     monkeypatch.setattr(RayCluster, "_reserve", lambda _: None)
     return RayCluster(Cluster(), device="cpu", placement=PLACEMENT)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd.cluster.ray.session import LOCK, SessionFolder, remove_abandoned
+from nemo_opd.cluster.ray.ray_session import LOCK, SessionFolder, remove_abandoned
 from nemo_opd.errors import ClusterError
 
 pytestmark = pytest.mark.world
@@ -27,7 +27,7 @@ def test_only_folders_of_dead_owners_are_removed(tmp_path: Path) -> None:
     foreign.mkdir()
     code = (
         "import os, signal, sys; from pathlib import Path; "
-        "from nemo_opd.cluster.ray.session import SessionFolder\n"
+        "from nemo_opd.cluster.ray.ray_session import SessionFolder\n"
         "folder = SessionFolder(Path(sys.argv[1])); print(folder.path, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
-from nemo_opd.cluster.ray.session import VARIABLES
+from nemo_opd.cluster.ray.ray_session import VARIABLES
 from nemo_opd.config.cluster import Cluster
 from tests.cluster.toy import Toy
 from tests.waiting import CLEAN_S

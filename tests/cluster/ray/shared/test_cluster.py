@@ -13,7 +13,7 @@ from ray.exceptions import RpcError
 from nemo_opd import progress
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.cluster.ray import cluster as ray_cluster
-from nemo_opd.cluster.ray import session
+from nemo_opd.cluster.ray import ray_session
 from nemo_opd.cluster.ray.calls import gather
 from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
 from nemo_opd.config.cluster import Cluster
@@ -150,7 +150,7 @@ def test_what_is_no_ray_cluster_is_a_cluster_error(monkeypatch: pytest.MonkeyPat
     def other(address: str) -> None:
         raise RpcError("Timed out while waiting for GCS to become available")
 
-    monkeypatch.setattr(session, "probe", other)
+    monkeypatch.setattr(ray_session, "probe", other)
     with pytest.raises(ClusterError, match=r"address=127.0.0.1:80: no Ray cluster answers there \(Timed out"):
         RayCluster(Cluster(address="127.0.0.1:80"), device="cpu", placement=TWO_GROUPS)
 

@@ -12,12 +12,12 @@ import pytest
 import ray
 
 from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
-from nemo_opd.cluster.ray.session import MODE, TOKEN, TOKEN_PATH, VARIABLES
+from nemo_opd.cluster.ray.ray_session import MODE, TOKEN, TOKEN_PATH, VARIABLES
 
 pytestmark = pytest.mark.ray
 JOIN = """
 import sys
-from nemo_opd.cluster.ray.session import RaySession, probe
+from nemo_opd.cluster.ray.ray_session import RaySession, probe
 if sys.argv[2] == "only ask":
     sys.exit(probe(sys.argv[1]))
 RaySession(sys.argv[1], num_cpus=1)

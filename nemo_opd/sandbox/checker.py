@@ -13,11 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from socket import socketpair
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from nemo_opd.config.reward import Isolation, SandboxSettings
 from nemo_opd.errors import ConfigError, DataError, RolloutError
 from nemo_opd.sandbox.process import Ending, SandboxedProcess, SandboxError
+from nemo_opd.types import Closing
 
 _DOCKER_FLAGS = " ".join(f"--security-opt {name}=unconfined" for name in ("seccomp", "apparmor", "systempaths"))
 """Options of `docker run` that allow namespaces, and mounting /proc in them."""
@@ -75,7 +76,7 @@ class Verdict:
     """The limit that ended the program, or the exit status of its tests."""
 
 
-class Checker:
+class Checker(Closing):
     """A pool of workers that judge programs, with a cache of verdicts. The end of its `with` waits for running ones."""
 
     def __init__(self, settings: SandboxSettings, key: str) -> None:
@@ -113,12 +114,6 @@ class Checker:
     def close(self) -> None:
         """Cancel programs that have not started, and wait for running ones, which end at their limits."""
         self._pool.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from pydantic import TypeAdapter
 from nemo_opd.files import open_unlinked, read_data, storage_errors, write_atomically
 from nemo_opd.logging.base import is_mean, is_share, share
 from nemo_opd.logging.loggers import parse_lines
-from nemo_opd.logging.records import NOTHING, TextTable
+from nemo_opd.logging.records import NOTHING, TextTable, by_size
 
 SAMPLE_LOG, VALIDATION_LOG = "samples.jsonl", "validation.jsonl"
 _Values = Mapping[str, float]
@@ -231,15 +230,10 @@ def _by_level(name: str, measure: str, values: Sequence[QuestionValues]) -> Text
     """Return the means over questions with the same level: the most frequent levels, then a row for all other ones."""
     level_of = {row: level for line in values for row, level in zip(line.questions, line.levels, strict=False)}
     frequent = [level for level, _ in Counter(level_of.values()).most_common(_MOST_SHOWN)]
-    groups: dict[str, list[str]] = {level: [] for level in sorted(frequent, key=_natural_order)}
+    groups: dict[str, list[str]] = {level: [] for level in sorted(frequent, key=by_size)}
     for row, level in level_of.items():
         groups.setdefault(level if level in frequent else _OTHERS, []).append(row)
     return _means(f"{_title(name, measure)} by level", groups, measure, values)
-
-
-def _natural_order(level: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders numbers within texts by value."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", level)]
 
 
 def _means(

@@ -152,15 +152,8 @@ def probe(address: str) -> None:
     if port.isdigit():
         socket.create_connection((host, int(port)), timeout=10).close()
         if "://" not in address:
-            _require_token(address)
-
-
-def _require_token(address: str) -> None:
-    """Raise AuthenticationError if the cluster at `host:port` refuses this process's token.
-
-    `ray.init` would retry for 20 seconds and then report that nothing answers.
-    """
-    GcsClient(address=address).get_all_node_info(timeout=_ANSWER_S)
+            # `ray.init` would retry a refused token for 20 seconds and then report that nothing answers.
+            GcsClient(address=address).get_all_node_info(timeout=_ANSWER_S)
 
 
 @contextmanager

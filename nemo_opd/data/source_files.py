@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from nemo_opd.config.data import HubDataset, Source
-from nemo_opd.data.columns import require_columns
-from nemo_opd.data.layout import Layout
+from nemo_opd.data.column_checks import require_columns
+from nemo_opd.data.columns import Layout
 from nemo_opd.data.lines import RowError, column_types, json_rows
 from nemo_opd.demo import DEMO_PREFIX, corpus, is_demo, questions
 from nemo_opd.demo.corpus import Split
@@ -135,13 +135,12 @@ def arrow_schema(path: Path) -> pa.Schema:
 
 
 def json_schema(path: Path) -> pa.Schema | None:
-    """Return the schema of a file's first rows, or None if the file is empty.
+    """Return the schema of a file's first rows, or None if the file has no rows.
 
     The loader reports later malformed lines, and values that are not strings in a column of strings. Raises RowError.
     """
-    rows = (row for _, row in islice(json_rows(path), _FIRST_ROWS))
-    types = column_types(rows, strings_among_others=pa.string())
-    return pa.schema(types.items()) if types else None
+    rows = [row for _, row in islice(json_rows(path), _FIRST_ROWS)]
+    return pa.schema(column_types(rows, strings_among_others=pa.string()).items()) if rows else None
 
 
 def _text_schema(path: Path) -> pa.Schema:
