@@ -62,10 +62,17 @@ def test_all_shared_bytes_are_exact(names: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_tokenizer_onto_itself_is_the_identity(name: str) -> None:
-    """Byte-fallback twins of ordinary pieces included."""
+    """Byte-fallback twins and tokens that a pre-tokenizer never makes included: methods.md §5.12 has byte_prefix and
+    shared_prefix equal same_vocab there.
+    """
     matrix = build_projection(SMALL[name], SMALL[name])
-    assert matrix.indices[:, 0].tolist() == list(range(matrix.student_vocab_size))
+    numbers = list(range(matrix.student_vocab_size))
+    assert matrix.indices[:, 0].tolist() == matrix.byte_prefix.tolist() == numbers
     assert matrix.exact.all()
+    assert matrix.student_shared_prefix.tolist() == matrix.teacher_shared_prefix.tolist() == numbers
+    ends = [number + 1 for number in numbers]
+    assert (matrix.teacher_spellings.tolist(), matrix.teacher_spelling_ends.tolist()) == (numbers, ends)
+    assert (matrix.teacher_prefix_pieces.tolist(), matrix.teacher_prefix_ends.tolist()) == (numbers, ends)
 
 
 def test_numerals_lead_with_their_first_digit() -> None:

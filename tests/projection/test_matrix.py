@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from nemo_opd.errors import OPDError, ProjectionError
+from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import ProjectionMatrix, build_projection
 from nemo_opd.projection.spelling import byte_order
 from tests.projection.conftest import SMALL
@@ -307,10 +307,6 @@ def test_a_missing_file_and_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ProjectionError, match="cannot write"):
         small().save(tmp_path / "file" / "matrix.safetensors")
-
-
-def test_errors_are_our_own() -> None:
-    assert issubclass(ProjectionError, OPDError)
 
 
 @pytest.mark.parametrize(

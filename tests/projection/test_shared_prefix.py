@@ -103,13 +103,6 @@ def test_real_tokens(pair: tuple[str, str]) -> None:
             assert known[psi[token_id]] == longest(contents[token_id], known)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_a_tokenizer_with_itself_is_the_identity(name: str) -> None:
-    matrix = build_projection(SMALL[name], SMALL[name])
-    numbers = list(range(matrix.student_vocab_size))
-    assert matrix.student_shared_prefix.tolist() == matrix.teacher_shared_prefix.tolist() == numbers
-
-
 def test_twins_meet_in_the_shared_one() -> None:
     """The student's second ` fox` has no partner of its own and goes where the first goes."""
     student, teacher = byte_level(540), sentencepiece()
