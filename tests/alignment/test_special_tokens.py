@@ -25,17 +25,6 @@ def ids_of(tokenizer: object, *parts: str) -> list[int]:
     return ids
 
 
-def test_eos_finds_eos_whatever_it_is_called(tokenizers: Pair) -> None:
-    """Catches pairing by spelling, which leaves the end of every document without a target."""
-    student, teacher = tokenizers
-    alignment = TokenAligner(*tokenizers).align(
-        ids_of(student, "The fox", "<|eot_id|>"), ids_of(teacher, "The fox", "<|im_end|>")
-    )
-    assert alignment.special[-1]
-    assert alignment.one_to_one[-1]
-    assert alignment.student_chunk_id[-1] == alignment.teacher_chunk_id[-1] == alignment.num_chunks - 1
-
-
 def test_a_special_token_pairs_only_at_the_same_byte(tokenizers: Pair) -> None:
     student, teacher = tokenizers
     s_ids, t_ids = ids_of(student, "The", "<|eot_id|>", " fox"), ids_of(teacher, "The fox", "<|im_end|>")
