@@ -2,7 +2,6 @@
 
 import pickle
 import random
-import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,7 +15,7 @@ from nemo_opd.alignment.resync import equal_runs
 from nemo_opd.errors import AlignmentError
 from tests.alignment.conftest import SMALL, Pair, small_pair
 from tests.alignment.oracle import chunks_of, expected_chunks
-from tests.tokenizers_fixture import byte_level, corpus_texts, encode, sentencepiece
+from tests.tokenizers_fixture import corpus_texts, encode, sentencepiece
 
 HOSTILE = st.sampled_from(
     (
@@ -128,33 +127,6 @@ def test_repetitive_streams(seed: int, lengths: tuple[int, int]) -> None:
         assert max(pieces.lengths[ids]) > 1
         sides.append(random.choices(ids, k=length))
     check(aligner, *sides)
-
-
-def test_a_normaliser_costs_only_the_tokens_it_touches() -> None:
-    student, teacher = small_pair("nfc-byte")
-    text = "The quick brown e\u0301 fox jumps"
-    assert unicodedata.normalize("NFC", text) != text
-    alignment = aligner_of("nfc-byte").align(encode(student, text), encode(teacher, text))
-    assert alignment.inexact.sum() == 1
-    assert (alignment.student_chunk_id >= 0).all()
-    assert (alignment.teacher_chunk_id >= 0).all()
-
-
-def test_a_dummy_prefix_costs_only_the_first_token() -> None:
-    student, teacher = small_pair("prefix-byte")
-    text = "The quick brown fox"
-    alignment = aligner_of("prefix-byte").align(encode(student, text), encode(teacher, text))
-    assert alignment.inexact.tolist() == [True] + [False] * (alignment.num_chunks - 1)
-    assert alignment.num_chunks > 3
-
-
-def test_whatever_follows_a_cut_has_no_partner() -> None:
-    """Catches a last chunk that is whole on one side only."""
-    tokenizer = byte_level()
-    ids = encode(tokenizer, "The quick brown fox jumps over the lazy dog.")
-    alignment = TokenAligner(tokenizer, tokenizer).align(ids, ids[:4])
-    assert alignment.student_chunk_id.tolist() == [0, 1, 2, 3] + [-1] * (len(ids) - 4)
-    assert alignment.inexact.sum() == 0
 
 
 @pytest.mark.parametrize(("student_ids", "teacher_ids"), [([], []), ([], [300, 301]), ([300], [])])

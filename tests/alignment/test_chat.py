@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_chat
 from nemo_opd.errors import AlignmentError
 from tests.alignment.chat_fixture import assistant, call, small_chat, system, tool, user
-from tests.alignment.chat_oracle import TEMPLATES, Segment, check_alignment, check_tokens, place, turn_ends
+from tests.alignment.chat_oracle import TEMPLATES, Segment, check_alignment, check_tokens, turn_ends
 from tests.alignment.lines import lines_run
 from tests.tokenizers_fixture import real_tokenizer
 
@@ -241,14 +241,6 @@ def test_cut_keeps_every_message() -> None:
     assert (len(cut.ids), len(cut.assistant_mask), cut.spans.max()) == (5, 5, 5)
     assert len(cut.spans) == len(student.spans)
     assert cut.spans.dtype == np.int32
-
-
-def test_places_of_the_oracle() -> None:
-    """The helper above must tell a template's token before content 1 from one before content 0."""
-    student, _ = small_tokens(PLAIN["single"])
-    assert place(student, (0, 1)) == ("template", 0)
-    start = int(student.spans[0, 1])
-    assert place(student, (start, start + 1)) == ("template", 1)
 
 
 def test_different_numbers_of_messages_are_refused() -> None:

@@ -96,14 +96,6 @@ def test_a_result_as_a_user_turn() -> None:
     assert turns(tokenizer, tokens) == [f"{THOUGHT}{CALL}<|im_end|>", f"{EMPTY_THOUGHT}3<|im_end|>"]
 
 
-@pytest.mark.tokenizers
-@pytest.mark.parametrize("name", ["llama3_1", "gemma3"])
-def test_white_space_that_a_template_trims(name: str) -> None:
-    tokenizer = real_tokenizer(name)
-    tokens = ChatRenderer(tokenizer)([user(" \n a b "), assistant("\nc\n\n")])
-    assert contents(tokenizer, tokens) == ["a b", "c"]
-
-
 def test_text_parts_and_no_content() -> None:
     tokenizer = small_chat("trimmed")
     parts = [{"type": "text", "text": "The "}, {"type": "text", "text": "fox"}]

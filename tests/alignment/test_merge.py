@@ -20,7 +20,6 @@ from tests.tokenizers_fixture import REAL, corpus_texts, encode, real_tokenizer
 Places = set[tuple[int, int, int, int]]
 ORDERED = [*REAL_PAIRS, ("llama3_1", "gemma3")]
 STRETCH = 60_000
-KOREAN = "대한민국의 수도는 서울이다. 2024년 12월에는 눈이 많이 왔다. NVIDIA GPU로 모델을 학습했다.\n"
 
 
 def nfc(text: str) -> str:
@@ -133,22 +132,6 @@ def test_contract(student: str, teacher: str, length: int) -> None:
             limits = [len(data) - ANCHOR for data in sides.data]
             assert expected_places(sides.ends, runs[runs[:, 2] > 1], limits) <= sides.places()
             assert (sides.alignment.inexact.sum() > 0) == (limits[0] > runs[0, 2])
-
-
-@pytest.mark.tokenizers
-@pytest.mark.parametrize(("student", "teacher"), [("llama3_1", "qwen3"), ("qwen3", "gpt4o"), ("gemma3", "qwen3")])
-def test_decomposed_text(student: str, teacher: str) -> None:
-    """Qwen composes what the others leave decomposed; only chunks that touch a differing character may be lost."""
-    documents = [unicodedata.normalize("NFD", document[:4000]) for document in (*corpus_texts(), KOREAN * 20)]
-    differing = [document for document in documents if nfc(document) != document]
-    assert len(differing) > 20
-    for document in differing:
-        ids = encode(real_tokenizer(student), document), encode(real_tokenizer(teacher), document)
-        sides = Sides((student, teacher), ids)
-        check_partition(sides.alignment)
-        runs = true_runs(document, NORMALIZER[student], NORMALIZER[teacher])
-        expected = expected_places(sides.ends, runs[runs[:, 2] > 1], [len(data) for data in sides.data])
-        assert expected <= sides.places()
 
 
 def test_barriers_on_both_sides_of_an_insertion() -> None:

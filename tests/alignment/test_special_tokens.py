@@ -8,7 +8,7 @@ import pytest
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.errors import AlignmentError
 from tests.alignment.conftest import Pair, small_pair
-from tests.tokenizers_fixture import byte_level, encode, real_tokenizer, sentencepiece
+from tests.tokenizers_fixture import byte_level, encode, sentencepiece
 
 
 @pytest.fixture(scope="module")
@@ -23,17 +23,6 @@ def ids_of(tokenizer: object, *parts: str) -> list[int]:
     for part in parts:
         ids += [tokenizer.convert_tokens_to_ids(part)] if part.startswith("<|") else encode(tokenizer, part)
     return ids
-
-
-def test_eos_finds_eos_whatever_it_is_called(tokenizers: Pair) -> None:
-    """Catches pairing by spelling, which leaves the end of every document without a target."""
-    student, teacher = tokenizers
-    alignment = TokenAligner(*tokenizers).align(
-        ids_of(student, "The fox", "<|eot_id|>"), ids_of(teacher, "The fox", "<|im_end|>")
-    )
-    assert alignment.special[-1]
-    assert alignment.one_to_one[-1]
-    assert alignment.student_chunk_id[-1] == alignment.teacher_chunk_id[-1] == alignment.num_chunks - 1
 
 
 def test_a_special_token_pairs_only_at_the_same_byte(tokenizers: Pair) -> None:
@@ -97,25 +86,6 @@ def test_added_tokens_are_text_unless_both_sides_mean_them() -> None:
     paired = TokenAligner(thinking, other).align(ids, encode(other, "a[THINK]b"))
     assert paired.special.tolist() == [False, True, False]
     assert not paired.inexact.any()
-
-
-@pytest.mark.tokenizers
-@pytest.mark.parametrize(
-    ("student", "teacher", "student_token", "teacher_token"),
-    [
-        ("llama3_1", "qwen3", "<|eot_id|>", "<|im_end|>"),
-        ("llama3_1", "qwen3", "<|end_of_text|>", "<|endoftext|>"),
-        ("llama3_1", "qwen3", "<|start_header_id|>", "<|im_start|>"),
-        ("gemma3", "llama3_1", "<end_of_turn>", "<|eot_id|>"),
-        ("gemma3", "llama3_1", "<bos>", "<|begin_of_text|>"),
-        ("qwen3", "gemma3", "<|endoftext|>", "<eos>"),
-        ("qwen3", "gpt4o", "<|im_end|>", "<|endoftext|>"),
-    ],
-)
-def test_real_special_tokens_pair(student: str, teacher: str, student_token: str, teacher_token: str) -> None:
-    tokenizers = real_tokenizer(student), real_tokenizer(teacher)
-    ids = [t.convert_tokens_to_ids(token) for t, token in zip(tokenizers, (student_token, teacher_token), strict=True)]
-    assert TokenAligner(*tokenizers).align(ids[:1], ids[1:]).special.tolist() == [True]
 
 
 def test_unknown_token_is_a_wall() -> None:

@@ -23,7 +23,6 @@ from tests.alignment.chat_templates import (
     render,
     tokenizer_of,
 )
-from tests.tokenizers_fixture import byte_level
 
 THOUGHT = [*PLAIN[:3], assistant("Answer two.", thinking="Hm.")]
 TURNS = {
@@ -297,8 +296,3 @@ def test_public_templates(name: str) -> None:
                 closing = rendered.text[turn.spans[-1].stop : len(after)]
                 assert not closing.strip() or closing.strip() == tokenizer.eos_token  # Phi-3 writes EOS after all
     assert refused <= 2
-
-
-def test_byte_level_has_no_such_tokens() -> None:
-    """The fixture's tokenizer is shared: what a test adds must not stay."""
-    assert "<|end_of_msg|>" not in byte_level().get_vocab()

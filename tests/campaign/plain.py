@@ -3,16 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
 from nemo_opd.alignment import pieces_of
-from nemo_opd.config.loss import LossTerm
 from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 from nemo_opd.preflight.plan import Plan
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import SampledRows
 from tests.campaign.models import tokenizer
+from tests.losses.plain import plain_maps, plain_term
 
 Rows = list[dict[str, Any]]
 
@@ -32,7 +29,7 @@ def plain_run(plan: Plan, batches: Sequence[Rows], tokenizers: Sequence[str]) ->
             "vocab_size": plan.teachers[i].vocab_size,
             "is_same": teacher.type == "same_tokenizer",
             "term": plain_term(config.term(i)),
-            "maps": plain_maps(plan.teachers[i].projection, tokenizers[i]),
+            "maps": _maps(plan.teachers[i].projection, tokenizers[i]),
         }
         for i, teacher in enumerate(config.active_teachers)
     ]
@@ -50,30 +47,8 @@ def plain_run(plan: Plan, batches: Sequence[Rows], tokenizers: Sequence[str]) ->
     }
 
 
-def plain_term(term: LossTerm) -> dict[str, Any]:
-    """With what methods.md §5 says of weights and sizes that are not given."""
-    given = term.model_dump()
-    ones = dict.fromkeys(("coverage_coef", "common_weight", "uncommon_weight"), 1.0)
-    return given | {key: value for key, value in (ones | {"uncommon_topk": 8192}).items() if given.get(key) is None}
-
-
-def plain_maps(projection: ProjectionMatrix | None, name: str) -> dict[str, Any] | None:
-    if projection is None:
-        return None
-    R = torch.zeros(projection.student_vocab_size, projection.teacher_vocab_size, dtype=torch.float64)
-    for s, (columns, weights) in enumerate(zip(projection.indices, projection.weights, strict=True)):
-        for t, weight in zip(columns.tolist(), weights.tolist(), strict=True):
-            if t >= 0:
-                R[s, t] = weight
-    pieces = pieces_of(tokenizer(name))
-    spellings = np.split(projection.teacher_spellings, projection.teacher_spelling_ends[:-1])
-    return {
-        "R": R,
-        "exact": projection.exact.tolist(),
-        "phi": [int(ids[0]) if len(ids) else -1 for ids in spellings],
-        "psi": (projection.student_shared_prefix.tolist(), projection.teacher_shared_prefix.tolist()),
-        "pieces": [piece or None for piece in pieces.as_list()],
-    }
+def _maps(projection: ProjectionMatrix | None, name: str) -> dict[str, Any] | None:
+    return None if projection is None else plain_maps(projection, pieces_of(tokenizer(name)).as_list())
 
 
 def plain_rows(samples: Sequence[Sample], sampled: SampledRows | None, facts: Facts) -> list[dict[str, Any]]:

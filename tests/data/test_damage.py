@@ -104,6 +104,9 @@ def deep(number: int) -> bytes:
         (b'{"text": 5}\n', "'text' is not a string but 5"),
         (b'{"text": ["a"]}\n', "'text' is not a string but ['a']"),
         (b'{"text": "ab', "Unterminated string"),
+        (b'{"text": "b"', "delimiter"),
+        (b'["b"]', "not a JSON object"),
+        (b"b", "Expecting value"),
     ],
 )
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])

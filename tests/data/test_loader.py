@@ -14,12 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_opd.data.collate import shards
 from nemo_opd.data.loader import TrainLoader, lost_workers, validation_batches
 from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.samples import Sample, Tokens
 from nemo_opd.errors import CheckpointError, DataError
-from tests.rows import pad_rows
 from tests.waiting import wait_until
 
 NUM_DOCUMENTS, BATCH_SIZE = 7, 3
@@ -121,14 +119,6 @@ def test_order_is_independent_of_global_random_state(uninterrupted: list[list[in
     before = torch.get_rng_state()
     assert numbers(train_loader(), 9) == uninterrupted
     assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_order_is_independent_of_the_number_of_ranks(uninterrupted: list[list[int]], num_ranks: int) -> None:
-    loader = train_loader()
-    for batch in uninterrupted:
-        parts = shards(pad_rows(loader.next(), 12), num_ranks)
-        assert [n for part in parts for n in part.student.lengths.tolist()] == batch + [0] * (12 - len(batch))
 
 
 def test_resume_at_every_step(uninterrupted: list[list[int]]) -> None:

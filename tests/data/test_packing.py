@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,14 +65,6 @@ def test_windows_are_as_long_as_they_can_be(begins: list[bool], limit: int, data
         if end < len(begins):
             allowed = [i for i, is_begin in enumerate(begins) if is_begin and begin < i <= begin + room]
             assert end == (allowed[-1] if allowed else begin + room)
-
-
-@pytest.mark.parametrize("limit", [2, 3, 7])
-def test_all_of_a_document_is_in_windows(limit: int) -> None:
-    edges = window_edges(np.ones(20, np.bool_), limit, 1)
-    assert np.diff(edges).tolist()[0] == limit
-    assert set(np.diff(edges).tolist()[1:-1]) <= {limit - 1}
-    assert edges[-1] == 20
 
 
 def test_an_empty_document_is_one_window() -> None:

@@ -1,6 +1,5 @@
 """Every kind of source, and every way in which one can be unusable. The oracle is what the test wrote to the file."""
 
-import gzip
 import json
 import logging
 import pickle
@@ -196,11 +195,6 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_that_is_recorded(
     assert saving._data_commits(config) == {"data.train.hub": "a" * 40, "data.validation.hub": "b" * 40}
 
 
-def test_compressed_jsonl(folder: Path) -> None:
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n'))
-    assert load(Source(jsonl_files=str(folder / "a.jsonl.gz"))) == ["x"]
-
-
 @pytest.mark.parametrize(
     "name", ["SECRET", "../secret.txt", "file://SECRET", "http://127.0.0.1:1/x", "/usr/**", "zip://a::b"]
 )
@@ -288,22 +282,6 @@ def test_stream_cut_between_batches_is_reported(folder: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         load(Source(arrow_files=str(folder / "a.arrow")))
     assert "no end mark" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"text": "b"', "delimiter"),
-        ('["b"]', "not a JSON object"),
-        ("b", "Expecting value"),
-        ('{"text": "\n', "control"),
-    ],
-)
-def test_malformed_jsonl_names_the_line(folder: Path, line: str, reason: str) -> None:
-    (folder / "a.jsonl").write_text('{"text": "a"}\n\n' + line + "\n")
-    message = refusal(Source(jsonl_files=str(folder / "a.jsonl")))
-    assert f"data.train.jsonl_files={str(folder / 'a.jsonl')!r}: line 3 is malformed: " in message
-    assert reason in message
 
 
 def test_text_file_that_is_not_utf8(folder: Path) -> None:

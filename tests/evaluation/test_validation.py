@@ -129,23 +129,6 @@ def measured(plan: Plan) -> tuple[dict[str, float], list[float]]:
         return student, [teachers[f"shared_bits_per_byte/{name}"] for name in plan.config.active_names]
 
 
-def test_bits_per_byte_of_student_and_teachers(tiny: Tiny, tmp_path: Path) -> None:
-    """Bugs: bits per token, nats, bytes of other tokens than the scored ones, padded columns in the softmax, the
-    student's bytes for a teacher with another tokenizer. fp32 logits: 1e-5."""
-    plan = plan_of(tiny.overrides("train.max_length=1000", "data.validation.max_samples=5"))
-    ((student, teachers),) = in_world(1, measured, [plan], tmp_path)
-    documents = plan.data.validation
-    assert documents is not None
-    texts = list(documents[:]["text"])
-    assert len(texts) == 5
-    folders = (tiny.student, tiny.teacher_cross, tiny.teacher_same)
-    shared = [student["shared_bits_per_byte"], *teachers]
-    assert shared == pytest.approx(oracle_bits_per_byte(folders, texts, (1000,) * 3), rel=1e-5)
-    bits, num_bytes = oracle_of_student(tiny.student, texts, 1000)
-    assert student["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
-    assert student["bytes"] == num_bytes >= student["shared_bytes"]
-
-
 def test_bits_per_byte_of_texts_that_are_cut(tiny: Tiny, tmp_path: Path) -> None:
     plan = plan_of(tiny.overrides("train.max_length=12", "data.validation.max_samples=5"))
     ((student, teachers),) = in_world(1, measured, [plan], tmp_path)

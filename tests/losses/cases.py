@@ -51,6 +51,12 @@ class Batch:
     def __len__(self) -> int:
         return len(self.student)
 
+    @property
+    def of_chunks(self) -> dict[str, Tensor]:
+        """Arguments of a loss between two tokenizers."""
+        names = ("student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
+        return {name: getattr(self, name) for name in names}
+
     def rows(self, index: Sequence[int] | slice) -> Batch:
         return replace(self, **{name: value[index] for name, value in vars(self).items() if name != "projection"})
 
@@ -140,9 +146,7 @@ class Case:
         if self.is_of_one_vocabulary:
             ids = {"ids": batch.student_ids} if self.loss is sampled_kl else {}
             return {"mask": batch.student_chunk_id >= 0, **ids}
-        names = ("student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
-        projection = ("projection",) if self.needs_projection else ()
-        return {name: getattr(batch, name) for name in (*names, *projection)}
+        return batch.of_chunks | ({"projection": batch.projection} if self.needs_projection else {})
 
     def value_and_gradient(self, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
         student = batch.student.detach().requires_grad_()

@@ -27,7 +27,7 @@ from nemo_opd.losses import p_kl, same_vocab, sampled_chunk_kl, sampled_kl, tcad
 from nemo_opd.losses.build import ACROSS_TOKENIZERS, LOSSES, NOT_ARGUMENTS, build
 from nemo_opd.types import ChunkRows, LossOutput, SampledRows, TeacherRows, TokenRows
 
-from . import cases, oracle, oracle_prefix
+from . import cases, oracle
 
 SUPPORT = {"support": "union", "top_k": 2, "normalization": "rest"}
 SETTINGS = {"divergence": "jsd", "beta": 0.2, "temperature": 1.5}
@@ -161,7 +161,7 @@ def test_sampled_kl_term_of_a_teacher_with_another_tokenizer():
 
 
 def test_p_kl_term():
-    matrix = oracle.Matrix.random(9, 11, 3, seed=0)
+    matrix = cases.pair()
     student, teacher = logits(7, 10, 0), logits(6, 11, 1)
     loss = build(PKLTerm(**SETTINGS, coverage_coef=0.4), matrix)
     out = loss.plan(student, teacher, rows(7), TeacherRows(rows(6), ChunkRows(*CHUNKS)), 4).compute()
@@ -186,7 +186,7 @@ def test_the_objective_around_a_term_is_no_part_of_its_loss(term, objective):
     tokens, chunks = rows(7), oracle.random_chunk_ids(np.random.default_rng(4), 2, 7, 7)
     batch = (logits(7, 9, 0), logits(7, 9, 1), tokens, TeacherRows(tokens, ChunkRows(*chunks)), 4)
     losses = [
-        build(settings, oracle.Matrix.identity(9)).plan(*batch).compute().loss
+        build(settings, cases.identity(9)).plan(*batch).compute().loss
         for settings in (term(**SETTINGS), objective(**SETTINGS, kd_weight=3, ce_weight=0, scaling="dynamic"))
     ]
     assert torch.equal(*losses)
@@ -210,7 +210,7 @@ def test_units_are_counted_as_the_loss_counts_them(settings):
     ids = (torch.tensor([[5, 1, 2, 3, 3, 4, 4]]), torch.tensor([[5, 1, 2, 2, 3, 0]]))
     student, teacher = (TokenRows(side, *(side[:, 0], side > 1, side.int())) for side in ids)
     batch = student, TeacherRows(student if term is SameVocabTerm else teacher, ChunkRows(*chunks))
-    loss = build(settings, oracle_prefix.identity(9))
+    loss = build(settings, cases.identity(9))
     width = 7 if term is SameVocabTerm else 6
     out = loss.plan(logits(7, 9, 0)[:1], logits(width, 9, 1)[:1], *batch, None).compute()
     longer = 2 if settings in CONTINUED else 0
@@ -225,7 +225,7 @@ def test_a_sum_is_divided_by_the_tokens_of_texts_that_have_a_chunk(term):
     chunks[0][1] = chunks[1][1] = -1
     ids = (torch.tensor([[5, 1, 2, 3, 3, 4, 4]] * 2), torch.tensor([[5, 1, 2, 2, 3, 0]] * 2))
     student, teacher = (TokenRows(side, *(side[:, 0], side > 1, side.int())) for side in ids)
-    loss = build(term(normalizer="student_tokens"), oracle_prefix.identity(9))
+    loss = build(term(normalizer="student_tokens"), cases.identity(9))
     assert loss.num_units(student, TeacherRows(teacher, ChunkRows(*chunks))) == 5
     weights = torch.tensor([0.5, 4.0])
     assert loss.num_units(student, TeacherRows(teacher, ChunkRows(*chunks), rollout_weights=weights)) == 2.5
@@ -242,6 +242,6 @@ def test_every_setting_of_a_term_is_an_argument_of_its_loss(term):
 def test_p_kl_needs_a_projection_and_chunks():
     with pytest.raises(ConfigError, match="projection"):
         build(PKLTerm())
-    loss = build(PKLTerm(), oracle.Matrix.identity(9))
+    loss = build(PKLTerm(), cases.identity(9))
     with pytest.raises(ConfigError, match="align"):
         loss.plan(logits(7, 9, 0), logits(7, 9, 1), rows(7), TeacherRows(rows(7), None), None)

@@ -95,17 +95,6 @@ def test_a_cell_empty_on_the_teacher_side_alone_is_finite(kind, weights):
         assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
-def test_extreme_logits_are_finite(kind, weights):
-    """Probabilities of e^−300 are 0 in fp32; a loss that leaves log space divides by them."""
-    z_t = torch.tensor([[150.0, -150.0, 0.0], [-150.0, 150.0, 150.0]])
-    z_s = (-z_t).requires_grad_()
-    value = Divergence(kind, **weights)(z_t.log_softmax(-1), z_s.log_softmax(-1))
-    value.sum().backward()
-    assert value.isfinite().all()
-    assert z_s.grad.isfinite().all()
-
-
 @settings(max_examples=60)
 @given(
     logits=st.lists(st.tuples(logit, logit), min_size=2, max_size=8),

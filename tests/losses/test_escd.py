@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.planned import UnitLossRecorder
 from nemo_opd.losses import byte_prefix, escd
@@ -63,14 +60,6 @@ def test_value_is_that_of_strings_and_sets(weight: float, tau: float) -> None:
     without = reference.escd(student[0].tolist(), teacher[0].tolist(), ids, STUDENT, TEACHER, 0.0, tau)
     assert found.loss.item() == pytest.approx(expected / (LENGTH - 1), rel=1e-10)
     assert (expected > without + 1) == (weight > 0)
-
-
-def test_bread_is_completed_by_either_token() -> None:
-    """The paper's example: the mass of Bread and Breads weighs the total probability of ead and eads after Br."""
-    q, p = [0.0] * len(TEACHER), [0.01] * len(STUDENT)
-    q[0], q[1], p[2], p[3] = 0.4, 0.2, 0.3, 0.1
-    expected = -0.6 * math.log(0.3 + 0.1)
-    assert reference.child(q, p, b"Br", STUDENT, TEACHER) == pytest.approx(expected)
 
 
 def test_gradient() -> None:
@@ -135,17 +124,6 @@ def test_losses_are_recorded_at_their_chunk() -> None:
     recorder.plan.compute()
     assert recorder.is_unit()[0].tolist() == [False, *[True] * (LENGTH - 1)]
     assert recorder.losses().sum().item() == pytest.approx(plan.compute().metrics["kd"].total.item(), rel=1e-10)
-
-
-def test_refused() -> None:
-    student, teacher = logits()
-    with pytest.raises(ConfigError, match="completion_weight=-1"):
-        escd(student, teacher, **arguments(), completion_weight=-1)
-    empty = np.full((len(STUDENT), 1), -1)
-    maps = {"byte_prefix": [0] * len(TEACHER), "teacher_vocab_size": len(TEACHER)}
-    matrix = ProjectionMatrix(empty, np.zeros(empty.shape), **maps)
-    with pytest.raises(ProjectionError, match="needs the bytes"):
-        escd(student, teacher, **arguments() | {"projection": matrix})
 
 
 def test_root_is_byte_prefix() -> None:

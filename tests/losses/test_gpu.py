@@ -2,44 +2,26 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from nemo_opd.kernels.launch import compiling
-from nemo_opd.losses import p_kl, same_vocab
+from nemo_opd.losses import same_vocab
 from tests.kernels.working import kernels_working
-from tests.losses.cases import ALL_LOSSES, Case
-
-from . import oracle
+from tests.losses.cases import ALL_LOSSES, Case, one_tokenizer
 
 MOVED = ("student", "teacher", "student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 COMPILED = {"same_vocab", "p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "alm"}
-B, S, V = 2, 40, 300
-MATRIX = oracle.Matrix.random(V, V, 4, seed=0)
-CHUNKS = oracle.random_chunk_ids(np.random.default_rng(0), B, S, S)
-IDS = torch.zeros(B, S, dtype=torch.long)
 
 
 def loss_and_gradient(name: str, device: str, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    student, teacher = (3 * torch.randn(B, S, V, generator=generator, dtype=torch.float64) for _ in range(2))
-    student, teacher = student.to(device, dtype).requires_grad_(), teacher.to(device, dtype)
-    if name == "same_vocab":
-        loss = same_vocab(student, teacher, mask=torch.ones(B, S, device=device), divergence="jsd").loss
-    else:
-        loss = p_kl(
-            student,
-            teacher,
-            projection=MATRIX,
-            student_ids=IDS.to(device),
-            teacher_ids=IDS.to(device),
-            student_chunk_id=CHUNKS[0].to(device),
-            teacher_chunk_id=CHUNKS[1].to(device),
-        ).loss
-    return loss.detach(), torch.autograd.grad(loss, student)[0]
+    """In rows of 300 columns."""
+    (case,) = (case for case in ALL_LOSSES if case.name == name)
+    batch = one_tokenizer(positions=40, width=300).to(dtype)
+    there = replace(batch, **{moved: getattr(batch, moved).to(device) for moved in MOVED})
+    return case.value_and_gradient(there, divergence="jsd" if name == "same_vocab" else "forward_kl")
 
 
 def check(case: Case, device: str, *, is_compiled: bool) -> None:

@@ -45,8 +45,7 @@ def test_mass_is_that_of_the_measured_rows(form: str, has_gradient: bool) -> Non
     loss, settings = FORMS[form]
     batch, measured, values = one_vocabulary(), [], []
     for part in (batch, batch.rows([0]), batch.rows([1])):
-        names = ("projection", "student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
-        arguments = {name: getattr(part, name) for name in names} | settings
+        arguments = part.of_chunks | {"projection": part.projection} | settings
         student = part.student.clone().requires_grad_(has_gradient)
         plan = loss.plan(student, part.teacher, **arguments, chunk_size=7)
         result = with_image_mass(plan, IMAGES, part.student_chunk_id).compute()
@@ -73,8 +72,7 @@ def test_mass_needs_no_product_with_the_head(monkeypatch: pytest.MonkeyPatch) ->
         return read(self, rows, width)
 
     monkeypatch.setattr(HeadLogits, "read", counted)
-    names = ("projection", "student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
-    arguments = {name: getattr(batch, name) for name in names}
+    arguments = batch.of_chunks | {"projection": batch.projection}
     totals = []
     for is_measured in (False, True):
         plan = p_kl.plan(*heads, **arguments)
@@ -87,15 +85,6 @@ def test_mass_needs_no_product_with_the_head(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_measured_is_an_empty_mean() -> None:
     """Catches a division by zero in a microbatch without a measured chunk."""
-    batch = one_vocabulary().cut(5)
-    nothing = torch.full_like(batch.student_chunk_id, -1)
-    plan = p_kl.plan(
-        batch.student,
-        batch.teacher,
-        projection=batch.projection,
-        student_ids=batch.student_ids,
-        teacher_ids=batch.teacher_ids,
-        student_chunk_id=nothing,
-        teacher_chunk_id=nothing,
-    )
-    assert with_image_mass(plan, IMAGES, nothing).compute().metrics["kd_mass"] == Mean(0, 0)
+    batch = one_vocabulary().cut(5).without_chunks()
+    plan = p_kl.plan(batch.student, batch.teacher, projection=batch.projection, **batch.of_chunks)
+    assert with_image_mass(plan, IMAGES, batch.student_chunk_id).compute().metrics["kd_mass"] == Mean(0, 0)

@@ -1,9 +1,10 @@
 """What a loss keeps for backward: the gradient and nothing else of that size (methods.md §8.1)."""
 
+import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from nemo_opd.losses import cross_entropy
+from nemo_opd.losses import cross_entropy, same_vocab
 
 B, S, V = 2, 64, 500
 MASK = torch.ones(B, S, dtype=torch.bool)
@@ -29,6 +30,13 @@ def bytes_saved(loss_of_logits) -> float:
 
 def test_cross_entropy():
     assert bytes_saved(lambda student, teacher: cross_entropy(student, IDS, mask=MASK).loss) <= 1.1
+
+
+@pytest.mark.parametrize("support", ["teacher_topk", "student_topk", "union"])
+def test_the_parity_form(support):
+    """A support chosen outside the chunks, or its gathered cells kept, would show as more than the bf16 logits."""
+    options = {"support": support, "top_k": 50, "normalization": "full", "chunk_size": 16}
+    assert bytes_saved(lambda *logits: same_vocab(*logits, mask=MASK, **options).loss) <= 1.1
 
 
 def test_the_measure_sees_a_loss_that_keeps_more():

@@ -1,4 +1,6 @@
-"""The tree of the teacher's spellings, against lists of tuples."""
+"""The tree of the teacher's spellings, and the tokens that begin with a token's bytes, against lists."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -6,8 +8,11 @@ import torch
 
 from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.losses.piece_tree import PieceTree, first_pieces
+from nemo_opd.losses.prefixes import PrefixRanges
 from nemo_opd.projection import ProjectionMatrix
 from tests.losses.cases import bytes_of
+
+from . import oracle_prefix
 
 V = 4
 
@@ -57,6 +62,23 @@ def test_runs_of_every_node_equal_the_lists(seed: int, sizes: tuple[int, int]) -
         assert tree.node[list(places)].tolist() == [nodes[s[:k]] for k in range(len(s))]
         assert int(tree.child(torch.tensor([nodes[s[:-1]]]), torch.tensor([s[-1]]))) == nodes[s]
     assert first_pieces(projection, "spelling").tolist() == [s[0] if s else -1 for s in spellings]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranges_equal_the_loop(seed: int) -> None:
+    """Equal bytes under several ids, tokens without bytes, prefixes of prefixes."""
+    rng = np.random.default_rng(seed)
+    strings = [b"".join(parts) for n in range(4) for parts in itertools.product([b"a", b"b", b"\xff"], repeat=n)]
+    pieces = [None if i < 0 else strings[i] for i in rng.integers(-1, len(strings), size=60)]
+    matrix = oracle_prefix.matrix([], 1, 60, byte_prefix=[-1] * 60, teacher=pieces)
+    size = 60 - 15 * (seed % 2)
+    ranges = PrefixRanges.of(matrix, size, torch.device("cpu"))
+    pieces = pieces[:size]
+    order = ranges.place.argsort()
+    assert torch.equal(order[ranges.place], torch.arange(size))
+    for token, piece in enumerate(pieces):
+        found = set(order[ranges.begin[token] : ranges.end[token]].tolist())
+        assert found == {t for t in range(size) if oracle_prefix.begins(piece, pieces[t], t == token)}
 
 
 def test_what_is_not_there_is_named() -> None:

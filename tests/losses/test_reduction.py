@@ -5,7 +5,7 @@ import torch
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.arguments import chunk_starts, chunk_units, count_label_tokens, label_rows
 
-from . import oracle, oracle_chunks
+from . import oracle
 
 
 def test_label_rows_are_the_predictors():
@@ -26,7 +26,7 @@ def test_units_equal_the_loop(seed):
     assert chunk_starts(student, teacher)[0].sum() == len(expected)
     assert len(units) == len(expected)
     lengths = list(zip(units.student_lengths.tolist(), units.teacher_lengths.tolist(), strict=True))
-    assert lengths == oracle_chunks.lengths(student.tolist(), teacher.tolist())
+    assert lengths == oracle.lengths(student.tolist(), teacher.tolist())
 
 
 def test_the_units_that_are_kept():
@@ -34,7 +34,7 @@ def test_the_units_that_are_kept():
     units = chunk_units(student, teacher)
     one_to_one = (units.student_lengths == 1) & (units.teacher_lengths == 1)
     kept = units.where(one_to_one)
-    sizes = oracle_chunks.lengths(student.tolist(), teacher.tolist())
+    sizes = oracle.lengths(student.tolist(), teacher.tolist())
     expected = [
         b * 17 + i
         for (b, i, _), size in zip(oracle.units(student.tolist(), teacher.tolist()), sizes, strict=True)

@@ -9,9 +9,9 @@ from nemo_opd.logits import Head, HeadLogits, compute_together
 from nemo_opd.losses import same_vocab
 from nemo_opd.losses.metrics import plan_chunk_overlap, plan_overlap, plan_rollout_statistics
 from nemo_opd.types import SampledRows, TokenRows
+from tests.reference.losses import top
 
 from .cases import pair, random_logits, two_tokenizers
-from .oracle_support import top
 
 V = 7
 
@@ -92,7 +92,7 @@ def test_overlap_of_one_vocabulary(k):
     student, teacher = random_logits(2, 5, V, 4), random_logits(2, 5, V, 5)
     mask = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 1, 1, 0]])
     shares = [
-        len(top(student[b, i - 1].tolist(), k) & top(teacher[b, i - 1].tolist(), k)) / min(k, V)
+        len({*top(student[b, i - 1], k)} & {*top(teacher[b, i - 1], k)}) / min(k, V)
         for b in range(2)
         for i in range(1, 5)
         if mask[b, i]
@@ -110,10 +110,9 @@ def test_overlap_across_tokenizers_is_by_exact_pairs():
             places.append((b, chunks.index(chunk) - 1, batch.teacher_chunk_id[b].tolist().index(chunk) - 1))
     shares = []
     for b, i, j in places:
-        mapped = {partner.get(token) for token in top(batch.student[b, i].tolist(), 4)}
-        shares.append(len(mapped & top(batch.teacher[b, j].tolist(), 4)) / 4)
-    names = ("student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id", "projection")
-    arguments = {name: getattr(batch, name) for name in names}
+        mapped = {partner.get(token) for token in top(batch.student[b, i], 4)}
+        shares.append(len(mapped & {*top(batch.teacher[b, j], 4)}) / 4)
+    arguments = batch.of_chunks | {"projection": batch.projection}
     found = plan_chunk_overlap(batch.student, batch.teacher, **arguments, top_k=4).compute().metrics["overlap"]
     assert sum(shares) > 0
     assert (found.value(), found.count) == (pytest.approx(sum(shares) / len(shares)), len(shares))

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_opd.losses.sparse_projection import SparseProjection
+from nemo_opd.losses.sparse_projection import Segments, SparseProjection
 
 V, X = 40, 30
 PAIRS = np.arange(12)
@@ -16,6 +16,9 @@ def dense(seed: int) -> np.ndarray:
     matrix[:, : len(PAIRS)] = 0
     matrix[PAIRS, PAIRS[::-1]] = 1
     matrix[3] *= 0.25
+    # One that reaches almost all, and one that almost all reach.
+    matrix[30, len(PAIRS) :] = generator.random(X - len(PAIRS))
+    matrix[len(PAIRS) :, 20] = generator.random(V - len(PAIRS))
     matrix[15:18] = 0
     return matrix[:, matrix.any(0)]
 
@@ -83,3 +86,10 @@ def test_columns_without_mass_and_far_ones_have_finite_gradients(empty):
     # float32 rounds 6e-8 of numbers up to about 600.
     expected = oracle(matrix, mass.detach().double())
     np.testing.assert_allclose(found.detach().numpy(), expected.numpy(), rtol=1e-6, atol=1e-4)
+
+
+def test_padding_less_than_doubles_the_cells_and_short_segments_have_none():
+    lengths = np.arange(5, 200)
+    segments = Segments.of(np.append(0, np.cumsum(lengths)))
+    assert len(segments.entries) - 1 < 2 * lengths.sum()
+    assert (Segments.of(np.arange(0, 41, 4)).entries[:-1] >= 0).all()

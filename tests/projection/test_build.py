@@ -62,30 +62,17 @@ def test_all_shared_bytes_are_exact(names: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_tokenizer_onto_itself_is_the_identity(name: str) -> None:
-    """Byte-fallback twins of ordinary pieces included."""
+    """Byte-fallback twins and tokens that a pre-tokenizer never makes included: methods.md §5.12 has byte_prefix and
+    shared_prefix equal same_vocab there.
+    """
     matrix = build_projection(SMALL[name], SMALL[name])
-    assert matrix.indices[:, 0].tolist() == list(range(matrix.student_vocab_size))
+    numbers = list(range(matrix.student_vocab_size))
+    assert matrix.indices[:, 0].tolist() == matrix.byte_prefix.tolist() == numbers
     assert matrix.exact.all()
-
-
-def test_numerals_lead_with_their_first_digit() -> None:
-    student, teacher = SMALL["three_digits"], SMALL["one_digit"]
-    matrix = build_projection(student, teacher)
-    numerals = {token: i for token, i in student.get_vocab().items() if token.isdigit() and len(token) > 1}
-    assert "12" in numerals
-    for numeral, token_id in numerals.items():
-        assert teacher.convert_ids_to_tokens(next(iter(entries(matrix, token_id)))) == numeral[0]
-    one, two = (teacher.convert_tokens_to_ids(digit) for digit in "12")
-    assert entries(matrix, numerals["12"]) == pytest.approx({one: 0.9 / 0.99, two: 0.09 / 0.99}, abs=2**-23)
-
-
-def test_a_repeated_piece_is_one_entry_and_not_exact() -> None:
-    """`11` → `1`, `1` also sums to 1 in one entry; catches exactness read off the weight."""
-    student, teacher = SMALL["three_digits"], SMALL["one_digit"]
-    matrix = build_projection(student, teacher)
-    eleven = student.convert_tokens_to_ids("11")
-    assert entries(matrix, eleven) == {teacher.convert_tokens_to_ids("1"): 1.0}
-    assert not matrix.exact[eleven]
+    assert matrix.student_shared_prefix.tolist() == matrix.teacher_shared_prefix.tolist() == numbers
+    ends = [number + 1 for number in numbers]
+    assert (matrix.teacher_spellings.tolist(), matrix.teacher_spelling_ends.tolist()) == (numbers, ends)
+    assert (matrix.teacher_prefix_pieces.tolist(), matrix.teacher_prefix_ends.tolist()) == (numbers, ends)
 
 
 def test_special_tokens_go_by_role_or_stay_empty() -> None:

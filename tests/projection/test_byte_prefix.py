@@ -5,9 +5,9 @@ import pytest
 
 from nemo_opd.alignment import pieces_of
 from nemo_opd.projection import add_byte_prefix, build_projection, exact_map
-from tests.projection.conftest import PAIRS, SMALL, real_matrix
+from tests.projection.conftest import PAIRS, SMALL
 from tests.projection.prefix_oracle import longest
-from tests.tokenizers_fixture import byte_level, real_tokenizer, sentencepiece
+from tests.tokenizers_fixture import byte_level, sentencepiece
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
@@ -22,23 +22,6 @@ def test_every_teacher_token(names: tuple[str, str]) -> None:
             assert left[phi[t]] == longest(token, left)
         else:
             assert phi[t] == -1 or left[phi[t]] == b""
-
-
-@pytest.mark.tokenizers
-@pytest.mark.parametrize("pair", [("llama3_1", "qwen3"), ("gpt4o", "gemma3")], ids="-".join)
-def test_real_teacher_tokens(pair: tuple[str, str]) -> None:
-    left, right = (pieces_of(real_tokenizer(name)).as_list() for name in pair)
-    phi = real_matrix(*pair).byte_prefix
-    text = [t for t, token in enumerate(right) if token]
-    for t in text[:: len(text) // 25]:
-        assert left[phi[t]] == longest(right[t], left)
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_a_tokenizer_with_itself_is_the_identity(name: str) -> None:
-    """Byte-fallback twins included: methods.md §5.12 has byte_prefix equal same_vocab there."""
-    phi = build_projection(SMALL[name], SMALL[name]).byte_prefix
-    assert phi.tolist() == list(range(len(phi)))
 
 
 def test_of_equal_bytes_the_partner_else_the_natural_piece() -> None:

@@ -61,35 +61,12 @@ def test_rows_entry_by_entry(names: tuple[str, str], reverse: bool) -> None:
             assert matrix.indices[s].tolist() == [start.indices[s, 0], -1, -1]
 
 
-def test_the_reverse_pass_reaches_teacher_tokens_that_no_row_reaches() -> None:
-    student, teacher = SMALL["one_digit"], SMALL["three_digits"]
-    start = exact_map(student, teacher)
-    direct = add_multi_token(start, student, teacher, width=4)
-    both = add_multi_token(start, student, teacher, width=4, reverse=True)
-    assert set(direct.indices.ravel().tolist()) < set(both.indices.ravel().tolist())
-    assert np.array_equal(both.indices[both.exact], direct.indices[direct.exact])
-
-
 def test_a_row_that_has_entries_stays_without_reverse() -> None:
     student, teacher = SMALL["three_digits"], SMALL["one_digit"]
     once = add_multi_token(exact_map(student, teacher), student, teacher, width=1)
     again = add_multi_token(once, student, teacher, width=4)
     assert np.array_equal(again.indices[:, 0], once.indices[:, 0])
     assert (again.indices[:, 1:] == -1).all()
-
-
-def test_weights_decay_add_up_and_are_cut() -> None:
-    """`11` spelled `1`,`1` is one entry; `2024`-like tokens lose their last digits."""
-    student = byte_level(620)
-    student.add_tokens(["11211"])
-    teacher = SMALL["one_digit"]
-    matrix = add_multi_token(exact_map(student, teacher), student, teacher, width=1)
-    wide = add_multi_token(exact_map(student, teacher), student, teacher, width=5)
-    row = student.convert_tokens_to_ids("11211")
-    one, two = (teacher.convert_tokens_to_ids(digit) for digit in "12")
-    assert (matrix.indices[row, 0], matrix.weights[row, 0]) == (one, 1.0)
-    assert wide.indices[row].tolist() == [one, two, -1, -1, -1]
-    assert wide.weights[row, :2] == pytest.approx([0.99099 / 0.99999, 0.009 / 0.99999], rel=2**-22)
 
 
 def test_truncation_and_padding_of_the_tokenizer_do_not_matter() -> None:

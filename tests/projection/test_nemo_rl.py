@@ -83,11 +83,6 @@ def test_long_rows_are_cut(tmp_path: Path) -> None:
     np.testing.assert_allclose(matrix.weights[0], [t / sum(kept) for t in kept], rtol=2**-23)
 
 
-def test_load_reads_it(tmp_path: Path) -> None:
-    path = saved(tmp_path, dense([[1, -1]], [[2.0, 0.0]]))
-    assert rows(ProjectionMatrix.load(path)) == [{1: 1.0}]
-
-
 class Hostile:
     """Makes a folder when unpickled with code allowed."""
 

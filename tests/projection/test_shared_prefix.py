@@ -8,7 +8,7 @@ from nemo_opd.alignment import pieces_of
 from nemo_opd.projection import ProjectionMatrix, build_projection
 from tests.projection.conftest import PAIRS, SMALL, real_matrix
 from tests.projection.prefix_oracle import longest
-from tests.tokenizers_fixture import byte_level, real_tokenizer, sentencepiece
+from tests.tokenizers_fixture import byte_level, sentencepiece
 
 
 def sides(matrix: ProjectionMatrix, student: object, teacher: object) -> list[tuple[list[bytes], np.ndarray, int]]:
@@ -86,28 +86,6 @@ def test_a_realised_first_token_is_in_the_cell_of_the_teacher_token_that_it_begi
     assert (matrix.teacher_shared_spelling[tokens] == matrix.student_shared_spelling[first]).all()
     by_prefix = matrix.teacher_shared_prefix[tokens] == matrix.student_shared_prefix[first]
     assert 0.7 < by_prefix.mean() < 0.8
-
-
-@pytest.mark.tokenizers
-@pytest.mark.parametrize("pair", [("llama3_1", "qwen3"), ("gpt4o", "gemma3")], ids="-".join)
-def test_real_tokens(pair: tuple[str, str]) -> None:
-    """All tokens with bytes have a cell, as both sides have every byte; a sample has the longest."""
-    matrix = real_matrix(*pair)
-    tokenizers = [real_tokenizer(name) for name in pair]
-    left = pieces_of(tokenizers[0]).as_list()
-    known = [left[s] for s in matrix.shared_pairs[:, 0].tolist()]
-    for contents, psi, _ in sides(matrix, *tokenizers):
-        text = [i for i, token in enumerate(contents) if token]
-        assert (psi[text] >= 0).all()
-        for token_id in text[:: len(text) // 15]:
-            assert known[psi[token_id]] == longest(contents[token_id], known)
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_a_tokenizer_with_itself_is_the_identity(name: str) -> None:
-    matrix = build_projection(SMALL[name], SMALL[name])
-    numbers = list(range(matrix.student_vocab_size))
-    assert matrix.student_shared_prefix.tolist() == matrix.teacher_shared_prefix.tolist() == numbers
 
 
 def test_twins_meet_in_the_shared_one() -> None:

@@ -53,14 +53,6 @@ def test_real_tokens_are_spelled_as_the_student_does(pair: tuple[str, str]) -> N
     assert np.mean([spelled[t][0] != cut[t][0] for t in several]) > 0.1
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_a_tokenizer_spells_its_tokens_by_themselves(name: str) -> None:
-    """Tokens that a pre-tokenizer never makes included: methods.md §5.12 has byte_prefix equal same_vocab there."""
-    matrix = build_projection(SMALL[name], SMALL[name])
-    every = [[t] for t in range(matrix.teacher_vocab_size)]
-    assert spellings(matrix) == prefixes(matrix) == every
-
-
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

@@ -259,66 +259,19 @@ def test_outputs_that_cannot_be(tool: str, built: Path, tmp_path: Path, fails: C
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def damaged(built: Path, tmp_path: Path, how: str) -> Path:
-    path = tmp_path / "bad.safetensors"
-    content = built.read_bytes()
-    with safe_open(built, framework="numpy") as file:
-        metadata = file.metadata()
-    tensors = load_file(built)
-    if how == "truncated":
-        path.write_bytes(content[: len(content) // 2])
-    elif how == "pickle":
-        path.write_bytes(pickle.dumps(print))
-    elif how == "nan":
-        tensors["weights"][3, 0] = np.nan
-        save_file(tensors, path, metadata)
-    elif how == "negative":
-        tensors["weights"][3, 0] = -1
-        save_file(tensors, path, metadata)
-    elif how == "out_of_range":
-        tensors["indices"][3, 0] = 10**6
-        save_file(tensors, path, metadata)
-    elif how == "version":
-        save_file(tensors, path, metadata | {"version": "0"})
-    return path
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("truncated", "damaged"),
-        ("pickle", "damaged"),
-        ("nan", "row 3 has a weight that is negative or not finite"),
-        ("negative", "row 3 has a weight that is negative or not finite"),
-        ("out_of_range", "row 3 has an index outside"),
-        ("version", "version '0'"),
-        ("missing", "cannot read"),
-    ],
-)
-def test_files_that_cannot_be_read(
-    how: str, reason: str, built: Path, tmp_path: Path, fails: Callable[..., str]
-) -> None:
-    bad = damaged(built, tmp_path, how)
-    before = sorted(tmp_path.iterdir())
+def test_files_that_cannot_be_read(built: Path, tmp_path: Path, fails: Callable[..., str]) -> None:
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(built.read_bytes()[:1000])
     output = ("--output", tmp_path / "out.safetensors")
-    for command in (
-        ("inspect", bad, "--plot", tmp_path / "out.png"),
-        ("multi_token", bad, *output),
-        ("sort_and_cut", bad, "--top-k", 2, *output),
-        ("byte_prefix", bad, *output),
-    ):
-        assert reason in fails(*command)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_file_of_another_pair(
-    built: Path, folders: tuple[Path, Path], tmp_path: Path, fails: Callable[..., str]
-) -> None:
-    error = fails("inspect", built, "--teacher", folders[1])
-    assert "made for another teacher tokenizer" in error
-    error = fails("byte_prefix", built, "--student", folders[0], "--output", tmp_path / "a.safetensors")
-    assert "made for another student tokenizer" in error
-    assert not list(tmp_path.iterdir())
+    for file, reason in ((bad, "damaged"), (tmp_path / "missing.safetensors", "cannot read")):
+        for command in (
+            ("inspect", file, "--plot", tmp_path / "out.png"),
+            ("multi_token", file, *output),
+            ("sort_and_cut", file, "--top-k", 2, *output),
+            ("byte_prefix", file, *output),
+        ):
+            assert reason in fails(*command)
+    assert list(tmp_path.iterdir()) == [bad]
 
 
 def test_tokenizers_that_have_moved(built: Path, tmp_path: Path, fails: Callable[..., str]) -> None:

@@ -10,7 +10,8 @@ from nemo_opd.config.loss import SampledKLTerm
 from nemo_opd.losses import sampled_chunk_kl
 from tests.losses import oracle_prefix
 from tests.losses.cases import one_tokenizer, random_logits
-from tests.losses.test_sampled_chunk_kl import chunk_arguments, random_alignment
+from tests.losses.plain import plain_texts
+from tests.losses.test_sampled_chunk_kl import random_alignment
 from tests.reference import losses as reference
 
 DPCA = {"shares": "logprobs", "clip_high": 0.28, "dual_clip": 10.0}
@@ -63,7 +64,7 @@ def test_value_gradient_and_metrics(settings: dict) -> None:
     out = sampled_chunk_kl(
         student,
         batch.teacher,
-        **chunk_arguments(batch),
+        **batch.of_chunks,
         mask=mask,
         logprobs=logprobs,
         behaviour_logprobs=drawn,
@@ -71,22 +72,13 @@ def test_value_gradient_and_metrics(settings: dict) -> None:
         chunk_size=2,
         **arguments,
     )
-    z = batch.student.clone().requires_grad_()
-    units = []
-    for b in range(len(z)):
-        chunks = batch.student_chunk_id[b].tolist(), batch.teacher_chunk_id[b].tolist()
-        ids = batch.student_ids[b].tolist(), batch.teacher_ids[b].tolist()
-        one = {"ids": ids[0], "z": z[b], "scored": mask[b].tolist(), "sampled": True}
-        one |= {"behaviour": logprobs[b].tolist(), "drawn": drawn[b].tolist()}
-        own = {"ids": ids[1], "w": batch.teacher[b], "chunks": chunks, "stop": math.inf}
-        units += units_of(term, one, own)
+    texts = plain_texts(batch, behaviour=logprobs, drawn=drawn)
+    units = [unit for one, own in texts for unit in units_of(term, one, own)]
     expected = sum(trained for trained, _ in units) / 5
     assert out.loss.item() == pytest.approx(expected.item(), rel=1e-11)
-    torch.testing.assert_close(
-        *(torch.autograd.grad(loss, logits)[0] for loss, logits in ((out.loss, student), (expected, z))),
-        rtol=1e-10,
-        atol=1e-13,
-    )
+    (gradient,) = torch.autograd.grad(out.loss, student)
+    wanted = torch.stack(torch.autograd.grad(expected, [one["z"] for one, _ in texts]))
+    torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-13)
     kd = out.metrics["kd"]
     assert kd.count == len(units)
     assert kd.value() == pytest.approx(sum(value.item() for _, value in units) / len(units), rel=1e-11)
@@ -101,7 +93,7 @@ def test_chunks_of_one_token_have_the_whole_advantage(shares: str) -> None:
     batch = one_tokenizer(3)
     student = batch.student.requires_grad_()
     plain, shared = (
-        sampled_chunk_kl(student, batch.teacher, **chunk_arguments(batch), shares=way) for way in ("chunk", shares)
+        sampled_chunk_kl(student, batch.teacher, **batch.of_chunks, shares=way) for way in ("chunk", shares)
     )
     assert torch.equal(plain.loss, shared.loss)
     assert torch.equal(*(torch.autograd.grad(out.loss, student)[0] for out in (plain, shared)))
@@ -113,8 +105,6 @@ def test_a_certain_chunk_has_equal_shares() -> None:
     certain = torch.full_like(batch.student, -1e4)
     certain[:, :-1].scatter_(2, batch.student_ids[:, 1:, None].long(), 0.0)
     student = certain.requires_grad_()
-    ways = [
-        sampled_chunk_kl(student, batch.teacher, **chunk_arguments(batch), shares=way) for way in ("equal", "logprobs")
-    ]
+    ways = [sampled_chunk_kl(student, batch.teacher, **batch.of_chunks, shares=way) for way in ("equal", "logprobs")]
     assert torch.isfinite(ways[1].loss)
     assert torch.equal(ways[0].loss, ways[1].loss)

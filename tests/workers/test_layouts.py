@@ -29,7 +29,7 @@ TERMS = {
 }
 """Losses of two teachers with another tokenizer, each of whose tokens is often several of the student's.
 
-One of each way to read rows; losses/test_parallel_joint.py has all losses.
+One of each way to read rows; losses/test_parallel.py has all losses.
 """
 
 

@@ -1,0 +1,214 @@
+"""p_kl and h_kl with a projection that is learned (methods.md §2.8)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_opd.errors import ProjectionError
+from nemo_opd.losses import LearnedProjection, h_kl, p_kl
+from nemo_opd.projection import ProjectionMatrix
+from tests.reference.losses import pairs_of
+
+from . import oracle
+from .cases import identity
+from .learned import check_against_dense, check_gradient, moved_projection
+from .plain import plain_maps
+from .test_truncated import stored
+
+B, S, T, V, W = 2, 9, 8, 20, 24
+MATRIX = oracle.paired_matrix(V, W, 5, seed=0)
+MAPS = plain_maps(MATRIX, ())
+PAIRS = dict(zip(*pairs_of(MAPS, 0.6), strict=True))
+CHUNKS = oracle.random_chunk_ids(np.random.default_rng(5), B, S, T)
+UNITS = oracle.units(*(side.tolist() for side in CHUNKS))
+
+
+def logits(positions: int, width: int, seed: int) -> Tensor:
+    return 2 * torch.randn(B, positions, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+STUDENT, TEACHER = logits(S, V, 0), logits(T, W, 1)
+
+
+def run(
+    loss: Callable[..., Any],
+    projection: ProjectionMatrix | LearnedProjection,
+    student: Tensor = STUDENT,
+    teacher: Tensor = TEACHER,
+    **options: Any,
+) -> Tensor:
+    ids = [torch.zeros_like(side) for side in CHUNKS]
+    chunks = {"student_chunk_id": CHUNKS[0], "teacher_chunk_id": CHUNKS[1]}
+    of_texts = {"student_ids": ids[0], "teacher_ids": ids[1], **chunks}
+    return loss(student, teacher, projection=projection, **of_texts, **options).loss
+
+
+def dense(learned: LearnedProjection, delta: Tensor) -> Tensor:
+    """R made from Δ, of a row at a time."""
+    rows = []
+    for s in range(V):
+        r = np.flatnonzero(learned.rows == s)
+        moved = torch.full((W,), -torch.inf, dtype=torch.float64)
+        for k, t in enumerate(MATRIX.indices[s]):
+            if t >= 0 and len(r):
+                moved[t] = MAPS["R"][s, t].log() + delta[r[0], k]
+        rows.append(moved.softmax(0) if len(r) else MAPS["R"][s])
+    return torch.stack(rows)
+
+
+def of_projection(learned: LearnedProjection, delta: Tensor, student: Tensor, tau: float) -> Tensor:
+    """Compute forward KL + coverage, KL(q̂ ‖ p̃), by autograd through a dense R."""
+    R, covered, total = dense(learned, delta), MAPS["R"].sum(0) > 0, torch.zeros((), dtype=torch.float64)
+    for b, i, j in UNITS:
+        mass = (student[b, i] / tau).softmax(-1) @ R
+        q = (TEACHER[b, j] / tau).softmax(-1)[covered]
+        q = q / q.sum()
+        total = total + (q * (q / mass[covered]).log()).sum()
+    return tau**2 * total / len(UNITS)
+
+
+def of_pairs(learned: LearnedProjection, delta: Tensor, student: Tensor, tau: float) -> Tensor:
+    """Compute forward KL on pairs and rest, and the tails, by autograd through a dense R."""
+    R, total = dense(learned, delta), torch.zeros((), dtype=torch.float64)
+    others_p = torch.tensor([s for s in range(V) if s not in PAIRS])
+    others_q = torch.tensor([t for t in range(W) if t not in PAIRS.values()])
+    for b, i, j in UNITS:
+        p, q = (student[b, i] / tau).softmax(-1), (TEACHER[b, j] / tau).softmax(-1)
+        cells_p = torch.stack([p[s] * R[s, t] for s, t in PAIRS.items()])
+        cells_q = torch.stack([q[t] for t in PAIRS.values()])
+        cells_p, cells_q = (torch.cat([cells, 1 - cells.sum(0, keepdim=True)]) for cells in (cells_p, cells_q))
+        tails = p[others_p].sort(descending=True).values, q[others_q].sort(descending=True).values
+        length = max(map(len, tails))
+        tails = tuple(torch.cat([tail, tail.new_zeros(length - len(tail))]) for tail in tails)
+        total = total + (cells_q * (cells_q / cells_p).log()).sum() + (tails[0] - tails[1]).abs().sum()
+    return tau**2 * total / len(UNITS)
+
+
+def test_the_matrix_has_what_the_tests_are_about() -> None:
+    """Learned rows in a pair and in none, on one side of a collision too, and pairs of one entry."""
+    learned = set(LearnedProjection(MATRIX).rows.tolist())
+    assert 2 <= len(learned & set(PAIRS)) < len(learned)
+    assert len(PAIRS) > len(learned & set(PAIRS))
+
+
+@pytest.mark.parametrize(("loss", "of_dense"), [(p_kl, of_projection), (h_kl, of_pairs)])
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"temperature": 1.7}])
+def test_gradients_equal_autograd_through_a_dense_r(
+    loss: Callable[..., Any], of_dense: Callable[..., Tensor], options: dict[str, Any]
+) -> None:
+    """A row-softmax over more than the row's entries, a share of another row's entry, a rest that lacks what pairs do
+    not get, a block's gradient that is lost, τ² or the divisor left out.
+    """
+
+    def by_loss(learned: LearnedProjection, student: Tensor, **more: Any) -> Tensor:
+        return run(loss, learned, student, **more)
+
+    check_against_dense(MATRIX, STUDENT, by_loss, of_dense, **options)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (p_kl, {"merge": "mean"}),
+        (p_kl, {"compat": "nemo_rl", "vocab_topk": 6}),
+        (p_kl, {"divergence": "jsd"}),
+        (h_kl, {"merge": "mean"}),
+        (h_kl, {"merge": "observed"}),
+        (h_kl, {"compat": "nemo_rl"}),
+        (h_kl, {"compat": "trl"}),
+        (h_kl, {"divergence": "jsd"}),
+        (h_kl, {"divergence": "reverse_kl", "uncommon_weight": 0.0}),
+        (h_kl, {"continuation_weight": 0.5}),
+        (h_kl, {"teacher": stored(TEACHER, torch.zeros(B, T, dtype=torch.long), 3)}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value.__name__,
+)
+def test_every_form_of_the_loss_has_the_gradient_of_its_values(
+    loss: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    """A form that reads other weights than those that are learned, or the pairs without their shares."""
+    check_gradient(MATRIX, lambda learned: run(loss, learned, **options))
+
+
+def test_at_the_start_it_is_the_matrix() -> None:
+    """A softmax that moves the rows before anything is learned; float32 rows sum to 1 within 1e-7."""
+    learned = LearnedProjection(MATRIX)
+    assert run(p_kl, learned).item() == pytest.approx(run(p_kl, MATRIX).item(), rel=1e-6)
+    np.testing.assert_allclose(learned.matrix().weights, MATRIX.weights, atol=1e-7)
+    assert learned.moved().max() < 1e-6
+
+
+def test_with_all_of_a_row_in_its_pair_it_is_the_matrix() -> None:
+    """Pairs other than those of the matrix that it began with; a rest that has what it should not have."""
+    learned = LearnedProjection(MATRIX)
+    heaviest = torch.from_numpy(MATRIX.weights[learned.rows].argmax(1))
+    learned.delta.data[torch.arange(len(heaviest)), heaviest] = 100
+    assert run(h_kl, learned).item() == pytest.approx(run(h_kl, MATRIX).item(), rel=1e-12)
+
+
+def test_what_is_learned_is_a_matrix_with_the_same_entries_and_the_same_loss() -> None:
+    """Rows of one entry that change, weights that do not sum to 1, an export of another R."""
+    learned = moved_projection(MATRIX)
+    matrix = learned.matrix()
+    assert run(p_kl, matrix).item() == pytest.approx(run(p_kl, learned).item(), rel=1e-6)
+    np.testing.assert_array_equal(matrix.indices, MATRIX.indices)
+    others = np.setdiff1d(np.arange(V), learned.rows)
+    np.testing.assert_array_equal(matrix.weights[others], MATRIX.weights[others])
+    changed = np.abs(matrix.weights - MATRIX.weights)[learned.rows].sum(1) / 2
+    np.testing.assert_allclose(learned.moved(), changed, atol=1e-6)
+    assert (changed > 1e-3).all()
+
+
+def test_tokens_of_no_pair_get_no_gradient() -> None:
+    """A share that is read by a pair's place among the rows, or by the row's among the pairs."""
+    learned = moved_projection(MATRIX)
+    run(h_kl, learned).backward()
+    has_gradient = learned.delta.grad.abs().amax(1) > 0
+    assert learned.rows[has_gradient.numpy()].tolist() == [s for s in learned.rows.tolist() if s in PAIRS]
+
+
+def test_where_all_tokens_are_paired_the_rest_is_what_they_do_not_give() -> None:
+    """A rest cell that is left out, as it is without learned weights: 0.7 p of the one row, against q of no pair."""
+    rows = np.array([[0, 2], [1, -1]])
+    weights = np.array([[0.7, 0.3], [1, 0]], dtype=np.float32)
+    matrix = ProjectionMatrix(rows, weights, teacher_vocab_size=3)
+    student, teacher = STUDENT[:, :, :2], TEACHER[:, :, :3]
+    found = run(h_kl, LearnedProjection(matrix), student, teacher, uncommon_weight=0.0)
+    p, q = student.softmax(-1), teacher.softmax(-1)
+    own = [torch.stack([0.7 * p[b, i, 0], p[b, i, 1], 0.3 * p[b, i, 0]]) for b, i, _ in UNITS]
+    expected = sum((q[b, j] * (q[b, j] / cells).log()).sum() for cells, (b, _, j) in zip(own, UNITS, strict=True))
+    assert found.item() == pytest.approx(expected.item() / len(UNITS), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [p_kl, h_kl])
+def test_within_smaller_vocabularies_the_right_entries_are_learned(loss: Callable[..., Any]) -> None:
+    """A place in Δ that is counted among the entries that are left, or pairs of the whole vocabularies."""
+    cut = {"student_vocab_size": V - 3, "teacher_vocab_size": W - 2}
+    learned = moved_projection(MATRIX)
+    run(loss, learned)
+    run(loss, learned, **cut).backward()
+    if loss is p_kl:
+        assert run(p_kl, learned, **cut).item() == pytest.approx(run(p_kl, learned.matrix(), **cut).item(), rel=1e-6)
+    gone = torch.from_numpy(learned.rows >= V - 3)
+    assert gone.any()
+    assert not learned.delta.grad[gone].any()
+    assert learned.delta.grad.abs().max() > 0.01
+
+
+def test_without_a_gradient_of_the_student_it_is_learned_all_the_same() -> None:
+    learned = moved_projection(MATRIX)
+    run(p_kl, learned, STUDENT.clone()).backward()
+    assert learned.delta.grad.abs().max() > 0.01
+
+
+def test_what_has_nothing_to_learn_is_refused() -> None:
+    with pytest.raises(ProjectionError, match="no row of the projection has several entries"):
+        LearnedProjection(identity(V))
+    exact = np.array([True, False])
+    matrix = ProjectionMatrix(np.array([[0, -1], [0, 1]]), np.array([[1, 0], [0.9, 0.1]]), exact, teacher_vocab_size=2)
+    with pytest.raises(ProjectionError, match=r"no row .* is in a pair of h_kl .* use p_kl, which learns every row"):
+        run(h_kl, LearnedProjection(matrix), STUDENT[:, :, :2], TEACHER[:, :, :2])
