@@ -21,7 +21,14 @@ from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import ConfigError, OPDError
 from nemo_opd.files import OF_THE_DISK, refusal
-from nemo_opd.logging.terminal import VisibleConsole, VisibleFormatter, visible, visible_json, without_progress
+from nemo_opd.logging.terminal import (
+    VisibleConsole,
+    VisibleFormatter,
+    between_words,
+    visible,
+    visible_json,
+    without_progress,
+)
 from nemo_opd.paths import keep_compiled_code_private
 from nemo_opd.progress import quiet_libraries
 
@@ -180,5 +187,5 @@ def fail(message: str, status: int, notes: Iterable[str] = ()) -> NoReturn:
     for note in notes:
         print(visible(without_secrets(note)), file=sys.stderr)
     for line in without_secrets(message).splitlines():  # a configuration's problems are one line each
-        print(f"error: {visible(line)}", file=sys.stderr)
+        print(between_words(f"error: {visible(line)}"), file=sys.stderr)
     sys.exit(status)

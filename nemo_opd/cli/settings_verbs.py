@@ -88,7 +88,7 @@ def main(
             model,
             config_dir=config_dir,
             config_name=config_name,
-            prepare=with_documents_columns if model is RunConfig else _require_no_run,
+            prepare=with_documents_columns if model is RunConfig else _evaluation_settings,
             after_sweep=report_sweep,
             is_interrupted=was_requested,
             before_default=(lambda _: None) if output.quiet else _announce_demo,
@@ -99,13 +99,16 @@ def main(
     return 0 if all(finished.is_complete for finished in ended) else ENDED_EARLY
 
 
-def _require_no_run(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raise ConfigError if an evaluation gets the settings of a run."""
+def _evaluation_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Take files that `data` is short for as questions. Raises ConfigError for the settings of a run."""
     if "student" in settings:
         raise ConfigError(
             "student: this file configures a run, and nemo-opd evaluate takes a model and questions: model=FOLDER, "
             "such as final in the run's directory, with data, sets or benchmarks (docs/evaluation.md)"
         )
+    data = settings.get("data")
+    if isinstance(data, Mapping) and isinstance(files := data.get("train"), Mapping):
+        return {**settings, "data": {key: data[key] for key in data if key != "train"} | dict(files)}
     return settings
 
 
@@ -124,7 +127,7 @@ def _announce_demo(recipe: str) -> None:
         program = Path(sys.argv[0]).name
         command = f"nemo-opd init DIR, then {program} DIR/FILE.yaml"
         if recipe == "evaluation_demo":
-            command = f"{program} model=FOLDER data.jsonl_files=FILE reward=numeric"
+            command = f"{program} model=FOLDER data=FILE reward=numeric"
         print(
             f"no file is named, so this starts from the demo {recipe}, with tiny models; for your own models and data: "
             + command,
@@ -150,7 +153,7 @@ def _evaluate(config: EvaluationConfig) -> Finished | None:
 def evaluation_recipe(arguments: Sequence[str]) -> str:
     """Return the recipe without questions if the arguments name some; the demo's would be a second source."""
     names_questions = any(
-        re.match(r"\+*(data\.(\w+_files|hub\b)|sets\b|benchmarks\b)", argument) for argument in arguments
+        re.match(r"\+*(data=|data\.(\w+_files|hub\b)|sets\b|benchmarks\b)", argument) for argument in arguments
     )
     return "evaluation" if names_questions else "evaluation_demo"
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Never, Self, TypeVar, get_args, get_origin
 
@@ -32,6 +33,18 @@ class Settings(BaseModel):
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def numbers_are_not_true_or_false(cls, data: object) -> object:
+        for name, value in data.items() if isinstance(data, Mapping) else ():
+            elements = value if isinstance(value, list | tuple) else (value,)
+            if name in cls.model_fields and any(isinstance(element, bool) for element in elements):
+                types = [*_types_in(cls.model_fields[name].annotation)]
+                # pydantic takes true as 1
+                if bool not in types and any(number in types for number in (int, float, timedelta)):
+                    raise ValueError(f"{name}={setting_text(value)}: must be a number, not true or false")
+        return data
+
     @field_validator("*")
     @classmethod
     def no_value_is_empty(cls, value: object) -> object:
@@ -52,6 +65,13 @@ class Settings(BaseModel):
             if reason := next(filter(None, (rule.broken_by(name, self) for rule in rules)), None):
                 raise ValueError(f"{name}={setting_text(value)} has no effect {reason}")
         return self
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """Yield an annotation and all types inside of it."""
+    yield annotation
+    for argument in get_args(annotation):
+        yield from _types_in(argument)
 
 
 _SHOWN = 40
@@ -90,7 +110,7 @@ class Excludes:
         if value in (None, ()):
             return None
         text = setting_text(value)
-        return f"with {self.field}{f'={text}' if len(text) <= _SHOWN else ''}; leave one of the two out"
+        return f"with {self.field}{f'={text}' if len(text) <= _SHOWN else ''}; leave one of the two out, or write null"
 
 
 def setting_text(value: object) -> str:
@@ -220,13 +240,13 @@ def _explain(
     kind, value = problem["type"], problem["input"]
     key = ".".join(map(str, path))
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    if path and isinstance(value, str) and is_secret_name(str(path[-1])):
+    if path and isinstance(value, str) and is_secret_setting(str(path[-1]), model):
         text = MASK
     reason = " or ".join(dict.fromkeys(map(_reason_of, problems))).replace(" or must be", " or")
     if is_blank(value) and kind not in ("extra_forbidden", "value_error"):
         return f"{key}: {_EMPTY}"
     if kind == "extra_forbidden":
-        return f"{key}={text}: there is no such key{_suggestion(path, value, data, model)}"
+        return _with_removal(f"{key}={text}: there is no such key{_suggestion(path, value, data, model)}")
     if kind in ("missing", "union_tag_not_found"):
         return f"{key}{'.type' * (kind != 'missing')}: required, but not given"
     if kind == "union_tag_invalid" and is_blank(value["type"]):
@@ -237,10 +257,17 @@ def _explain(
         keys = ", ".join(_keys_at(path, data, model))
         return f"{key}={text}: a group of keys, not one value; set {key}.KEY of {keys}"
     if kind == "value_error":
-        return _placed(reason, key, value, text, _keys_at(path, data, model))
+        return _with_removal(_placed(reason, key, value, text, _keys_at(path, data, model)))
     if kind == "string_type" and len(problems) == 1 and isinstance(value, int | float):
         reason += f"; to make text of it, write {key}=\"'{value}'\""
     return f"{key}={text}: {reason[0].lower()}{reason[1:]}"
+
+
+def _with_removal(message: str) -> str:
+    """Add to the advice `key=…: …; leave it out` the override that removes a setting which a file or a preset has."""
+    key = message.partition("=")[0]
+    is_advised = re.search(rf"leave (it|this|{re.escape(key.rpartition('.')[2])}) out$", message)
+    return f"{message} (~{key})" if is_advised and not re.search(r"\.\d", key) else message
 
 
 _REMEDY = re.compile(r"(?<= has no effect )([^;]*; (?:write|set)) (\w+)")
@@ -286,7 +313,7 @@ def _real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool)
     for i, part in enumerate(location):
         may_be_tag = not is_tag_passed and (i + 1 < len(location) or not ends_in_key)
         # A type with a default may be left out.
-        is_default = i + 1 < len(location) and isinstance(data, Mapping) and "type" not in data and part not in data
+        is_default = isinstance(data, Mapping) and "type" not in data and part not in data
         if may_be_tag and isinstance(data, Mapping) and (data.get("type") == part or is_default):
             is_tag_passed = True
             continue
@@ -304,7 +331,8 @@ def _real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool)
 def _suggestion(path: list[int | str], value: object, data: Mapping[str, Any], model: type[BaseModel]) -> str:
     siblings = _keys_at(path[:-1], data, model)
     if owners := _types_with_key(path, data, model):
-        return f"; it belongs to {'.'.join(map(str, path[:-1]))}.type={', '.join(owners)}"
+        section = ".".join(map(str, path[:-1]))
+        return f"; it belongs to {section}.type={', '.join(owners)}; write this type, or leave it out"
     if translations := [text for word in (str(path[-1]), *_keys_in_value(value)) for text in translate(word)]:
         return f"; {'; '.join(dict.fromkeys(translations))}"
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
@@ -343,6 +371,11 @@ def keys_named(word: str, model: type[BaseModel]) -> list[str]:
     """Return up to three keys that end in a word, such as `student.optimizer.lr` for `lr`, the shortest first."""
     keys = [key for key in all_keys(model) if f".{key}".endswith(f".{word}")]
     return sorted(keys, key=lambda key: key.count("."))[:_MOST_SUGGESTIONS]
+
+
+def is_secret_setting(name: str, model: type[BaseModel]) -> bool:
+    """Return whether the value of a setting with this name is a secret; `answer_key` and the like name a column."""
+    return is_secret_name(name) and (name == "api_key" or not keys_named(name, model))
 
 
 def _types_with_key(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:

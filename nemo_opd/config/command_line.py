@@ -17,9 +17,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from pydantic import BaseModel
 
-from nemo_opd.config.base import all_keys, keys_named, options, recipes
+from nemo_opd.config.base import all_keys, is_secret_setting, keys_named, options, recipes
 from nemo_opd.config.other_trainers import translate
-from nemo_opd.config.secrets import contains_secret, is_secret_name, masked_leaf, without_secrets
+from nemo_opd.config.secrets import contains_secret, masked_leaf, without_secrets
 from nemo_opd.config.short_form import sections_of_strings, short_form
 from nemo_opd.errors import ConfigError
 
@@ -37,6 +37,7 @@ _QUIET_HYDRA = (
     "hydra/hydra_logging=none",
 )
 
+_YAML = (".yaml", ".yml")
 _LONGEST_NAME = 120
 """Characters of the name of a run's folder in a sweep."""
 _ODD_CHARACTERS = re.compile(r"[^\w.=,+-]+")
@@ -108,7 +109,7 @@ def _explain_option(typed: str, arguments: Sequence[str], model: type[BaseModel]
         return f"{problem}; {program} --help shows the options, and {program} --help WORD finds settings"
 
     def placeholder(key: str) -> str:
-        if is_secret_name(key.rpartition(".")[2]):
+        if is_secret_setting(key.rpartition(".")[2], model):
             return "'${oc.env:NAME}'"
         return "true" if fields[key].annotation is bool else value or "VALUE"
 
@@ -162,13 +163,15 @@ def read_command_line(
 
 def _names_config(word: str, config_dir: Path) -> bool:
     path = Path(word)
-    return path.suffix in (".yaml", ".yml") or path.is_file() or word in recipes(config_dir)
+    return path.suffix in _YAML or path.is_file() or word in recipes(config_dir)
 
 
 def _config_file(name: str, config_dir: Path) -> Path:
     """Return the file at this path, or the recipe with this name. Raises ConfigError if neither exists."""
     for file in (Path(name), config_dir / f"{name}.yaml"):
         if file.is_file():
+            if file.suffix not in _YAML:
+                raise ConfigError(f"{name}: settings are in a YAML file, such as run.yaml; write data={name} for texts")
             return file.resolve()
     raise ConfigError(
         f"--config={name}: there is no such file; give the path of a YAML file, or the name of a recipe "

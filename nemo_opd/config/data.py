@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from nemo_opd.config.base import Excludes, MayChange, Needs, OneOrMore, Settings
 from nemo_opd.errors import ConfigError
@@ -109,13 +109,19 @@ class ValidationTexts(ValidationSource):
     """The column with a text to validate on; by default validation documents are read as the training documents."""
 
 
+_TextsOrNone = Annotated[
+    ValidationTexts,
+    BeforeValidator(lambda value: {} if value is None else value, json_schema_input_type=ValidationTexts | None),
+]
+
+
 class Data(Settings):
     """Texts or prompts, and how they are read."""
 
     train: Source = Field(default_factory=Source)
     """Texts to learn from; on-policy, prompts."""
-    validation: MayChange[ValidationTexts] = Field(default_factory=ValidationTexts)
-    """Validation documents; without a source validation is off. text_files are texts, if the run does not sample."""
+    validation: MayChange[_TextsOrNone] = Field(default_factory=ValidationTexts)
+    """Validation documents; null: no validation. text_files are texts, if the run does not sample."""
     text_key: str = "text"
     """The column with a document's text. If no setting names a column of documents, the names of the first training
     file's columns tell (docs/data.md).

@@ -52,6 +52,8 @@ Prepare = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 _OTHER_KEY = re.compile(r"\$\{(?!oc\.env:)([^}]*)\}?")
 """A reference to another key."""
+_MODEL = ", or the folder or the hub's name of a model"
+_INSTEAD_OF_OPTION = {"student": _MODEL, "teachers": _MODEL, "data": ", or a file, such as texts.jsonl"}
 _LONGEST_REFERRED_TO = 1 << 20
 """Characters of all values that a file refers to."""
 
@@ -327,15 +329,18 @@ def _explain_composition(error: Exception, command: CommandLine) -> str:
         options = ", ".join(option for option in error.options if not option.startswith(INLINE))
         if not name:
             return f"{group}=: it is empty; choose one of {options}"
-        model = ", or the folder or the hub's name of a model" if group in ("student", "teachers") else ""
-        return f"{group}={name}: there is no such option; choose one of {options}{model}"
+        return f"{group}={name}: there is no such option; choose one of {options}{_INSTEAD_OF_OPTION.get(group, '')}"
     if isinstance(error, OverrideParseException):
         override = error.override.removeprefix("++")
         return f"{override}: cannot be read as key=value; quote a value with special characters, as in 'key=\"a(b\"'"
     if isinstance(error, MissingConfigException):
         return f"{str(error).splitlines()[0].rstrip('.')}; the files are in {command.config_file.parent}"
     wrong, base = _first_failing(command)
-    if wrong is not None and base is not None and (reason := _explain_list_key(wrong, base)):
+    if (
+        wrong is not None
+        and base is not None
+        and (reason := _explain_list_key(wrong, base) or _explain_kind(wrong, base))
+    ):
         return f"{wrong}: {reason}"
     if wrong is not None and "--multirun" in str(error):
         return f"{wrong}: several values; write key=[a,b] for a list, or add --multirun for a run with each value"
@@ -388,6 +393,17 @@ def _explain_list_key(override: str, config: DictConfig) -> str | None:
         *leading, last = (f"{name}.{i}" for i in range(len(value)))
         elements = f"{', '.join(leading)} and {last}" if leading else last
         return f"{name} is a list of {len(value)}, {elements}; write one of these, or the whole list as {name}=[…]"
+    return None
+
+
+def _explain_kind(override: str, config: DictConfig) -> str | None:
+    """Explain a list in place of a section, or a section in place of a list. Returns None for other overrides."""
+    key, _, value = override.lstrip("+").partition("=")
+    section = OmegaConf.select(config, key)
+    if isinstance(section, DictConfig) and value.startswith("["):
+        return f"a group of keys, not a list; set {key}.KEY of {', '.join(map(str, section))}"
+    if isinstance(section, ListConfig) and value.startswith("{"):
+        return f"a list, whose elements are groups of keys; write {key}=[{value}]"
     return None
 
 

@@ -139,6 +139,11 @@ class PairedTerm(ChunkTerm):
 
     @model_validator(mode="after")
     def something_is_compared(self) -> Self:
+        if self.common_weight == 0 and self.divergence != "forward_kl":
+            raise ValueError(
+                f"divergence={self.divergence} has no effect with common_weight=0; raise common_weight, or leave "
+                "divergence out"
+            )
         if self.uncommon_weight == 0 and self.uncommon_topk is not None:
             raise ValueError(
                 f"uncommon_topk={self.uncommon_topk} has no effect with uncommon_weight=0; raise it, or leave "

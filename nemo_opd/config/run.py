@@ -30,6 +30,10 @@ class RunConfig(RunFields):
                 "the texts or the rewards, keep the teachers and write loss.kd_weight=0: none is loaded then"
             )
         names = [teacher.name for teacher in self.teachers]
+        if "student" in names:
+            raise ValueError(
+                f"teachers.{names.index('student')}.name=student: the student has this name; write another"
+            )
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(

@@ -66,7 +66,7 @@ def long_form(data: Mapping[str, Any]) -> dict[str, Any]:
             sections[key] = {"type": default.type, **section}
     if not isinstance(teachers := sections.get("teachers"), list):
         return sections
-    names = {str(teacher.get("name")) for teacher in teachers if isinstance(teacher, Mapping)}
+    names = {"student", *(str(teacher.get("name")) for teacher in teachers if isinstance(teacher, Mapping))}
     sections["teachers"] = [_with_type_and_name(teacher, names) for teacher in teachers]
     return sections
 

@@ -3,7 +3,7 @@
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from nemo_opd.config.base import MayChange, Needs, Settings, UsersCode
 
@@ -54,8 +54,8 @@ class Train(Settings):
     max_length: int = Field(2048, ge=2)
     """Longest sequence in the student's tokens; longer documents are cut, with `data.packing` into several pieces."""
     validate_every: MayChange[int | None] = Field(None, ge=1)
-    """Steps between validations, besides those before the first and after the last step. Validation is off with
-    `data.validation.arrow_files=[] data.validation.max_samples=null`.
+    """Steps between validations, besides those before the first and after the last step. `data.validation=null` turns
+    validation off.
     """
     save_every: MayChange[int | None] = Field(500, ge=1)
     """Steps between checkpoints, or null for none before the last step, which is always saved."""
@@ -71,7 +71,7 @@ class Train(Settings):
     """
     early_stopping: MayChange[EarlyStopping | None] = None
     """End the run, as after its last step, when a metric has stopped improving."""
-    save_before: MayChange[Annotated[timedelta, Field(gt=timedelta())] | None] = None
+    save_before: MayChange[timedelta | None] = None
     """Time since the start of the job, as `03:45:00`, before which the run saves a checkpoint and ends with exit status
     75 (docs/checkpoints.md).
     """
@@ -90,6 +90,17 @@ class Train(Settings):
     def longest_at_a_time(self, data_parallel: int) -> int:
         """Return the number of sequences of `max_length` in a microbatch, at most a rank's share of a global batch."""
         return min(-(-self.tokens_at_a_time // self.max_length), -(-self.global_batch_size // data_parallel))
+
+    @field_validator("save_before", mode="wrap")
+    @classmethod
+    def save_before_is_a_time(cls, value: object, validate: ValidatorFunctionWrapHandler) -> timedelta | None:
+        try:
+            time: timedelta | None = validate(value)
+        except ValidationError:
+            time = timedelta()
+        if time is not None and time <= timedelta():
+            raise ValueError("must be a time above 0, such as 03:45:00, or a number of seconds")
+        return time
 
     @model_validator(mode="after")
     def either_steps_or_epochs(self) -> "Train":

@@ -1,6 +1,5 @@
 """Rows of JSONL, JSON and text files: parsing within parsers' limits, types of columns, and places for messages."""
 
-import bz2
 import gzip
 import io
 import json
@@ -8,6 +7,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -170,11 +170,25 @@ def _opened(path: Path) -> IO[bytes]:
     return path.open("rb") if opener is None else opener(path)
 
 
+def _arrow_stream(compression: str, path: Path) -> io.BufferedReader:
+    # Python's bz2 would ignore what follows the streams.
+    return io.BufferedReader(pa.input_stream(str(path), compression=compression))
+
+
+def _xz(path: Path) -> lzma.LZMAFile:
+    """Open a file; raises LZMAError if something follows its streams, which `lzma` would ignore."""
+    with path.open("rb") as file:
+        file.seek(-2, io.SEEK_END)
+        if file.read() != b"YZ":
+            raise lzma.LZMAError("it does not end with the end of an xz stream")
+    return lzma.LZMAFile(path)
+
+
 _OPENERS: dict[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.GzipFile,
-    b"\x28\xb5\x2f\xfd": lambda path: io.BufferedReader(pa.input_stream(str(path), compression="zstd")),
-    b"BZh": bz2.BZ2File,
-    b"\xfd7zXZ\x00": lzma.LZMAFile,
+    b"\x28\xb5\x2f\xfd": partial(_arrow_stream, "zstd"),
+    b"BZh": partial(_arrow_stream, "bz2"),
+    b"\xfd7zXZ\x00": _xz,
 }
 """Openers keyed by a compressed file's first bytes."""
 

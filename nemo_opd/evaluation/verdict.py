@@ -97,6 +97,8 @@ def _gap_sentences(closing: ClosingTable) -> Iterator[str]:
 
 
 def _closed(before: float, after: float, teacher: float) -> str:
+    if abs(after - before) <= _SAME * before:
+        return "the gap has not changed"
     if after > before:
         return "the gap has grown"
     if after < teacher:

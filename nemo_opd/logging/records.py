@@ -314,9 +314,9 @@ def figures_by_table(record: Mapping[str, float]) -> dict[str, dict[str, dict[st
 def _group_table(name: str, first: Mapping[str, _Figures], last: Mapping[str, _Figures]) -> TextTable:
     teachers = _suffixes(first.values(), "shared_bits_per_byte/")
     distilled = _suffixes(last.values(), "kd/")
-    heads = ["", "share of tokens", "bits per byte before", "after"]
+    heads = ["", "share of tokens", "bits per byte before", "bits per byte after"]
     if teachers:
-        heads += ["over shared bytes before", "after", *(f"teacher {name}" for name in teachers)]
+        heads += ["over shared bytes before", "over shared bytes after", *(f"teacher {name}" for name in teachers)]
     has_accuracy = any("accuracy" in figures for figures in last.values())
     heads += ["cross-entropy after", *["accuracy after"] * has_accuracy, *(f"KD of {name}" for name in distilled)]
     rows = []

@@ -126,7 +126,7 @@ def _progress_tiles(records: Records) -> Iterable[_Tile]:
         ("in training steps", "perf/step_s", sum, clock),
         ("tokens / second", "perf/tokens_per_s", statistics.median, amount),
         ("MFU", "perf/mfu", statistics.median, "{:.0%}".format),
-        ("of positions are tokens", "perf/useful_positions", statistics.median, share),
+        ("of the input is not padding", "perf/useful_positions", statistics.median, share),
         ("GB at the peak", "perf/peak_memory_gb", max, "{:.1f}".format),
     ):
         values = [record[key] for record in trained if key in record and record[key] == record[key]]

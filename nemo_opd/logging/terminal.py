@@ -7,7 +7,9 @@ line, or in occasional lines of an otherwise silent process.
 import gc
 import json
 import logging
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -113,9 +115,17 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 
 
 def print_warning(text: str) -> None:
-    """Print a warning as a single line to stderr, in colour if it is a terminal."""
+    """Print a warning to stderr, in colour and broken between words if it is a terminal, otherwise as a single line."""
     with suppress(OSError):
-        VisibleConsole(stderr=True).print(Text(f"warning: {text}", "yellow"), soft_wrap=True)
+        VisibleConsole(stderr=True).print(Text(between_words(f"warning: {text}"), "yellow"), soft_wrap=True)
+
+
+def between_words(text: str) -> str:
+    """Break a line for stderr between words if it is a terminal, which would break it inside of keys and paths."""
+    if not sys.stderr.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
 
 
 def _print_current() -> None:

@@ -15,7 +15,6 @@ import psutil
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals sent by Ctrl-C, a scheduler, and a closed terminal."""
-_ANSWER = "ending after this step; interrupt again to end now"
 ECHO_S = 1.0
 """Window of duplicate signals: timeout(1) signals a process and its group, and `uv run` forwards signals."""
 _BYTES_PER_S = 2e8
@@ -55,6 +54,8 @@ class Interrupt:
     def __init__(self, answer: Callable[[str], None]) -> None:
         """Store `answer`, which shows a text to the user and is called from a separate thread."""
         self.requested = False
+        self.effect = "ending after this step"
+        """What the first signal does, for the user."""
         self._answer = answer
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -64,8 +65,9 @@ class Interrupt:
             raise KeyboardInterrupt
         self.requested = True
         _was_requested.set()
+        answer = f"{self.effect}; interrupt again to end now"
         # In a thread, because the signal may have interrupted a write to the same stream.
-        threading.Thread(target=self._answer, args=(_ANSWER,), daemon=True).start()
+        threading.Thread(target=self._answer, args=(answer,), daemon=True).start()
 
     def __enter__(self) -> Self:
         self._previous = _install(self._handle)

@@ -376,6 +376,7 @@ class Session:
 
         Raises NotFiniteError if the student has diverged and, at the very end, HubError if the push fails.
         """
+        self.interrupt.effect = "the last step is done, and the run finishes"
         if self._validated_at < self.step and self.plan.data.validation is not None:
             self.validate()  # a finished run was started again, or the run ended early
         self.skipped.require_sound_end(self.validated.get(BITS_PER_BYTE))

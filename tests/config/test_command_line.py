@@ -11,6 +11,7 @@ import pytest
 
 from nemo_opd.config.command_line import Groups, Sweep, read_command_line
 from nemo_opd.config.load import composition_errors, run_with_hydra, to_yaml
+from nemo_opd.config.objective import BytePrefixLoss
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, ModelError
 from tests.composition import CONFIGS, DEMO, PRODUCTION, ROOT, command_line, compose_all, configured
@@ -34,6 +35,13 @@ def test_a_key_that_no_yaml_mentions_is_set_without_a_plus() -> None:
     assert configured("cluster.timeout_s=5").cluster.timeout_s == 5
     assert configured("+cluster.timeout_s=5").cluster.timeout_s == 5
     assert configured("++cluster.timeout_s=5").cluster.timeout_s == 5
+
+
+def test_a_way_out_of_a_presets_setting_works() -> None:
+    """Bug: a message advises to leave out a setting that the user has not written."""
+    loss = configured("loss=bpm", "loss.positions=starts", "~loss.ends").loss
+    assert isinstance(loss, BytePrefixLoss)
+    assert (loss.positions, loss.ends) == ("starts", "drop")
 
 
 def test_a_key_is_taken_away() -> None:
@@ -338,6 +346,12 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
         (
             ["train.max_steps=1,2"],
             r"^train\.max_steps=1,2: several values; write key=\[a,b\] for a list, or add --multirun",
+        ),
+        (["data.train=[]"], r"^data\.train=\[\]: a group of keys, not a list; set data\.train\.KEY of arrow_files"),
+        (["++teachers={model:m}"], r"^teachers={model:m}: a list, whose elements .*; write teachers=\[{model:m}\]$"),
+        (
+            ["loss=bpm", "loss.positions=starts"],
+            r"^loss\.ends=rest has no effect .*; write loss\.positions=all, or leave ends out \(~loss\.ends\)$",
         ),
         (["=5"], r"^=5: the key is empty; write key=value$"),
         (["--config-name=zzz"], r"^--config=zzz: there is no such file; "),

@@ -65,7 +65,7 @@ def off_policy(**sections: Any) -> dict[str, Any]:
         ),
         (
             changed("loss.beta", 0.9),
-            r"0\.9 has no effect with divergence=forward_kl; write loss.divergence=jsd, or leave beta out",
+            r"0\.9 has no effect with divergence=forward_kl; write loss.divergence=jsd, or leave beta out \(~loss",
         ),
         (
             changed("loss.mixed_weight", 0.9),
@@ -78,6 +78,10 @@ def off_policy(**sections: Any) -> dict[str, Any]:
         (
             changed("loss", {"type": "gold", "uncommon_weight": 0, "uncommon_topk": 5}),
             r"5 has no effect with uncommon_weight=0; raise it",
+        ),
+        (
+            changed("loss", {"type": "gold", "common_weight": 0, "divergence": "jsd"}),
+            r"loss\.divergence=jsd has no effect with common_weight=0; raise .* leave divergence out",
         ),
         (
             on_policy(loss={"type": "sampled_kl", "estimator": "k2", "update": "direct", "clip_high": 0.9}),

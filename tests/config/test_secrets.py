@@ -134,6 +134,8 @@ def test_a_secret_under_a_wrong_key_is_masked() -> None:
     """Bug: the message that there is no such key shows the secret."""
     with pytest.raises(ConfigError, match=r"run\.push_to_hub\.token=\*\*\*: there is no such key"):
         composed("+run.push_to_hub={repo:me/model}", f"+run.push_to_hub.token={VALUE}")
+    with pytest.raises(ConfigError, match=r"data\.answer_key='solution': there is no such key"):
+        composed("+data.answer_key=solution")
 
 
 def _settled(teacher: Teacher) -> Teacher:

@@ -37,6 +37,11 @@ def test_strings_stand_for_sections(recipe: Path) -> None:
     assert config.loss.type == "gold"
 
 
+def test_a_teacher_is_not_named_like_the_student() -> None:
+    settings = {"student": "m", "teachers": ["demo:student"], "data": "a.jsonl", "train": {"max_steps": 1}}
+    assert from_dict(settings).active_names == ("student_2",)
+
+
 def test_a_string_in_a_file_means_what_it_means_on_the_command_line(tmp_path: Path) -> None:
     """`loss: reverse_kl`, an option of the group and not a type, is refused in a file."""
     file = tmp_path / "mine.yaml"

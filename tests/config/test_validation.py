@@ -93,8 +93,10 @@ def test_a_key_of_the_other_kind_of_teacher_is_told_with_its_kind() -> None:
     rollout = message_of(changed("rollout", {"type": "hf", "gpus": 2}))
 
     kinds = "teachers.1.type=auto, cross_tokenizer, cached, served"
-    assert message == f"teachers.1.projection='auto': there is no such key; it belongs to {kinds}"
-    assert rollout == "rollout.gpus=2: there is no such key; it belongs to rollout.type=server"
+    ways_out = "write this type, or leave it out"
+    assert message == f"teachers.1.projection='auto': there is no such key; it belongs to {kinds}; {ways_out}"
+    reason = f"there is no such key; it belongs to rollout.type=server; {ways_out} (~rollout.gpus)"
+    assert rollout == f"rollout.gpus=2: {reason}"
 
 
 def test_a_key_of_the_other_loss_is_unknown() -> None:
@@ -110,6 +112,12 @@ def test_a_key_of_the_other_loss_is_unknown() -> None:
         ("train.max_steps", 2.5, "train.max_steps=2.5: must be a valid integer"),
         ("train.max_steps", 0, "train.max_steps=0: must be greater than or equal to 1"),
         ("train.global_batch_size", None, "train.global_batch_size=null: must be a valid integer"),
+        ("train.max_steps", True, "train.max_steps=true: must be a number, not true or false"),
+        ("student.optimizer.lr", False, "student.optimizer.lr=false: must be a number, not true or false"),
+        ("student.optimizer.betas", [True, 0.9], "student.optimizer.betas=[true, 0.9]: must be a number, not true"),
+        ("evaluation.sets.a.n", True, "evaluation.sets.a.n=true: must be a number, not true or false"),
+        ("train.save_before", -3, "train.save_before=-3: must be a time above 0, such as 03:45:00, or a number of"),
+        ("train.save_before", "noon", "train.save_before='noon': must be a time above 0"),
         ("train.max_length", 1, "train.max_length=1: must be greater than or equal to 2"),
         ("train.gradient_clip", 0, "train.gradient_clip=0: must be greater than 0"),
         ("train.gradient_clip", float("inf"), "train.gradient_clip=inf: must be a finite number"),
@@ -258,6 +266,13 @@ def test_steps_or_epochs() -> None:
     assert from_dict(changed("train", {"epochs": 2})).train.epochs == 2
 
 
+def test_null_is_no_validation() -> None:
+    """Bug: the user has to know that files and limit are to be reset one by one."""
+    config = from_dict(changed("data.validation", None))
+    assert not config.data.validation.given
+    assert from_dict(config.model_dump(mode="json")) == config
+
+
 def test_one_kind_of_source() -> None:
     assert message_of(changed("data.train.jsonl_files", "/b.jsonl")) == (
         "data.train: give one kind of source, not arrow_files=/a.arrow and jsonl_files=/b.jsonl; set the unused "
@@ -272,6 +287,8 @@ def test_teacher_names_are_unique() -> None:
     message = message_of(changed("teachers.1.name", "cross"))
 
     assert message == "teachers: 2 teachers are named 'cross'; metrics need one name each"
+    message = message_of(changed("teachers.1.name", "student"))
+    assert message == "teachers.1.name=student: the student has this name; write another"
 
 
 def test_cross_tokenizer_teachers_need_a_cross_tokenizer_loss() -> None:
@@ -303,8 +320,8 @@ def test_a_preset_decides_its_own_settings() -> None:
         (key,) = setting
         message = message_of(changed("teachers.0.loss", {"type": "p_kl", **preset, **setting}))
         assert (
-            message
-            == f"teachers.0.loss.{key}={setting[key]} has no effect with compat=nemo_rl; leave one of the two out"
+            message == f"teachers.0.loss.{key}={setting[key]} has no effect with compat=nemo_rl; "
+            "leave one of the two out, or write null"
         )
     assert message_of(changed("teachers.0.loss", {"type": "p_kl", "compat": "trl"})).endswith("must be 'nemo_rl'")
 

@@ -170,7 +170,7 @@ PACKERS = [("gz", gzip.compress), ("zst", zstd), ("bz2", bz2.compress), ("xz", l
 
 @pytest.mark.parametrize(("suffix", "pack"), PACKERS)
 def test_compressed_lines(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]) -> None:
-    """Of several parts, known by the content and not by the name; cut ones are refused, changed ones read anew."""
+    """Of several parts, known by the content, not by the name; cut or longer ones are refused, changed ones read anew."""
     path = tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(pack(GOOD * 20) + pack(b'{"text": "z"}\n'))
     assert load(Source(jsonl_files=str(path)))["text"][:] == ["abc"] * 20 + ["z"]
@@ -179,10 +179,11 @@ def test_compressed_lines(tmp_path: Path, suffix: str, pack: Callable[[bytes], b
     path.write_bytes(pack(b'{"text": "other"}\n'))
     assert load(Source(jsonl_files=str(path)))["text"][:] == ["other"]
     whole = pack(b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(3000)))
-    path.write_bytes(whole[: len(whole) // 2])
-    message = refusal(Source(jsonl_files=str(path)))
-    assert f"data.train.jsonl_files={str(path)!r} cannot be read: " in message
-    assert "check that it is complete" in message
+    for damaged in (whole[: len(whole) // 2], whole + b"and more"):
+        path.write_bytes(damaged)
+        message = refusal(Source(jsonl_files=str(path)))
+        assert f"data.train.jsonl_files={str(path)!r} cannot be read: " in message
+        assert "check that it is complete" in message
 
 
 @pytest.mark.parametrize(("suffix", "pack"), PACKERS)

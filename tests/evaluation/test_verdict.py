@@ -102,7 +102,10 @@ def test_a_rise_without_an_interval_is_not_worse() -> None:
     assert not verdict.is_worse
 
 
-@pytest.mark.parametrize(("after", "text"), [(2.5, "the gap has grown"), (0.9, "it passed the teacher")])
+@pytest.mark.parametrize(
+    ("after", "text"),
+    [(2.5, "the gap has grown"), (2.0001, "the gap has not changed"), (0.9, "it passed the teacher")],
+)
 def test_a_gap_beyond_its_ends(after: float, text: str) -> None:
     """Catches "-50.0 % of the gap is closed", and more than all of it."""
     verdict = judge(closing(2.0, after, 1.0), [], SETUP, arm("this run", 2.0, *[after] * 4), None)

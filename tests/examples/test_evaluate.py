@@ -134,6 +134,7 @@ def test_an_evaluation_without_questions_is_told() -> None:
 def test_files_of_the_user_take_the_place_of_the_demos() -> None:
     assert evaluation_recipe(["model=m", "data.jsonl_files=a"]) == "evaluation"
     assert evaluation_recipe(["++data.hub.path=a"]) == "evaluation"
+    assert evaluation_recipe(["model=m", "data=a.jsonl"]) == "evaluation"
     assert evaluation_recipe(["model=m", "data.max_samples=3"]) == "evaluation_demo"
     assert evaluation_recipe(["model=m", "sets.sums.n=3"]) == "evaluation"
     assert evaluation_recipe(["model=m", "benchmarks=[gsm8k]"]) == "evaluation"

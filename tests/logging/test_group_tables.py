@@ -44,8 +44,8 @@ def test_figures_are_in_their_columns() -> None:
     a missing figure that shifts the row."""
     domains, classes, chunks = group_tables([START, {"step": 3, "train/loss": 1.0}, END])
     assert domains.title == "Validation by domain"
-    heads = ["", "share of tokens", "bits per byte before", "after", "over shared bytes before", "after", "teacher big"]
-    assert list(domains.heads) == [*heads, "cross-entropy after", "KD of big"]
+    heads = [f"{bits} {time}" for bits in ("bits per byte", "over shared bytes") for time in ("before", "after")]
+    assert list(domains.heads) == ["", "share of tokens", *heads, "teacher big", "cross-entropy after", "KD of big"]
     assert [list(row) for row in domains.rows] == [
         ["code|x", "75.0 %", "4.0000", "4.4000 (+10.0 %)", "5.0000", "-", "6.0000 (+20.0 %)", "-", "-"],
         [

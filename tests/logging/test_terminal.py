@@ -56,6 +56,20 @@ def test_errors_notes_warnings_and_work_show_them(capsys: pytest.CaptureFixture[
     assert "its log:\n\ta" in printed.err
 
 
+def test_keys_and_paths_of_an_error_stay_whole_in_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a terminal breaks lines within a path, which cannot be copied then."""
+    monkeypatch.setenv("COLUMNS", "30")
+    path = "/a/folder-with-a-name/that-is-longer-than-a-line"
+    for in_terminal, lines in ((True, ["error: data.train.text_files=", path, "does not exist"]), (False, None)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shown=in_terminal: shown)
+        with pytest.raises(SystemExit), exit_status(""):
+            raise RolloutError(f"data.train.text_files= {path} does not exist")
+        printed = capsys.readouterr().err.splitlines()
+        assert printed == (lines or [f"error: data.train.text_files= {path} does not exist"])
+
+
 def test_json_has_no_control_characters() -> None:
     """Bug: `generate --json` prints the one-byte form of an escape sequence that a model wrote."""
     value = {"response": "\x1b[31m \x9b31m \x7f 東京"}

@@ -67,6 +67,10 @@ def test_first_signal_asks_is_answered_and_the_second_aborts(
         later()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), second)
+        interrupt.requested, interrupt.effect = False, "the run finishes"
+        later()
+        os.kill(os.getpid(), first)
+        assert answers.get(timeout=ENOUGH_S) == "the run finishes; interrupt again to end now"
     assert answers.empty()
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
 
