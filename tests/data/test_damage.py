@@ -109,13 +109,15 @@ def deep(number: int) -> bytes:
         (b"b", "Expecting value"),
     ],
 )
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_line_of_jsonl(tmp_path: Path, line: bytes, reason: str, pack: Callable[[bytes], bytes]) -> None:
-    """Behind many good ones, blank ones counted. Bug: a bad byte was a bare UnicodeDecodeError, depth ended Python."""
+@pytest.mark.parametrize(("pack", "number"), [(bytes, 3000), (gzip.compress, 3000), (bytes, 1)])
+def test_a_line_of_jsonl(tmp_path: Path, line: bytes, reason: str, pack: Callable[[bytes], bytes], number: int) -> None:
+    """Behind good ones that tell the columns, blank ones counted. Bug: a bad byte was a bare UnicodeDecodeError, depth
+    ended Python.
+    """
     (tmp_path / "a.jsonl").write_bytes(GOOD)
-    (tmp_path / "b.jsonl").write_bytes(pack(GOOD * 3000 + b"\n" + line))
+    (tmp_path / "b.jsonl").write_bytes(pack(GOOD * number + b"\n" + line))
     message = refusal(Source(jsonl_files=str(tmp_path / "*.jsonl")))
-    assert message.startswith(f"data.train.jsonl_files={str(tmp_path / 'b.jsonl')!r}: line 3002 is malformed: ")
+    assert message.startswith(f"data.train.jsonl_files={str(tmp_path / 'b.jsonl')!r}: line {number + 2} is malformed: ")
     assert reason in message
     assert message.endswith("write one JSON object a line, in UTF-8")
 
