@@ -5,6 +5,7 @@ from tests import bytecode
 
 bytecode.share()
 
+import gc
 import os
 import signal
 
@@ -18,6 +19,7 @@ os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 # Help and tables are as wide as where there is no terminal.
 os.environ.pop("COLUMNS", None)
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,17 @@ class ByFile(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile | None:
     """Return the scheduler of the settings, `--dist loadfile`; xdist has those of other modes."""
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Pause the garbage collector while files are imported; afterwards it scans only what tests make."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
