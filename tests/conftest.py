@@ -46,15 +46,23 @@ TOGETHER = {
         "models/test_parallel.py",
         "models/test_sharded_load.py",
     ),
+    "vLLM": ("training/test_on_vllm.py", "rollout/test_server_vllm.py"),
+    "real projections": tuple(
+        f"projection/test_{name}.py"
+        for name in ("real_pairs", "audit", "byte_prefix", "shared_prefix", "teacher_pieces")
+    ),
 }
-"""Files that share what takes long to make; one process has them all."""
+"""Files that share what takes long to make, bytecode of vLLM included; one process has them all."""
 LONGEST = (
+    "vLLM",
     "the reference run",
+    "site/test_tutorials.py",
+    "cluster/ray/test_signals.py",
     "training/test_across_nodes.py",
     "training/test_signals.py",
     "training/test_on_a_server.py",
-    "training/test_on_vllm.py",
-    "rollout/test_server_vllm.py",
+    "kernels/test_interpreted.py",
+    "real projections",
     "training/test_memory_measured.py",
     "two ranks of models",
     "workers/test_every_loss.py",
