@@ -5,6 +5,7 @@ from tests import bytecode
 
 bytecode.share()
 
+import gc
 import os
 import signal
 
@@ -18,6 +19,7 @@ os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 # Help and tables are as wide as where there is no terminal.
 os.environ.pop("COLUMNS", None)
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -44,15 +46,23 @@ TOGETHER = {
         "models/test_parallel.py",
         "models/test_sharded_load.py",
     ),
+    "vLLM": ("training/test_on_vllm.py", "rollout/test_server_vllm.py"),
+    "real projections": tuple(
+        f"projection/test_{name}.py"
+        for name in ("real_pairs", "audit", "byte_prefix", "shared_prefix", "teacher_pieces")
+    ),
 }
-"""Files that share what takes long to make; one process has them all."""
+"""Files that share what takes long to make, bytecode of vLLM included; one process has them all."""
 LONGEST = (
+    "vLLM",
     "the reference run",
+    "site/test_tutorials.py",
+    "cluster/ray/test_signals.py",
     "training/test_across_nodes.py",
     "training/test_signals.py",
     "training/test_on_a_server.py",
-    "training/test_on_vllm.py",
-    "rollout/test_server_vllm.py",
+    "kernels/test_interpreted.py",
+    "real projections",
     "training/test_memory_measured.py",
     "two ranks of models",
     "workers/test_every_loss.py",
@@ -78,6 +88,17 @@ class ByFile(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile | None:
     """Return the scheduler of the settings, `--dist loadfile`; xdist has those of other modes."""
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Pause the garbage collector while files are imported; afterwards it scans only what tests make."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """Processes of tests, forked from one that has imported what they need: each would take seconds of its own for that."""
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -60,6 +61,8 @@ def _run(environment: dict[str, str], function: Callable[..., None], arguments: 
 
     CUDA, which reads it when it is first used, has not been used yet.
     """
+    # The collector would scan, and so copy, the memory that is shared with the server.
+    gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
     function(*arguments)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_DPI = 180
 _LEGEND_WIDTH = 0.85
 """Share of a figure's width that a legend may take; the axis labels are to its left."""
 _MAX_LABEL = 44
@@ -101,13 +102,14 @@ def write_chart(
     size: width and height in inches. instead: advice if the file cannot be written.
     """
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator, ScalarFormatter
 
     images = []
     for theme in (LIGHT, _DARK):
         with matplotlib.rc_context(theme.rc):
-            figure = Figure(figsize=size, layout="constrained")
+            figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
             draw(figure, theme)
             for axes in figure.axes:
                 if type(axes.yaxis.get_major_formatter()) is ScalarFormatter:
@@ -121,7 +123,8 @@ def write_chart(
                 axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
                 axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=180)
+            # savefig would draw twice
+            FigureCanvasAgg(figure).print_png(buffer)
         images.append(buffer.getvalue())
     write_atomically(path, images[0], instead=instead)
     return Chart(title, *images)

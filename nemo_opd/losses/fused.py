@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import update_wrapper
+from functools import cached_property, update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -30,8 +30,12 @@ class Fused(Generic[_Parameters, _Result]):
         self.function = function
         """The plain function, for callers that are compiled themselves."""
         self.is_compilable = True
-        self._compiled = torch.compile(function, fullgraph=True)
         update_wrapper(self, function)
+
+    @cached_property
+    def _compiled(self) -> Callable[_Parameters, _Result]:
+        # Even the wrapper imports parts of the compiler.
+        return torch.compile(self.function, fullgraph=True)
 
     def __call__(self, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         rows = args[0]

@@ -13,12 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from xdist.remote import Producer
 
 from nemo_opd.cli import check
 from nemo_opd.cli.check import Part, Report, Result, gpu_test_files, parts_before, plan, read_output
 from nemo_opd.cli.main import main
 from nemo_opd.paths import UNKNOWN
 from tests.composition import ROOT
+from tests.conftest import ByFile, pytest_xdist_make_scheduler
 from tests.waiting import wait_until
 
 FACTS = {"commit": "a", "machine": "b", "packages": "c"}
@@ -66,22 +68,14 @@ def test_every_file_with_gpu_tests_is_in_one_part() -> None:
     assert not any(name.startswith("test_server") for name in names)
 
 
-@pytest.mark.world
-def test_workers_share_the_tests_of_a_file_when_asked_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dist", "by_file"), [("load", False), ("loadfile", True)])
+def test_workers_share_the_tests_of_a_file_when_asked_to(
+    dist: str, by_file: bool, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: whole files for each worker whatever `--dist` says, so that the longest file is one process."""
-    file = tmp_path / "test_many.py"
-    file.write_text(
-        "import os, pytest\n"
-        "@pytest.mark.parametrize('n', range(8))\n"
-        "def test_it(n, tmp_path_factory):\n"
-        f"    open('{tmp_path}/' + os.environ['PYTEST_XDIST_WORKER'], 'a').close()\n"
-    )
-    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler\n")
-    command = ["-m", "pytest", "-n", "2", "--dist", "load", "-p", "no:cacheprovider", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert {path.name for path in tmp_path.glob("gw*")} == {"gw0", "gw1"}
+    for name, value in {"dist": dist, "tx": ["2*popen"]}.items():
+        monkeypatch.setattr(pytestconfig.option, name, value)
+    assert isinstance(pytest_xdist_make_scheduler(pytestconfig, Producer("test")), ByFile) == by_file
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ def test_a_rank_of_ray_takes_the_one_gpu_that_it_sees(monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCAL_RANK", "5")
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr("gc.disable", lambda: None)
 
     RankActor(3, 8, "cuda", torch.get_num_threads(), 60.0, None, {}, b"key")
 

@@ -126,10 +126,12 @@ def test_a_tokenizers_own_response_template_comes_first() -> None:
 
 def test_a_response_template_that_runs_forever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a pattern of a model's tokenizer kept the interpreter, and the run, for ever."""
-    monkeypatch.setattr(templates, "TEMPLATE_S", 5.0)
     tokenizer = copy.deepcopy(talking("tagged"))
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    assert parsed(tokenizer, "Nothing to call.") == [], "the process has its imports"
+    monkeypatch.setattr(templates, "TEMPLATE_S", 0.5)
     content = {"close_pattern": "(?:a|aa)+(?:aa|a)+(?:a|aa)+b", "content": "text"}
     tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": {"content": content}}
     (call,) = parsed(tokenizer, "a" * 200)
     assert call["type"] == "malformed"
-    assert "did not return in 5 s of processor time" in call["error"]
+    assert "did not return in 0.5 s of processor time" in call["error"]

@@ -1,5 +1,6 @@
 """Worker groups on Ray: a bundle for each device of a placement, and an actor for each rank."""
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -245,6 +246,8 @@ class RankActor:
         host: address of the group's store if all ranks are on this machine, else None. secrets: environment variables
         of the driver. key: signs the objects that the group's ranks send each other.
         """
+        # Until `create`, whose arguments import the worker's libraries: the collector would scan these again and again.
+        gc.disable()
         os.environ.update(secrets)
         sign_objects(key)
         # Only the actor's own GPU is visible to it.
@@ -271,6 +274,8 @@ class RankActor:
 
     def create(self, address: tuple[str, int], worker: type, arguments: dict[str, Any]) -> Failure | None:
         """Join the world and build the worker; return the failure, if any."""
+        gc.freeze()
+        gc.enable()
         try:
             if self.index == 0:
                 self.reporter = ProgressReporter(lambda: process_group.connect_store(*address, ANSWER_S))
