@@ -46,7 +46,8 @@ def test_alpha_needs_scores() -> None:
 
 def test_a_key_of_another_aggregation_is_unknown() -> None:
     assert message_of(changed("aggregation", {"type": "routed", "per": "batch"})) == (
-        "aggregation.per='batch': there is no such key; it belongs to aggregation.type=select_teacher"
+        "aggregation.per='batch': there is no such key; it belongs to aggregation.type=select_teacher; "
+        "write this type, or leave it out (~aggregation.per)"
     )
     assert message_of(changed("aggregation.type", "vote")) == (
         "aggregation.type='vote': choose one of 'weighted_sum', 'averaged_logits', 'select_teacher', 'routed'"

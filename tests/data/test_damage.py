@@ -167,7 +167,7 @@ PACKERS = [("gz", gzip.compress), ("zst", zstd), ("bz2", bz2.compress), ("xz", l
 
 @pytest.mark.parametrize(("suffix", "pack"), PACKERS)
 def test_compressed_lines(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]) -> None:
-    """Of several parts, known by the content, not by the name; cut or longer ones are refused, changed ones read anew."""
+    """Of several parts, known by the content, not by the name; cut or longer ones are refused, changed ones read."""
     path = tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(pack(GOOD * 20) + pack(b'{"text": "z"}\n'))
     assert load(Source(jsonl_files=str(path)))["text"][:] == ["abc"] * 20 + ["z"]
