@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 _Reader = TypeVar("_Reader")
 _IdentifiedReader = TypeVar("_IdentifiedReader", bound=HasIdentity)
+_COUNTED = 1 << 18
+"""Characters of a conversation that are tokenized to learn its length."""
 _BLOCK_ROWS = 256
 """Documents read at a time: when looking for a conversation with an answer, usually the first has one."""
 
@@ -183,12 +185,18 @@ def _require_readable(make_sample: SampleMaker, documents: Dataset) -> None:
 
 
 def conversation_lengths(config: RunConfig, data: Corpus, student: ModelInfo, rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers of the student's tokens in whole conversations: in these rows of `data.train`."""
+    """Return the numbers of the student's tokens in whole conversations: in these rows of `data.train`.
+
+    Very long ones are estimated from their first `_COUNTED` characters.
+    """
     encoder = _chat_encoder(config.student, student, config.train.max_length, config.data.learned_turns)
     documents = read_documents(data.train, list(rows))
     contents = (document.content if isinstance(document, Routed) else document for document in documents)
     texts = (encoder.rendered(content).text for content in contents if isinstance(content, Conversation))
-    return tuple(len(locate_tokens(encoder.tokenizer, text).ids) for text in texts)
+    return tuple(
+        round(len(locate_tokens(encoder.tokenizer, text[:_COUNTED]).ids) * max(1, len(text) / _COUNTED))
+        for text in texts
+    )
 
 
 def build_sample_maker(
