@@ -37,6 +37,12 @@ def test_strings_stand_for_sections(recipe: Path) -> None:
     assert config.loss.type == "gold"
 
 
+def test_a_section_in_place_of_a_list_is_told(recipe: Path) -> None:
+    """Bug: Hydra's words about DictConfig and ListConfig."""
+    with pytest.raises(ConfigError, match=r"^teachers={model:m}: a list, .*; write teachers=\[{model:m}\]$"):
+        compose(recipe, ["teachers={model:m}"])
+
+
 def test_a_teacher_is_not_named_like_the_student() -> None:
     settings = {"student": "m", "teachers": ["demo:student"], "data": "a.jsonl", "train": {"max_steps": 1}}
     assert from_dict(settings).active_names == ("student_2",)
