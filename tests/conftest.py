@@ -92,7 +92,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Pause the garbage collector while files are imported; afterwards it scans only what tests make."""
+    """Pause the garbage collector while files are imported; afterwards it scans the objects of tests alone."""
     gc.disable()
     try:
         return (yield)
