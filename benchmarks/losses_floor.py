@@ -33,7 +33,7 @@ from nemo_opd.logits.blockwise import backward  # noqa: E402
 from nemo_opd.logits.planned import compute_together  # noqa: E402
 from nemo_opd.models.load import load_tokenizer  # noqa: E402
 from nemo_opd.projection import ProjectionMatrix, cached_projection  # noqa: E402
-from nemo_opd.projection.column_order import order_by_student, with_columns  # noqa: E402
+from nemo_opd.projection.matrix import order_by_student, with_columns  # noqa: E402
 from tests.losses.real_sizes import PLANS, TOGETHER, Sides  # noqa: E402
 
 SCALE = 0.02

@@ -34,7 +34,7 @@ from nemo_opd.kernels.joint import Placed, add_losses  # noqa: E402
 from nemo_opd.losses.cells import covered_columns  # noqa: E402
 from nemo_opd.models.load import load_tokenizer  # noqa: E402
 from nemo_opd.projection import ProjectionMatrix, cached_projection  # noqa: E402
-from nemo_opd.projection.column_order import order_by_student, with_columns  # noqa: E402
+from nemo_opd.projection.matrix import order_by_student, with_columns  # noqa: E402
 from tests.losses.real_sizes import projection as made_up  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()

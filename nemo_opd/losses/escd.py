@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Unpack
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from nemo_opd.distributed.transfer import compute_on_host
+from nemo_opd.distributed.transfer import compute_on_host, to_device_batched
 from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, unit_cells
-from nemo_opd.losses.arguments import over
+from nemo_opd.losses.arguments import next_tokens, over
 from nemo_opd.losses.cells import CommonCells, common_cells_term
-from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
-from nemo_opd.losses.completions import CompletionUnits
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, ChunkPositions, offsets_of, segments_log_sum_exp
 from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.piece_tree import token_bytes
 from nemo_opd.losses.prefixes import ADD_MAPS
+from nemo_opd.losses.sparse_projection import cached_while_alive
 from nemo_opd.losses.support import split
 
 if TYPE_CHECKING:
@@ -84,3 +90,153 @@ def _completion_term(inputs: ChunkInputs, completions: CompletionUnits) -> Term:
     )
     (following,) = compute_on_host(lambda rows: [rows + 1], rows)
     return replace(inputs.term(following, loss_of, cells, ahead=ahead), recorded_at=following)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionSets:
+    """Groups of teacher tokens without an equal student token, and the student tokens that complete each group.
+
+    A group is all such tokens that begin with the group's shortest one, its representative. Pair i is a group and a
+    student token whose bytes begin the representative's; the pair's completions are the student tokens that begin with
+    the remaining bytes of the representative. Pairs without completions are left out.
+    """
+
+    first_pair: Tensor
+    """int64 [V]: first pair of each student token."""
+    num_pairs: Tensor
+    """int64 [V]: number of pairs of each student token; they are consecutive."""
+    teacher_tokens: Tensor
+    """int64 [X]: the tokens of all groups, group by group."""
+    member_begin: Tensor
+    """int64 [P]: index of the first token of a pair's group in `teacher_tokens`."""
+    num_members: Tensor
+    """int64 [P]"""
+    student_tokens: Tensor
+    """int64 [Y]: student tokens with text, in byte order."""
+    completion_begin: Tensor
+    """int64 [P]: index of a pair's first completion in `student_tokens`."""
+    num_completions: Tensor
+    """int64 [P]"""
+
+    @staticmethod
+    @cached_while_alive
+    def of(
+        projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
+    ) -> CompletionSets:
+        """Find the sets within the given vocabulary sizes; cached while the projection lives.
+
+        Raises ProjectionError for a projection without the bytes of tokens.
+        """
+        texts = token_bytes(projection, student_vocab_size, teacher_vocab_size)
+        tensors = [torch.from_numpy(np.array(values, np.int64)) for values in _sets(*texts)]
+        return CompletionSets(*to_device_batched(tensors, device))
+
+
+def _sets(student: Sequence[bytes], teacher: Sequence[bytes]) -> list[Sequence[int]]:
+    """Return the fields of `CompletionSets` from the bytes of tokens, empty for tokens without text."""
+    ordered = sorted((text, token) for token, text in enumerate(student) if text)
+    texts = [text for text, _ in ordered]
+    members = sorted((text, token) for token, text in enumerate(teacher) if text)
+    known = set(texts)
+    members = [(text, token) for text, token in members if text not in known]
+    beyond = b"\xff" * (1 + max(map(len, texts), default=0))
+    pairs_of: dict[bytes, list[tuple[int, int, int, int]]] = {}
+    for representative, begin, end in _groups([text for text, _ in members]):
+        for length in range(1, len(representative)):
+            begun, rest = representative[:length], representative[length:]
+            if begun in known:
+                first, stop = bisect_left(texts, rest), bisect_left(texts, rest + beyond)
+                if first < stop:
+                    pairs_of.setdefault(begun, []).append((begin, end - begin, first, stop - first))
+    pairs = [pair for of_text in pairs_of.values() for pair in of_text]
+    numbers = [len(of_text) for of_text in pairs_of.values()]
+    firsts = dict(zip(pairs_of, accumulate(numbers, initial=0), strict=False))
+    first_pair = [firsts.get(text, 0) for text in student]
+    num_pairs = [len(pairs_of.get(text, ())) for text in student]
+    member_begin, num_members, completion_begin, num_completions = zip(*pairs, strict=True) if pairs else ((),) * 4
+    teacher_tokens, student_tokens = ([token for _, token in side] for side in (members, ordered))
+    groups = (teacher_tokens, member_begin, num_members)
+    return [first_pair, num_pairs, *groups, student_tokens, completion_begin, num_completions]
+
+
+def _groups(texts: Sequence[bytes]) -> Iterator[tuple[bytes, int, int]]:
+    """Yield the first text of each group of sorted texts that begin with it, and the group's begin and end."""
+    begin = 0
+    for end in range(1, len(texts) + 1):
+        if end == len(texts) or not texts[end].startswith(texts[begin]):
+            yield texts[begin], begin, end
+            begin = end
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionUnits:
+    """The pairs that each chunk's first student token has with groups of teacher tokens."""
+
+    sets: CompletionSets
+    pairs: ChunkPositions
+    """[R], grouped by chunk; `rows` are pairs of the sets."""
+    member_offsets: Sequence[int]
+    """[R + 1]: each pair's first teacher token among the teacher tokens of all pairs; on the host."""
+    completion_offsets: Sequence[int]
+    """[R + 1]: the same for student tokens."""
+
+    @staticmethod
+    def of(inputs: ChunkInputs, projection: ProjectionMatrix, student_chunk_id: Tensor) -> CompletionUnits:
+        """Find the pairs. Chunks whose second position predicts no token in a chunk have none."""
+        width, sizes = inputs.student_ids.shape[1], (inputs.student_size, inputs.teacher_size)
+
+        def pairs(rows: Tensor, ids: Tensor, chunk_id: Tensor) -> list[Tensor]:
+            sets = CompletionSets.of(projection, *sizes, rows.device)
+            token, following = next_tokens(ids, rows).long(), (rows + 2).clamp(max=ids.numel() - 1)
+            has_next = ((rows + 2) % width > 0) & (chunk_id.flatten()[following] >= 0)
+            units = ChunkPositions.of(sets.first_pair[token], sets.num_pairs[token] * has_next)
+            return [*units.tensors, sets.num_members[units.rows], sets.num_completions[units.rows]]
+
+        tensors = compute_on_host(pairs, inputs.units.student_rows, inputs.student_ids, student_chunk_id)
+        sets = CompletionSets.of(projection, *sizes, inputs.device)
+        return CompletionUnits(sets, ChunkPositions.sent(*tensors[:3]), *map(offsets_of, tensors[3:]))
+
+    def unit_offsets(self, token_offsets: Sequence[int]) -> list[int]:
+        """Return each chunk's first token among the tokens of all pairs, [U + 1]."""
+        return [token_offsets[begin] for begin in self.pairs.offsets]
+
+    def surprise(self, log_p: Tensor, log_q: Tensor, part: slice) -> Tensor:
+        """Compute −Σ M log P over the pairs of each of a part's chunks: log-probabilities [u, V] and [u, W] → [u].
+
+        M is the teacher's mass of the group, P the student's mass of the completions.
+        """
+        span = self.pairs.span(part)
+        pair, sets = self.pairs.rows[span], self.sets
+        unit = self.pairs.repeated(torch.arange(part.stop - part.start, device=log_p.device), part)
+        groups = _Runs(sets.teacher_tokens, sets.member_begin[pair], sets.num_members[pair])
+        completions = _Runs(sets.student_tokens, sets.completion_begin[pair], sets.num_completions[pair])
+        num_members, num_completions = (
+            offsets[span.stop] - offsets[span.start] for offsets in (self.member_offsets, self.completion_offsets)
+        )
+        mass = groups.log_mass(log_q, unit, num_members).exp()
+        log_completed = completions.log_mass(log_p, unit, num_completions)
+        return -self.pairs.sum(mass * log_completed, part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs of consecutive tokens of a list."""
+
+    tokens: Tensor
+    """int64 [X]"""
+    begin: Tensor
+    """int64 [r]"""
+    length: Tensor
+    """int64 [r]"""
+
+    def log_mass(self, log_p: Tensor, unit: Tensor, num_tokens: int) -> Tensor:
+        """Sum the probabilities of each run in its unit's row: log-probabilities [u, V] and units [r] → logs [r].
+
+        num_tokens: the sum of the lengths.
+        """
+        run = torch.arange(len(self.begin), device=log_p.device)
+        run = run.repeat_interleave(self.length, output_size=num_tokens)
+        before = self.length.cumsum(0) - self.length
+        place = torch.arange(num_tokens, device=log_p.device) + (self.begin - before)[run]
+        values = log_p[unit[run], self.tokens[place]]
+        return segments_log_sum_exp(values.unsqueeze(1), self.length).squeeze(1)

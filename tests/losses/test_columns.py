@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_opd.projection.column_order import order_by_student, with_columns
+from nemo_opd.projection.matrix import order_by_student, with_columns
 
 from .cases import ALL_LOSSES, TEACHER, Case, pair
 

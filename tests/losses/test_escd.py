@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.planned import UnitLossRecorder
 from nemo_opd.losses import byte_prefix, escd
-from nemo_opd.losses.completions import CompletionSets
+from nemo_opd.losses.escd import CompletionSets
 from nemo_opd.projection import ProjectionMatrix
 from tests.losses.cases import bytes_of, random_logits
 from tests.reference import completions as reference

@@ -5,7 +5,7 @@ from dataclasses import fields
 import numpy as np
 
 from nemo_opd.projection import ProjectionMatrix, add_byte_prefix, add_shared_prefix, build_projection
-from nemo_opd.projection.column_order import order_by_student, with_columns
+from nemo_opd.projection.matrix import order_by_student, with_columns
 
 from .conftest import SMALL
 
