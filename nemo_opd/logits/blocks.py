@@ -241,7 +241,7 @@ def _joined_rows(terms: Sequence[Term]) -> tuple[Tensor, list[_PlacedTerm]]:
 
 @dataclass(frozen=True, slots=True)
 class _PlacedTerm:
-    """Places of a term's rows among the rows of all terms."""
+    """A term, and the places of its rows among the rows of all terms."""
 
     term: Term
     num_rows: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,15 +31,14 @@ class PieceTree:
     A node's tokens are consecutive in `order` and form runs with the same next piece, in ascending order of that piece;
     the run of tokens that end at the node comes first.
 
-    Further nodes, from `first_byte_node` on, are those of `text`: leading bytes of teacher tokens. The next piece is
-    there the longest student token that begins the remaining bytes.
+    Further nodes, from `first_byte_node` on, are those of `teacher_text`: leading bytes of teacher tokens. Their
+    next piece is the longest student token that begins the remaining bytes.
     """
 
     student_size: int
     """V"""
-    text: ByteTree
-    """The teacher tokens' bytes."""
-    student_bytes: Tensor
+    teacher_text: ByteTree
+    num_student_bytes: Tensor
     """int64 [V]: number of each student token's bytes."""
     first_byte_node: int
     order: Tensor
@@ -151,11 +151,11 @@ class ByteTree:
     """int64 [N]: the node of each key, −1 for the last."""
 
     @staticmethod
-    def of(texts: Sequence[bytes], is_preferred: Sequence[bool]) -> ByteTree:
+    def of(texts: Sequence[bytes], is_preferred: Sequence[bool] = ()) -> ByteTree:
         """Build the tree. Among tokens with the same bytes, preferred ones come first, then lower ids."""
         ordered = sorted(
             (text, not preferred, token)
-            for token, (text, preferred) in enumerate(zip(texts, is_preferred, strict=True))
+            for token, (text, preferred) in enumerate(zip_longest(texts, is_preferred, fillvalue=False))
             if text
         )
         order = np.array([token for _, _, token in ordered], np.int64)
@@ -209,8 +209,7 @@ def _byte_trees(
     """Return the trees of the student's and the teacher's tokens. Raises ProjectionError as `token_bytes`."""
     student, teacher = token_bytes(projection, student_vocab_size, teacher_vocab_size)
     # Of student tokens with the same bytes, the one that has a partner is the usual one.
-    is_exact = [*projection.exact[: len(student)], *[False] * (len(student) - len(projection.exact))]
-    return ByteTree.of(student, is_exact), ByteTree.of(teacher, [False] * len(teacher))
+    return ByteTree.of(student, projection.exact[: len(student)].tolist()), ByteTree.of(teacher)
 
 
 def token_bytes(

@@ -122,9 +122,9 @@ class _ChunkTokens:
     """
     num_bytes: Tensor
     """int64 [R]: number of bytes from the beginning of the chunk."""
-    is_off: Tensor
+    is_unusual: Tensor
     """bool [R]: whether tokens of the chunk before this one are not the teacher token's first pieces."""
-    ends_off: Tensor
+    ends_unusually: Tensor
     """bool [U]: whether a chunk's tokens are not the pieces of its first teacher token."""
     is_compared: Tensor
     """bool [R]"""
@@ -135,26 +135,25 @@ class _ChunkTokens:
         chunks = ChunkPositions.of(units.student_rows, lengths)
         realised, place = chunks.targets(student_ids), chunks.place
         unit = chunks.per_position(torch.arange(len(units), device=place.device))
-        text, begins = tree.text, lengths.cumsum(0) - lengths
+        text, begins = tree.teacher_text, lengths.cumsum(0) - lengths
         first_of_unit = next_tokens(teacher_ids, units.teacher_rows).long()
         first = first_of_unit[unit]
         piece = (tree.begin[first] + place).clamp(max=len(tree.pieces) - 1)
         has_piece = place < tree.length[first]
         differs = ~has_piece | (tree.pieces[piece] != realised)
         num_different = differs.long().cumsum(0) - differs.long()
-        is_off = (place > 0) & ((num_different != num_different[begins][unit]) | ~has_piece)
-        ends_off = torch.zeros_like(lengths).index_add_(0, unit, differs.long()) > 0
-        ends_off |= lengths != tree.length[first_of_unit]
-        size = tree.student_bytes[realised]
+        is_unusual = (place > 0) & ((num_different != num_different[begins][unit]) | ~has_piece)
+        ends_unusually = torch.zeros_like(lengths).index_add_(0, unit, differs.long()) > 0
+        size = tree.num_student_bytes[realised]
         num_bytes = size.cumsum(0) - size
         num_bytes -= num_bytes[begins][unit]
         is_last = (units.teacher_lengths == 1)[unit] | (place == lengths[unit] - 1)
         ends_inside = num_bytes + size <= text.length[first]
-        is_compared = (place == 0) | ((num_bytes < text.length[first]) & (ends_inside | is_last))
+        is_compared = (place == 0) | ((num_bytes > 0) & (num_bytes < text.length[first]) & (ends_inside | is_last))
         byte_node = tree.first_byte_node + text.node[(text.begin[first] + num_bytes).clamp(max=len(text.node) - 1)]
-        node = torch.where(place == 0, 0, torch.where(is_off, byte_node, tree.node[piece]))
+        node = torch.where(place == 0, 0, torch.where(is_unusual, byte_node, tree.node[piece]))
         return _ChunkTokens(
-            tree, units, chunks, realised, unit, first_of_unit, node, num_bytes, is_off, ends_off, is_compared
+            tree, units, chunks, realised, unit, first_of_unit, node, num_bytes, is_unusual, ends_unusually, is_compared
         )
 
 
@@ -167,8 +166,10 @@ def _positions(tokens: _ChunkTokens, has_before: bool) -> list[Tensor]:
     follows[1:] &= ((teacher_rows + 1)[:-1] == teacher_rows[1:]) & (teacher_lengths[:-1] == 1)
     follows &= has_before
     earlier_node = _nodes_since_previous_chunk(tree, tokens.realised, begins, student_lengths, follows)
-    is_off = tokens.is_compared & follows[tokens.unit] & (tokens.is_off | tokens.ends_off.roll(1)[tokens.unit])
-    earlier_node[is_off] = _byte_nodes_since_previous_chunk(tokens, is_off)
+    is_unusual = (
+        tokens.is_compared & follows[tokens.unit] & (tokens.is_unusual | tokens.ends_unusually.roll(1)[tokens.unit])
+    )
+    earlier_node[is_unusual] = _byte_nodes_since_previous_chunk(tokens, is_unusual)
     # At a boundary only the realised token ends at such a node, and the target already contains it.
     is_boundary = tokens.chunks.place == 0
     earlier_node = earlier_node.masked_fill(is_boundary & ~tree.has_pieces_below(earlier_node.clamp(min=0)), -1)
@@ -205,7 +206,7 @@ def _byte_nodes_since_previous_chunk(tokens: _ChunkTokens, selected: Tensor) -> 
 
     selected: bool [R], compared tokens whose previous chunk has one teacher token.
     """
-    text, unit, num_bytes = tokens.tree.text, tokens.unit[selected], tokens.num_bytes[selected]
+    text, unit, num_bytes = tokens.tree.teacher_text, tokens.unit[selected], tokens.num_bytes[selected]
     node, begin = text.end_node(tokens.first[unit - 1]), text.begin[tokens.first[unit]]
     for place in range(int(num_bytes.max()) if len(unit) else 0):
         goes_on = (place < num_bytes) & (node >= 0)

@@ -334,7 +334,7 @@ def _position_shares(
     batches: Sequence[Batch], teacher: int, projection: ProjectionMatrix
 ) -> tuple[float, float | None]:
     """Return `starts` and `every` of texts."""
-    has_pieces = projection.teacher_spellings is not None
+    has_pieces = projection.teacher_spellings is not None and projection.teacher_bytes is not None
     aligned = starts = every = 0
     for batch in batches:
         rows = batch.teachers[teacher]

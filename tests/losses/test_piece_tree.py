@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError, ProjectionError
-from nemo_opd.losses.piece_tree import PieceTree, first_pieces
+from nemo_opd.losses.piece_tree import ByteTree, PieceTree, first_pieces
 from nemo_opd.losses.prefixes import PrefixRanges
 from nemo_opd.projection import ProjectionMatrix
 from tests.losses.cases import bytes_of
@@ -79,6 +79,14 @@ def test_ranges_equal_the_loop(seed: int) -> None:
     for token, piece in enumerate(pieces):
         found = set(order[ranges.begin[token] : ranges.end[token]].tolist())
         assert found == {t for t in range(size) if oracle_prefix.begins(piece, pieces[t], t == token)}
+
+
+def test_the_longest_token_that_begins_a_text() -> None:
+    """Catches the rarer of two ids of the same bytes, such as a byte's, and a token that is longer than the text."""
+    tree = ByteTree.of([b"a", b"a", b"abc", b"", b"b"], [False, True, False, False, False])
+    texts = torch.tensor(list(b"abcab"))
+    begin, end = torch.tensor([0, 3, 1, 2]), torch.tensor([3, 5, 3, 3])
+    assert tree.longest_tokens(texts, begin, end).tolist() == [2, 1, 4, -1]
 
 
 def test_what_is_not_there_is_named() -> None:

@@ -88,7 +88,7 @@ def expected(arguments: dict, student: Tensor, teacher: Tensor, ends: str) -> li
     chunks = [arguments[f"{side}_chunk_id"][0].tolist() for side in ("student", "teacher")]
     ids = [arguments[f"{side}_ids"][0].tolist() for side in ("student", "teacher")]
     p, q = (logits[0].double().log_softmax(-1) for logits in (student, teacher))
-    found, chunk_before, last = [], -1, None
+    values, chunk_before, last = [], -1, None
     for chunk in sorted(set(chunks[0]) & set(chunks[1]) - {-1}):
         ours, theirs = ([i for i, c in enumerate(side) if c == chunk] for side in chunks)
         before, last = (last if chunk == chunk_before + 1 else None), (ours, theirs)
@@ -123,8 +123,8 @@ def expected(arguments: dict, student: Tensor, teacher: Tensor, ends: str) -> li
             if ends != "drop" and rest:
                 left = math.fsum(math.exp(x) for c, x in enumerate(of_student) if c not in cells)
                 value += rest / total * (math.log(rest / total) - math.log(left))
-            found.append(value)
-    return found
+            values.append(value)
+    return values
 
 
 def by_first_piece(q: Tensor, spellings: list[tuple[int, ...]]) -> Cells:
@@ -144,7 +144,7 @@ def masses(q: Tensor, pieces: tuple[int, ...], tokens: list[int], spellings: lis
 def masses_by_bytes(q: Tensor, pieces: tuple[int, ...], student: list[bytes], teacher: list[bytes]) -> Cells:
     """Of the tokens that begin with the bytes of the pieces, by the longest student token in what follows."""
     begun = b"".join(student[piece] for piece in pieces)
-    token_of = {text: token for token, text in reversed(list(enumerate(student)))}
+    token_of = {text: token for token, text in reversed(list(enumerate(student)))}  # No text has two ids here.
     cells: Cells = defaultdict(float)
     for t, text in enumerate(teacher):
         if begun and text.startswith(begun):
