@@ -88,7 +88,7 @@ def main(
             model,
             config_dir=config_dir,
             config_name=config_name,
-            prepare=with_documents_columns if model is RunConfig else _evaluation_settings,
+            prepare=with_documents_columns if model is RunConfig else evaluation_settings,
             after_sweep=report_sweep,
             is_interrupted=was_requested,
             before_default=(lambda _: None) if output.quiet else _announce_demo,
@@ -99,17 +99,26 @@ def main(
     return 0 if all(finished.is_complete for finished in ended) else ENDED_EARLY
 
 
-def _evaluation_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take files that `data` is short for as questions. Raises ConfigError for the settings of a run."""
+def evaluation_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Take files that `data` is short for as questions, and columns that are named in place of the recipe's.
+
+    Raises ConfigError for the settings of a run.
+    """
     if "student" in settings:
         raise ConfigError(
             "student: this file configures a run, and nemo-opd evaluate takes a model and questions: model=FOLDER, "
             "such as final in the run's directory, with data, sets or benchmarks (docs/evaluation.md)"
         )
     data = settings.get("data")
-    if isinstance(data, Mapping) and isinstance(files := data.get("train"), Mapping):
-        return {**settings, "data": {key: data[key] for key in data if key != "train"} | dict(files)}
-    return settings
+    if not isinstance(data, Mapping):
+        return settings
+    data, files = dict(data), data.get("train")
+    if isinstance(files, Mapping):
+        del data["train"]
+        data |= files
+    if data.get("messages_key") == "messages" and (data.get("text_key") or data.get("prompt_key")):
+        del data["messages_key"]
+    return {**settings, "data": data}
 
 
 def _result(finished: Finished) -> object:

@@ -30,7 +30,7 @@ _TRL: Mapping[str, str] = {
     "vllm_gpu_memory_utilization": "rollout.memory_share",
     "vllm_tensor_parallel_size": "rollout.gpus",
     "vllm_sync_frequency": "rollout.staleness",
-    "dataset_name": "data.train.hub",
+    "dataset_name": "data.train.hub.path",
     "dataset_text_field": "data.text_key",
     "assistant_only_loss": "data.learned_turns",
     "learning_rate": "student.optimizer.lr",
@@ -72,7 +72,9 @@ _TRL: Mapping[str, str] = {
     "push_to_hub_model_id": "run.push_to_hub.repo",
     "hub_model_id": "run.push_to_hub.repo",
     "run_name": "run.name",
-    "report_to": "logging=wandb, logging=tensorboard, logging.mlflow.enabled or logging.trackio.enabled",
+    "report_to": (
+        "logging.wandb.enabled, logging.tensorboard.enabled, logging.mlflow.enabled or logging.trackio.enabled"
+    ),
     "logging_steps": "logging.console.interval_s; every step is written to metrics.jsonl",
 }
 _NEMO_RL: Mapping[str, str] = {

@@ -91,7 +91,9 @@ def _remedy(column: Column, schema: pa.Schema, *, is_first: bool) -> str:
         )
     if column.use in ("prompt", "field"):
         return f", which {column.setting} names; write one of its columns there: {names}"
-    advice = "".join(f", or write {described(reading)}" for reading in readings(schema))
+    section, _, key = column.setting.rpartition(".")
+    ways = readings(schema) or (prompt_readings(schema) if (section, key) == ("data", "messages_key") else [])
+    advice = "".join(f", or write {described(reading)}" for reading in ways if key not in reading)
     return f"; set {column.setting} to one of its columns: {names}{advice}"
 
 

@@ -1,13 +1,14 @@
 """Catches a stand-alone evaluation whose files, figures or settings are not what the command line says."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from rich.console import Console
 
-from nemo_opd.cli.settings_verbs import evaluation_recipe
+from nemo_opd.cli.settings_verbs import evaluation_recipe, evaluation_settings
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import run_with_hydra, to_yaml
 from nemo_opd.config.run import validated
@@ -21,7 +22,9 @@ from tests.exit_status import exit_status
 def compose(*arguments: str, config_name: str = "evaluation") -> EvaluationConfig:
     found: list[EvaluationConfig] = []
     with command_line(arguments):
-        run_with_hydra(found.append, EvaluationConfig, config_dir=CONFIGS, config_name=config_name)
+        run_with_hydra(
+            found.append, EvaluationConfig, config_dir=CONFIGS, config_name=config_name, prepare=evaluation_settings
+        )
     return found[0]
 
 
@@ -124,6 +127,17 @@ def test_every_reward_composes(option: str) -> None:
 def test_settings_that_cannot_work_are_told(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compose(*arguments)
+
+
+@pytest.mark.parametrize("column", ["text_key=prompt", "prompt_key=[prompt]"])
+def test_a_named_column_replaces_the_recipes(column: str, tmp_path: Path) -> None:
+    """Catches a way out of the message on a missing column that is refused beside the recipe's column."""
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"prompt": "1 + 1 =", "answer": 2}\n')
+    questions = ("model=demo:student", f"data.jsonl_files={file}", "reward=numeric")
+    with pytest.raises(DataError, match=f", or write data.{re.escape(column)}"):
+        evaluate(compose(*questions))
+    assert compose(*questions, f"data.{column}").data.messages_key is None
 
 
 def test_an_evaluation_without_questions_is_told() -> None:

@@ -464,7 +464,7 @@ def test_an_output_directory_below_a_file(refused: Refused, inputs: Path) -> Non
     for folder in (inputs / "file", inputs / "file" / "run"):
         message = refused(ConfigError, f"run.output_dir={folder}")
 
-        assert message.startswith(f"run.output_dir={folder}: {inputs / 'file'} is not writable (")
+        assert message.startswith(f"run.output_dir={folder}: {inputs / 'file'} is a file, so it cannot be a folder")
         assert message.endswith("name another directory, or change its permissions")
 
 
