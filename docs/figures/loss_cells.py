@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_opd import losses
 from nemo_opd.alignment import TokenAligner, pieces_of
-from nemo_opd.losses.prefixes import first_pieces
+from nemo_opd.losses.piece_tree import first_pieces
 from nemo_opd.models.adapter_folder import resolve
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.projection import ProjectionMatrix, build_projection

@@ -25,24 +25,27 @@ def batch(student: list[int], teacher: list[int], chunks: tuple[list[int], list[
 
 
 # The texts: begin | ab·c | d | ab·c·d of the student, which the teacher has as one token each, the last of which has no
-# pieces; and begin ab·c | d.
-MATRIX = matrix([(0, 0), (3, 2)], 4, 5, teacher=TEACHER, spellings=SPELLINGS)
+# pieces; begin ab·c | d; and begin ab·c·d, a chunk of the teacher's abc·d, in whose second token d begins.
+MATRIX = matrix([(0, 0), (3, 2)], 4, 5, teacher=TEACHER, spellings=SPELLINGS, student=STUDENT)
 BATCHES = [
     batch([0, 1, 2, 3, 1, 2, 3], [0, 1, 2, 4], ([-1, 1, 1, 2, 3, 3, 3], [-1, 1, 2, 3])),
     batch([0, 1, 2, 3], [0, 1, 2], ([-1, 0, 0, 1], [-1, 0, 1])),
+    batch([0, 1, 2, 3], [0, 1, 2], ([-1, 0, 0, 0], [-1, 0, 0])),
 ]
 
 
 def test_shares_are_those_counted_by_hand() -> None:
-    """Catches starts that are counted by token, insides without pieces, and tokens of the vocabulary in place of the
-    texts'.
+    """Catches starts that are counted by token, tokens of the vocabulary in place of the texts', and a projection
+    without bytes that stops every run.
     """
-    shares = TargetShares.of(BATCHES, 0, MATRIX, {"short": BATCHES[1:]}, "gold")
+    shares = TargetShares.of(BATCHES, 0, MATRIX, {"short": BATCHES[1:2]}, "gold")
     assert shares is not None
-    assert shares.starts == pytest.approx((3 + 2) / (6 + 3))
-    assert shares.every == pytest.approx((4 + 3) / (6 + 3))
-    assert shares.kinds == {"n:1": pytest.approx(3 / 5), "1:1": pytest.approx(2 / 5)}
-    assert shares.images == {"gold": pytest.approx(2 / 5), "byte_prefix": pytest.approx(4 / 5)}
+    assert shares.starts == pytest.approx((3 + 2 + 1) / (6 + 3 + 3))
+    assert shares.every == pytest.approx((6 + 3 + 2) / (6 + 3 + 3))
+    without_bytes = matrix([(0, 0), (3, 2)], 4, 5, teacher=TEACHER, spellings=SPELLINGS)
+    assert TargetShares.of(BATCHES, 0, without_bytes, {}, "gold").every is None
+    assert shares.kinds == {"n:1": pytest.approx(3 / 6), "1:1": pytest.approx(2 / 6), "n:m": pytest.approx(1 / 6)}
+    assert shares.images == {"gold": pytest.approx(3 / 7), "byte_prefix": pytest.approx(6 / 7)}
     assert shares.domains == {"short": (pytest.approx(2 / 3), pytest.approx(1.0))}
 
 
