@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 _ENDS_HERE = -1
 """Next piece, or byte, of tokens that end at a node."""
+_ADD_THEM = (
+    "which this projection lacks; add them with nemo_opd.projection.add_byte_prefix or "
+    "nemo-opd projection byte-prefix, or use projection: auto"
+)
 _Integers = NDArray[np.int64]
 
 
@@ -100,8 +104,13 @@ class PieceTree:
     def child(self, nodes: Tensor, pieces: Tensor) -> Tensor:
         """Extend nodes by one piece each, −1 if the tree has no such node: int64 [X] and [X] → [X]."""
         keys = nodes * (self.student_size + 1) + pieces + 1
-        runs = torch.searchsorted(self.run_key, keys).clamp(max=len(self.run_key) - 1)
-        return torch.where((nodes >= 0) & (self.run_key[runs] == keys), self.run_child[runs], -1)
+        return torch.where(nodes >= 0, _child_of(self.run_key, self.run_child, keys), -1)
+
+
+def _child_of(key: Tensor, child: Tensor, wanted: Tensor) -> Tensor:
+    """Return the children of the wanted keys, −1 for keys that are not there: int64 [X] → [X]. key: ascending."""
+    index = torch.searchsorted(key, wanted).clamp(max=len(key) - 1)
+    return torch.where(key[index] == wanted, child[index], -1)
 
 
 @cached_while_alive
@@ -124,10 +133,7 @@ def _arrays_of(projection: ProjectionMatrix, pieces: str) -> tuple[NDArray[np.in
     check_choice("pieces", pieces, arrays)
     ids, ends = arrays[pieces]
     if ids is None or ends is None:
-        raise ProjectionError(
-            "byte_prefix needs the teacher's tokens in pieces of the student's, which this projection lacks; add "
-            "them with nemo_opd.projection.add_byte_prefix or nemo-opd projection byte-prefix, or use projection: auto"
-        )
+        raise ProjectionError(f"byte_prefix needs the teacher's tokens in pieces of the student's, {_ADD_THEM}")
     return ids, ends
 
 
@@ -179,9 +185,7 @@ class ByteTree:
 
     def child(self, nodes: Tensor, values: Tensor) -> Tensor:
         """Extend nodes by one byte each, −1 if the tree has no such node: int64 [X] and [X] → [X]."""
-        keys = nodes * 256 + values
-        index = torch.searchsorted(self.key, keys)
-        return torch.where(self.key[index] == keys, self.key_child[index], -1)
+        return _child_of(self.key, self.key_child, nodes * 256 + values)
 
     def end_node(self, tokens: Tensor) -> Tensor:
         """Return the node of all bytes of each token, −1 for tokens without text: int64 [X] → [X]."""
@@ -202,7 +206,6 @@ class ByteTree:
         return tokens
 
 
-@cached_while_alive
 def _byte_trees(
     projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int
 ) -> tuple[ByteTree, ByteTree]:
@@ -226,10 +229,7 @@ def token_bytes(
     texts: list[list[bytes]] = []
     for values, ends, size in sides:
         if values is None or ends is None:
-            raise ProjectionError(
-                "the loss needs the bytes of both sides' tokens, which this projection lacks; add them with "
-                "nemo_opd.projection.add_byte_prefix or nemo-opd projection byte-prefix, or use projection: auto"
-            )
+            raise ProjectionError(f"the loss needs the bytes of both sides' tokens, {_ADD_THEM}")
         joined, stops = values.astype(np.uint8).tobytes(), ends[:size].tolist()
         texts.append([joined[start:stop] for start, stop in zip([0, *stops], stops, strict=False)])
     return texts[0], texts[1]
@@ -282,8 +282,7 @@ def _byte_runs(student: ByteTree, text: ByteTree) -> tuple[_Integers, list[_Inte
     token = torch.cat([ending, tokens[place]]).numpy()
     order = np.lexsort([token, next_piece, node])
     node, next_piece = node[order], next_piece[order]
-    first = np.flatnonzero(np.append(True, (np.diff(node) != 0) | (np.diff(next_piece) != 0))[: len(node)])
-    count = np.diff(first, append=len(node))
+    first, count = _equal_runs(node, next_piece)
     return token[order], [node[first], next_piece[first], first, count, np.full(len(first), -1)]
 
 
@@ -315,9 +314,7 @@ def _runs(
         place = begin[tokens] + depth
         node_of_place[place[has_more]] = node[has_more]
         piece = np.where(has_more, padded[np.minimum(place, len(pieces))], _ENDS_HERE)
-        is_first = np.append(True, (np.diff(node) != 0) | (np.diff(piece) != 0))
-        first = np.flatnonzero(is_first)
-        count = np.diff(first, append=len(index))
+        first, count = _equal_runs(node, piece)
         has_child = piece[first] != _ENDS_HERE
         child = np.where(has_child, num_nodes + np.cumsum(has_child) - 1, -1)
         depths.append([node[first], piece[first], index[first], count, child])
@@ -326,3 +323,9 @@ def _runs(
         index, node = index[child_of_token >= 0], child_of_token[child_of_token >= 0]
         depth += 1
     return node_of_place, [np.concatenate(parts) for parts in zip(*depths, strict=True)]
+
+
+def _equal_runs(node: _Integers, piece: _Integers) -> tuple[_Integers, _Integers]:
+    """Return the first index and the length of each run of equal pairs."""
+    first = np.flatnonzero(np.append(True, (np.diff(node) != 0) | (np.diff(piece) != 0))[: len(node)])
+    return first, np.diff(first, append=len(node))
