@@ -247,8 +247,13 @@ def _explain(
         return f"{key}: {_EMPTY}"
     if kind == "extra_forbidden":
         return _with_removal(f"{key}={text}: there is no such key{_suggestion(path, value, data, model)}")
-    if kind in ("missing", "union_tag_not_found"):
-        return f"{key}{'.type' * (kind != 'missing')}: required, but not given"
+    if kind == "missing":
+        is_setting = "." in key and isinstance(path[-1], str)
+        way_out = f"; write {key}=VALUE, which --help {key} explains" if is_setting else ""
+        return f"{key}: required, but not given{way_out}"
+    if kind == "union_tag_not_found":
+        types = ", ".join(map(repr, _types_with_key([*path, "type"], data, model)))
+        return f"{key}.type: required, but not given; choose one of {types}"
     if kind == "union_tag_invalid" and is_blank(value["type"]):
         return f"{key}.type: {_EMPTY}"
     if kind == "union_tag_invalid":

@@ -157,8 +157,12 @@ def read_command_line(
         primary = _config_file(options.config, config_dir)
         settings.append(f"hydra.searchpath=[file://{config_dir.resolve()}]")
     groups = Groups.of(config_dir, primary)
-    overrides = tuple(groups.override(argument) for argument in typed)
-    return CommandLine(options, tuple(settings), tuple(typed), overrides, primary)
+    pairs = [(argument, groups.override(argument)) for argument in typed]
+    # Of a group's options the last one counts, as it does for keys; Hydra refuses to append two.
+    last = {pair[1].partition("=")[0]: pair for pair in pairs}
+    pairs = [pair for pair in pairs if not re.match(r"\+\w", pair[1]) or last[pair[1].partition("=")[0]] is pair]
+    overrides = tuple(override for _, override in pairs)
+    return CommandLine(options, tuple(settings), tuple(argument for argument, _ in pairs), overrides, primary)
 
 
 def _names_config(word: str, config_dir: Path) -> bool:

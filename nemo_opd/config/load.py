@@ -53,7 +53,12 @@ Prepare = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 _OTHER_KEY = re.compile(r"\$\{(?!oc\.env:)([^}]*)\}?")
 """A reference to another key."""
 _MODEL = ", or the folder or the hub's name of a model"
-_INSTEAD_OF_OPTION = {"student": _MODEL, "teachers": _MODEL, "data": ", or a file, such as texts.jsonl"}
+_INSTEAD_OF_OPTION = {
+    "student": _MODEL,
+    "teachers": _MODEL,
+    "data": ", or a file, such as texts.jsonl",
+    "reward": "; for a function of your own, write reward=function reward.function=MODULE:NAME",
+}
 _LONGEST_REFERRED_TO = 1 << 20
 """Characters of all values that a file refers to."""
 
@@ -304,7 +309,7 @@ def _group_without_option(error: Exception, command: CommandLine) -> str | None:
     """Return the group of an override that names an option that the group lacks, if that is the error."""
     if not isinstance(error, MissingConfigException) or not error.options:
         return None
-    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    group, _, name = str(error.missing_cfg_file).partition("/")
     return group if f"{group}={name}" in (override.lstrip("+") for override in command.overrides) else None
 
 
@@ -325,7 +330,7 @@ def _explain_composition(error: Exception, command: CommandLine) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         return f"stdout cannot be written ({os.strerror(error.errno)}); send the output elsewhere, or make room"
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        group, _, name = str(error.missing_cfg_file).partition("/")
         options = ", ".join(option for option in error.options if not option.startswith(INLINE))
         if not name:
             return f"{group}=: it is empty; choose one of {options}"

@@ -64,6 +64,7 @@ _TRL: Mapping[str, str] = {
     "deepspeed": "FSDP2 in its place, and student.parallelism",
     "seq_kd": "data that the teacher has written (nemo-opd generate)",
     "trust_remote_code": "not possible: code from the hub is never run",
+    "r": "student.lora.rank",
     "lora_r": "student.lora.rank",
     "lora_alpha": "student.lora.alpha",
     "lora_dropout": "student.lora.dropout",

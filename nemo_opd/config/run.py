@@ -68,10 +68,12 @@ class RunConfig(RunFields):
             term = teacher.loss or self.loss
             if isinstance(teacher, CrossTokenizerTeacher) and isinstance(term, (*ONE_VOCABULARY_TERMS, GRPOLoss)):
                 key = f"teachers.{i}.loss.type" if teacher.loss else "loss.type"
+                divergence = getattr(term, "divergence", "forward_kl")
+                override = "" if divergence == "forward_kl" else f" loss.divergence={divergence}"
                 raise ValueError(
                     f"{key}={term.type} compares equal vocabularies, but teachers.{i} ({teacher.name}) is of type "
-                    f"cross_tokenizer; use loss=p_kl, write teachers.{i}.loss.type=p_kl, or type: same_tokenizer if it "
-                    "has the student's tokenizer"
+                    f"cross_tokenizer; use loss=p_kl{override}, write teachers.{i}.loss.type=p_kl, or type: "
+                    "same_tokenizer if it has the student's tokenizer"
                 )
             if isinstance(teacher, OwnIdsTeacher) and teacher.projection_lr and self.term(i).type not in _LEARNING:
                 raise ValueError(

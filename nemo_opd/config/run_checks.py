@@ -102,8 +102,6 @@ def _ignored_templates(config: RunFields) -> _Ignored:
 
 def _ignored_data(config: RunFields) -> _Ignored:
     data, is_chat, is_on_policy = config.data, config.data.is_chat, config.rollout is not None
-    if not is_chat:
-        yield "data.validation.text_key", "training texts and validation texts have one column; set data.text_key"
     if is_on_policy:
         yield "data.validation.text_key", "prompts are validated as the training prompts are read; leave it out"
         if is_chat:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from nemo_opd.data.columns import Column, Layout, Use
 from nemo_opd.data.lines import Origin
-from nemo_opd.data.record import TEXT, parsed
+from nemo_opd.data.record import parsed
 from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:
@@ -82,8 +82,10 @@ def _remedy(column: Column, schema: pa.Schema, *, is_first: bool) -> str:
     """Complete the message on a missing column."""
     names = ", ".join(schema.names) or "none"
     if not is_first and column.use != "domain" and not column.setting.startswith("data.validation."):
-        texts = "; off-policy, data.validation.text_key reads texts" if column.ours != TEXT else ""
-        return f" (only {names}), and all training and validation files need the same columns; convert it{texts}"
+        return (
+            f" (only {names}), and all training and validation files need the same columns; convert it, or off-policy "
+            "set data.validation.text_key to a column of validation texts"
+        )
     if column.use == "teacher":
         return (
             ", in which aggregation.type=routed looks up each row's teacher; add it, set aggregation.key to one of its "

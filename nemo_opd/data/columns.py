@@ -154,9 +154,10 @@ def run_layout(config: RunConfig, *, is_validation: bool = False) -> Layout:
 
     is_validation: also include the domain column.
     """
-    layout = document_layout(config.data)
-    if is_validation and config.data.is_chat and not config.data.has_chat_validation:
-        layout = text_layout(config.data.validation.text_key or TEXT, "data.validation")
+    layout, validation = document_layout(config.data), config.data.validation
+    reads_texts = config.data.is_chat and not config.data.has_chat_validation
+    if is_validation and (reads_texts or validation.text_key is not None):
+        layout = text_layout(validation.text_key or TEXT, "data.validation")
     reward = config.reward if config.rollout is not None else None
     if config.rollout is not None:
         layout = layout.with_prompts(reward.answer_column if reward else None, config.data.response_key)

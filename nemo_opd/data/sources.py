@@ -188,7 +188,10 @@ def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
 
 
 def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
-    way_out = f"check {key}.path, {key}.name, {key}.revision and {key}.split, and the network"
+    if Path(hub.path).is_dir():
+        way_out = f"name the folder's files, as in {key.removesuffix('.hub')}={hub.path}/*.jsonl"
+    else:
+        way_out = f"check {key}.path, {key}.name, {key}.revision and {key}.split, and the network"
     revision = data_commit(hub.path, hub.revision) or hub.revision
 
     def read() -> datasets.Dataset:

@@ -158,7 +158,7 @@ def headline_measures(runs: Sequence[SweptRun]) -> list[str]:
 def _headings(measures: Sequence[str]) -> list[str]:
     """Return the headings of the columns of `SweptRun.cells`."""
     names = {**_VALIDATED, "train/loss": "loss"}
-    return ["run", *(names.get(key, key.removeprefix("eval/")) for key in measures), "steps", "time"]
+    return ["run", *(names.get(key, key.removeprefix("eval/")) for key in measures), "steps", "time of steps"]
 
 
 def unlike(runs: Sequence[SweptRun]) -> list[str]:

@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.config.data import Data
-from nemo_opd.config.objective import GRPOLoss
+from nemo_opd.config.loss import LossTerm
+from nemo_opd.config.objective import GRPOLoss, Loss
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
@@ -177,10 +178,10 @@ def _choices(plan: Plan) -> dict[str, str]:
     """Return what the run's settings come to, by heading."""
     config = plan.config
     optimizer, loss, rollout = config.student.optimizer, config.loss, config.rollout
-    types: list[str] = [config.term(i).type for i in range(len(config.active_teachers))]
-    if isinstance(loss, GRPOLoss) or not types:
-        types.insert(0, loss.type)
-    weights = f"{', '.join(dict.fromkeys(types))}, KD weight {loss.kd_weight:g}"
+    names = [_loss_name(config.term(i)) for i in range(len(config.active_teachers))]
+    if isinstance(loss, GRPOLoss) or not names:
+        names.insert(0, _loss_name(loss))
+    weights = f"{', '.join(dict.fromkeys(names))}, KD weight {loss.kd_weight:g}"
     if rollout is None or rollout.on_policy_share < 1:  # sampled tokens have no cross-entropy
         weights += f", cross-entropy weight {loss.ce_weight:g}"
     choices = {
@@ -194,6 +195,10 @@ def _choices(plan: Plan) -> dict[str, str]:
         trains = isinstance(loss, GRPOLoss) or config.reward.weighting_beta is not None
         choices["reward"] = config.reward.type + ("" if trains else ", logged, not learned from")
     return choices
+
+
+def _loss_name(loss: Loss | LossTerm) -> str:
+    return f"{loss.type} ({loss.divergence})" if hasattr(loss, "divergence") else loss.type
 
 
 def _about(plan: Plan) -> str:

@@ -192,7 +192,7 @@ def read_manifest(folder: str | Path) -> CacheManifest:
         content = load_yaml(path.read_text(encoding="utf-8"))
         CacheManifest(**content)  # refuses unknown keys
         manifest = _MANIFEST.validate_python(content)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{folder} is not a teacher cache: it has no {MANIFEST}; build one with {_BUILD}") from error
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())

@@ -1,6 +1,5 @@
 """Off-policy distillation: the student learns the teachers' distributions on a corpus."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,11 @@ def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Finished | None:
         return drive(config, callbacks) if is_driver else None
 
 
-def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Finished:
-    """Run preflight, then train with this process as the driver; return the run's output."""
+def drive(config: RunConfig, callbacks: Sequence[Any] = (), continued_in: Path | None = None) -> Finished:
+    """Run preflight, then train with this process as the driver; return the run's output.
+
+    continued_in: output directory of the run to continue after an interrupt, if not this one.
+    """
     with busy("checking settings, models, tokenizers and data"):
         plan = preflight(config)
     if config.run.dry_run:
@@ -44,7 +46,7 @@ def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Finished:
     if config.run.baseline is True and not _trained_baseline(plan):
         return Finished(plan.output_dir, is_complete=False)
     fill_caches(plan)
-    with lost_workers(), Session(plan, callbacks) as session:
+    with lost_workers(), Session(plan, callbacks, continued_in) as session:
         train(session)
     return Finished(plan.output_dir, session.is_complete)
 
@@ -61,10 +63,7 @@ def _trained_baseline(plan: Plan) -> bool:
             )
         return True
     print_line(f"baseline  the same {plan.total_steps:,} steps without teachers first, in {folder}")
-    if drive(baseline).is_complete:
-        return True
-    print_line(f"continue both runs with run.output_dir={plan.output_dir} run.resume=auto", sys.stderr)
-    return False
+    return drive(baseline, continued_in=plan.output_dir).is_complete
 
 
 def _without_teachers(plan: Plan, folder: Path) -> RunConfig:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 from nemo_opd.checkpoint.manager import Progress
@@ -61,8 +62,8 @@ class Session:
     evaluator: Evaluator
     """Evaluator; set only with `evaluation`."""
 
-    def __init__(self, plan: Plan, callbacks: Sequence[Any] = ()) -> None:
-        """callbacks: added to those in `run.callbacks`."""
+    def __init__(self, plan: Plan, callbacks: Sequence[Any] = (), continued_in: Path | None = None) -> None:
+        """callbacks: added to those in `run.callbacks`. continued_in: as for `off_policy.drive`."""
         self.plan = plan
         self.config = plan.config
         self.callbacks = Callbacks(self.config.run.callbacks, callbacks)
@@ -72,6 +73,7 @@ class Session:
         self.best = BestSteps(self.config.train.keep_best)
         self.patience = Patience(self.config.train.early_stopping)
         self.checkpoints = checkpoints_of(self.config, plan.output_dir)
+        self._continued_in = continued_in or plan.output_dir
         self.time_limit = TimeLimit(self.config.train.save_before, plan.checkpoint_bytes)
         self.start: dict[str, float] = {}
         """Bits per byte of the student before training and of the teachers, under their logged names."""
@@ -368,7 +370,7 @@ class Session:
             return "there is no checkpoint yet, so there is nothing to continue"
         return (
             f"the checkpoint is {self.checkpoints.path(steps[-1])}; continue with "
-            f"run.output_dir={self.plan.output_dir} run.resume=auto"
+            f"run.output_dir={self._continued_in} run.resume=auto"
         )
 
     def finish(self) -> None:

@@ -30,6 +30,13 @@ def test_the_last_of_two_overrides_holds() -> None:
     assert configured("train.max_steps=7", "train.max_steps=8").train.max_steps == 8
 
 
+def test_the_last_of_two_options_holds(tmp_path: Path) -> None:
+    """Bug: Hydra refuses to append a group twice if the file has no `defaults`."""
+    (file := tmp_path / "mine.yaml").write_text("student: demo:student\n")
+    arguments = ["--config", str(file), "loss=jsd", "lr=1", "loss=gold"]
+    assert read_command_line(arguments, CONFIGS, DEMO, RunConfig).overrides == ("++lr=1", "+loss=gold")
+
+
 def test_a_key_that_no_yaml_mentions_is_set_without_a_plus() -> None:
     """Plain Hydra would ask for `+cluster.timeout_s=5`, because the YAML files name only what differs."""
     assert configured("cluster.timeout_s=5").cluster.timeout_s == 5

@@ -186,7 +186,8 @@ def test_a_key_that_is_called_like_the_tag() -> None:
 
 
 def test_a_tag_that_is_missing() -> None:
-    assert message_of(changed("rollout", {"n": 2})) == "rollout.type: required, but not given"
+    message = message_of(changed("rollout", {"n": 2}))
+    assert message == "rollout.type: required, but not given; choose one of 'hf', 'server'"
 
 
 @pytest.mark.parametrize("key", ["student", "teachers", "data", "train"])

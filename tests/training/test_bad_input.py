@@ -635,3 +635,14 @@ def test_texts_validate_a_run_of_conversations(configure: Configure, inputs: Pat
     assert isinstance(data, Corpus)
     (batch,) = data.validation_batches(4)
     assert batch.student.loss_mask.sum() >= 5, "a text is learned from its second token on"
+
+
+def test_validation_texts_have_a_column_of_their_own(configure: Configure, inputs: Path) -> None:
+    """Bug: no way out for texts in column `text` beside validation texts in column `body`."""
+    file = inputs / "validation.jsonl"
+    file.write_text('{"body": "The quick brown fox jumps over the lazy dog"}\n')
+    source = ["data.validation.arrow_files=null", f"++data.validation.jsonl_files={file}"]
+    data = preflight(configure(*source, "data.validation.text_key=body")).data
+    assert isinstance(data, Corpus)
+    assert data.validation is not None
+    assert len(data.validation) == 1

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from nemo_opd.logging.loggers import read
+from nemo_opd.training import off_policy
 from nemo_opd.training.closing import BASELINE
 from tests.tiny import Tiny
 from tests.training.launch import run_here
@@ -31,3 +34,18 @@ def test_baseline_is_the_same_run_without_teachers(tiny: Tiny, tmp_path: Path) -
     assert baseline[1]["train/ce"] == both[1]["train/ce"]
     assert "train/kd" not in baseline[1]
     assert "steps each" in (tmp_path / "both" / "report" / "report.html").read_text()
+
+
+def test_an_interrupted_baseline_is_continued_by_the_run(tiny: Tiny, tmp_path: Path, monkeypatch) -> None:
+    """Bug: two ways to continue, of which the baseline's own folder starts another run."""
+
+    def step_then_interrupt(session: off_policy.Session) -> dict[str, float]:
+        if session.step > 1:
+            raise KeyboardInterrupt
+        return train_step(session)
+
+    train_step = off_policy.train_step
+    monkeypatch.setattr(off_policy, "train_step", step_then_interrupt)
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        run_here(tmp_path, tiny.overrides("train.save_every=1", "run.baseline=true", teachers=1))
+    assert interrupted.value.__notes__[-1].endswith(f"continue with run.output_dir={tmp_path} run.resume=auto")
