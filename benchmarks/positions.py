@@ -24,6 +24,7 @@ from rich.console import Console
 from teacher_cache import RESULTS, settings, trained
 
 from nemo_opd.config.run import RunConfig, from_dict
+from nemo_opd.logging.loggers import read
 
 TEACHERS = {
     "smaller tokens": RECIPE,
@@ -31,6 +32,8 @@ TEACHERS = {
 }
 EVERYWHERE = {"type": "byte_prefix", "positions": "all"}
 CONTROL = "cross-entropy alone"
+GRADIENTS_EVERY = 6
+"""Steps between two comparisons of KD's gradient with cross-entropy's."""
 LOSSES: dict[str, dict[str, object]] = {
     CONTROL: {"type": "byte_prefix", "kd_weight": 0.0},
     "p_kl": {"type": "p_kl"},
@@ -55,16 +58,25 @@ class Measured:
     loss: str
     bits_per_byte: list[float]
     """Of the student on the validation texts, after training, by seed."""
+    norms: list[float]
+    """Norm of KD's gradient, with its weight, divided by cross-entropy's: means over steps, by seed; empty without KD.
+    """
+    cosines: list[float]
+    """Cosine between the two gradients, likewise."""
 
 
 def measure(config: RunConfig, teacher: str, loss: str, seeds: int, folder: Path) -> Measured:
-    bits = []
+    measured = Measured(teacher, loss, [], [], [])
     for seed in range(seeds):
-        data = config.model_dump(mode="json")
+        data, output = config.model_dump(mode="json"), folder / f"{loss} {seed}"
         data["run"]["seed"] = seed
         data["loss"] = LOSSES[loss]
-        bits.append(trained(from_dict(data), loss, folder / f"{loss} {seed}", None).bits_per_byte)
-    return Measured(teacher, loss, bits)
+        data["logging"]["gradients_every"] = None if loss == CONTROL else GRADIENTS_EVERY
+        measured.bits_per_byte.append(trained(from_dict(data), loss, output, None).bits_per_byte)
+        if compared := [record for record in read(output / "metrics.jsonl") if "train/kd_ce_cosine" in record]:
+            measured.norms.append(mean(step["train/kd_grad_norm"] / step["train/ce_grad_norm"] for step in compared))
+            measured.cosines.append(mean(step["train/kd_ce_cosine"] for step in compared))
+    return measured
 
 
 def report(runs: list[Measured], about: str) -> str:
@@ -72,7 +84,8 @@ def report(runs: list[Measured], about: str) -> str:
         "# A target at every student position",
         "",
         f"{hardware()}; commit {commit()}; {date.today()}. `uv run benchmarks/positions.py`: {about} Intervals are "
-        "95 % of Student's t over the seeds. The machine did other work meanwhile.",
+        "95 % of Student's t over the seeds. KD's gradient, with its weight, every sixth step: its norm divided by "
+        "cross-entropy's, and the cosine between the two. The machine did other work meanwhile.",
     ]
     for teacher in dict.fromkeys(run.teacher for run in runs):
         of_teacher = [run for run in runs if run.teacher == teacher]
@@ -81,13 +94,14 @@ def report(runs: list[Measured], about: str) -> str:
             "",
             f"## A teacher with {teacher}",
             "",
-            "| loss | bits per byte | to cross-entropy |",
-            "|---|---|---|",
+            "| loss | bits per byte | to cross-entropy | KD's gradient: norm | cosine |",
+            "|---|---|---|---|---|",
         ]
         for run in sorted(of_teacher, key=lambda run: mean(run.bits_per_byte)):
             comparison = compare(dict(enumerate(run.bits_per_byte)), control)
             difference = "–" if run.loss == CONTROL else signed(comparison.difference)
-            lines.append(f"| {run.loss} | {plain(comparison.mean)} | {difference} |")
+            gradients = " | ".join(f"{mean(values):.2f}" if values else "–" for values in (run.norms, run.cosines))
+            lines.append(f"| {run.loss} | {plain(comparison.mean)} | {difference} | {gradients} |")
     return "\n".join(lines) + "\n"
 
 
