@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import to_device_batched
-from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.base import Handle, Message, Receiver, Sender
 from nemo_opd.handoff.plan import (
     ONE_READER,
@@ -364,9 +363,7 @@ def windows(handles: Sequence[OutputHandle], sides: LayoutPair, lengths: Sequenc
     """Return the window of each student rank, with the tokens of that rank only.
 
     handles: one for each teacher rank. lengths: tokens of each sequence of the batch. Buffers on other nodes are read
-    from messages, which must be exchanged first (`ExchangePlanner`). Raises ConfigError if the sequences cannot be
-    split evenly over the student's or the teacher's data-parallel ranks, and HandoffError if a buffer was not exported
-    to a rank that reads it.
+    from messages, which must be exchanged first (`ExchangePlanner`).
     """
     teacher = sides.teacher
     columns = [handles[teacher.rank(0, 0, t)].columns for t in range(teacher.tp)]
@@ -414,11 +411,8 @@ class _Reader:
     def head(self, heads: Sequence[HeadHandle | None], shards: Sequence[BufferSlice]) -> tuple[HeadHandle, ...]:
         handles = []
         for shard in shards:
-            if (head := heads[shard.rank]) is None:
-                raise HandoffError(
-                    f"student rank {self.rank} reads the head of teacher rank {shard.rank}, which was created without "
-                    "readers of its head; create the writer with every rank that reads it"
-                )
+            head = heads[shard.rank]
+            assert head is not None, "`planned_readers` names every rank that reads a head"
             handles.append(head.map(partial(self._reachable, teacher_rank=shard.rank)))
         return tuple(handles)
 

@@ -40,6 +40,8 @@ class TeacherSource:
     use: Callable[[], AbstractContextManager[None]]
     """Context that calls of `logit_rows` need."""
     close: Callable[[], None] = lambda: None
+    is_fixed: bool = True
+    """Whether the weights never change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,6 @@ class TeacherModel(TeacherSource):
 
     model: PreTrainedModel
     mesh: DeviceMesh
-    is_fixed: bool = True
-    """Whether the weights never change."""
 
 
 class WorkerSampler:
