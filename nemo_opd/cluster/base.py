@@ -21,7 +21,7 @@ _ACTIVITIES = {
     "load": "reading the checkpoint",
     "forward": "reading a batch",
     "log_probability": "reading a batch after other prompts",
-    "bits_per_byte": "reading the validation texts",
+    "token_nats": "reading the validation texts",
     "as_teacher": "working as a teacher with the student's weights",
     "train_step": "training on a batch",
     "evaluate": "validating",

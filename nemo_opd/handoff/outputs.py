@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -136,11 +135,6 @@ class HeadHandle:
         """Return the shard. Raises HandoffError if a buffer cannot be mapped."""
         bias = None if self.bias is None else receiver.constant(self.bias)
         return Head(receiver.constant(self.weight), bias, self.scale, self.soft_cap)
-
-    def map(self, function: Callable[[Handle], Handle]) -> HeadHandle:
-        """Apply a function to the handles."""
-        bias = None if self.bias is None else function(self.bias)
-        return replace(self, weight=function(self.weight), bias=bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +407,8 @@ class _Reader:
         for shard in shards:
             head = heads[shard.rank]
             assert head is not None, "`planned_readers` names every rank that reads a head"
-            handles.append(head.map(partial(self._reachable, teacher_rank=shard.rank)))
+            bias = None if head.bias is None else self._reachable(head.bias, shard.rank)
+            handles.append(replace(head, weight=self._reachable(head.weight, shard.rank), bias=bias))
         return tuple(handles)
 
     def _reachable(self, handle: Handle, teacher_rank: int, rows: range | None = None) -> Handle:

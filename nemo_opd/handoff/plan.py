@@ -287,7 +287,6 @@ def overlap(first: range, second: range) -> range:
 
 
 def _shifted(numbers: range, by: int) -> range:
-    """Return the range moved by `by`."""
     return range(numbers.start + by, numbers.stop + by)
 
 

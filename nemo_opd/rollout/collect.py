@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -288,11 +288,11 @@ class RolloutLog:
         if not file.exists():
             return
         lines = parse_lines(file, file.read_bytes().split(b"\n"), _read_line, "not a rollout")
-        remaining = [line for line in lines if line is not None and line.step <= step]
+        remaining = [line for line in lines if line is not None and line[0] <= step]
         if remaining:
             # A full file is named after its last step, which may have changed.
-            new = file if file == self.path else self._full_file(remaining[-1].step)
-            write_atomically(new, b"".join(line.text + b"\n" for line in remaining))
+            new = file if file == self.path else self._full_file(remaining[-1][0])
+            write_atomically(new, b"".join(text + b"\n" for _, text in remaining))
             if new == file:
                 return
         file.unlink()
@@ -349,12 +349,6 @@ def _rounded(value: float) -> float | None:
     return round(value, _DIGITS) if math.isfinite(value) else None
 
 
-class _StoredLine(NamedTuple):
-    """A line of the file, and its step."""
-
-    step: int
-    text: bytes
-
-
-def _read_line(line: bytes) -> _StoredLine | None:
-    return _StoredLine(int(json.loads(line)["step"]), line) if line else None
+def _read_line(line: bytes) -> tuple[int, bytes] | None:
+    """Return a line of the file with its step."""
+    return (int(json.loads(line)["step"]), line) if line else None

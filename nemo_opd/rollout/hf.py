@@ -86,7 +86,7 @@ def for_model(settings: HFRollout, spec: EngineSpec, model: str, device: str) ->
             loaded,
             end_ids=spec.end_ids,
             vocab_size=spec.vocab_size,
-            batch_size=settings.batch_size,
+            limit=BatchLimit(settings.batch_size),
             device=device,
             tokenizer=cache(partial(load_tokenizer, model, key="model")),
         )
@@ -119,18 +119,17 @@ class Sampler(Generator):
         *,
         end_ids: Collection[int],
         vocab_size: int,
-        batch_size: int,
-        batch_tokens: int | None = None,
+        limit: BatchLimit,
         device: str,
         tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
     ) -> None:
-        """end_ids: tokens that end a sequence. vocab_size: head columns that are tokens. batch_size, batch_tokens: as
-        in `BatchLimit`. tokenizer: called for requests with stop texts.
+        """end_ids: tokens that end a sequence. vocab_size: head columns that are tokens. tokenizer: called for
+        requests with stop texts.
         """
         self._tokenizer = tokenizer
         self._model: Any = model
         self._end_ids = np.array(sorted(end_ids), np.int32)
-        self._vocab_size, self._limit, self._device = vocab_size, BatchLimit(batch_size, batch_tokens), device
+        self._vocab_size, self._limit, self._device = vocab_size, limit, device
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int = 0) -> list[Completion]:

@@ -44,7 +44,6 @@ from nemo_opd.training.groups import (
     ModelGroup,
     OwnTeacher,
     column_order,
-    separate_teachers,
     student_group,
     teacher_group,
 )
@@ -119,7 +118,9 @@ class Models(Closing):
         with ExitStack() as stack:
             # Closed in reverse: the student unmaps the teachers' buffers before they are freed.
             ahead = {
-                i: stack.enter_context(teacher_group(cluster, plan, i, orders[i])) for i in separate_teachers(plan)
+                i: stack.enter_context(teacher_group(cluster, plan, i, orders[i]))
+                for i, settings in enumerate(plan.config.active_teachers)
+                if not settings.is_student
             }
             self.student = stack.enter_context(student_group(cluster, plan, orders))
             cluster.gather([group.ready for group in (self.student, *ahead.values())])
@@ -328,12 +329,14 @@ class Models(Closing):
         self._on_each_student("load", folder.resolve())
 
     def export(self, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
-        """Export the student.
+        """Replace a Hugging Face folder by the student atomically. Raises CheckpointError if it is incomplete.
 
         served_as: dtype for a rollout server; None exports the form for users. average_of: index of an EMA teacher
         whose average is exported instead of the student's weights.
         """
-        self._on_each_student("export", folder.resolve(), served_as, average_of)
+        with replacing(folder) as temporary:
+            self._on_each_student("export", temporary.resolve(), served_as, average_of)
+            require_whole_export(temporary)
 
     def _on_each_student(self, method: str, *arguments: object) -> list[Any]:
         """Call a method on every student rank with the same arguments."""
@@ -350,13 +353,6 @@ class Models(Closing):
 
     def close(self) -> None:
         self._stack.close()
-
-
-def export_whole(models: Models, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
-    """Replace an exported Hugging Face folder atomically. served_as, average_of: as for `Models.export`."""
-    with replacing(folder) as temporary:
-        models.export(temporary, served_as, average_of)
-        require_whole_export(temporary)
 
 
 def only_answered(

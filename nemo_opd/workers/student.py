@@ -34,6 +34,7 @@ from nemo_opd.logits.planned import PlannedLoss, UnitLossRecorder, compute_toget
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.sources import Packing
 from nemo_opd.losses.metrics import AccuracyRecorder, plan_bits_per_byte
+from nemo_opd.models.head import reading_model
 from nemo_opd.models.parallelize import free_gathered, sharded_units
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
@@ -122,10 +123,13 @@ class StudentWorker:
         self.phases = Phases(device)
         self.mesh = mesh = build_mesh(Layout.of(dist.get_world_size(), config.student.parallelism), device)
         self.averaged_over = fsdp_axis(mesh).size()
-        student = load_student(config.student, mesh, device=device, handoff=config.handoff.type, seed=config.run.seed)
-        self.model, self.logit_rows = student.model, student.logit_rows
+        self.model, adapters = load_student(config.student, mesh, device=device, seed=config.run.seed)
+        parallelism = config.student.parallelism
+        self.logit_rows = reading_model(
+            self.model, config.handoff.type, key="student.model", mesh=mesh, parallelism=parallelism
+        )
         self.logit_rows.block_bytes = block_bytes
-        self.exports = Exports(config.student, self.model, student.adapters)
+        self.exports = Exports(config.student, self.model, adapters)
         self.optimizer = build_optimizer(config.student.optimizer, self.model)
         self._residence = DeviceOffload(
             self.model,
@@ -150,13 +154,9 @@ class StudentWorker:
         self.receiver = TRANSPORTS[transport][1](dist.get_rank())
         self.links = StudentLinks(self.receiver, device)
 
-    def reads_packed(self) -> bool:
-        """Return whether the model reads packed sequences, so that padding is free."""
-        return self.logit_rows.reads_packed
-
-    def rotary_limit(self) -> RotaryLimit | None:
-        """Return the limit of the model's rotary factors."""
-        return self.logit_rows.rotary
+    def reading_form(self) -> tuple[bool, RotaryLimit | None]:
+        """Return whether the model reads packed sequences, so that padding is free, and its rotary factors' limit."""
+        return self.logit_rows.reads_packed, self.logit_rows.rotary
 
     def as_teacher(self, teacher: int, method: str, arguments: tuple[Any, ...]) -> Any:
         """Call a method of a teacher that runs the student's module. teacher: its index."""

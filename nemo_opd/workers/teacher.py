@@ -115,7 +115,6 @@ class TeacherWorker(FrozenWorker):
         self.writer = self._build_writer(sender, rank_readers, num_slots)
 
     def _build_writer(self, sender: NewSender, readers: Readers, num_slots: int) -> Writer:
-        """Build the writer for this form of output."""
         rows: Any = self.logit_rows  # a model, or stored output in its place
         if isinstance(rows, StoredTopK):
             return cast(Writer, SparseWriter(sender, rows.layout, readers=readers, num_slots=num_slots))

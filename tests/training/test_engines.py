@@ -17,7 +17,7 @@ from nemo_opd.config.rollout import HFRollout, ServerRollout
 from nemo_opd.errors import CheckpointError
 from nemo_opd.rollout.server import engine as servers
 from nemo_opd.training import engines
-from nemo_opd.training.models import export_whole
+from nemo_opd.training.models import Models
 
 
 @dataclass
@@ -56,14 +56,11 @@ class FakeServer:
 @dataclass
 class FakeModels:
     held: list[str] = field(default_factory=list)
-    is_cut: bool = False
 
     def export(self, folder: Path, served_as: str, average_of: int | None = None) -> None:
         assert served_as == "float32"
         folder.mkdir(parents=True)
         save_file({"weights": torch.ones(3)}, folder / "model.safetensors")
-        if self.is_cut:
-            os.truncate(folder / "model.safetensors", 70)
 
     @contextmanager
     def held_weights(self, served_as: str) -> Iterator[str]:
@@ -71,6 +68,22 @@ class FakeModels:
         self.held.append("held")
         yield "memory"
         self.held.append("released")
+
+
+class ExportingModels(Models):
+    """Whose workers write a file, or only the beginning of one."""
+
+    def __init__(self, *, is_cut: bool) -> None:
+        self.is_cut = is_cut
+
+    def _on_each_student(self, method: str, *arguments: Any) -> list[Any]:
+        assert method == "export"
+        arguments[0].mkdir(parents=True)
+        file = arguments[0] / "model.safetensors"
+        save_file({"weights": torch.ones(3)}, file)
+        if self.is_cut:
+            os.truncate(file, 70)
+        return []
 
 
 def plan(folder: Path, **rollout: Any) -> Any:
@@ -181,8 +194,8 @@ def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch
 
 def test_an_export_that_is_cut_does_not_take_the_place_of_a_whole_one(tmp_path: Path) -> None:
     """Bug: a full disk, noticed by nobody, costs the model that was there before."""
-    export_whole(FakeModels(), tmp_path / "final", "float32")  # type: ignore[arg-type]
+    ExportingModels(is_cut=False).export(tmp_path / "final")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is missing or damaged"):
-        export_whole(FakeModels(is_cut=True), tmp_path / "final", "float32")  # type: ignore[arg-type]
+        ExportingModels(is_cut=True).export(tmp_path / "final")
     assert load_file(tmp_path / "final" / "model.safetensors")["weights"].all()
     assert [each.name for each in tmp_path.iterdir()] == ["final"]
