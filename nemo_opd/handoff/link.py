@@ -67,7 +67,9 @@ class Link:
         if coalesces:
             self._group._start_coalescing()
         # Start all transfers before waiting for any, so that no order of pairs can deadlock.
-        works = [start([_flat_bytes(tensor)], first + rank, 0) for tensor, rank in tensors if tensor.numel()]
+        # As bytes, because backends do not support every dtype.
+        parts = [(tensor.view(-1).view(torch.uint8), first + rank) for tensor, rank in tensors if tensor.numel()]
+        works = [start([tensor], rank, 0) for tensor, rank in parts]
         for work in [self._group._end_coalescing()] if coalesces else works:
             if work is not None:
                 work.wait()
@@ -179,8 +181,3 @@ def _new_backend(store: dist.Store, rank: int, size: int, device: str, timeout_s
     # All ranks must take part in creating the communicator, but not in each transfer.
     backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return backend
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    """Return a view as bytes, because backends do not support every dtype."""
-    return tensor.view(-1).view(torch.uint8)

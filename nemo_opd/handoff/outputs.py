@@ -209,7 +209,9 @@ class HiddenStatesWriter(_OutputWriter):
         """Write a microbatch's hidden states [1, n, E] to the tokens from `start` on; the first time also the head."""
         assert isinstance(output, HeadLogits)
         if self._head is None and self._is_head_read:
-            self._write_head(output.head)
+            head = output.head
+            bias = None if head.bias is None else self._copy(head.bias, self._bias)
+            self._head = HeadHandle(self._copy(head.weight, self._weight), bias, head.scale, head.soft_cap)
         self._put(start, output.hidden)
 
     def handle(self) -> HiddenStatesHandle:
@@ -223,10 +225,6 @@ class HiddenStatesWriter(_OutputWriter):
         """Release the buffers; may be called again."""
         super().close()
         self._head = None
-
-    def _write_head(self, head: Head) -> None:
-        bias = None if head.bias is None else self._copy(head.bias, self._bias)
-        self._head = HeadHandle(self._copy(head.weight, self._weight), bias, head.scale, head.soft_cap)
 
     def _copy(self, parameter: Tensor, sender: Sender) -> Handle:
         values = parameter.detach()[: len(self._columns)]

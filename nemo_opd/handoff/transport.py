@@ -118,15 +118,11 @@ def hand_over(transport: str, pairs: _Pairs) -> None:
         context.Process(target=_read, args=(transport, reads, theirs), daemon=True).start()
         theirs.close()
         writers.append((writes, ours))
-    _require_peers([pair for pair in pairs if pair[0] != pair[1]] if transport == "cuda_ipc" else [])
+    for writes, reads in pairs if transport == "cuda_ipc" else ():
+        if writes != reads and not torch.cuda.can_device_access_peer(reads, writes):
+            raise HandoffError(f"GPU {reads} has no peer access to GPU {writes}")
     for writes, pipe in writers:
         _write(transport, writes, pipe)
-
-
-def _require_peers(pairs: _Pairs) -> None:
-    for writes, reads in pairs:
-        if not torch.cuda.can_device_access_peer(reads, writes):
-            raise HandoffError(f"GPU {reads} has no peer access to GPU {writes}")
 
 
 def _write(transport: str, device: int, pipe: Connection) -> None:

@@ -48,7 +48,10 @@ def generating(
     with torch.no_grad(), ExitStack() as inside:
         inside.callback(model.train, model.training)
         model.eval()  # without dropout, and without activation checkpointing, which would prevent a cache
-        _disable_compilation(model, inside)
+        for module in model.modules():  # uncompiled: a growing cache would recompile layers again and again
+            if (compiled := module._compiled_call_impl) is not None:
+                inside.callback(setattr, module, "_compiled_call_impl", compiled)
+                module._compiled_call_impl = None
         if mesh is not None and context_axis(mesh) is not None:
             inside.callback(model.set_attn_implementation, model.config._attn_implementation)
             model.set_attn_implementation(_WHOLE_SEQUENCES)
@@ -59,14 +62,6 @@ def generating(
             inside.enter_context(whole_positions())
             inside.enter_context(_whole_logits(model, tensor))
         yield
-
-
-def _disable_compilation(model: PreTrainedModel, until: ExitStack) -> None:
-    """Run layers uncompiled: a growing cache would recompile them again and again."""
-    for module in model.modules():
-        if (compiled := module._compiled_call_impl) is not None:
-            until.callback(setattr, module, "_compiled_call_impl", compiled)
-            module._compiled_call_impl = None
 
 
 @contextmanager

@@ -320,7 +320,10 @@ class InverseCDF(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Sample tokens: [B, S], [B, V] fp32 → [B, V]."""
         raw = scores[:, : self._vocab_size].float()
-        warped = self._warped(input_ids, raw)
+        if self._is_greedy:
+            warped = torch.full_like(raw, -torch.inf).scatter_(-1, raw.argmax(-1, keepdim=True), 0.0)
+        else:
+            warped = self._warpers(input_ids, raw)
         tokens = inverse_cdf(warped.softmax(-1), self._uniform[:, len(self._logprobs)]).unsqueeze(-1)
         self._logprobs.append(_log_probability(raw, tokens))
         self._behaviour_logprobs.append(_log_probability(warped, tokens))
@@ -335,13 +338,6 @@ class InverseCDF(LogitsProcessor):
     def behaviour_logprobs(self) -> Tensor:
         """Log-probabilities under the warped distribution, fp32 [B, steps so far]."""
         return torch.stack(self._behaviour_logprobs, -1)
-
-    def _warped(self, input_ids: Tensor, raw: Tensor) -> Tensor:
-        """Return the scores to sample from; `raw` itself if sampling is not warped."""
-        if self._is_greedy:
-            return torch.full_like(raw, -torch.inf).scatter_(-1, raw.argmax(-1, keepdim=True), 0.0)
-        warped: Tensor = self._warpers(input_ids, raw)
-        return warped
 
 
 def _warpers_of(sampling: Sampling) -> LogitsProcessorList:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -186,14 +186,17 @@ class Models(Closing):
             sum(by_rank[rank].positions for rank in dp_leader_ranks(layout))
             for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True)
         )
-        retried = _retried(dict(zip(self._names, by_teacher, strict=True)))
         return ScoredBatch(
             batch,
             in_flight.slot,
             windows=by_student_rank,
             seconds=seconds,
             positions=positions,
-            retried=retried,
+            retried={
+                name: sum(output.retried or 0 for output in by_rank)
+                for name, by_rank in zip(self._names, by_teacher, strict=True)
+                if by_rank[0].retried is not None
+            },
             unanswered={
                 name: number for name, number in zip(self._names, unanswered, strict=True) if number is not None
             },
@@ -238,17 +241,14 @@ class Models(Closing):
 
     def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows, tuple[slice, ...]]]:
         """Return the rows, windows and microbatches of each student rank."""
-        parts = self._grid.by_rank(self._with_columns(scored.batch), self._grid.student)
-        cuts = self._student.micro_batches([part.student for part in parts])
-        return list(zip(parts, scored.windows, cuts, strict=True))
-
-    def _with_columns(self, batch: Batch) -> Batch:
-        """Replace ids of teachers' tokens by columns of their logits."""
+        # Ids of teachers' tokens become columns of their logits.
         teachers = (
             rows if column is None else replace(rows, tokens=replace(rows.tokens, ids=column[rows.tokens.ids]))
-            for rows, column in zip(batch.teachers, self._columns, strict=True)
+            for rows, column in zip(scored.batch.teachers, self._columns, strict=True)
         )
-        return replace(batch, teachers=tuple(teachers))
+        parts = self._grid.by_rank(replace(scored.batch, teachers=tuple(teachers)), self._grid.student)
+        cuts = self._student.micro_batches([part.student for part in parts])
+        return list(zip(parts, scored.windows, cuts, strict=True))
 
     def _call_student(self, method: str, arguments: Sequence[tuple[Any, ...]], scored: ScoredBatch) -> list[Any]:
         """Call a student method that reads the teachers' output, then free the slot of their buffers."""
@@ -403,12 +403,6 @@ def _drop_chunks(chunk_ids: Tensor, lost: Sequence[Tensor]) -> Tensor:
     """Return chunk ids [B, S] with NO_CHUNK for those in `lost`, one tensor of ids per sequence."""
     is_lost = torch.stack([torch.isin(ids, lost_ids) for ids, lost_ids in zip(chunk_ids, lost, strict=True)])
     return chunk_ids.masked_fill(is_lost, NO_CHUNK)
-
-
-def _retried(by_teacher: Mapping[str, Sequence[TeacherOutput]]) -> dict[str, int]:
-    """Sum the requests sent again over the ranks of each served teacher."""
-    counts = {name: [output.retried for output in by_rank] for name, by_rank in by_teacher.items()}
-    return {name: sum(filter(None, by_rank)) for name, by_rank in counts.items() if by_rank[0] is not None}
 
 
 def _variant(batch: Batch, k: int) -> Batch:
