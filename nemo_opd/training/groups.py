@@ -178,7 +178,7 @@ class OwnTeacher(Group):
     def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> Call:
         by_rank = [()] * self.size if arguments is None else arguments
         forwarded = [(self._teacher, method, rank_arguments) for rank_arguments in by_rank]
-        return self._student.submit("as_teacher", forwarded, about=about)
+        return self._student.submit("own_teachers.call", forwarded, about=about)
 
     def address(self) -> tuple[str, int]:
         return self._student.address()
@@ -210,7 +210,7 @@ class Links:
             None if planner is None else Rendezvous(*group.address(), size, group.size, timeout_s)
             for planner, group in zip(self._planners, self._teachers, strict=True)
         ]
-        calls = [self._student.submit("join_links", [(rendezvous,)] * size)]
+        calls = [self._student.submit("links.join", [(rendezvous,)] * size)]
         for group, meeting in zip(self._teachers, rendezvous, strict=True):
             if meeting is not None:
                 calls.append(group.submit("join_link", [(meeting,)] * group.size))

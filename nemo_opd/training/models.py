@@ -319,11 +319,11 @@ class Models(Closing):
 
     def is_saved(self) -> bool:
         """Return whether a write in the background has ended on all ranks, with or without an error."""
-        return all(self.student.call("is_saved"))
+        return all(self.student.call("background.is_done"))
 
     def end_save(self) -> None:
         """Wait for a write in the background. Raises its error."""
-        self.student.call("end_save")
+        self.student.call("background.end")
 
     def load(self, folder: Path) -> None:
         self._on_each_student("load", folder.resolve())
@@ -349,7 +349,7 @@ class Models(Closing):
         try:
             yield by_rank[0]
         finally:
-            self.student.call("release_weights")
+            self.student.call("exports.release")
 
     def close(self) -> None:
         self._stack.close()
