@@ -183,12 +183,13 @@ def test_a_checkpoint_from_before_rows_of_documents_is_one_without_them(before: 
 
 def test_the_newest_of_the_same_run_is_found(tmp_path: Path, before: RunConfig) -> None:
     checkpoints = CheckpointManager(tmp_path / CHECKPOINTS, keep_last=5)
-    assert progress_to_resume(compose("run.resume=auto"), tmp_path) is None
+    resumed = ("run.resume=auto", f"run.output_dir={tmp_path}")
+    assert progress_to_resume(compose(*resumed), tmp_path) is None
     save(checkpoints, 3, before)
     save(checkpoints, 12, before)
 
-    found = progress_to_resume(compose("train.max_steps=900", "run.resume=auto"), tmp_path)
+    found = progress_to_resume(compose("train.max_steps=900", *resumed), tmp_path)
     assert found is not None
     assert found.progress.step == 12
     with pytest.raises(CheckpointError, match=r"step_000012 is a checkpoint of another run: run\.seed=5, there 0"):
-        progress_to_resume(compose("run.seed=5", "run.resume=auto"), tmp_path)
+        progress_to_resume(compose("run.seed=5", *resumed), tmp_path)
