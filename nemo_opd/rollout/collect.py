@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,31 +173,22 @@ def chosen_share(prompts: Sequence[object], share: float, seed: int, step: int) 
     return mask.tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class FittingPrompts:
-    """Prompts that fit the model."""
-
-    prompts: tuple[Prompt, ...]
-    num_dropped: int
-    """Number of prompts dropped because of their length."""
-
-
 def drop_long(
     prompts: Sequence[Prompt], renderer: Renderer, max_tokens: int | None, *, key: str, way_out: str
-) -> FittingPrompts:
+) -> tuple[Prompt, ...]:
     """Drop prompts of more than `max_tokens` tokens (None for no limit), and keep the order.
 
     key: setting that the prompts come from. way_out: advice for the error. Raises DataError if no prompt is left.
     """
     if max_tokens is None:
-        return FittingPrompts(tuple(prompts), 0)
+        return tuple(prompts)
     counted = tracked(prompts, f"tokenizing the prompts of {key}", "prompts")
     lengths = [len(renderer.prompt_ids(prompt)) for prompt in counted]
     short = tuple(prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_tokens)
     if not short:
         shortest = f"; the shortest has {min(lengths)}" if lengths else ""
         raise DataError(f"{key}: none of {len(prompts)} prompts has {max_tokens} tokens or less{shortest}; {way_out}")
-    return FittingPrompts(short, len(prompts) - len(short))
+    return short
 
 
 def dataset_rollout(prompt: Prompt, renderer: Renderer, max_length: int) -> Rollout:

@@ -99,18 +99,13 @@ class Models(Closing):
         """Load all models. Raises WorkerError or ClusterError."""
         self._cluster = cluster
         self._grid = plan.grid
-        self._deliveries = plan.deliveries
-        self._aggregation, self._names = plan.config.aggregation, plan.config.active_names
-        self._priors = [teacher.weight for teacher in plan.config.active_teachers]
+        self._plan, self._names = plan, plan.config.active_names
         self._objective = build_objective(
             plan.config,
             [teacher.projection for teacher in plan.teachers],
             student_vocab_size=plan.student_vocab_size,
             teacher_vocab_sizes=[teacher.vocab_size for teacher in plan.teachers],
         )
-        self._token_groups = plan.token_groups
-        self._alphas = confidence_alphas(plan.config)
-        self._sampled_at_once, self._answered_at_once = plan.sampled_at_once, plan.answered_at_once
         self._free_slots = deque(range(1 + plan.lookahead))
         orders = [column_order(plan, i) for i in range(len(plan.teachers))]
         self._columns = [None if order is None else torch.from_numpy(order).argsort() for order in orders]
@@ -173,11 +168,13 @@ class Models(Closing):
         scores = self._scores(by_teacher, in_flight.batch)
         batch, unanswered = only_answered(in_flight.batch, by_teacher, self._grid)
         available_scores = [teacher_scores for teacher_scores in scores if teacher_scores is not None]
-        batch = apply_teacher_weights(self._aggregation, batch, available_scores, priors=self._priors)
-        batch = weighted_by_confidence(batch, scores, self._alphas)
+        config = self._plan.config
+        priors = [teacher.weight for teacher in config.active_teachers]
+        batch = apply_teacher_weights(config.aggregation, batch, available_scores, priors=priors)
+        batch = weighted_by_confidence(batch, scores, confidence_alphas(config))
         by_teacher_and_reader = [
             windows([output.handle for output in by_rank], delivery.sides, rows.tokens.packed_lengths)
-            for by_rank, delivery, rows in zip(by_teacher, self._deliveries, as_read.teachers, strict=True)
+            for by_rank, delivery, rows in zip(by_teacher, self._plan.deliveries, as_read.teachers, strict=True)
         ]
         self._links.transfer(by_teacher_and_reader, in_flight.about)
         by_student_rank = list(zip(*by_teacher_and_reader, strict=True)) or [()] * self._grid.student.size
@@ -235,9 +232,9 @@ class Models(Closing):
         losses = self._grid.unpad(losses, scored.batch)
         metrics = self._reduced([metrics for metrics, _ in by_rank], scored)
         metrics |= per_text(scored.batch, losses.nats) | shared_bits_per_byte(scored.batch, losses.nats)
-        if self._token_groups is None:
+        if self._plan.token_groups is None:
             return metrics
-        return metrics | self._token_groups.of_student(scored.batch, losses)
+        return metrics | self._plan.token_groups.of_student(scored.batch, losses)
 
     def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows, tuple[slice, ...]]]:
         """Return the rows, windows and microbatches of each student rank."""
@@ -265,11 +262,11 @@ class Models(Closing):
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
         """Return the student's continuation of each prompt, in order; data-parallel ranks divide the prompts."""
         about = f"rollouts of step {version + 1}"
-        return self._student.continued(requests, sampling, version, self._sampled_at_once, about=about)
+        return self._student.continued(requests, sampling, version, self._plan.sampled_at_once, about=about)
 
     def answering_teacher(self, i: int, end_ids: Collection[int]) -> AnsweringModel:
         """Return a teacher that continues prompts, both in its tokens. end_ids: tokens that end a sequence."""
-        return AnsweringModel(self._teachers[i], end_ids, self._answered_at_once[i])
+        return AnsweringModel(self._teachers[i], end_ids, self._plan.answered_at_once[i])
 
     def continue_greedily(self, prompts: Sequence[NDArray[np.int32]], num_new: int) -> list[list[int]]:
         """Return the student's `num_new` likeliest tokens after each prompt, one after another."""
@@ -289,7 +286,7 @@ class Models(Closing):
             padded = torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
             nats.append(padded[self._grid.is_given(batch)])
         bits = teachers_bits_per_byte(batch, nats, self._names)
-        return bits if self._token_groups is None else bits | self._token_groups.of_teachers(batch, nats)
+        return bits if self._plan.token_groups is None else bits | self._plan.token_groups.of_teachers(batch, nats)
 
     def privilege_gaps(self, batch: Batch, teachers: Sequence[int]) -> dict[str, Mean]:
         """Return `privilege_gap/<teacher>`, and `contrast_gap/<teacher>` with `context.contrast` (methods.md §13).
