@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,7 +29,6 @@ from nemo_opd.checkpoint.shards import require_whole_export
 from nemo_opd.cluster.base import Call, Cluster, Group, submit_sequentially
 from nemo_opd.cluster.batch_grid import BatchGrid, dp_leader_ranks, reduced
 from nemo_opd.config.on_policy import confidence_alphas
-from nemo_opd.distributed.layout import Layout
 from nemo_opd.evaluation.likelihoods import Scored
 from nemo_opd.evaluation.validation import joined_losses, per_text, shared_bits_per_byte, teachers_bits_per_byte
 from nemo_opd.files import replacing
@@ -282,9 +280,7 @@ class Models(Closing):
         by_teacher = self._cluster.gather(self._on_teachers("token_nats", batch))
         for by_rank, layout, rows in zip(by_teacher, self._grid.teachers, batch.teachers, strict=True):
             parts = [by_rank[rank] for rank in dp_leader_ranks(layout)]
-            width = rows.tokens.ids.shape[1]
-            padded = torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
-            nats.append(padded[self._grid.is_given(batch)])
+            nats.append(self._grid.joined(parts, batch, rows.tokens.ids.shape[1], fill=0.0))
         bits = teachers_bits_per_byte(batch, nats, self._names)
         return bits if self._plan.token_groups is None else bits | self._plan.token_groups.of_teachers(batch, nats)
 
@@ -364,21 +360,15 @@ def only_answered(
     teachers = list(batch.teachers)
     numbers: list[int | None] = []
     for i, (by_rank, layout) in enumerate(zip(by_teacher, grid.teachers, strict=True)):
-        is_answered = _join_ranks(batch, i, by_rank, layout, grid)
+        parts = [by_rank[rank].is_answered for rank in dp_leader_ranks(layout)]
+        answered = [part for part in parts if part is not None]
+        is_answered = (
+            grid.joined(answered, batch, batch.teachers[i].tokens.ids.shape[1], fill=True) if answered else None
+        )
         numbers.append(None if is_answered is None else int((~is_answered).sum()))
         if is_answered is not None and not is_answered.all():
             teachers[i] = _drop_unanswered(batch.teachers[i], is_answered)
     return replace(batch, teachers=tuple(teachers)), numbers
-
-
-def _join_ranks(
-    batch: Batch, i: int, by_rank: Sequence[TeacherOutput], layout: Layout, grid: BatchGrid
-) -> Tensor | None:
-    """Join the ranks' `is_answered` for the batch: bool [B, T]; None if the teacher always answers every token."""
-    parts = [by_rank[rank].is_answered for rank in dp_leader_ranks(layout)]
-    width = batch.teachers[i].tokens.ids.shape[1]
-    padded = [F.pad(part, (0, width - part.shape[1]), value=True) for part in parts if part is not None]
-    return torch.cat(padded)[grid.is_given(batch)] if padded else None
 
 
 def _drop_unanswered(rows: TeacherRows, is_answered: Tensor) -> TeacherRows:
