@@ -362,9 +362,8 @@ def only_answered(
     for i, (by_rank, layout) in enumerate(zip(by_teacher, grid.teachers, strict=True)):
         parts = [by_rank[rank].is_answered for rank in dp_leader_ranks(layout)]
         answered = [part for part in parts if part is not None]
-        is_answered = (
-            grid.joined(answered, batch, batch.teachers[i].tokens.ids.shape[1], fill=True) if answered else None
-        )
+        width = batch.teachers[i].tokens.ids.shape[1]
+        is_answered = grid.joined(answered, batch, width, fill=True) if answered else None
         numbers.append(None if is_answered is None else int((~is_answered).sum()))
         if is_answered is not None and not is_answered.all():
             teachers[i] = _drop_unanswered(batch.teachers[i], is_answered)
